@@ -49,6 +49,10 @@ class EventRecorder:
         self.held: list[RouterEvent] = []
         self.extra_of: Callable[[Stored], EventExtra | None] | None = None
 
+    def add(self, sink: EventSink) -> None:
+        """Pass events on to one more sink, after the one that there is."""
+        self.sink = sink if self.sink is None else _Both(self.sink, sink)
+
     def __enter__(self) -> None:
         self._requests += 1
 
@@ -88,3 +92,25 @@ class EventRecorder:
         """Forget what is held, as its worker restarts."""
         self.holds = False
         self.held.clear()
+
+
+class _Both:
+    """Two sinks as one.
+
+    Args:
+        first: is given each event first; what it raises does not keep it from the other.
+        second: the other.
+    """
+
+    __slots__ = ("_first", "_second")
+
+    def __init__(self, first: EventSink, second: EventSink) -> None:
+        self._first = first
+        self._second = second
+
+    def publish(self, event: RouterEvent) -> None:
+        """Publish one event to both."""
+        try:
+            self._first.publish(event)
+        finally:
+            self._second.publish(event)

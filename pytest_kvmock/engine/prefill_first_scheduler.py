@@ -281,10 +281,11 @@ class PrefillFirstScheduler(SglangScheduler):
 
     # ------------------------------------------------------------------------------------------ in one go
 
-    def fast_forward(self, now_ms: float, until_ms: float) -> tuple[float, int]:
-        """Run passes that only decode, in one go; see `Scheduler.fast_forward`."""
-        if self._ready:
-            return now_ms, 0
-        end, count = super().fast_forward(now_ms, until_ms)
-        self._wait = max(0, self._wait - count)
-        return end, count
+    def plan(self, now_ms: float, until_ms: float) -> list[float]:
+        """Return when passes end that only decode; see `Scheduler.plan`."""
+        return [] if self._ready else super().plan(now_ms, until_ms)
+
+    def run_plan(self, ends: list[float]) -> None:
+        """Run passes that were planned."""
+        super().run_plan(ends)
+        self._wait = max(0, self._wait - len(ends))

@@ -424,9 +424,13 @@ class Scheduler(ABC):
         """Run one forward pass from this moment; its requests' `token_ms` are set, its events published."""
 
     @abstractmethod
-    def fast_forward(self, now_ms: float, until_ms: float) -> tuple[float, int]:
-        """Run passes that only decode, in one go, as long as each starts before a moment and no block is touched.
+    def plan(self, now_ms: float, until_ms: float) -> list[float]:
+        """Return when passes end that only decode and touch no block, as long as each starts before a moment.
 
-        Returns:
-            The end of the last one, and how many there were; `now_ms` and 0 where the next pass does more.
+        Nothing is done yet. Nobody can tell one of these passes from the next: no event, no first token, no end. So who drives
+        several engines may look away until the last of them, and cut the list where a request arrives before.
         """
+
+    @abstractmethod
+    def run_plan(self, ends: list[float]) -> None:
+        """Run passes that were planned, the first of them or all; nothing happened here since."""

@@ -298,27 +298,27 @@ class SglangScheduler(Scheduler):
 
     # ------------------------------------------------------------------------------------------ in one go
 
-    def fast_forward(self, now_ms: float, until_ms: float) -> tuple[float, int]:
-        """Run passes that only decode, in one go, as long as each starts before a moment and no page is touched.
-
-        Returns:
-            The end of the last one, `now_ms` if there was none; and how many.
-        """
+    def plan(self, now_ms: float, until_ms: float) -> list[float]:
+        """Return when passes end that only decode and touch no page, as long as each starts before a moment."""
         running = self._running
         if self._waiting or not running:
-            return now_ms, 0
+            return []
         states = [request.state for request in running]
         most = min(request.max_output_tokens - request.generated_tokens for request in running) - 1
         most = min(most, self._driver.quiet_passes(states))
         if most <= 0 or (not self._newer and not self._has_logical_room(states)):
-            return now_ms, 0
+            return []
         ends: list[float] = []
         tokens, count, end = sum(map(len, running)), len(running), now_ms
         while len(ends) < most and end < until_ms:
             end += self._decode_ms(tokens, count)
             ends.append(end)
             tokens += count
-        for request in running:
+        return ends
+
+    def run_plan(self, ends: list[float]) -> None:
+        """Run passes that were planned."""
+        for request in self._running:
             self._driver.generate_quietly(request.state, request.next_tokens(len(ends)))
             request.generated_tokens += len(ends)
             request.computed_tokens += len(ends)
@@ -327,7 +327,6 @@ class SglangScheduler(Scheduler):
             if self._ratio == self._min_ratio:
                 break
             self._ratio = max(self._min_ratio, self._ratio - self._decay)
-        return end, len(ends)
 
     def _has_logical_room(self, states: Sequence[Any]) -> bool:
         return len(states) == 1 or self._driver.unheld() > sum(state.slack for state in states)

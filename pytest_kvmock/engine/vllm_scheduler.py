@@ -298,20 +298,19 @@ class VllmScheduler(Scheduler):
 
     # ---------------------------------------------------------------------------------------- passes in one go
 
-    def fast_forward(self, now_ms: float, until_ms: float) -> tuple[float, int]:
-        """Run passes that only decode, in one go, as long as each starts before a moment and no block is touched."""
+    def plan(self, now_ms: float, until_ms: float) -> list[float]:
+        """Return when passes end that only decode and touch no block, as long as each starts before a moment."""
         count = self._quiet_passes() if now_ms < until_ms else 0
-        if not count:
-            return now_ms, 0
-        running = self._running
-        ends = self._decode_ends(now_ms, until_ms, count)
+        return self._decode_ends(now_ms, until_ms, count) if count else []
+
+    def run_plan(self, ends: list[float]) -> None:
+        """Run passes that were planned."""
         count = len(ends)
-        for request in running:
+        for request in self._running:
             self._driver.generate_quietly(request.state, request.next_tokens(count))
             request.generated_tokens += count
             request.computed_tokens += count
             request.token_ms += ends
-        return ends[-1], count
 
     def _quiet_passes(self) -> int:
         """How many passes from now on do nothing but decode every running request, within the blocks that it has."""

@@ -555,6 +555,10 @@ class KvWorker:
         else:  # a manager may have put something of its own between itself and its sink
             self._driver = self._start()
 
+    def publish_to(self, sink: EventSink) -> None:
+        """Publish each event to one more sink, after those that it has; what it raises is logged."""
+        self._recorder.add(sink)
+
     def hold_events(self) -> None:
         """Hold what is published from now on, until `release_events`."""
         self._recorder.holds = True

@@ -7,9 +7,13 @@ from pytest_kvmock.engine.performance import CallableModel, InterpolatedModel, P
 from pytest_kvmock.engine.scheduler import ForwardPass, Scheduled, ScheduledRequest
 from pytest_kvmock.fleet.engine_request import EngineRequest
 from pytest_kvmock.fleet.engine_state import EngineMetrics, EngineStalled
+from pytest_kvmock.fleet.fleet import Fleet
+from pytest_kvmock.fleet.fleet_trace import FleetReport, FleetRequest, Pick
+from pytest_kvmock.fleet.incidents import Moment
 from pytest_kvmock.fleet.mock_engine import MockEngine
 from pytest_kvmock.fleet.replay import replay
 from pytest_kvmock.fleet.report import EngineReport, ReplayReport
+from pytest_kvmock.fleet.router_calls import RouterError, RouterStalled
 from pytest_kvmock.fleet.scheduler_cases import (
     SCHEDULER_CASES,
     SchedulerCase,
@@ -24,14 +28,21 @@ __all__ = [
     "EngineReport",
     "EngineRequest",
     "EngineStalled",
+    "Fleet",
+    "FleetReport",
+    "FleetRequest",
     "ForwardPass",
     "InterpolatedModel",
     "MockEngine",
     "MockEngineArgs",
+    "Moment",
     "PerformanceModel",
+    "Pick",
     "PolynomialModel",
     "ReasoningConfig",
     "ReplayReport",
+    "RouterError",
+    "RouterStalled",
     "Scheduled",
     "ScheduledRequest",
     "SchedulerCase",

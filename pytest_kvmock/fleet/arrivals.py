@@ -8,6 +8,7 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pytest_kvmock.fleet.fleet_trace import FleetRequest
     from pytest_kvmock.tokens import Prompt
     from pytest_kvmock.traces import TraceRequest
 
@@ -39,7 +40,7 @@ class Turn:
 
     __slots__ = ("delay_ms", "index", "keeps_place", "next", "prompt", "session", "session_name", "trace")
 
-    def __init__(self, trace: TraceRequest, prompt: Prompt) -> None:
+    def __init__(self, trace: TraceRequest | FleetRequest, prompt: Prompt) -> None:
         self.trace = trace
         self.prompt = prompt
         self.session = 0

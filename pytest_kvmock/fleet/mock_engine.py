@@ -187,23 +187,43 @@ class MockEngine:
         else:
             self._last_delivered = arrival
             self.scheduler.submit(request)
-        if self.log is not None:
-            request.number = self.log.next_request()
-            blocks, tail, hashed = prompt_fields(prompt, self.worker.manager.block_size)
-            of = (
-                self.worker.worker_id,
-                self.worker.dp_rank,
-                hashed,
-                max_output_tokens,
-                arrival_ms,
-                priority,
-                prompt.keys,
-            )
-            self.log.operate(Submit, request.number, blocks, tail, *of)
+        self._record_submit(request, arrival_ms, priority)
         return request
 
-    def dispatch(self, prompt: Prompt, max_output_tokens: int, arrival_ms: float) -> EngineRequest:
+    def _record_submit(self, request: EngineRequest, arrival_ms: float | None, priority: int | None) -> None:
+        if self.log is None:
+            return
+        prompt = request.prompt
+        request.number = self.log.next_request()
+        blocks, tail, hashed = prompt_fields(prompt, self.worker.manager.block_size)
+        of = (
+            self.worker.worker_id,
+            self.worker.dp_rank,
+            hashed,
+            request.requested_output_tokens,
+            arrival_ms,
+            priority,
+            prompt.keys,
+        )
+        self.log.operate(Submit, request.number, blocks, tail, *of)
+
+    def dispatch(
+        self,
+        prompt: Prompt,
+        max_output_tokens: int,
+        arrival_ms: float,
+        *,
+        priority: int = 0,
+        recorded_ms: float | None = None,
+    ) -> EngineRequest:
         """Give it a request that has arrived: for who drives several engines on one clock, and has its order.
+
+        Args:
+            prompt: as `submit` takes it.
+            max_output_tokens: likewise.
+            arrival_ms: when it arrived, from which its times count.
+            priority: its priority.
+            recorded_ms: when it is dispatched, for who records its passes too (`record_passes`); None: it is not recorded.
 
         Raises:
             OutOfBlocks: prompt and output can never fit; from 1.3.1 on, a prompt that is too large by itself is rejected by
@@ -212,8 +232,10 @@ class MockEngine:
         self.worker.accept(prompt)
         if not self._size.rejects_prompt(prompt.length(self.args.block_size)):
             self._check_size(prompt, max_output_tokens)
-        request = self._open(prompt, max_output_tokens, arrival_ms, 0)
+        request = self._open(prompt, max_output_tokens, arrival_ms, priority)
         self.scheduler.submit(request)
+        if recorded_ms is not None:
+            self._record_submit(request, recorded_ms, priority or None)
         return request
 
     # ---------------------------------------------------------------------------------- handoffs between engines
@@ -451,19 +473,36 @@ class MockEngine:
             check_number("until_ms", until_ms, unit=" (milliseconds)")
 
     def fast_forward(self, now_ms: float, until_ms: float) -> float:
-        """Run passes that only decode in one go, while each starts before a moment; see `Scheduler.fast_forward`.
+        """Run passes that only decode in one go, while each starts before a moment; see `Scheduler.plan`.
 
         Returns:
             The end of the last one, which is the engine's time now; `now_ms` where there was none.
         """
-        if self._listeners:
+        ends = self.plan(now_ms, until_ms)
+        if not ends:
             return now_ms
-        end, passes = self.scheduler.fast_forward(now_ms, until_ms)
-        if passes:
-            self.now_ms = end
-            self.passes += passes
-            self._idle_passes = 0
-        return end
+        self.run_plan(ends)
+        return ends[-1]
+
+    def plan(self, now_ms: float, until_ms: float = math.inf) -> list[float]:
+        """Return when the passes end that can be run in one go, as nobody could tell them apart; nothing is done yet."""
+        return [] if self._listeners else self.scheduler.plan(now_ms, until_ms)
+
+    def run_plan(self, ends: list[float]) -> None:
+        """Run passes that were planned, the first of them or all."""
+        self.scheduler.run_plan(ends)
+        self.now_ms = ends[-1]
+        self.passes += len(ends)
+        self._idle_passes = 0
+
+    def record_passes(self, count: int) -> None:
+        """Record so many passes that somebody else drives, before they begin."""
+        self._record(RunPasses, count, self.worker.worker_id, self.worker.dp_rank)
+
+    def retract_pass(self) -> None:
+        """Take back the record of the pass that is under way, if its events are lost with it: as its worker crashes."""
+        if self.log is not None and self._under_way is not None and self.args.events_visible_at == "pass_end":
+            self.log.retract_pass(self.worker.worker_id, self.worker.dp_rank)
 
     def start_pass(self, now_ms: float) -> ForwardPass:
         """Run the next pass from this moment, without the end of it: for who drives several engines on one clock.

@@ -47,6 +47,12 @@ class RankedWorker:
         """Run no passes: each may end another one's later."""
         return now_ms
 
+    def record_passes(self, count: int) -> None:
+        """Record so many passes of each rank that has requests."""
+        for engine in self.ranks:
+            if engine.has_work:
+                engine.record_passes(count)
+
     def start_pass(self, now_ms: float) -> ForwardPass:
         """Run the next pass of each rank that has requests; the one that ends last."""
         defers = self._count % self._interval != 0

@@ -9,9 +9,10 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from pytest_kvmock.checks import check_integer
+from pytest_kvmock.checks import check_integer, is_integer
 from pytest_kvmock.fleet.arrivals import Turn
 from pytest_kvmock.fleet.engine_state import EngineSize, RequestTooLarge
+from pytest_kvmock.fleet.fleet_trace import FleetRequest
 from pytest_kvmock.fleet.later_report import Objectives
 from pytest_kvmock.fleet.mock_engine import MockEngine
 from pytest_kvmock.tokens import Prompt
@@ -108,7 +109,12 @@ def check_objectives(ttft_ms: float | None, itl_ms: float | None, e2e_ms: float 
 
 
 def turns_of(
-    requests: Iterable[TraceRequest], trace_block_size: int | None, block_size: int, *, least_output: int = 1
+    requests: Iterable[TraceRequest | FleetRequest],
+    trace_block_size: int | None,
+    block_size: int,
+    *,
+    least_output: int = 1,
+    who: str = "replay",
 ) -> list[Turn]:
     """Return the requests of a trace, each with its prompt.
 
@@ -117,6 +123,7 @@ def turns_of(
         trace_block_size: as `replay` takes it.
         block_size: that of the engines.
         least_output: the fewest tokens of output that a request may ask for.
+        who: what messages begin with; a "Fleet" takes requests of its own kind too.
 
     Raises:
         TypeError: it cannot be iterated, or something in it is no `TraceRequest`.
@@ -124,25 +131,30 @@ def turns_of(
     """
     turns: list[Turn] = []
     sessions: dict[str, float] = {}
-    for position, request in enumerate(_iterated("requests", requests, "TraceRequest objects")):
-        where = f"replay: requests[{position}]"
-        if not isinstance(request, TraceRequest):
-            raise TypeError(f"{where} must be a TraceRequest, got {request!r:.80}")
-        check_integer(f"{where}: input_length", request.input_length, 1, " (tokens)")
+    kinds = (TraceRequest,) if who == "replay" else (TraceRequest, FleetRequest)
+    for position, request in enumerate(_iterated("requests", requests, "TraceRequest objects", who)):
+        where = f"{who}: requests[{position}]"
+        if not isinstance(request, kinds):
+            raise TypeError(f"{where} must be a {' or '.join(each.__name__ for each in kinds)}, got {request!r:.80}")
+        if isinstance(request, TraceRequest):
+            check_integer(f"{where}: input_length", request.input_length, 1, " (tokens)")
         check_integer(f"{where}: output_length", request.output_length, least_output, " (tokens)")
         _check_times(where, request, sessions)
         try:
-            prompt = _prompt(request, trace_block_size, block_size)
+            if isinstance(request, FleetRequest):
+                prompt = _own_prompt(request, block_size)
+            else:
+                prompt = _prompt(request, trace_block_size, block_size)
         except (TypeError, ValueError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(f"{where}: {error}") from error
         turns.append(Turn(request, prompt))
     if not turns:
-        raise ValueError("replay: there is no request")
+        raise ValueError(f"{who}: there is no request")
     return turns
 
 
-def _check_times(where: str, request: TraceRequest, sessions: dict[str, float]) -> None:
+def _check_times(where: str, request: TraceRequest | FleetRequest, sessions: dict[str, float]) -> None:
     """Check when a request arrives; note the last timestamp of its session.
 
     Raises:
@@ -181,6 +193,15 @@ def _prompt(request: TraceRequest, trace_block_size: int | None, block_size: int
             "trace_block_size must be the one that the trace was made with (512 in Mooncake traces)"
         )
     return request.prompt(size, tokens=True if trace_block_size is not None else None)
+
+
+def _own_prompt(request: FleetRequest, block_size: int) -> Prompt:
+    prompt = Prompt.of(request.prompt)
+    if not prompt.length(block_size):
+        raise ValueError("prompt must have at least 1 token, got none")
+    if not is_integer(request.priority):
+        raise ValueError(f"priority must be an integer, got {request.priority!r:.80}")
+    return prompt
 
 
 # ----------------------------------------------------------------------------------------------------------- sizes
@@ -222,9 +243,9 @@ def _accepts(size: EngineSize, turn: Turn, output: int, position: int, engines: 
 # ----------------------------------------------------------------------------------------------------------- values
 
 
-def _iterated(name: str, values: Iterable[Any], wanted: str) -> Iterator[Any]:
+def _iterated(name: str, values: Iterable[Any], wanted: str, who: str = "replay") -> Iterator[Any]:
     if not isinstance(values, Iterable):
-        raise TypeError(f"replay: {name} must be a sequence of {wanted}, got {values!r:.80}")
+        raise TypeError(f"{who}: {name} must be a sequence of {wanted}, got {values!r:.80}")
     return iter(values)
 
 

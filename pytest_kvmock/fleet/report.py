@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from array import array
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice, repeat
+from itertools import accumulate, chain, islice, repeat
 from operator import mul, sub, truediv
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from pytest_kvmock.engine.scheduler import ScheduledRequest
 
+_MOST_SORTED: Final = 100_000
 _PERCENTILES: Final = (("median", 0.5), ("p75", 0.75), ("p90", 0.9), ("p95", 0.95), ("p99", 0.99))
 
 
@@ -98,14 +102,14 @@ class EngineReport:
         }
         times = [(request.arrival_ms, request.token_ms) for request in done if request.token_ms]
         later = [tokens for _, tokens in times if len(tokens) > 1]
-        gaps = list(chain.from_iterable(map(sub, islice(tokens, 1, None), tokens) for tokens in later))
+        gaps = array("d", chain.from_iterable(map(sub, islice(tokens, 1, None), tokens) for tokens in later))
         out |= statistics("ttft_ms", [tokens[0] - arrival for arrival, tokens in times])
         out |= statistics("ttst_ms", [tokens[1] - tokens[0] for tokens in later])
         out |= statistics("tpot_ms", [(tokens[-1] - tokens[0]) / (len(tokens) - 1) for tokens in later])
         out |= statistics("itl_ms", gaps)
         out |= statistics("e2e_latency_ms", [tokens[-1] - arrival for arrival, tokens in times])
-        gaps = list(filter(None, gaps))
-        out |= statistics("output_token_throughput_per_user", list(map(truediv, repeat(1000.0), gaps)))
+        per_user = array("d", map(truediv, repeat(1000.0), filter(None, gaps)))
+        out |= statistics("output_token_throughput_per_user", per_user)
         return out
 
     def per_request(self) -> list[dict[str, Any]]:
@@ -158,24 +162,40 @@ def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-def statistics(name: str, values: list[float]) -> dict[str, float]:
+def statistics(name: str, values: Sequence[float]) -> dict[str, float]:
     """Return mean, least, greatest, exact percentiles and deviation of values, by Dynamo's keys; 0 where there are none."""
-    ordered = sorted(values)
-    count = len(ordered)
+    count = len(values)
     if not count:
         keys = ["mean", "min", "max", *(key for key, _ in _PERCENTILES), "std"]
         return {f"{key}_{name}": 0.0 for key in keys}
-    out = {f"mean_{name}": sum(values) / count, f"min_{name}": ordered[0], f"max_{name}": ordered[-1]}
+    # Gaps between tokens are millions, of a few thousand values: these are counted, as a sorted list would take much memory.
+    tally = Counter(values) if count > _MOST_SORTED else None
+    if tally is None or len(tally) > _MOST_SORTED:
+        ordered = sorted(values)
+        out = {f"mean_{name}": sum(values) / count, f"min_{name}": ordered[0], f"max_{name}": ordered[-1]}
+        for key, share in _PERCENTILES:
+            out[f"{key}_{name}"] = ordered[math.floor((count - 1) * share + 0.5)]
+        out[f"std_{name}"] = _deviation(values)
+        return out
+    distinct = sorted(tally)
+    counts = [tally[each] for each in distinct]
+    upto = list(accumulate(counts))
+    out = {f"mean_{name}": sum(values) / count, f"min_{name}": distinct[0], f"max_{name}": distinct[-1]}
     for key, share in _PERCENTILES:
-        out[f"{key}_{name}"] = ordered[math.floor((count - 1) * share + 0.5)]
-    out[f"std_{name}"] = _deviation(values)
+        out[f"{key}_{name}"] = distinct[bisect_right(upto, math.floor((count - 1) * share + 0.5))]
+    out[f"std_{name}"] = _deviation(distinct, counts)
     return out
 
 
-def _deviation(values: Iterable[float]) -> float:
-    """Return the standard deviation of the population, by differences from one value, which lose no digits."""
-    values = list(values)
-    pivot, count = values[0], len(values)
-    apart = list(map(sub, values, repeat(pivot, count)))
-    mean = math.fsum(apart) / count
-    return math.sqrt(max(0.0, math.fsum(map(mul, apart, apart)) / count - mean * mean))
+def _deviation(values: Sequence[float], counts: Sequence[int] | None = None) -> float:
+    """Return the standard deviation of the population, by differences from one value, which lose no digits.
+
+    Args:
+        values: the values.
+        counts: how often each is there; None: once.
+    """
+    pivot, count = values[0], len(values) if counts is None else sum(counts)
+    apart = array("d", map(sub, values, repeat(pivot)))
+    weighted = apart if counts is None else array("d", map(mul, apart, counts))
+    mean = math.fsum(weighted) / count
+    return math.sqrt(max(0.0, math.fsum(map(mul, weighted, apart)) / count - mean * mean))

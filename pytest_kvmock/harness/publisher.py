@@ -42,6 +42,7 @@ class Publisher:
         lock: held while an event is published; code that takes an id and publishes with it holds it for both.
         next_ids: the id after the last one that was published, by worker and rank.
         transport: the last stage, after sinks and faults; None: every event arrives.
+        gate: takes each delivery in place of the judge, and gives it to `receive` when it is due; None: it is due at once.
         user_sinks: the sinks that publish here in place of an engine.
     """
 
@@ -49,6 +50,7 @@ class Publisher:
         self.lock = RLock()
         self.next_ids: dict[StreamKey, int] = {}
         self.transport: Transport | None = None
+        self.gate: Callable[[Delivery], None] | None = None
         self.user_sinks: list[_UserSink] = []
         self._judge = judge
         self._injector: FaultInjector | None = None
@@ -130,7 +132,7 @@ class Publisher:
             if self._before and not self._publish_to(self._before, event, missed=True):
                 return
             judge, injector = self._judge, self._injector
-            if injector is None and self.transport is None:
+            if injector is None and self.transport is None and self.gate is None:
                 judge.received(Delivery(event))
             elif injector is None:
                 self.deliver(Delivery(event))
@@ -146,7 +148,14 @@ class Publisher:
                 self._publish_to(self._after, event, missed=False)
 
     def deliver(self, delivery: Delivery) -> None:
-        """Deliver to the judge what arrives."""
+        """Deliver to the judge what arrives, at once or when it is due."""
+        if self.gate is not None:
+            self.gate(delivery)
+        else:
+            self.receive(delivery)
+
+    def receive(self, delivery: Delivery) -> None:
+        """Deliver to the judge what arrives now."""
         if self.transport is None:
             self._judge.received(delivery)
         else:

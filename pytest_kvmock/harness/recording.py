@@ -117,6 +117,16 @@ class Recording:
         if len(self.operations) < MOST:
             self.operations.append((operation, fields, self._log.total))
 
+    def retract_pass(self, worker_id: int, dp_rank: int) -> None:
+        """Take back the last pass that was recorded of an engine."""
+        for place in range(len(self.operations) - 1, -1, -1):
+            operation, (count, *key), at = self.operations[place]
+            if operation is RunPasses and key == [worker_id, dp_rank]:
+                self.operations[place] = operation, (count - 1, *key), at
+                if count == 1:
+                    del self.operations[place]
+                return
+
     def recorded(self) -> Iterator[Recorded]:
         """The operations as values, in order."""
         return (Recorded(operation(*fields), at) for operation, fields, at in self.operations)

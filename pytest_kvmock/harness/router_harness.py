@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.engine.args import MockEngineArgs
     from pytest_kvmock.engine.worker import KvWorker, OpenRequest
     from pytest_kvmock.faults.fault import Fault
+    from pytest_kvmock.fleet.fleet import Fleet
     from pytest_kvmock.fleet.mock_engine import MockEngine
     from pytest_kvmock.harness.faults import Faults
     from pytest_kvmock.sinks import EventSink, GivenSink
@@ -234,6 +235,35 @@ class RouterHarness:
             ValueError: a field out of range, sizes that are not the worker's, or other arguments than it has.
         """
         return self._workers.engine(id, dp_rank, args, engine)
+
+    def fleet(
+        self,
+        router: object = None,
+        *,
+        workers: int | None = None,
+        backends: Sequence[str] | None = None,
+        engine: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Fleet:
+        """Put a router before the engines of this harness; their events are judged, and its index answers overlaps.
+
+        Args:
+            router: see `Fleet`; None: Dynamo's, seeded by the name of the harness.
+            workers: how many workers, those of ids from 0; None: those that there are.
+            backends: names of their backends, in turn: these are then workers of their own, with the next ids that are free. None:
+                the harness's.
+            engine: fields of `MockEngineArgs`, laid over those of the harness.
+            **options: of `Fleet`: `semantics`, `loads`, `concurrency`, `event_delay_ms` and others.
+
+        Raises:
+            TypeError: the router or an argument is not of its type.
+            ValueError: an argument out of range, or workers that cannot serve together.
+        """
+        from pytest_kvmock.harness.routed import make_fleet  # for those who use one
+
+        return make_fleet(
+            self, self.publisher, self._seed, router, workers=workers, backends=backends, engine=engine, **options
+        )
 
     def make_sink(
         self,

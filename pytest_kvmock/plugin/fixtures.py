@@ -4,8 +4,8 @@ One private fixture, `_kvmock_case`, builds the harness of a test, without a bac
 Those that need an engine depend on `kv_backend` as well, and give it to the harness when they are set up. So `kv_events`,
 `kv_sink` and `kv_index` alone do not pull in the matrix, and all fixtures of a test share one harness.
 
-No public fixture depends on another public one but `kv_backend`, `kv_dialect`, `kv_index` and `kv_base_profile`: a test
-has few fixtures to set up, which is most of what a test costs. The first and the last two are the ones to override.
+No public fixture depends on another public one but `kv_backend`, `kv_dialect`, `kv_index`, `kv_router` and `kv_base_profile`: a test
+has few fixtures to set up, which is most of what a test costs. The first and the last three are the ones to override.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.cache.paged import PagedCacheManager
     from pytest_kvmock.engine.driver import Traits
     from pytest_kvmock.engine.worker import KvWorker
+    from pytest_kvmock.fleet.fleet import Fleet
     from pytest_kvmock.fleet.mock_engine import MockEngine
     from pytest_kvmock.fleet.scheduler_cases import SchedulerCase, SchedulerRequest
     from pytest_kvmock.harness import KvSink, RouterHarness
@@ -185,6 +186,16 @@ def kv_index() -> Any:
 
 
 @pytest.fixture
+def kv_router() -> Any:
+    """The router under test, which `kv_fleet` puts before its engines. Override this fixture to plug in your own.
+
+    A router has `pick(request, candidates)`, which returns the worker of one of these; what else it may have, see `Fleet`. By default
+    it is None: then Dynamo's stands in, `DynamoRouter`, seeded by the test.
+    """
+    return None
+
+
+@pytest.fixture
 def kv_base_profile(pytestconfig: pytest.Config) -> EngineProfile:
     """The base `EngineProfile` of tests: that of the ini file. Override it for a module or a class.
 
@@ -295,6 +306,33 @@ def make_kv_engine(
         return harness.engine(None, **engine)
 
     return make
+
+
+@pytest.fixture
+def kv_fleet(kv_backend: str, kv_router: Any, _kvmock_case: Case) -> Fleet:
+    """The engines of the test's workers in virtual time behind `kv_router`, a `Fleet`: `kv_fleet.run(trace)`; events are judged."""
+    try:
+        return _fleets(kv_backend, kv_router, _kvmock_case)()
+    except (TypeError, ValueError) as error:
+        from pytest_kvmock.plugin.case import fail_in_one_line
+
+        fail_in_one_line(_kvmock_case.item, f"kv_fleet: {error}")
+
+
+def _fleets(backend: str, router: Any, case: Case) -> Callable[..., Fleet]:
+    harness = case.with_backend(backend)
+
+    def make(*, router: Any = router, **options: Any) -> Fleet:
+        __tracebackhide__ = True
+        return harness.fleet(router, **options)
+
+    return make
+
+
+@pytest.fixture
+def make_kv_fleet(kv_backend: str, kv_router: Any, _kvmock_case: Case) -> Callable[..., Fleet]:
+    """Make a fleet by `make_kv_fleet(workers=4, backends=None, engine={}, router=kv_router, concurrency=None, ...)`."""
+    return _fleets(kv_backend, kv_router, _kvmock_case)
 
 
 @pytest.fixture

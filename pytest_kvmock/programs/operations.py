@@ -51,6 +51,9 @@ class Log(Protocol):
     def operate(self, operation: type[Operation], /, *fields: object) -> None:
         """Record an operation, by its class and its fields."""
 
+    def retract_pass(self, worker_id: int, dp_rank: int, /) -> None:
+        """Take back the last pass that was recorded of an engine, as it never came to its end, nor its events out."""
+
 
 class WithPrompt(Operation):
     """What `Prefill` and `Serve` share: a prompt, block by block.

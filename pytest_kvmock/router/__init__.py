@@ -1,4 +1,4 @@
-"""The router's side: the reference index of who holds which block, and the recovery of missed events."""
+"""The router's side: the reference index of who holds which block, the recovery of missed events, and who gets a request."""
 
 from pytest_kvmock.router.index import (
     BlockNotFound,
@@ -8,12 +8,23 @@ from pytest_kvmock.router.index import (
     ParentBlockNotFound,
     RadixIndex,
 )
+from pytest_kvmock.router.loads import Load, LoadBook
+from pytest_kvmock.router.routing import Candidate, RouterRequest
+from pytest_kvmock.router.selection import DynamoRouter, LeastLoaded, MostCached, RoundRobin
 
 __all__ = [
     "BlockNotFound",
+    "Candidate",
+    "DynamoRouter",
     "InvalidBlockSequence",
     "KvEventError",
+    "LeastLoaded",
+    "Load",
+    "LoadBook",
+    "MostCached",
     "OverlapScores",
     "ParentBlockNotFound",
     "RadixIndex",
+    "RoundRobin",
+    "RouterRequest",
 ]

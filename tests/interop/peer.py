@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -55,7 +56,42 @@ def release():
 
 def play_in_wheel(cases):
     """Return the installed release's answer to each case: see `replay_wheel`."""
+    return _answers(cases)[0]
+
+
+def play_routed(cases):
+    """Return likewise, and what its router said of each pick: chosen worker, and of each candidate overlap, prefill, decode, cost."""
+    answers, log = _answers(cases, DYN_LOG="error,dynamo_kv_router::scheduling::selector=debug")
+    logs = _COLOURS.sub("", log).split("\nreplay\n")[1:]
+    return [(answer, _picks(log)) for answer, log in zip(answers, logs, strict=True)]
+
+
+def _answers(cases, **environment):
     program = Path(__file__).with_name("replay_wheel.py")
     lines = "".join(f"{json.dumps(case)}\n" for case in cases)
-    done = subprocess.run([sys.executable, program], input=lines, capture_output=True, text=True, check=True)
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    environment = {**os.environ, **environment}
+    done = subprocess.run(
+        [sys.executable, program], input=lines, capture_output=True, text=True, check=True, env=environment
+    )
+    return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
+
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_FORMULA = re.compile(
+    r"Formula for worker_id=(\d+) dp_rank=\d+ with ([\d.]+) effective cached blocks: ([\d.]+) = .* \+ ([\d.]+) "
+    r"\(raw_prefill_blocks: ([\d.]+),"
+)
+_SELECTED = re.compile(r"Selected worker.* worker_id=(\d+) ")
+
+
+def _picks(log):
+    picks, candidates = [], {}
+    for line in log.splitlines():
+        formula, selected = _FORMULA.search(line), _SELECTED.search(line)
+        if formula is not None:
+            worker, overlap, cost, decode, raw = formula.groups()
+            candidates[int(worker)] = [float(overlap), float(raw), float(decode), float(cost)]
+        elif selected is not None:
+            picks.append([int(selected[1]), [candidates[worker] for worker in sorted(candidates)]])
+            candidates = {}
+    return picks

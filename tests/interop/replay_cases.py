@@ -27,6 +27,42 @@ def random_case(kind, seed):
     return case
 
 
+def routed_case(seed, credit_decays):
+    """Return the case of a seed with two workers or more, behind Dynamo's KV router.
+
+    Args:
+        seed: the seed.
+        credit_decays: whether the release knows `overlap_score_credit_decay`.
+    """
+    rng = Random(f"routed {seed}")
+    case = {"scheduler": "vllm", "kind": "routed", "seed": seed} | _vllm(rng)
+    case["engine"].pop("enable_prefix_caching", None)  # 1.2.1 feeds its router all the same
+    case["replay"]["num_workers"] = rng.choice((2, 2, 3, 4, 8))
+    if "replay_concurrency" in case["replay"]:
+        case["replay"]["replay_concurrency"] = rng.choice((1, 2, 3, 6, 12))
+    if rng.random() < 0.3:
+        case["requests"] = _sessions_of(rng, case["engine"], case["replay"])
+    else:
+        case["requests"] = _requests(rng, case["engine"], rng.randint(6, 30))
+    options = {
+        "overlap_score_credit": (0.0, 0.3, 0.5, 1.0),
+        "prefill_load_scale": (0.0, 0.5, 1.7, 2.0),
+        "router_queue_threshold": (None, 0.0, 0.0005, 0.002, 0.25, 1.0),
+        "router_queue_policy": ("fcfs", "lcfs", "wspt"),
+        "router_temperature": (0.2, 1.0),
+        "router_track_active_blocks": (False,),
+        "router_track_prefill_tokens": (False,),
+        "router_assume_kv_reuse": (False,),
+    }
+    if credit_decays:
+        options["overlap_score_credit_decay"] = (0.5, 2.0)
+    often = ("router_queue_threshold", "router_queue_policy")
+    case["router"] = {
+        name: rng.choice(values) for name, values in options.items() if rng.random() < (0.4 if name in often else 0.15)
+    }
+    return case
+
+
 def random_cases(kind, number, first=0):
     """Return the cases of `number` seeds from `first` on."""
     return [random_case(kind, seed) for seed in range(first, first + number)]

@@ -27,6 +27,9 @@ def play(core, case, directory):
     trace.write_text("".join(f"{json.dumps(request)}\n" for request in case["requests"]))
     report = Path(directory, "report.jsonl")
     options = dict(case["replay"])
+    if "router" in case:  # the log of its router is told apart by this line
+        os.write(2, b"\nreplay\n")
+        options |= {"router_mode": "kv_router", "router_config": core.KvRouterConfig(**case["router"])}
     if "engine" in case:
         options["extra_engine_args"] = engine_args(core, case["engine"], case.get("dp_size", 1))
     else:

@@ -1,0 +1,327 @@
+"""A fleet: mock engines in virtual time behind a router, which is the user's own.
+
+One subject: the interface. `fleet_run` has the clock, `router_calls` what a router must be.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from random import Random
+from typing import TYPE_CHECKING, Any, Final
+
+from pytest_kvmock.backends import BACKENDS
+from pytest_kvmock.checks import check_integer, check_number, unknown_text
+from pytest_kvmock.fleet.arrivals import Arrivals
+from pytest_kvmock.fleet.fleet_events import EventDelay, Heard, Knowledge
+from pytest_kvmock.fleet.fleet_run import FleetRun, LoadSource, Seat
+from pytest_kvmock.fleet.fleet_trace import FleetReport
+from pytest_kvmock.fleet.incidents import Incident, Moment
+from pytest_kvmock.fleet.later_report import LaterReplayReport, Objectives
+from pytest_kvmock.fleet.later_report import Workers as WorkerCount
+from pytest_kvmock.fleet.mock_engine import MockEngine
+from pytest_kvmock.fleet.ranks import RankedWorker
+from pytest_kvmock.fleet.replay_checks import check_sizes, turns_of
+from pytest_kvmock.fleet.report import ReplayReport
+from pytest_kvmock.fleet.router_calls import RouterCalls
+from pytest_kvmock.router.selection import DynamoRouter
+
+if TYPE_CHECKING:
+    from pytest_kvmock.engine.performance import Semantics
+    from pytest_kvmock.fleet.fleet_trace import FleetRequest
+    from pytest_kvmock.router.routing import Worker
+    from pytest_kvmock.traces import TraceRequest
+
+LOADS: Final = ("router", "engine")
+
+
+class Fleet:
+    """Mock engines behind a router: a trace is served in virtual time, and the router says by whom.
+
+    Its own clock begins at the time of the engine that is furthest. The events of the engines reach index and router at once, as they
+    are published. Bare engines have no verdict.
+
+    Args:
+        engines: the engines, all idle, of one block size; a mapping names their workers, else these are 0, 1, 2 ... With
+            `dp_size` above 1 each worker has so many in a row, its ranks, and is named (id, rank).
+        router: picks: `pick(request, candidates)` returns the worker of one of the candidates, or None, and the request waits. Each only if it
+            has it, these are called too: `dispatched(request, worker)` right after the pick; `first_token(request)`, not where
+            that is the last token too; `finished(request)`; `apply(event)` for each event; `next_waiting(requests)` returns which
+            of those that wait is asked for next, or None for none now; `worker_added(worker)`, `worker_removed(worker)`. Async ones are for
+            `arun`. None: a `DynamoRouter` of the engines' release.
+        index: answers overlaps: it has `apply(event)` and `find_matches(local_hashes)`. None: a `RadixIndex`.
+        semantics: the release whose closed loop is followed; None: that of the engines.
+        loads: what candidates show: "router", the load book of Dynamo's router; "engine", what the engines really do.
+        loads_every_ms: with "engine", how old that may be, in milliseconds; 0: it is read at each pick.
+        concurrency: how many requests are open at once, whatever their timestamps; None: they arrive by those.
+        arrival_speedup: by what arrival times and delays are divided; above 0.
+        trace_block_size: tokens for each hash id of a trace; see `replay`.
+        stop_ms: no pass starts, and no request arrives, from so many milliseconds after the start on; what is open then is "unfinished".
+        event_delay_ms: how much later than it is published an event is delivered, in virtual milliseconds: a number, or a function of
+            the event. Events of one rank stay in order. What is late at the end is delivered then.
+        pick_timeout_s: how long an async method of the router may take, in seconds of real time.
+        plans: run passes that only decode in one go; the results are the same without.
+        seed: of the router that stands in where none is given.
+        knowledge: delivers events and answers overlaps, in place of `index` and `event_delay_ms`: a harness has its own.
+
+    Raises:
+        TypeError: an argument is not of its type.
+        ValueError: an argument out of range, or engines that cannot serve together.
+    """
+
+    def __init__(
+        self,
+        engines: Iterable[MockEngine] | Mapping[Worker, MockEngine],
+        router: object = None,
+        index: Any = None,
+        *,
+        semantics: Semantics | None = None,
+        loads: LoadSource = "router",
+        loads_every_ms: float = 0.0,
+        concurrency: int | None = None,
+        arrival_speedup: float = 1.0,
+        trace_block_size: int | None = None,
+        stop_ms: float | None = None,
+        pick_timeout_s: float = 5.0,
+        event_delay_ms: EventDelay = 0.0,
+        plans: bool = True,
+        seed: int = 0,
+        knowledge: Knowledge | None = None,
+    ) -> None:
+        named = _named(engines)
+        self.engines = dict(named)
+        _check_together(named)
+        args = named[0][1].args
+        releases = args.scheduler.releases
+        if semantics is not None and semantics not in releases:
+            raise ValueError(f"Fleet: {unknown_text('semantics', semantics, releases)}")
+        if loads not in LOADS:
+            raise ValueError(f"Fleet: {unknown_text('loads', loads, LOADS)}")
+        check_number("Fleet: loads_every_ms", loads_every_ms, unit=" (milliseconds)")
+        if concurrency is not None:
+            check_integer("Fleet: concurrency", concurrency, 1, ", or None")
+        if trace_block_size is not None:
+            check_integer("Fleet: trace_block_size", trace_block_size, 1, " (tokens), or None")
+        if stop_ms is not None:
+            check_number("Fleet: stop_ms", stop_ms, unit=" (milliseconds)")
+        for name, value in (("arrival_speedup", arrival_speedup), ("pick_timeout_s", pick_timeout_s)):
+            check_number(f"Fleet: {name}", value)
+            if not value:
+                raise ValueError(f"Fleet: {name} must be above 0, got {value!r}")
+        if router is None:
+            router = DynamoRouter(args.scheduler_semantics, rng=Random(seed))  # noqa: S311 - mock data
+        self._calls = RouterCalls(router, pick_timeout_s)
+        self._release = args.release if semantics is None else releases[semantics]
+        self._loads: LoadSource = loads
+        self._loads_every_ms = loads_every_ms
+        self._concurrency = concurrency
+        self._speedup = arrival_speedup
+        self._trace_block_size = trace_block_size
+        self._stop_ms = stop_ms
+        self._plans = plans
+        self._ranks = args.dp_size
+        if not callable(event_delay_ms):
+            check_number("Fleet: event_delay_ms", event_delay_ms, unit=" (milliseconds), or a function of the event")
+        if knowledge is None:
+            backends = [BACKENDS.get(engine.worker.backend) for _, engine in named]
+            # Engines that publish every copy of a block still hold it when one is removed.
+            copies = any(each is not None and each.residency == "counted" for each in backends)
+            knowledge = Heard(index, self.engines, event_delay_ms, counts_copies=copies)
+        self._knowledge = knowledge
+        self._incidents: list[Incident] = []
+
+    def __repr__(self) -> str:
+        return f"<Fleet of {len(self.engines)} engines behind {self._calls.name}>"
+
+    def at(self, ms: float) -> Moment:
+        """Return what may happen at a moment of the next run: `fleet.at(500).crash(1)`; `restart`, `leave`, `join` likewise.
+
+        Args:
+            ms: when, in virtual milliseconds from the start of the run.
+
+        Raises:
+            ValueError: that is no number of at least 0, or workers have ranks.
+        """
+        check_number("Fleet.at: ms", ms, unit=" (milliseconds)")
+        if self._ranks > 1:
+            raise ValueError("Fleet.at: incidents are for workers of one rank, got dp_size above 1")
+        return Moment(ms, self._plan_incident, self._next_worker)
+
+    def _next_worker(self) -> Worker:
+        joined = [each.worker for each in self._incidents if each.kind == "join"]
+        return max(each for each in (*self.engines, *joined) if isinstance(each, int)) + 1
+
+    def _plan_incident(self, incident: Incident) -> None:
+        """Take an incident into the plan, if with it workers are there to whom something happens.
+
+        Raises:
+            TypeError: an engine that joins is none.
+            ValueError: there is no such worker then, or none would be left.
+        """
+        engine = incident.engine
+        if engine is not None:
+            if not isinstance(engine, MockEngine):
+                raise TypeError(f"Fleet.at: join takes a MockEngine, got {engine!r:.80}")
+            _check_together([*self.engines.items(), (incident.worker, engine)])
+        if incident.kind == "join" and engine is None and isinstance(self._knowledge, Heard):
+            raise TypeError("Fleet.at: join(engine) needs a MockEngine, as these are bare engines")
+        planned = sorted([*self._incidents, incident], key=lambda each: each.ms)
+        there = set(self.engines)
+        for each in planned:
+            where = f"Fleet.at({each.ms:g}).{each.kind}({each.worker!r})"
+            if each.kind == "join":
+                there.add(each.worker)
+                continue
+            if each.worker not in there:
+                raise ValueError(
+                    f"{where}: there is no such worker then; there are {', '.join(map(repr, sorted(there)))}"
+                )
+            if each.kind != "restart":
+                there.discard(each.worker)
+            if not there:
+                raise ValueError(f"{where}: no worker would be left")
+        self._incidents = planned
+
+    def run(self, trace: Iterable[TraceRequest | FleetRequest]) -> FleetReport:
+        """Serve a trace.
+
+        Raises:
+            RouterError: the router raised, or did what a router must not.
+            RouterStalled: requests wait in the router, and nothing runs any more.
+            EngineStalled: an engine can never make progress.
+            OutOfBlocks: a request can never fit an engine; nothing has happened.
+            TypeError: something in the trace is no request, or the router is async.
+            ValueError: the trace is empty, or a field of a request is out of range.
+        """
+        self._calls.check_sync()
+        run, finish = self._begin(trace)
+        try:
+            self._calls.run(run.run())
+        finally:
+            finish()
+        return self._report(run)
+
+    async def arun(self, trace: Iterable[TraceRequest | FleetRequest]) -> FleetReport:
+        """Serve a trace, and await what the router returns where that is awaitable; else as `run`."""
+        run, finish = self._begin(trace)
+        try:
+            await self._calls.arun(run.run())
+        finally:
+            finish()
+        return self._report(run)
+
+    def _begin(self, trace: Iterable[TraceRequest | FleetRequest]) -> tuple[FleetRun, Any]:
+        engines = list(self.engines.values())
+        size, least = engines[0].args.block_size, self._release.least_output
+        turns = turns_of(trace, self._trace_block_size, size, least_output=least, who="Fleet")
+        for engine in engines:
+            if not engine.is_idle or engine.is_in_pass:
+                raise ValueError(f"Fleet: {engine!r} has open requests; engines must be idle")
+        check_sizes(turns, engines, ())
+        start_ms = float(max(engine.now_ms for engine in engines))
+        arrivals = Arrivals(
+            turns,
+            self._concurrency,
+            self._speedup,
+            sessions_keep_place=self._release.sessions_keep_place,
+            start_ms=start_ms,
+        )
+        seats, workers = self._seats()
+        self._before = sum(engine.passes for engine in engines), sum(engine.prefill_tokens for engine in engines)
+        self._start_ms = start_ms
+        run = FleetRun(
+            seats,
+            self._calls,
+            self._knowledge,
+            arrivals,
+            loads=self._loads,
+            loads_every_ms=self._loads_every_ms,
+            start_ms=start_ms,
+            stop_ms=math.inf if self._stop_ms is None else start_ms + self._stop_ms,
+            has_ranks=self._ranks > 1,
+            plans=self._plans,
+            incidents=self._incidents,
+        )
+        self._incidents = []
+        self._knowledge.begin(self._calls)
+        self._names_sessions = arrivals.depends_on_ends
+
+        def finish() -> None:
+            self._knowledge.end()
+            for worker in workers:
+                worker.close()
+
+        return run, finish
+
+    def _seats(self) -> tuple[list[Seat], list[RankedWorker]]:
+        """Return the engines as the clock has them, and the workers whose ranks run in lock step."""
+        named = list(self.engines.items())
+        if self._ranks == 1 or not self._release.ranks_in_lock_step:
+            return [Seat(worker, engine, engine) for worker, engine in named], []
+        workers: list[RankedWorker] = []
+        seats: list[Seat] = []
+        for at in range(0, len(named), self._ranks):
+            ranks = named[at : at + self._ranks]
+            together = RankedWorker([engine for _, engine in ranks])
+            workers.append(together)
+            seats += [Seat(worker, engine, together) for worker, engine in ranks]
+        return seats, workers
+
+    def _report(self, run: FleetRun) -> FleetReport:
+        engines = [seat.engine for seat in run.seats.values()]
+        self.engines = run.staying
+        passes = sum(engine.passes for engine in engines) - self._before[0]
+        order, served_by = tuple(run.requests), tuple(run.served_by)
+        args = engines[0].args
+        if not args.release.sketches_gaps:
+            return FleetReport.of(ReplayReport(order, passes, served_by), tuple(run.picks))
+        replay = LaterReplayReport(
+            order,
+            passes,
+            served_by,
+            clock_ms=run.now_ms - self._start_ms,
+            decode=WorkerCount(len(engines) // self._ranks, args.gpus),
+            prefill_tokens=sum(engine.prefill_tokens for engine in engines) - self._before[1],
+            objectives=Objectives(),
+            turns=tuple(run.turns),
+            names_sessions=self._names_sessions,
+            ranks=self._ranks,
+        )
+        return FleetReport.of(replay, tuple(run.picks))
+
+
+def _named(engines: Iterable[MockEngine] | Mapping[Worker, MockEngine]) -> Sequence[tuple[Worker, MockEngine]]:
+    """Return engines with the names of their workers."""
+    if not isinstance(engines, Iterable):
+        raise TypeError(f"Fleet: engines must be MockEngine objects, got {engines!r:.80}")
+    if isinstance(engines, Mapping):
+        named = list(engines.items())
+    else:
+        given = list(engines)
+        size = given[0].args.dp_size if given and isinstance(given[0], MockEngine) else 1
+        named = [(at if size == 1 else (at // size, at % size), engine) for at, engine in enumerate(given)]
+    for worker, engine in named:
+        if not isinstance(engine, MockEngine):
+            raise TypeError(f"Fleet: engine {worker!r} must be a MockEngine, got {engine!r:.80}")
+    if not named:
+        raise ValueError("Fleet: engines must be at least one, got none")
+    return named
+
+
+def _check_together(named: Sequence[tuple[Worker, MockEngine]]) -> None:
+    engines = [engine for _, engine in named]
+    if len(set(map(id, engines))) < len(engines):
+        raise ValueError("Fleet: an engine is given twice; each takes part once")
+    for worker, engine in named:
+        if engine.args.worker_type != "aggregated":
+            raise ValueError(
+                f"Fleet: engine {worker!r} must have worker_type='aggregated', got {engine.args.worker_type!r}"
+            )
+    for name in ("block_size", "dp_size"):
+        found = list(dict.fromkeys(getattr(engine.args, name) for engine in engines))
+        if len(found) > 1:
+            raise ValueError(f"Fleet: all engines must have one {name}, got {', '.join(map(repr, found))}")
+    if len(engines) % engines[0].args.dp_size:
+        raise ValueError(
+            f"Fleet: engines are the ranks of workers, dp_size={engines[0].args.dp_size} each; got {len(engines)} engines"
+        )

@@ -1,0 +1,212 @@
+"""What a fleet knows of its caches: the events of its engines on their way to index and router, at once or late.
+
+A fleet declares what it asks for (`Knowledge`); here is that of bare engines, which nobody judges. A harness has its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
+
+from pytest_kvmock.events import RouterEvent
+from pytest_kvmock.fleet.mock_engine import MockEngine
+from pytest_kvmock.router.index import KvEventError, RadixIndex
+
+if TYPE_CHECKING:
+    from pytest_kvmock.events import StreamKey
+    from pytest_kvmock.fleet.router_calls import Calls, RouterCalls
+    from pytest_kvmock.router.routing import RouterRequest, Worker
+
+_T = TypeVar("_T")
+
+EventDelay: TypeAlias = "float | Callable[[RouterEvent], float]"
+"""How late events are delivered, in virtual milliseconds, or what says so of each."""
+
+
+class Knowledge(Protocol):
+    """What is known of the caches, from the events that were delivered so far."""
+
+    def begin(self, calls: RouterCalls) -> None:
+        """Begin a run: events go to the router too."""
+
+    def end(self) -> None:
+        """End the run."""
+
+    def overlaps(self, request: RouterRequest) -> Mapping[Worker, int]:
+        """Return how many leading full blocks of a prompt each worker holds; who has none may be absent."""
+
+    def held_blocks(self, worker: Worker) -> int:
+        """Return how many blocks a worker holds."""
+
+    def deliver(self, now_ms: float) -> Calls:
+        """Deliver the events that were published since, and those that were late, as far as they are due by now."""
+
+    @property
+    def next_ms(self) -> float:
+        """When the next event is due that is late; infinite where none is."""
+
+    def restart(self, worker: Worker, engine: MockEngine, *, announced: bool) -> None:
+        """Restart a worker: it is empty, and its requests are lost; where it is announced, what is known of it is dropped."""
+
+    def remove(self, worker: Worker) -> None:
+        """Drop what is known of a worker that is gone."""
+
+    def join(self, worker: Worker, engine: MockEngine | None) -> MockEngine:
+        """Take one more worker; None: one like the others."""
+
+
+class Late(Generic[_T]):
+    """Things on their way, each with the moment at which it is due; those of one stream stay in order.
+
+    Args:
+        delay: how late they are.
+    """
+
+    def __init__(self, delay: EventDelay) -> None:
+        self._delay = delay
+        self._new: list[tuple[RouterEvent, _T]] = []
+        self._late: list[tuple[float, int, StreamKey, _T]] = []
+        self._count = 0
+        self._last_due: dict[StreamKey, float] = {}
+
+    @property
+    def next_ms(self) -> float:
+        """When the next one is due."""
+        return self._late[0][0] if self._late else math.inf
+
+    def put(self, event: RouterEvent, thing: _T) -> None:
+        """Send something on its way, for an event."""
+        self._new.append((event, thing))
+
+    def take(self, now_ms: float) -> list[_T]:
+        """Take what is due by now."""
+        due: list[_T] = []
+        if self._new:
+            new, self._new = self._new, []
+            if not self._delay:
+                return [thing for _, thing in new]
+            for event, thing in new:
+                delay = self._delay(event) if callable(self._delay) else self._delay
+                moment = max(now_ms + delay, self._last_due.get(event.key, 0.0))
+                self._last_due[event.key] = moment
+                self._count += 1
+                heappush(self._late, (moment, self._count, event.key, thing))
+        while self._late and self._late[0][0] <= now_ms:
+            due.append(heappop(self._late)[3])
+        return due
+
+    def drop(self, worker_id: int) -> None:
+        """Drop what is on its way of a worker that is gone."""
+        self._new = [each for each in self._new if each[0].worker_id != worker_id]
+        self._late = [each for each in self._late if each[2][0] != worker_id]
+        heapify(self._late)
+
+
+class Heard:
+    """What index and router were told of the caches of bare engines.
+
+    Args:
+        index: answers overlaps; None: a `RadixIndex`.
+        engines: the engines.
+        delay_ms: how late an event is delivered.
+        counts_copies: whether an engine publishes every copy of a block.
+
+    Raises:
+        TypeError: the index lacks a method.
+    """
+
+    def __init__(
+        self, index: Any, engines: Mapping[Worker, MockEngine], delay_ms: EventDelay, *, counts_copies: bool
+    ) -> None:
+        for method in ("apply", "find_matches") if index is not None else ():
+            if not callable(getattr(index, method, None)):
+                raise TypeError(f"Fleet: index must have a method {method}(), got {index!r:.80}")
+        self._reference = index if isinstance(index, RadixIndex) else RadixIndex(count_copies=counts_copies)
+        self._index: Any = self._reference if index is None else index
+        self._calls: RouterCalls | None = None
+        self._has_ranks = any(isinstance(worker, tuple) for worker in engines)
+        self._on_the_way: Late[RouterEvent] = Late(delay_ms)
+        for worker, engine in engines.items():
+            engine.worker.publish_to(_Tap(self._on_the_way, worker))
+
+    def begin(self, calls: RouterCalls) -> None:
+        """Begin a run."""
+        self._calls = calls
+
+    def end(self) -> None:
+        """End the run."""
+        self._calls = None
+
+    @property
+    def next_ms(self) -> float:
+        """When the next event is due that is late."""
+        return self._on_the_way.next_ms
+
+    def deliver(self, now_ms: float) -> Calls:
+        """Deliver what is due by now."""
+        for event in self._on_the_way.take(now_ms):
+            with suppress(KvEventError):  # an oddity of a faithful engine, which this index tells by raising
+                self._reference.apply(event)
+            if self._reference is not self._index:
+                self._index.apply(event)
+            if self._calls is not None and self._calls.has("apply"):
+                yield from self._calls.hook("apply", now_ms, event)
+
+    def overlaps(self, request: RouterRequest) -> Mapping[Worker, int]:
+        """Return how many leading full blocks of a prompt each worker holds."""
+        found = self._index.find_matches(request.local_hashes)
+        scores: Mapping[Any, int] = getattr(found, "scores", found)
+        if self._has_ranks:
+            return scores
+        return {key[0] if isinstance(key, tuple) else key: score for key, score in scores.items()}
+
+    def held_blocks(self, worker: Worker) -> int:
+        """Return how many blocks a worker holds."""
+        return self._reference.num_blocks(*(worker if isinstance(worker, tuple) else (worker, 0)))
+
+    def restart(self, worker: Worker, engine: MockEngine, *, announced: bool) -> None:
+        """Restart a worker."""
+        engine.worker.restart()
+        if announced:
+            self.remove(worker)
+
+    def remove(self, worker: Worker) -> None:
+        """Drop what is known of a worker that is gone."""
+        worker_id = worker[0] if isinstance(worker, tuple) else worker
+        self._on_the_way.drop(worker_id)
+        self._reference.remove_worker(worker_id)
+        if self._index is not self._reference and callable(getattr(self._index, "remove_worker", None)):
+            self._index.remove_worker(worker_id)
+
+    def join(self, worker: Worker, engine: MockEngine | None) -> MockEngine:
+        """Take one more worker.
+
+        Raises:
+            TypeError: no engine is given: bare ones are made by the user.
+        """
+        if engine is None:
+            raise TypeError("Fleet: join(engine) needs a MockEngine, as the fleet is one of bare engines")
+        engine.worker.publish_to(_Tap(self._on_the_way, worker))
+        return engine
+
+
+class _Tap:
+    """Hears one engine, and gives its events the name that its worker has in the fleet."""
+
+    def __init__(self, on_the_way: Late[RouterEvent], worker: Worker) -> None:
+        self._on_the_way = on_the_way
+        self._key = worker if isinstance(worker, tuple) else (worker, 0)
+
+    def publish(self, event: RouterEvent) -> None:
+        """Pass on an event."""
+        worker_id, dp_rank = self._key
+        inner = event.event
+        if inner.dp_rank != dp_rank:
+            inner = replace(inner, dp_rank=dp_rank)
+        if inner is not event.event or event.worker_id != worker_id:
+            event = RouterEvent(worker_id, inner, event.storage_tier, event.token_ids, event.extra, event.chained)
+        self._on_the_way.put(event, event)

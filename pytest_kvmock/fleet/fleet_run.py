@@ -1,0 +1,574 @@
+"""One run of a fleet: the clock, and between router and engines the way of a request.
+
+One subject: what happens in which order at one moment.
+
+Theory of operation. The clock jumps from one moment at which something happens to the next. At one moment, in this order, again
+and again until nothing changes:
+
+1. events that were late are delivered; passes end, in the order in which they were started: their events are published, then request by request its end or its first
+   token is signalled. After each signal the requests that wait in the router are asked for again;
+2. incidents happen; requests arrive, one by one: each is picked for and dispatched before the next;
+3. each engine that has work and runs no pass starts one, in the order of the engines. A pass that takes no time ends at once.
+
+An engine that would only decode plans all its passes up to the next block, and the clock jumps to the last one's end: nobody can
+tell these passes apart. Where a request is dispatched to it before, the plan is cut behind the pass that is under way then.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
+
+from pytest_kvmock.fleet.engine_state import EngineStalled
+from pytest_kvmock.fleet.fleet_trace import FleetRequest, Pick
+from pytest_kvmock.fleet.incidents import Incident
+from pytest_kvmock.fleet.router_calls import RouterStalled
+from pytest_kvmock.router.loads import LoadBook
+from pytest_kvmock.router.routing import Candidate, RouterRequest
+
+if TYPE_CHECKING:
+    from pytest_kvmock.engine.scheduler import ForwardPass, ScheduledRequest
+    from pytest_kvmock.fleet.arrivals import Arrivals, Turn
+    from pytest_kvmock.fleet.engine_request import EngineRequest
+    from pytest_kvmock.fleet.fleet_events import Knowledge
+    from pytest_kvmock.fleet.mock_engine import MockEngine
+    from pytest_kvmock.fleet.ranks import Driven
+    from pytest_kvmock.fleet.router_calls import Calls, RouterCalls
+    from pytest_kvmock.router.routing import Worker
+
+LoadSource: TypeAlias = Literal["router", "engine"]
+
+
+class Seat:
+    """One engine as the clock has it.
+
+    Attributes:
+        worker: what the router calls it.
+        engine: the engine.
+        driven: what runs its passes: itself, or the worker whose ranks run together.
+    """
+
+    __slots__ = ("driven", "engine", "worker")
+
+    def __init__(self, worker: Worker, engine: MockEngine, driven: Driven) -> None:
+        self.worker = worker
+        self.engine = engine
+        self.driven = driven
+
+
+class FleetRun:
+    """One run, from the first arrival until nothing is open.
+
+    Args:
+        seats: the engines, in the order of their workers.
+        calls: calls the router.
+        knowledge: what is known of the caches.
+        arrivals: decides when which request arrives.
+        loads: whose loads candidates show: those of a load book, or of the engines.
+        loads_every_ms: how old those of engines may be; 0: they are read at each pick.
+        start_ms: when the clock starts.
+        stop_ms: when it stops: from then on no pass starts, and no request arrives.
+        has_ranks: whether workers are named by id and rank.
+        plans: whether passes that only decode are run in one go.
+        incidents: what happens to workers, by time.
+
+    Attributes:
+        seats: the engines, by worker; those that joined too, and those that are gone.
+        now_ms: the time.
+        requests: what the engines served, by the order in which requests arrived at them first.
+        turns: of each, its place in the trace.
+        served_by: of each, the position of the engine that served it last.
+        picks: the choices of the router.
+        sent_back: how often a request was sent to a worker that was gone, before the router knew.
+    """
+
+    def __init__(
+        self,
+        seats: Sequence[Seat],
+        calls: RouterCalls,
+        knowledge: Knowledge,
+        arrivals: Arrivals,
+        *,
+        loads: LoadSource = "router",
+        loads_every_ms: float = 0.0,
+        start_ms: float = 0.0,
+        stop_ms: float = math.inf,
+        has_ranks: bool = False,
+        plans: bool = True,
+        incidents: Sequence[Incident] = (),
+    ) -> None:
+        self.seats = {seat.worker: seat for seat in seats}
+        self._position = {seat.worker: position for position, seat in enumerate(seats)}
+        self._calls = calls
+        self._knowledge = knowledge
+        self._arrivals = arrivals
+        self._of_engines = loads == "engine"
+        self._loads_every = loads_every_ms
+        self._read_ms = -math.inf
+        self._read: dict[Worker, tuple[int, int, int]] = {}
+        self._stop_ms = stop_ms
+        self._has_ranks = has_ranks
+        self._plans = plans
+        self._book = LoadBook(self.seats)
+        self.now_ms = start_ms
+        self._block_size = seats[0].engine.args.block_size
+        self._waits_when_blocked = seats[0].engine.args.release.instant_passes_first
+        self._order: dict[Driven, int] = {}
+        for seat in seats:
+            self._order.setdefault(seat.driven, len(self._order))
+        # (end, when it was started, engine): a pass under way, or a plan. An entry that was replaced is passed over.
+        self._ends: list[tuple[float, int, int, Driven]] = []
+        self._busy: dict[Driven, tuple[float, int]] = {}
+        self._plan: dict[Driven, list[float]] = {}
+        self._recorded: set[Driven] = set()  # their plan is recorded
+        self._started = 0
+        self._idle: set[Driven] = set()  # they run no pass, and something happened to them since they could do nothing
+        self._waiting: list[RouterRequest] = []
+        self._asked: tuple[Candidate, ...] = ()
+        # (when, order, incident) to come; workers that get no further request, and those that are gone.
+        self._incidents = [(start_ms + each.ms, order, each) for order, each in enumerate(incidents)]
+        heapify(self._incidents)
+        self._happened = len(self._incidents)
+        self._leaving: set[Worker] = set()
+        self._gone: set[Worker] = set()
+        self.sent_back = 0
+        self._place: dict[RouterRequest, int] = {}
+        self._first_ms: dict[RouterRequest, float] = {}
+        self._turn_of: dict[RouterRequest, Turn] = {}
+        self._routed: dict[ScheduledRequest, tuple[RouterRequest, Worker]] = {}
+        self._numbers = 0
+        self.requests: list[EngineRequest] = []
+        self.turns: list[Turn] = []
+        self.served_by: list[int | None] = []
+        self.picks: list[Pick] = []
+
+    # ------------------------------------------------------------------------------------------------ the clock
+
+    def run(self) -> Calls:
+        """Run until nothing is open, or until the clock stops.
+
+        Raises:
+            RouterError: the router did what it must not.
+            RouterStalled: requests wait in the router, and nothing runs.
+            EngineStalled: an engine can never make progress.
+        """
+        while True:
+            yield from self._knowledge.deliver(self.now_ms)
+            yield from self._end_passes()
+            if self.now_ms < self._stop_ms:
+                yield from self._happen()
+                for turn, arrival_ms in self._arrivals.take(self.now_ms):
+                    yield from self._arrive(turn, arrival_ms)
+                if (yield from self._start_passes()):
+                    continue
+            moment = self._next_moment()
+            if moment == math.inf:
+                if self._waiting and self.now_ms < self._stop_ms:
+                    raise RouterStalled(self.now_ms, self._waiting, self._asked)
+                if self._routed and self.now_ms < self._stop_ms:
+                    schedulers = [seat.engine.scheduler for seat in self.seats.values()]
+                    running = tuple(each for scheduler in schedulers for each in scheduler.running)
+                    waiting = tuple(each for scheduler in schedulers for each in scheduler.waiting)
+                    raise EngineStalled(self.now_ms, running, waiting, 0)
+                break
+            self.now_ms = moment
+        self._leave_open()
+        yield from self._knowledge.deliver(math.inf)
+        for _, _, incident in self._incidents:
+            if incident.kind == "notice":  # of a crash that happened
+                self._knowledge.remove(incident.worker)
+
+    def _next_moment(self) -> float:
+        ends = self._ends
+        while ends and self._busy.get(ends[0][3]) != (ends[0][0], ends[0][1]):
+            heappop(ends)
+        moments = [ends[0][0]] if ends else []
+        if (arrival := self._arrivals.next_ms) < self._stop_ms:
+            moments.append(arrival)
+        if self._incidents and (moments or self._waiting) and self._incidents[0][0] < self._stop_ms:
+            moments.append(self._incidents[0][0])
+        # What is late by itself moves nothing, but for the order of what is heard.
+        return min(*moments, self._knowledge.next_ms) if moments else math.inf
+
+    def _end_passes(self) -> Calls:
+        """End the passes that end by now, in the order in which they were started."""
+        ends, due = self._ends, []
+        while ends and ends[0][0] <= self.now_ms:
+            end, started, _, driven = heappop(ends)
+            if self._busy.get(driven) == (end, started):
+                due.append((started, driven))
+        for _, driven in sorted(due, key=lambda each: each[0]):
+            del self._busy[driven]
+            plan = self._plan.pop(driven, None)
+            if plan is not None:
+                self._record_plan(driven, plan)
+                cast("MockEngine", driven).run_plan(plan)  # a worker with ranks plans nothing
+                self._idle.add(driven)
+            else:
+                yield from self._end_pass(driven)
+
+    def _start_passes(self) -> Calls:
+        """Start a pass on each engine that can; whether one took no time."""
+        at_once = False
+        while self._idle:
+            driven = min(self._idle, key=self._order.__getitem__)
+            self._idle.remove(driven)
+            if driven in self._busy or not driven.has_work:
+                continue
+            plan = cast("MockEngine", driven).plan(self.now_ms, self._stop_ms) if self._can_plan(driven) else []
+            if plan:
+                self._plan[driven] = plan
+                end = plan[-1]
+            else:
+                driven.record_passes(1)
+                end = driven.start_pass(self.now_ms).end_ms
+                yield from self._knowledge.deliver(self.now_ms)
+            if end <= self.now_ms:
+                at_once |= yield from self._end_pass(driven)
+            else:
+                self._note_end(driven, end)
+        return at_once
+
+    def _can_plan(self, driven: Driven) -> bool:
+        return self._plans and hasattr(driven, "plan")
+
+    def _note_end(self, driven: Driven, end: float) -> None:
+        self._started += 1
+        self._busy[driven] = end, self._started
+        heappush(self._ends, (end, self._started, self._order[driven], driven))
+
+    def _cut_plan(self, driven: Driven) -> None:
+        """End a plan with the pass that is under way now, as a request has come."""
+        plan = self._plan.get(driven)
+        if plan is None:
+            return
+        # A pass that would start at this very moment has not begun.
+        kept = bisect_left(plan, self.now_ms) + 1
+        if driven not in self._recorded:
+            driven.record_passes(min(kept, len(plan)))
+            self._recorded.add(driven)
+        if kept < len(plan):
+            del plan[kept:]
+            started = self._busy[driven][1]
+            self._busy[driven] = plan[-1], started
+            heappush(self._ends, (plan[-1], started, self._order[driven], driven))
+
+    def _record_plan(self, driven: Driven, plan: Sequence[float]) -> None:
+        """Record the passes of a plan, unless that was done as it was cut: before the request that cut it."""
+        if driven in self._recorded:
+            self._recorded.remove(driven)
+        else:
+            driven.record_passes(len(plan))
+
+    def _end_pass(self, driven: Driven) -> Calls:
+        """End the pass of an engine: its events, then a signal for each request; whether it did anything."""
+        done = driven.finish_pass()
+        yield from self._knowledge.deliver(self.now_ms)
+        # In releases before 1.6.1 one that can do nothing tries again and again, at the same moment, until it counts as stalled.
+        if done.did_something or not self._waits_when_blocked:
+            self._idle.add(driven)
+        for request in self._ended_first(done):
+            yield from self._finished(request)
+        for request in done.generated:
+            routed = self._routed.get(request)
+            if routed is None:
+                continue
+            if request.status == "finished":
+                yield from self._finished(request)
+            elif len(request.token_ms) == 1:
+                self._book.first_token(routed[0])
+                yield from self._signal("first_token", routed[0])
+        return done.did_something
+
+    def _ended_first(self, done: ForwardPass) -> Iterable[ScheduledRequest]:
+        """Requests that ended without a token of this pass: rejected, or asked for none."""
+        if not done.rejected and len(done.finished) <= len(done.generated):
+            return ()
+        generated = set(map(id, done.generated))
+        return [*done.rejected, *(each for each in done.finished if id(each) not in generated)]
+
+    # ---------------------------------------------------------------------------------------------- a request
+
+    def _arrive(self, turn: Turn, arrival_ms: float) -> Calls:
+        """Take a request that arrives: pick for it, or let it wait behind those that do."""
+        trace = turn.trace
+        request = RouterRequest(
+            self._numbers,
+            turn.prompt,
+            self._block_size,
+            trace.output_length,
+            arrival_ms,
+            session_id=trace.session_id,
+            priority=trace.priority if isinstance(trace, FleetRequest) else 0,
+        )
+        self._numbers += 1
+        request.now_ms = self.now_ms
+        self._turn_of[request] = turn
+        overlaps = request.overlaps = self._knowledge.overlaps(request)
+        if self._waiting:
+            self._waiting.append(request)
+            if not self._routed:  # nothing runs, so that nothing would have it asked for again
+                yield from self._ask_again()
+        elif not (yield from self._ask(request, overlaps)):
+            self._waiting.append(request)
+
+    def _signal(self, hook: str, request: RouterRequest) -> Calls:
+        """Tell the router, and ask it for those that wait."""
+        request.now_ms = self.now_ms
+        if self._calls.has(hook):
+            yield from self._calls.hook(hook, self.now_ms, request, request=request)
+        yield from self._ask_again()
+
+    def _ask_again(self) -> Calls:
+        """Ask for each request that waits, once; in the router's order, where it has one."""
+        if not self._waiting:
+            return
+        left = list(self._waiting)
+        has_order = self._calls.has("next_waiting")
+        while left:
+            request = left[0]
+            if has_order:
+                request = yield from self._calls.next_waiting(tuple(left), self.now_ms)
+                if request is None:
+                    break
+            left.remove(request)
+            if (yield from self._ask(request)):
+                self._waiting.remove(request)
+
+    def _ask(self, request: RouterRequest, overlaps: Mapping[Worker, int] | None = None) -> Calls:
+        """Ask the router for a worker, and dispatch the request to it; whether it has one."""
+        request.now_ms = self.now_ms
+        overlaps = self._knowledge.overlaps(request) if overlaps is None else overlaps
+        candidates = self._candidates(request, overlaps)
+        self._asked = candidates
+        worker = yield from self._calls.pick(request, candidates, self._position, has_ranks=self._has_ranks)
+        if worker is None:
+            return False
+        known = request.overlaps or {}
+        request.status = "running"
+        self._book.dispatched(request, worker, known.get(worker, 0))
+        best = max((overlaps.get(each, 0) for each in self._book.loads), default=0) if overlaps else 0
+        waited = self.now_ms - request.arrival_ms
+        pick = Pick(self.now_ms, request.number, worker, overlaps.get(worker, 0), best, waited, request.attempt)
+        self.picks.append(pick)
+        if self._calls.has("dispatched"):
+            yield from self._calls.hook("dispatched", self.now_ms, request, worker, request=request)
+        if worker in self._gone:  # the router does not know yet
+            yield from self._send_back(request)
+            return False
+        self._dispatch(request, worker)
+        return True
+
+    def _send_back(self, request: RouterRequest) -> Calls:
+        """Send a request back that went to a worker which is gone; it waits."""
+        self.sent_back += 1
+        yield from self._lost(request)
+        request.attempt += 1
+        request.status = "waiting"
+
+    def _lost(self, request: RouterRequest) -> Calls:
+        """Take a request out of the books whose worker is gone, and tell the router."""
+        request.status, request.now_ms = "lost", self.now_ms
+        self._book.finished(request)
+        if self._calls.has("finished"):
+            yield from self._calls.hook("finished", self.now_ms, request, request=request)
+
+    def _dispatch(self, request: RouterRequest, worker: Worker) -> None:
+        seat, turn = self.seats[worker], self._turn_of[request]
+        self._cut_plan(seat.driven)
+        served = seat.engine.dispatch(
+            turn.prompt,
+            turn.trace.output_length,
+            request.arrival_ms,
+            priority=request.priority,
+            recorded_ms=self.now_ms,
+        )
+        place = self._place.get(request)
+        if place is None:
+            self._place[request] = len(self.requests)
+            self.requests.append(served)
+            self.turns.append(turn)
+            self.served_by.append(self._position[worker])
+        else:
+            self.requests[place], self.served_by[place] = served, self._position[worker]
+        self._routed[served] = request, worker
+        self._idle.add(seat.driven)
+
+    def _finished(self, served: ScheduledRequest) -> Calls:
+        """Signal the end of a request: its place in a closed loop is free first, then those that wait are asked for."""
+        request, worker = self._routed.pop(served)
+        if request in self._first_ms and served.token_ms:  # the first token that it ever had came of an earlier attempt
+            served.token_ms[0] = self._first_ms.pop(request)
+        self._place.pop(request, None)
+        request.status = cast("Any", served.status)
+        self._book.finished(request)
+        self._arrivals.done(self._turn_of.pop(request), self.now_ms)
+        yield from self._signal("finished", request)
+        if worker in self._leaving:
+            self._drain(worker)
+
+    def _leave_open(self) -> None:
+        """Drop what is open as the clock stopped."""
+        for request, _ in self._routed.values():
+            request.status = "unfinished"
+        for request in self._waiting:
+            request.status = "unfinished"
+        if self._routed:
+            for seat in self.seats.values():
+                seat.engine.close()
+
+    # ------------------------------------------------------------------------------------------------- incidents
+
+    def _happen(self) -> Calls:
+        """Let the incidents happen that are due by now."""
+        while self._incidents and self._incidents[0][0] <= self.now_ms:
+            yield from self._do(heappop(self._incidents)[2])
+            yield from self._ask_again()
+
+    def _do(self, incident: Incident) -> Calls:
+        worker = incident.worker
+        match incident.kind:
+            case "join":
+                engine = self._knowledge.join(worker, incident.engine)
+                seat = self.seats[worker] = Seat(worker, engine, engine)
+                self._position[worker], self._order[engine] = len(self._position), len(self._order)
+                self._book.add_worker(worker)
+                yield from self._tell("worker_added", worker)
+                yield from self._knowledge.deliver(self.now_ms)
+                self._idle.add(seat.driven)
+            case "notice":
+                self._book.remove_worker(worker)
+                self._knowledge.remove(worker)
+                yield from self._tell("worker_removed", worker)
+            case "leave":
+                self._leaving.add(worker)
+                self._book.remove_worker(worker)
+                self._drain(worker)
+                yield from self._tell("worker_removed", worker)
+            case "crash":
+                self._gone.add(worker)
+                lost = yield from self._lose_requests(incident, announced=False)
+                if incident.notice_ms:
+                    self._happened += 1
+                    told = Incident(incident.ms + incident.notice_ms, "notice", worker)
+                    heappush(self._incidents, (self.now_ms + incident.notice_ms, self._happened, told))
+                else:
+                    yield from self._do(Incident(incident.ms, "notice", worker))
+                self._waiting += lost
+            case "restart":
+                lost = yield from self._lose_requests(incident, announced=incident.announced)
+                if incident.announced:
+                    yield from self._tell("worker_removed", worker)
+                    yield from self._tell("worker_added", worker)
+                self._waiting += lost
+
+    def _lose_requests(self, incident: Incident, *, announced: bool) -> Calls:
+        """Empty the engine of a worker; return those of its requests that wait for another, in the order of their dispatch."""
+        worker = incident.worker
+        seat = self.seats[worker]
+        plan = self._plan.pop(seat.driven, None)
+        if plan is not None:  # what it generated by now came out
+            del plan[bisect_right(plan, self.now_ms) :]
+            self._record_plan(seat.driven, plan)
+            if plan:
+                seat.engine.run_plan(plan)
+        self._busy.pop(seat.driven, None)
+        lost = [(served, request) for served, (request, of) in self._routed.items() if of == worker]
+        for served, request in lost:
+            del self._routed[served]
+            while served.token_ms and served.token_ms[-1] > self.now_ms:  # of the pass that was under way
+                served.token_ms.pop()
+            if served.token_ms:
+                self._first_ms.setdefault(request, served.token_ms[0])
+        seat.engine.retract_pass()
+        self._knowledge.restart(worker, seat.engine, announced=announced)
+        again: list[RouterRequest] = []
+        for served, request in lost:
+            served.status = "lost"  # also one that the pass under way would have ended
+            yield from self._lost(request)
+            if incident.lost == "drop":
+                self._place.pop(request, None)
+                self._arrivals.done(self._turn_of.pop(request), self.now_ms)
+                continue
+            request.attempt += 1
+            request.status = "waiting"
+            again.append(request)
+        return again
+
+    def _drain(self, worker: Worker) -> None:
+        """Forget a worker that leaves, once it has served what it had."""
+        if not any(of == worker for _, of in self._routed.values()):
+            self._leaving.discard(worker)
+            self._gone.add(worker)
+            self._knowledge.remove(worker)
+
+    @property
+    def staying(self) -> dict[Worker, MockEngine]:
+        """The engines of the workers that are there."""
+        away = self._gone | self._leaving
+        return {worker: seat.engine for worker, seat in self.seats.items() if worker not in away}
+
+    def _tell(self, hook: str, worker: Worker) -> Calls:
+        if self._calls.has(hook):
+            yield from self._calls.hook(hook, self.now_ms, worker)
+
+    # ------------------------------------------------------------------------------------------------ candidates
+
+    def _candidates(self, request: RouterRequest, overlaps: Mapping[Worker, int]) -> tuple[Candidate, ...]:
+        if self._of_engines:
+            return tuple(self._candidates_of_engines(request, overlaps))
+        chain, held, found = request.sequence_hashes, self._knowledge.held_blocks, []
+        for worker, load in self._book.loads.items():
+            engine = self.seats[worker].engine
+            scheduler, manager = engine.scheduler, engine.worker.manager
+            found.append(
+                Candidate(
+                    worker,
+                    overlaps.get(worker, 0),
+                    load.prefill_tokens,
+                    load.blocks,
+                    load.new_blocks(chain),
+                    load.requests,
+                    len(scheduler.waiting) + len(scheduler.parked),
+                    manager.num_active_blocks / manager.max_capacity,
+                    manager.max_capacity,
+                    engine.args.max_num_batched_tokens,
+                    held(worker),
+                )
+            )
+        return tuple(found)
+
+    def _candidates_of_engines(self, request: RouterRequest, overlaps: Mapping[Worker, int]) -> Iterable[Candidate]:
+        if not self._read or self.now_ms - self._read_ms >= self._loads_every:
+            self._read_ms = self.now_ms
+            self._read = {worker: _engine_load(self.seats[worker].engine) for worker in self._book.loads}
+        full, held = len(request.sequence_hashes), self._knowledge.held_blocks
+        for worker in self._book.loads:
+            seat = self.seats[worker]
+            engine, overlap = seat.engine, overlaps.get(worker, 0)
+            prefill, blocks, active = self._read.get(worker, (0, 0, 0))
+            metrics = engine.metrics
+            yield Candidate(
+                worker,
+                overlap,
+                prefill,
+                blocks,
+                full - overlap,
+                active,
+                metrics.waiting,
+                metrics.cache_usage,
+                metrics.total_blocks,
+                engine.args.max_num_batched_tokens,
+                held(worker),
+            )
+
+
+def _engine_load(engine: MockEngine) -> tuple[int, int, int]:
+    """Return of an engine: tokens of prompts that are yet to be computed, blocks in use, open requests."""
+    scheduler = engine.scheduler
+    requests = (*scheduler.running, *scheduler.waiting, *scheduler.parked)
+    prefill = sum(max(0, each.prompt_tokens - each.computed_tokens) for each in requests)
+    return prefill, engine.worker.manager.num_active_blocks, len(requests)

@@ -1,0 +1,113 @@
+"""Incidents of a fleet: workers that crash, restart, leave and join while it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+
+from pytest_kvmock.checks import check_number, unknown_text
+
+if TYPE_CHECKING:
+    from pytest_kvmock.fleet.mock_engine import MockEngine
+    from pytest_kvmock.router.routing import Worker
+
+Kind: TypeAlias = Literal["crash", "notice", "restart", "leave", "join"]
+Lost: TypeAlias = Literal["resubmit", "drop"]
+_LOST: Final = ("resubmit", "drop")
+
+
+@dataclass(frozen=True, slots=True)
+class Incident:
+    """One incident.
+
+    Attributes:
+        ms: when, in virtual milliseconds from the start of a run.
+        kind: what happens; "notice": the router learns of a crash.
+        worker: to whom; of a join, who comes.
+        lost: what becomes of the requests that it had.
+        notice_ms: how much later the router learns of a crash.
+        announced: whether a restart is announced.
+        engine: of a join, its engine; None: one like the others.
+    """
+
+    ms: float
+    kind: Kind
+    worker: Worker
+    lost: Lost = "resubmit"
+    notice_ms: float = 0.0
+    announced: bool = True
+    engine: MockEngine | None = None
+
+
+class Moment:
+    """What happens to a fleet at a moment; see `Fleet.at`.
+
+    Args:
+        ms: when, in virtual milliseconds from the start of a run.
+        plan: takes an incident into the plan of the fleet, if that can be.
+        next_worker: names a worker that comes.
+    """
+
+    def __init__(self, ms: float, plan: Callable[[Incident], None], next_worker: Callable[[], Worker]) -> None:
+        self._ms = ms
+        self._plan = plan
+        self._next_worker = next_worker
+
+    def crash(self, worker: Worker, lost: Lost = "resubmit", notice_ms: float = 0.0) -> None:
+        """Lose a worker for good: the pass under way is lost, and so are its requests, which leave the books at once.
+
+        Args:
+            worker: who.
+            lost: "resubmit": its requests are sent to the router anew, from their prompts (`request.attempt` + 1); "drop": they end
+                as "lost".
+            notice_ms: how long the router still sees it; what it sends there is sent back, and waits.
+
+        Raises:
+            ValueError: there is no such worker then, or none would be left; or an argument is out of range.
+        """
+        if lost not in _LOST:
+            raise ValueError(f"crash: {unknown_text('lost', lost, _LOST)}")
+        check_number("crash: notice_ms", notice_ms, unit=" (milliseconds)")
+        self._plan(Incident(self._ms, "crash", worker, lost, notice_ms))
+
+    def restart(self, worker: Worker, announced: bool = True, lost: Lost = "resubmit") -> None:
+        """Restart a worker: it is empty, and its requests are lost.
+
+        Args:
+            worker: who.
+            announced: whether router and index are told: `worker_removed`, then `worker_added`. A silent restart is an injected
+                fault, to which a harness attributes what follows from it, as to `faults.restart`.
+            lost: as in `crash`.
+
+        Raises:
+            ValueError: there is no such worker then, or `lost` is unknown.
+        """
+        if lost not in _LOST:
+            raise ValueError(f"restart: {unknown_text('lost', lost, _LOST)}")
+        self._plan(Incident(self._ms, "restart", worker, lost, announced=announced))
+
+    def leave(self, worker: Worker) -> None:
+        """Have a worker leave: it gets no further request, ends those that it has, and then what it holds is forgotten.
+
+        Raises:
+            ValueError: there is no such worker then, or none would be left.
+        """
+        self._plan(Incident(self._ms, "leave", worker))
+
+    def join(self, engine: MockEngine | None = None) -> Worker:
+        """Have one more worker join, with an id that no other had.
+
+        Args:
+            engine: its engine, of a fleet of bare engines; None: one like the others, of a fleet of a harness.
+
+        Returns:
+            What it is called.
+
+        Raises:
+            TypeError: an engine is needed, or is given where none is.
+            ValueError: it is not one that could serve here.
+        """
+        worker = self._next_worker()
+        self._plan(Incident(self._ms, "join", worker, engine=engine))
+        return worker

@@ -1,0 +1,168 @@
+"""A fleet over the workers of a harness: its events are judged, its faults injected, and its index is the one under test."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from random import Random
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from pytest_kvmock.checks import check_integer, check_number
+from pytest_kvmock.fleet.fleet import Fleet
+from pytest_kvmock.fleet.fleet_events import EventDelay, Late
+from pytest_kvmock.router.selection import DynamoRouter
+
+if TYPE_CHECKING:
+    from pytest_kvmock.backends import EngineProfile
+    from pytest_kvmock.engine.worker import KvWorker
+    from pytest_kvmock.fleet.mock_engine import MockEngine
+    from pytest_kvmock.fleet.router_calls import Calls, RouterCalls
+    from pytest_kvmock.harness.faults import Faults
+    from pytest_kvmock.harness.lookups import Overlap
+    from pytest_kvmock.harness.publisher import Publisher
+    from pytest_kvmock.harness.workers import WorkerKey
+    from pytest_kvmock.hygiene.delivery import Delivery
+    from pytest_kvmock.router.index import RadixIndex
+    from pytest_kvmock.router.routing import RouterRequest, Worker
+    from pytest_kvmock.tokens import Prompt
+
+
+class Judging(Protocol):
+    """What a fleet needs of a harness (`RouterHarness`)."""
+
+    @property
+    def profile(self) -> EngineProfile: ...  # noqa: D102 - as RouterHarness has it
+    @property
+    def workers(self) -> Mapping[WorkerKey, KvWorker]: ...  # noqa: D102 - likewise
+    @property
+    def reference(self) -> RadixIndex: ...  # noqa: D102 - likewise
+    @property
+    def is_async(self) -> bool: ...  # noqa: D102 - likewise
+    @property
+    def faults(self) -> Faults: ...  # noqa: D102 - likewise
+
+    def worker(self, id: int | None, dp_rank: int = 0, backend: str | None = None) -> KvWorker: ...  # noqa: A002, D102 - likewise
+    def engine(self, id: int | None = 0, dp_rank: int = 0, **engine: Any) -> MockEngine: ...  # noqa: A002, D102 - likewise
+    def overlap(self, prompt: Prompt) -> Overlap: ...  # noqa: D102 - likewise
+    def remove_worker(self, id: int) -> None: ...  # noqa: A002, D102 - likewise
+
+
+class JudgedEvents:
+    """The events of a harness on their way to judge and router, behind the faults; overlaps by the index of the harness.
+
+    Args:
+        harness: the harness.
+        publisher: its publisher.
+        delay: how late events are delivered, in virtual milliseconds.
+    """
+
+    def __init__(self, harness: Judging, publisher: Publisher, delay: EventDelay) -> None:
+        self._harness = harness
+        self._publisher = publisher
+        self._calls: RouterCalls | None = None
+        self._on_the_way: Late[Delivery] = Late(delay)
+
+    def begin(self, calls: RouterCalls) -> None:
+        """Begin a run: from now on, what is published is held until it is delivered.
+
+        Raises:
+            TypeError: the index is async.
+        """
+        if self._harness.is_async:
+            raise TypeError("a fleet asks the index under test for overlaps between two passes; it cannot be async")
+        self._calls = calls
+        self._publisher.gate = lambda delivery: self._on_the_way.put(delivery.event, delivery)
+
+    def end(self) -> None:
+        """End the run, and deliver what is left of one that failed."""
+        self._publisher.gate = None
+        self._calls = None
+        for delivery in self._on_the_way.take(math.inf):
+            self._publisher.receive(delivery)
+
+    @property
+    def next_ms(self) -> float:
+        """When the next event is due that is late."""
+        return self._on_the_way.next_ms
+
+    def deliver(self, now_ms: float) -> Calls:
+        """Deliver what is due by now."""
+        for delivery in self._on_the_way.take(now_ms):
+            self._publisher.receive(delivery)
+            if self._calls is not None and self._calls.has("apply"):
+                yield from self._calls.hook("apply", now_ms, delivery.event)
+
+    def overlaps(self, request: RouterRequest) -> Mapping[Worker, int]:
+        """Return how many leading full blocks of a prompt each worker holds, by the index of the harness."""
+        return cast("Mapping[Worker, int]", self._harness.overlap(request.prompt))
+
+    def held_blocks(self, worker: Worker) -> int:
+        """Return how many blocks a worker holds, by the reference index."""
+        return self._harness.reference.num_blocks(*(worker if isinstance(worker, tuple) else (worker, 0)))
+
+    def restart(self, worker: Worker, engine: MockEngine, *, announced: bool) -> None:
+        """Restart a worker; one that nobody announces is a fault, to which what follows is attributed."""
+        if announced:
+            self._on_the_way.drop(_id_of(worker))
+            engine.worker.restart(announced=True)
+        else:
+            self._harness.faults.restart(worker)
+
+    def remove(self, worker: Worker) -> None:
+        """Remove a worker that is gone from router and index."""
+        self._on_the_way.drop(_id_of(worker))
+        self._harness.remove_worker(_id_of(worker))
+
+    def join(self, worker: Worker, engine: MockEngine | None) -> MockEngine:
+        """Make one more worker.
+
+        Raises:
+            TypeError: an engine is given.
+        """
+        if engine is not None:
+            raise TypeError("Fleet: join() of a fleet of a harness makes the engine itself; leave engine out")
+        return self._harness.engine(_id_of(worker))
+
+
+def _id_of(worker: Worker) -> int:
+    return worker[0] if isinstance(worker, tuple) else worker
+
+
+def make_fleet(
+    harness: Judging,
+    publisher: Publisher,
+    seed: str,
+    router: object,
+    *,
+    workers: int | None,
+    backends: Sequence[str] | None,
+    engine: Mapping[str, Any] | None,
+    event_delay_ms: EventDelay = 0.0,
+    **options: Any,
+) -> Fleet:
+    """Make a fleet; see `RouterHarness.fleet`."""
+    if not callable(event_delay_ms):
+        check_number("fleet: event_delay_ms", event_delay_ms, unit=" (milliseconds), or a function of the event")
+    if isinstance(backends, str) or (backends is not None and not backends):
+        raise TypeError(f"fleet: backends must be names of backends, one or more, got {backends!r:.80}")
+    if workers is not None:
+        check_integer("fleet: workers", workers, 1, ", or None")
+    elif backends is not None:
+        raise ValueError("fleet: backends need workers=, how many there are")
+    size = harness.profile.dp_size
+    if workers is None:
+        serving = list(harness.workers.values())
+    elif backends is None:
+        serving = [harness.worker(each, rank) for each in range(workers) for rank in range(size)]
+    else:
+        serving = [harness.worker(None, backend=backends[each % len(backends)]) for each in range(workers)]
+    engines: dict[Worker, MockEngine] = {
+        (worker.worker_id, worker.dp_rank) if size > 1 else worker.worker_id: harness.engine(
+            worker.worker_id, worker.dp_rank, **(engine or {})
+        )
+        for worker in serving
+    }
+    if router is None:
+        args = next(iter(engines.values())).args
+        router = DynamoRouter(args.scheduler_semantics, rng=Random(f"{seed}:router"))  # noqa: S311 - mock data
+    return Fleet(engines, router, knowledge=JudgedEvents(harness, publisher, event_delay_ms), **options)

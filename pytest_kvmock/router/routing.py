@@ -1,0 +1,129 @@
+"""What a router is shown of a request and of a worker when it picks one for the other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pytest_kvmock.tokens import Prompt
+
+Worker: TypeAlias = "int | tuple[int, int]"
+"""A worker as routers name it: its id, or its id and rank where workers have more ranks than one."""
+
+RequestStatus: TypeAlias = Literal["waiting", "running", "finished", "rejected", "aborted", "lost", "unfinished"]
+
+ENDED: Final = frozenset({"finished", "rejected", "aborted", "lost", "unfinished"})
+"""The statuses of a request that is over."""
+
+
+class RouterRequest:
+    """One request as a router sees it, the same object in all its methods; equal to itself only.
+
+    Args:
+        number: its place in the order of arrival, from 0.
+        prompt: what is asked.
+        block_size: tokens in a block of the workers.
+        max_output_tokens: how many tokens it generates.
+        arrival_ms: when it arrived at the router.
+        session_id: the conversation that it is a turn of; None: none.
+        priority: larger is served first, where engines have priorities.
+
+    Attributes:
+        prompt: as above, and so the others.
+        tokens: the prompt's tokens; None where only hashes are known.
+        local_hashes: local hash of each full block of the prompt (u64), by which a `RadixIndex` is asked.
+        sequence_hashes: sequence hash of each full block (u64).
+        prompt_tokens: length of the prompt in tokens.
+        lora_name: its LoRA adapter; None: none.
+        now_ms: the time now, in virtual milliseconds; a router that needs a clock takes this one.
+        attempt: 1, and one more each time that it was sent anew, as its worker was lost.
+        status: "waiting" until a worker was picked, then "running", and how it ended.
+        overlaps: blocks of its prompt that each worker held when it arrived; a worker without one may be absent. None: unknown.
+    """
+
+    __slots__ = (
+        "arrival_ms",
+        "attempt",
+        "block_size",
+        "local_hashes",
+        "max_output_tokens",
+        "now_ms",
+        "number",
+        "overlaps",
+        "priority",
+        "prompt",
+        "prompt_tokens",
+        "sequence_hashes",
+        "session_id",
+        "status",
+    )
+
+    def __init__(
+        self,
+        number: int,
+        prompt: Prompt,
+        block_size: int,
+        max_output_tokens: int,
+        arrival_ms: float = 0.0,
+        *,
+        session_id: str | None = None,
+        priority: int = 0,
+    ) -> None:
+        self.number = number
+        self.prompt = prompt
+        self.block_size = block_size
+        self.local_hashes = prompt.block_hashes(block_size)
+        self.sequence_hashes = prompt.sequence_hashes(block_size)
+        self.prompt_tokens = prompt.length(block_size)
+        self.max_output_tokens = max_output_tokens
+        self.arrival_ms = self.now_ms = arrival_ms
+        self.session_id = session_id
+        self.priority = priority
+        self.attempt = 1
+        self.status: RequestStatus = "waiting"
+        self.overlaps: Mapping[Worker, int] | None = None
+
+    def __repr__(self) -> str:
+        return f"<request {self.number} of {self.prompt_tokens} + {self.max_output_tokens} tokens, {self.status}>"
+
+    @property
+    def tokens(self) -> tuple[int, ...] | None:
+        """The prompt's tokens; None where only hashes are known."""
+        return self.prompt.tokens
+
+    @property
+    def lora_name(self) -> str | None:
+        """Its LoRA adapter; None: none."""
+        return self.prompt.lora_name
+
+
+class Candidate(NamedTuple):
+    """One worker as it stands when a router picks.
+
+    Attributes:
+        worker: what to return to pick it.
+        overlap: leading full blocks of the prompt that it holds, by the events delivered so far.
+        prefill_tokens: tokens of prompts of its other requests that are yet to be computed.
+        decode_blocks: blocks of its other requests.
+        new_blocks: blocks that this request would add to those.
+        active_requests: how many open requests it has.
+        waiting: how many of them wait in the engine.
+        usage: share of the engine's blocks that is in use, from 0 to 1.
+        num_blocks: how many blocks the engine has.
+        max_batched_tokens: most tokens that one of its passes computes; None: unlimited.
+        held_blocks: blocks that it holds in all, by the events delivered so far.
+    """
+
+    worker: Worker
+    overlap: int = 0
+    prefill_tokens: int = 0
+    decode_blocks: int = 0
+    new_blocks: int = 0
+    active_requests: int = 0
+    waiting: int = 0
+    usage: float = 0.0
+    num_blocks: int = 0
+    max_batched_tokens: int | None = None
+    held_blocks: int = 0

@@ -1,0 +1,334 @@
+"""Dynamo's rules by which a router picks a worker, and simple ones to compare a router with.
+
+Theory of operation. Each candidate costs the prompt tokens that are to be computed there, its own and those of others, in blocks,
+less a credit for what is cached, plus the blocks in use with those that the request adds. The least cost wins; of equal ones
+any, at random. A request that finds every worker busy waits in the router. (Dynamo's `kv-router`, 1.1.1 to 1.6.1.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from random import Random
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+
+from pytest_kvmock.checks import unknown_text
+
+if TYPE_CHECKING:
+    from pytest_kvmock.router.routing import Candidate, RouterRequest, Worker
+
+RouterSemantics: TypeAlias = Literal["1.1.1", "1.2.1", "1.3.1", "1.6.1"]
+QueuePolicy: TypeAlias = Literal["fcfs", "lcfs", "wspt"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rules:
+    """What one release of the router does.
+
+    Attributes:
+        threshold: of its queue, by default.
+        least_tree: of equal costs, the worker wins that holds the fewest blocks in all.
+        takes_credit: the cached blocks are a credit; else they are taken off the prompt, however much is computed there.
+        unlimited: the budget of an engine that has none.
+    """
+
+    threshold: float | None
+    least_tree: bool = False
+    takes_credit: bool = True
+    unlimited: int = 10_000_000
+
+
+ROUTER_RELEASES: Final = MappingProxyType(
+    {
+        "1.1.1": _Rules(4.0, least_tree=True, takes_credit=False),
+        "1.2.1": _Rules(4.0),
+        "1.3.1": _Rules(16.0),
+        "1.6.1": _Rules(None, unlimited=8192),
+    }
+)
+
+_POLICIES: Final = ("fcfs", "lcfs", "wspt")
+
+
+def _name(router: object) -> str:
+    return f"<{type(router).__name__}>"
+
+
+class DynamoRouter:
+    """Picks as Dynamo's KV router does; the options have its names (`KvRouterConfig`).
+
+    It is shown loads by the fleet, and keeps of a request only what its prompt overlapped when it arrived.
+
+    Args:
+        semantics: the release whose rules it follows.
+        overlap_score_credit: what a cached block takes off the cost of prefill, in blocks. (1.1.1 has none.)
+        overlap_score_credit_decay: by how much that is less on workers that have more to compute than the least busy (from 1.3.1 on).
+        prefill_load_scale: weight of prefill beside decode.
+        decode_active_request_weight: what each open request adds (1.6.1).
+        router_temperature: 0: the least cost wins; above, it is drawn by a softmax over the costs.
+        router_queue_threshold: a worker is busy while more than so many times the tokens of one pass are to be computed; where all
+            are, requests wait. None: never. By default that of the release: 4, 16 from 1.3.1 on, None from 1.6.1 on.
+        router_queue_policy: who is next: "fcfs" the first, "lcfs" the last, "wspt" the one with the fewest tokens to compute.
+        router_track_active_blocks: False: blocks in use count for nothing.
+        router_track_prefill_tokens: False: prefill counts for nothing, and no worker is ever busy.
+        router_assume_kv_reuse: False: blocks that requests share count for each.
+        rng: draws among equal costs, and by the temperature.
+        tie: "random", or "first": of equal costs the first candidate wins, and nothing is drawn.
+
+    Raises:
+        ValueError: an option out of range, or one that is unknown to the release.
+    """
+
+    def __init__(
+        self,
+        semantics: RouterSemantics = "1.2.1",
+        *,
+        overlap_score_credit: float = 1.0,
+        overlap_score_credit_decay: float = 0.0,
+        prefill_load_scale: float = 1.0,
+        decode_active_request_weight: float = 0.0,
+        router_temperature: float = 0.0,
+        router_queue_threshold: float | Literal["default"] | None = "default",
+        router_queue_policy: QueuePolicy = "fcfs",
+        router_track_active_blocks: bool = True,
+        router_track_prefill_tokens: bool = True,
+        router_assume_kv_reuse: bool = True,
+        rng: Random | None = None,
+        tie: Literal["random", "first"] = "random",
+    ) -> None:
+        if semantics not in ROUTER_RELEASES:
+            raise ValueError(unknown_text("semantics", semantics, ROUTER_RELEASES))
+        if router_queue_policy not in _POLICIES:
+            raise ValueError(unknown_text("router_queue_policy", router_queue_policy, _POLICIES))
+        if tie not in ("random", "first"):
+            raise ValueError(unknown_text("tie", tie, ("random", "first")))
+        numbers: dict[str, float] = {
+            "overlap_score_credit": overlap_score_credit,
+            "overlap_score_credit_decay": overlap_score_credit_decay,
+            "prefill_load_scale": prefill_load_scale,
+            "decode_active_request_weight": decode_active_request_weight,
+            "router_temperature": router_temperature,
+        }
+        threshold = (
+            ROUTER_RELEASES[semantics].threshold if router_queue_threshold == "default" else router_queue_threshold
+        )
+        if threshold is not None:
+            numbers["router_queue_threshold"] = threshold
+        for name, value in numbers.items():
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not 0 <= value < math.inf:
+                raise ValueError(f"{name} must be a finite number of at least 0, got {value!r:.80}")
+        self._rules = ROUTER_RELEASES[semantics]
+        self.semantics = semantics
+        self.tie = tie
+        self._credit = overlap_score_credit
+        self._decay = overlap_score_credit_decay
+        self._scale = prefill_load_scale
+        self._request_weight = decode_active_request_weight
+        self._temperature = router_temperature
+        self._threshold = threshold
+        self._policy = router_queue_policy
+        self._tracks_blocks = router_track_active_blocks
+        self._tracks_prefill = router_track_prefill_tokens
+        self._reuses = router_assume_kv_reuse
+        self._rng = Random(0) if rng is None else rng  # noqa: S311 - mock data
+        # Of each request that waits: the most that its prompt overlapped on arrival.
+        self._best: dict[RouterRequest, int] = {}
+        # Of each open request its worker, and of each worker the blocks of all; where shared ones count for each.
+        self._sent: dict[RouterRequest, Worker] = {}
+        self._blocks: dict[Worker, int] = {}
+        self._refused: RouterRequest | None = None  # it was asked for last, and found all workers busy
+
+    def __repr__(self) -> str:
+        return f"<DynamoRouter {self.semantics}>"
+
+    # ------------------------------------------------------------------------------------------------- cost
+
+    def overlap(self, request: RouterRequest, candidate: Candidate) -> int:
+        """Return the overlap that counts: that of the request's arrival, where it is known."""
+        known = request.overlaps
+        return candidate.overlap if known is None else known.get(candidate.worker, 0)
+
+    def cost(self, request: RouterRequest, candidate: Candidate, least_prefill: int | None = None) -> float:
+        """Return what a request costs on a candidate, in blocks.
+
+        Args:
+            request: the request.
+            candidate: the worker as it stands.
+            least_prefill: the fewest tokens of prompts to compute on any candidate, for the decay; None: those of this one.
+        """
+        size, overlap = request.block_size, self.overlap(request, candidate)
+        decode = self._decode(request, candidate)
+        cached = overlap * size
+        uncached = max(0, request.prompt_tokens - cached)
+        if not self._rules.takes_credit:
+            raw = candidate.prefill_tokens + uncached if self._tracks_prefill else 0
+            return self._scale * (raw / size) + decode
+        raw = candidate.prefill_tokens + uncached + cached if self._tracks_prefill else 0
+        credit = self._credit
+        if self._decay and least_prefill is not None:
+            excess = (candidate.prefill_tokens - least_prefill) / size
+            credit /= 1.0 + self._decay * excess / max(1, -(-request.prompt_tokens // size))
+        cost = self._scale * max(0.0, raw / size - credit * overlap) + decode
+        if self._request_weight:
+            cost += self._request_weight * candidate.active_requests
+        return cost
+
+    def _decode(self, request: RouterRequest, candidate: Candidate) -> int:
+        if not self._tracks_blocks:
+            return 0
+        if not self._reuses:
+            return self._blocks.get(candidate.worker, 0) + len(request.local_hashes)
+        return candidate.decode_blocks + candidate.new_blocks
+
+    def costs(self, request: RouterRequest, candidates: Sequence[Candidate]) -> list[float]:
+        """Return what a request costs on each candidate."""
+        least = min((each.prefill_tokens for each in candidates), default=0) if self._tracks_prefill else None
+        return [self.cost(request, each, least) for each in candidates]
+
+    def is_busy(self, candidate: Candidate) -> bool:
+        """Whether a worker has so much to compute that it counts as busy."""
+        if self._threshold is None or not self._tracks_prefill:
+            return False
+        budget = candidate.max_batched_tokens or self._rules.unlimited
+        return candidate.prefill_tokens > self._threshold * budget
+
+    # ------------------------------------------------------------------------------------------------- pick
+
+    def pick(self, request: RouterRequest, candidates: Sequence[Candidate]) -> Worker | None:
+        """Pick a worker for a request; None: it waits, as all are busy."""
+        self._refused = None
+        if all(map(self.is_busy, candidates)):
+            self._refused = request
+            if request not in self._best:
+                self._best[request] = max((self.overlap(request, each) for each in candidates), default=0)
+            return None
+        chosen = self._choose(request, candidates, self.costs(request, candidates))
+        self._best.pop(request, None)
+        return chosen
+
+    def _choose(self, request: RouterRequest, candidates: Sequence[Candidate], costs: Sequence[float]) -> Worker:
+        if self._temperature and self.tie == "random":
+            return candidates[self._sampled(costs)].worker
+        cheapest = self._cheapest(request, candidates, costs)
+        if len(cheapest) == 1 or self.tie == "first":
+            return cheapest[0].worker
+        return self._rng.choice(cheapest).worker
+
+    def _cheapest(
+        self, request: RouterRequest, candidates: Sequence[Candidate], costs: Sequence[float]
+    ) -> list[Candidate]:
+        least = min(costs)
+        tied = [each for each, cost in zip(candidates, costs, strict=True) if cost == least]
+        if self._rules.least_tree and len(tied) > 1:
+            # 1.1.1: the size of the tree of a worker without overlap counts as 0.
+            sizes = [each.held_blocks if self.overlap(request, each) else 0 for each in tied]
+            tied = [each for each, size in zip(tied, sizes, strict=True) if size == min(sizes)]
+        return tied
+
+    def _sampled(self, costs: Sequence[float]) -> int:
+        least, most = min(costs), max(costs)
+        if least == most:
+            return self._rng.randrange(len(costs))
+        scale = (most - least) * self._temperature
+        weights = [math.exp(-(cost - least) / scale) for cost in costs]
+        sample, total = self._rng.random() * sum(weights), 0.0
+        for position, weight in enumerate(weights):
+            total += weight
+            if sample <= total:
+                return position
+        return len(costs) - 1
+
+    def explain(self, request: RouterRequest, candidates: Sequence[Candidate]) -> str:
+        """Return a table of what each candidate would cost, and who is cheapest; it draws no randomness and changes nothing."""
+        costs = self.costs(request, candidates)
+        cheapest = {each.worker for each in self._cheapest(request, candidates, costs)}
+        waits = all(map(self.is_busy, candidates))
+        lines = [
+            f"{request!r} at {request.now_ms:g} ms",
+            "worker    overlap  prefill tokens  decode + new blocks  cost",
+        ]
+        for each, cost in zip(candidates, costs, strict=True):
+            mark = "" if each.worker not in cheapest else " = tied" if len(cheapest) > 1 else " <- chosen"
+            blocks = f"{each.decode_blocks} + {each.new_blocks}"
+            lines.append(
+                f"{each.worker!s:<9} {self.overlap(request, each):>7}  {each.prefill_tokens:>14}  {blocks:>19}  "
+                f"{cost:g}{'' if waits else mark}"
+            )
+        if waits:
+            lines.append("every worker is busy: the request waits")
+        return "\n".join(lines)
+
+    # ------------------------------------------------------------------------------------------------- queue
+
+    def next_waiting(self, requests: Sequence[RouterRequest]) -> RouterRequest | None:
+        """Return who is asked for next of those that wait; None: nobody, as all workers are busy."""
+        if (
+            self._refused is not None and self._refused not in requests
+        ):  # asked for in this round: no other fares better
+            return None
+        if self._policy == "lcfs":
+            return max(requests, key=attrgetter("arrival_ms"))  # of those of one moment, the first
+        return requests[0] if self._policy == "fcfs" else min(requests, key=self._left_to_compute)
+
+    def _left_to_compute(self, request: RouterRequest) -> int:
+        best = max(request.overlaps.values(), default=0) if request.overlaps is not None else self._best.get(request, 0)
+        return max(1, request.prompt_tokens - request.block_size * best)
+
+    def dispatched(self, request: RouterRequest, worker: Worker) -> None:
+        """Note where a request went."""
+        if not self._reuses:
+            self._sent[request] = worker
+            self._blocks[worker] = self._blocks.get(worker, 0) + len(request.local_hashes)
+
+    def finished(self, request: RouterRequest) -> None:
+        """Forget a request that is over."""
+        self._best.pop(request, None)
+        worker = self._sent.pop(request, None)
+        if worker is not None:
+            self._blocks[worker] -= len(request.local_hashes)
+
+
+class RoundRobin:
+    """Picks the workers in turn, whatever they hold or do."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def __repr__(self) -> str:
+        return _name(self)
+
+    def pick(self, request: RouterRequest, candidates: Sequence[Candidate]) -> Worker:  # noqa: ARG002 - a router's method
+        """Pick the next worker."""
+        chosen = candidates[self._next % len(candidates)].worker
+        self._next += 1
+        return chosen
+
+
+class LeastLoaded:
+    """Picks the worker with the fewest prompt tokens to compute; of these the fewest blocks, then the first."""
+
+    def __repr__(self) -> str:
+        return _name(self)
+
+    def pick(self, request: RouterRequest, candidates: Sequence[Candidate]) -> Worker:  # noqa: ARG002 - a router's method
+        """Pick the least loaded worker."""
+        return min(candidates, key=lambda each: (each.prefill_tokens, each.decode_blocks, each.active_requests)).worker
+
+
+class MostCached:
+    """Picks the worker that holds most of the prompt; of these the one with the fewest open requests.
+
+    It is a bound of nothing: it sends what shares a prefix to one worker, however much that has to do. In trials the time to the
+    first token was up to 20 times that of round robin, and routers that look at loads too had higher hit ratios on some traces.
+    """
+
+    def __repr__(self) -> str:
+        return _name(self)
+
+    def pick(self, request: RouterRequest, candidates: Sequence[Candidate]) -> Worker:  # noqa: ARG002 - a router's method
+        """Pick the worker that holds most."""
+        return max(candidates, key=lambda each: (each.overlap, -each.active_requests)).worker

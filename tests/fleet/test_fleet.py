@@ -1,0 +1,378 @@
+"""A fleet behind routers of all kinds: hooks, waiting, what candidates show, and what a router must not do."""
+
+import asyncio
+import math
+from dataclasses import replace
+from random import Random
+from statistics import pstdev
+
+import pytest
+
+from pytest_kvmock import OutOfBlocks, Prompt, Stored
+from pytest_kvmock.fleet import (
+    EngineStalled,
+    Fleet,
+    FleetRequest,
+    MockEngine,
+    MockEngineArgs,
+    RouterError,
+    RouterStalled,
+)
+from pytest_kvmock.fleet.report import statistics
+from pytest_kvmock.router import DynamoRouter, LeastLoaded, MostCached, RoundRobin, RouterRequest
+from pytest_kvmock.traces import TraceRequest, synthetic_trace
+
+ARGS = MockEngineArgs(num_gpu_blocks=96, block_size=4, max_num_batched_tokens=32)
+
+
+def engines(count=2, args=ARGS, backend=None):
+    return [MockEngine(args, backend=backend, seed=seed) for seed in range(count)]
+
+
+def request(at, blocks, output=2, **more):
+    return TraceRequest(at, 4 * len(blocks), output, tuple(blocks), **more)
+
+
+def trace(count=40, **options):
+    small = {"input_tokens": (4, 24), "output_tokens": (1, 12), "delay_ms": (5, 50)}
+    options = {
+        **small,
+        "groups": 3,
+        "prefix_blocks": (3, 3),
+        "turns": (1, 3),
+        "block_size": 4,
+        "interval_ms": 10,
+        **options,
+    }
+    return list(synthetic_trace(count, **options))
+
+
+class Listening(RoundRobin):
+    """Notes what it is called with."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def dispatched(self, request, worker):
+        self.calls.append(("dispatched", request.number, worker))
+
+    def first_token(self, request):
+        self.calls.append(("first_token", request.number))
+
+    def finished(self, request):
+        self.calls.append(("finished", request.number, request.status))
+
+
+def test_hooks_are_called_in_order_and_one_token_has_no_first():
+    router = Listening()
+    Fleet(engines(), router).run([request(0, [1, 2], 1), request(1, [3], 2)])
+    expected = {
+        0: [("dispatched", 0, 0), ("finished", 0, "finished")],
+        1: [("dispatched", 1, 1), ("first_token", 1), ("finished", 1, "finished")],
+    }
+    assert expected == {number: [call for call in router.calls if call[1] == number] for number in (0, 1)}
+
+
+def test_all_methods_are_given_the_same_request():
+    seen = []
+
+    class Router(Listening):
+        def pick(self, request, candidates):
+            seen.append(request)
+            return super().pick(request, candidates)
+
+        def dispatched(self, request, worker):
+            assert request is seen[-1]
+
+        def finished(self, request):
+            seen.remove(request)
+
+    Fleet(engines(), Router()).run(trace(10))
+    assert [] == seen
+
+
+def test_a_router_hears_every_event():
+    heard = []
+
+    class Router(RoundRobin):
+        def apply(self, event):
+            heard.append(event)
+
+    Fleet(engines(), Router()).run([request(0, [1, 2]), request(5, [3])])
+    stored = [(event.worker_id, len(event.data.block_hashes)) for event in heard if isinstance(event.data, Stored)]
+    assert {0, 1} == {worker for worker, _ in stored}
+
+
+def test_a_candidate_shows_overlap_and_loads_of_others():
+    seen = []
+
+    class Router:
+        def pick(self, request, candidates):
+            seen.append(candidates)
+            return 0
+
+    Fleet(engines(), Router()).run([request(0, [1, 2, 3], 4), request(1, [1, 2, 5], 2)])
+    first, second = seen
+    assert [(0, 0, 0, 3, 0)] * 2 == [each[1:6] for each in first]
+    mine, other = second
+    assert (2, 12, 3, 1, 1) == mine[1:6]
+    assert (0, 0, 0, 3, 0) == other[1:6]
+
+
+class Holding(RoundRobin):
+    """Lets requests wait while so many are open."""
+
+    def __init__(self, most):
+        super().__init__()
+        self.most, self.open, self.asked = most, 0, []
+
+    def pick(self, request, candidates):
+        self.asked.append(request.number)
+        return None if self.open >= self.most else super().pick(request, candidates)
+
+    def dispatched(self, request, worker):
+        self.open += 1
+
+    def finished(self, request):
+        self.open -= 1
+
+
+def test_requests_that_wait_are_asked_for_again_in_order():
+    report = Fleet(engines(), Holding(1)).run([request(0, [n, n + 100]) for n in range(6)])
+    assert list(range(6)) == [pick.number for pick in report.picks]
+    assert all(pick.waited_ms > 0 for pick in report.picks[1:])
+
+
+def test_the_router_says_who_is_next():
+    class LastFirst(Holding):
+        def next_waiting(self, requests):
+            return requests[-1]
+
+    report = Fleet(engines(), LastFirst(1)).run([request(0, [n, n + 100]) for n in range(4)])
+    assert [0, 3, 2, 1] == [pick.number for pick in report.picks]
+
+
+def test_a_new_arrival_goes_behind_those_that_wait():
+    router = Holding(1)
+    Fleet(engines(), router).run([request(0, [1], 9), request(1, [2]), request(2, [3])])
+    assert [0, 1] == router.asked[:2]
+    assert 2 not in router.asked[: router.asked.index(1, 2)]
+
+
+def test_nothing_runs_and_a_request_waits():
+    with pytest.raises(RouterStalled, match=r"pick\(\) returned None and nothing runs, so 2 requests") as raised:
+        Fleet(engines(), Holding(0)).run([request(0, [1]), request(1, [2])])
+    assert [0, 1] == [each.number for each in raised.value.requests]
+    assert 2 == len(raised.value.candidates)
+
+
+def test_an_async_router_makes_the_same_picks():
+    class Async:
+        def __init__(self):
+            self.inner = DynamoRouter(tie="first")
+
+        async def pick(self, request, candidates):
+            await asyncio.sleep(0)
+            return self.inner.pick(request, candidates)
+
+    plain = Fleet(engines(), DynamoRouter(tie="first")).run(trace())
+    awaited = asyncio.run(Fleet(engines(), Async()).arun(trace()))
+    assert plain.picks == awaited.picks
+    assert plain.to_json() == awaited.to_json()
+    with pytest.raises(TypeError, match=r"Async\.pick is async; run the fleet by `await fleet\.arun\(trace\)`"):
+        Fleet(engines(), Async()).run(trace())
+
+
+def test_an_async_router_that_is_slow_is_named():
+    class Slow:
+        async def pick(self, request, candidates):
+            await asyncio.Event().wait()
+
+    with pytest.raises(RouterError, match=r"Slow\.pick\(\) took longer than pick_timeout_s=0\.01"):
+        asyncio.run(Fleet(engines(), Slow(), pick_timeout_s=0.01).arun(trace(2)))
+
+
+class Answers:
+    def __init__(self, answer):
+        self.answer = answer
+
+    def pick(self, request, candidates):
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (7, r"Answers\.pick\(\) returned 7; there is no such worker\. Candidates: 0, 1"),
+        ("a", r"returned 'a'; there is no such worker"),
+        (KeyError("x"), r"Answers\.pick\(\) raised KeyError\('x'\)"),
+    ],
+)
+def test_a_wrong_answer_is_named_with_time_request_and_candidates(answer, text):
+    with pytest.raises(RouterError, match=text) as raised:
+        Fleet(engines(), Answers(answer)).run([request(0, [1])])
+    assert 0.0 == raised.value.now_ms
+    assert 0 == raised.value.request.number
+    assert "prefill_tokens" in str(raised.value)
+    assert (raised.value.__cause__ is answer) == isinstance(answer, Exception)
+
+
+def test_a_coroutine_in_a_sync_run_is_named():
+    async def later():
+        return 0
+
+    class Hidden:
+        def pick(self, request, candidates):
+            return later()
+
+    with pytest.raises(RouterError, match="returned an awaitable"):
+        Fleet(engines(), Hidden()).run([request(0, [1])])
+
+
+def test_a_hook_that_raises_is_named():
+    class Broken(RoundRobin):
+        def finished(self, request):
+            raise ZeroDivisionError
+
+    with pytest.raises(RouterError, match=r"Broken\.finished\(\) raised ZeroDivisionError"):
+        Fleet(engines(), Broken()).run([request(0, [1])])
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: Fleet(engines(), RoundRobin), TypeError, r"router is the class RoundRobin"),
+        (lambda: Fleet(engines(), object()), TypeError, r"must have a method pick\(request, candidates\)"),
+        (lambda: Fleet([], RoundRobin()), ValueError, "engines must be at least one"),
+        (lambda: Fleet([object()], RoundRobin()), TypeError, "engine 0 must be a MockEngine"),
+        (lambda: Fleet(engines(), RoundRobin(), loads="mine"), ValueError, "loads"),
+        (lambda: Fleet(engines(), RoundRobin(), loads_every_ms=-1), ValueError, "loads_every_ms"),
+        (lambda: Fleet(engines(), RoundRobin(), event_delay_ms=-1), ValueError, "event_delay_ms"),
+        (lambda: Fleet(engines(), RoundRobin(), concurrency=0), ValueError, "concurrency"),
+        (lambda: Fleet(engines(), RoundRobin(), stop_ms=-1), ValueError, "stop_ms"),
+        (lambda: Fleet(engines(), RoundRobin(), arrival_speedup=0), ValueError, "arrival_speedup"),
+        (lambda: Fleet(engines(), RoundRobin(), semantics="9"), ValueError, "semantics"),
+        (lambda: Fleet(engines(), RoundRobin(), object()), TypeError, r"index must have a method apply\(\)"),
+        (lambda: Fleet(engines(), RoundRobin()).run([]), ValueError, "Fleet: there is no request"),
+        (lambda: Fleet(engines(), RoundRobin()).run([1]), TypeError, "must be a TraceRequest or FleetRequest"),
+        (
+            lambda: Fleet([*engines(1), MockEngine(MockEngineArgs(block_size=8))], RoundRobin()),
+            ValueError,
+            "one block_size, got 4, 8",
+        ),
+        (lambda: Fleet(engines(), RoundRobin()).run([request(0, range(99))]), OutOfBlocks, "can never fit"),
+        (lambda: DynamoRouter("1.0"), ValueError, "semantics '1.0'"),
+        (lambda: DynamoRouter(router_queue_threshold=-1.0), ValueError, "router_queue_threshold"),
+        (lambda: DynamoRouter(router_queue_policy="last"), ValueError, "router_queue_policy"),
+    ],
+)
+def test_bad_input_is_refused(make, error, text):
+    with pytest.raises(error, match=text):
+        make()
+
+
+def test_tokens_and_adapters_reach_the_router():
+    tokens = tuple(range(12))
+    seen = []
+
+    class Router(RoundRobin):
+        def pick(self, request, candidates):
+            seen.append((request.lora_name, request.tokens, [each.overlap for each in candidates]))
+            return 0
+
+    Fleet(engines(backend="vllm", args=MockEngineArgs(num_gpu_blocks=64, block_size=4)), Router()).run(
+        [
+            FleetRequest(Prompt(tokens, lora_name="a"), 2, 0.0),
+            FleetRequest(Prompt(tokens, lora_name="a"), 2, 1000.0),
+            FleetRequest(tokens, 2, 2000.0),
+        ]
+    )
+    assert [("a", [0, 0]), ("a", [3, 0]), (None, [0, 0])] == [(name, overlaps) for name, _, overlaps in seen]
+    assert all(tokens == each for _, each, _ in seen)
+
+
+@pytest.mark.parametrize("router", [RoundRobin, LeastLoaded, MostCached, DynamoRouter])
+@pytest.mark.parametrize("loads", ["router", "engine"])
+def test_every_request_is_served(router, loads):
+    report = Fleet(engines(3), router(), loads=loads, loads_every_ms=20).run(trace())
+    assert 40 == len(report.completed) == len(report.picks)
+
+
+@pytest.mark.parametrize("backend", ["lineage", "multi_lru", "vllm", "mocker_sglang", "mocker_sglang_1_6"])
+@pytest.mark.parametrize("concurrency", [None, 5])
+def test_with_and_without_plans_all_is_the_same(backend, concurrency):
+    kind = "sglang" if "sglang" in backend else "vllm"
+    args = MockEngineArgs(num_gpu_blocks=96, block_size=4, engine_type=kind)
+
+    def serve(plans):
+        fleet = Fleet(engines(3, args, backend), DynamoRouter(), plans=plans, concurrency=concurrency)
+        report = fleet.run(trace(output_tokens=(1, 40)))
+        return report.to_json(), report.per_request(), report.picks, report.passes, report.served_by
+
+    assert serve(True) == serve(False)
+
+
+@pytest.mark.parametrize(("semantics", "backend"), [("1.2.1", "lineage"), ("1.3.1", "lineage"), ("1.6.1", "vllm")])
+def test_an_engine_that_can_do_nothing_is_stalled(semantics, backend):
+    args = MockEngineArgs(num_gpu_blocks=64, block_size=4, max_num_batched_tokens=8, enable_chunked_prefill=False)
+    args = replace(args, semantics=semantics)
+    with pytest.raises(EngineStalled):
+        Fleet(engines(2, args, backend), RoundRobin()).run([request(0, [1, 2, 3]), request(1, [4])])
+
+
+def test_a_fleet_stops():
+    report = Fleet(engines(), RoundRobin(), stop_ms=50).run([request(0, [1], 99), request(60, [2])])
+    assert ["aborted"] == [each.status for each in report.requests]
+    assert [] == report.completed
+
+
+def test_events_that_are_late_are_not_seen_before():
+    seen = []
+
+    class Router:
+        def pick(self, request, candidates):
+            seen.append(candidates[0].overlap)
+            return 0
+
+    times = (0, 500, 1500)
+    Fleet(engines(), Router(), event_delay_ms=1000).run([request(at, [1, 2]) for at in times])
+    assert [0, 0, 2] == seen
+
+
+def test_explain_draws_nothing_and_names_the_cheapest():
+    texts = []
+
+    class Router(DynamoRouter):
+        def pick(self, request, candidates):
+            texts.append(self.explain(request, candidates))
+            return super().pick(request, candidates)
+
+    plain = Fleet(engines(), DynamoRouter()).run(trace())
+    explained = Fleet(engines(), Router()).run(trace())
+    assert plain.picks == explained.picks
+    assert "= tied" in texts[0]
+    assert any("<- chosen" in text for text in texts)
+
+
+def test_the_oldest_rules_send_a_tied_request_to_the_smallest_tree():
+    prompt = Prompt(hashes=[1, 2, 3, 4])
+    request = RouterRequest(0, prompt, 4, 1)
+    from pytest_kvmock.router import Candidate
+
+    held, full = Candidate(0, overlap=4, new_blocks=4, prefill_tokens=16, held_blocks=9), Candidate(1, new_blocks=4)
+    router = DynamoRouter("1.1.1")
+    assert router.cost(request, held) == router.cost(request, full) == 8.0
+    assert 1 == router.pick(request, [held, full])
+
+
+def test_statistics_of_many_values_are_those_of_their_sorted_list():
+    values = [value * 0.37 for value in Random(3).choices(range(500), k=120_000)]
+    counted = statistics("x", values)
+    ordered = sorted(values)
+    assert (ordered[0], ordered[-1]) == (counted["min_x"], counted["max_x"])
+    for key, share in (("median", 0.5), ("p75", 0.75), ("p90", 0.9), ("p95", 0.95), ("p99", 0.99)):
+        assert ordered[math.floor((len(values) - 1) * share + 0.5)] == counted[f"{key}_x"]
+    assert pstdev(values) == pytest.approx(counted["std_x"], rel=1e-12)

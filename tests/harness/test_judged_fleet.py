@@ -1,0 +1,180 @@
+"""A fleet over the workers of a harness: verdict, faults, late events, incidents, and reproduction from what was recorded."""
+
+import pytest
+from depth import seeds
+
+from pytest_kvmock import EngineProfile, RouterHarness
+from pytest_kvmock.events import Removed
+from pytest_kvmock.fleet import RouterError
+from pytest_kvmock.programs.interpreter import Interpreter
+from pytest_kvmock.router import LeastLoaded, RadixIndex, RoundRobin
+from pytest_kvmock.traces import synthetic_trace
+
+BACKENDS = ["lineage", "multi_lru", "hash_cache", "vllm", "mocker_sglang", "sglang"]
+
+
+def trace(count=40, seed=0, **options):
+    options = {"groups": 3, "prefix_blocks": (3, 3), "turns": (1, 2), "interval_ms": 10, "delay_ms": (5, 50), **options}
+    return list(synthetic_trace(count, seed=seed, block_size=4, input_tokens=(4, 24), output_tokens=(1, 12), **options))
+
+
+def harness(backend="lineage", **options):
+    return RouterHarness(EngineProfile(num_blocks=64, block_size=4, workers=3), backend, **options)
+
+
+class Blind(RadixIndex):
+    """An index that overlooks every third Removed."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def apply(self, event):
+        if isinstance(event.event.data, Removed):
+            self.count += 1
+            if self.count % 3 == 0:
+                return
+        super().apply(event)
+
+
+@pytest.mark.parametrize("delay", [0, 35, lambda event: 10 * event.worker_id], ids=["at-once", "late", "by-worker"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_right_router_has_no_problem(backend, delay):
+    with harness(backend) as world:
+        report = world.fleet(event_delay_ms=delay).run(trace())
+        assert 40 == len(report.completed)
+        assert world.events.total > 40
+
+
+@pytest.mark.parametrize(
+    "happen",
+    [
+        lambda at: at.crash(1),
+        lambda at: at.crash(1, notice_ms=50),
+        lambda at: at.crash(1, notice_ms=10_000),
+        lambda at: at.restart(1),
+        lambda at: at.leave(1),
+        lambda at: at.join(),
+    ],
+    ids=["crash", "noticed-later", "noticed-never", "restart", "leave", "join"],
+)
+@pytest.mark.parametrize("delay", [0, 30])
+@pytest.mark.parametrize("index", [None, RadixIndex], ids=["reference", "own-index"])
+def test_incidents_are_no_problem_by_themselves(happen, delay, index):
+    with harness(index=None if index is None else index()) as world:
+        fleet = world.fleet(event_delay_ms=delay)
+        happen(fleet.at(100))
+        assert 40 == len(fleet.run(trace()).completed)
+
+
+def test_a_silent_restart_is_an_injected_fault():
+    world = harness()
+    fleet = world.fleet()
+    fleet.at(100).restart(1, announced=False)
+    fleet.run(trace())
+    problems = world.judge().errors
+    assert problems
+    assert all(problem.fault is not None for problem in problems)
+
+
+def test_an_index_under_test_answers_overlaps_and_is_judged():
+    world = harness(index=Blind())
+    world.fleet().run(trace(120))
+    assert {"index_drift"} == {problem.rule for problem in world.judge().errors}
+
+
+def test_faults_strike_a_fleet():
+    world = harness()
+    world.faults.lose(1, kind="stored")
+    world.fleet(RoundRobin()).run(trace())
+    assert "event_id_gap" in {problem.rule for problem in world.judge().errors}
+
+
+def test_what_is_late_reaches_the_router_late():
+    heard = []
+
+    class Router(RoundRobin):
+        def apply(self, event):
+            heard.append(event)
+
+    with harness() as world:
+        world.fleet(Router(), event_delay_ms=20).run(trace())
+        assert [entry.event for entry in world.events] == heard
+
+
+def streams(world):
+    """The events by worker, which is all that is sure of their order."""
+    found = {}
+    for entry in world.events:
+        found.setdefault(entry.event.key, []).append(entry.event)
+    return found
+
+
+def shapes(world):
+    """What is left of them without names: those of blocks that are generated for hashes are drawn, also in a pass that is lost."""
+    return {
+        key: [(type(event.data).__name__, len(event.data.block_hashes)) for event in events]
+        for key, events in streams(world).items()
+    }
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("seed", seeds(20))
+@pytest.mark.parametrize("backend", ["lineage", "vllm", "mocker_sglang"])
+def test_what_was_recorded_makes_the_same_events(backend, seed, restarts):
+    world = harness(backend, name=str(seed))
+    fleet = world.fleet(LeastLoaded() if seed % 2 else None, concurrency=seed % 4 or None)
+    if restarts:
+        fleet.at(150).restart(seed % 3)
+    fleet.run(trace(seed=seed))
+    again = harness(backend, name=str(seed))
+    for key in world.workers:
+        again.engine(key)
+    interpreter = Interpreter(again)
+    for step in world.recording.recorded():
+        interpreter.do(step.operation)
+    look = shapes if restarts and backend != "lineage" else streams
+    assert look(world) == look(again)
+
+
+def test_workers_may_differ_in_backend():
+    with harness() as world:
+        fleet = world.fleet(workers=4, backends=["lineage", "lru"])
+        assert [3, 4, 5, 6] == list(fleet.engines)
+        assert ["lineage", "lru"] * 2 == [engine.worker.backend for engine in fleet.engines.values()]
+        assert 40 == len(fleet.run(trace()).completed)
+
+
+def test_ranks_are_workers_by_pairs():
+    world = RouterHarness(EngineProfile(num_blocks=64, block_size=4, workers=2, dp_size=2), "lineage")
+    report = world.fleet().run(trace())
+    assert {(0, 0), (0, 1), (1, 0), (1, 1)} >= {pick.worker for pick in report.picks}
+    assert [] == world.judge().errors
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"backends": ["lru"]}, ValueError, "backends need workers="),
+        ({"workers": 0}, ValueError, "workers"),
+        ({"workers": 2, "backends": "lru"}, TypeError, "backends must be names"),
+        ({"event_delay_ms": -1}, ValueError, "event_delay_ms"),
+        ({"router": LeastLoaded}, TypeError, "router is the class LeastLoaded"),
+    ],
+    ids=["backends", "workers", "name", "delay", "class"],
+)
+def test_bad_input_is_refused(options, error, text):
+    with pytest.raises(error, match=text):
+        harness().fleet(**options)
+
+
+def test_a_broken_run_gives_the_harness_back():
+    class Broken(RoundRobin):
+        def finished(self, request):
+            raise ZeroDivisionError
+
+    world = harness()
+    with pytest.raises(RouterError, match=r"Broken\.finished\(\) raised"):
+        world.fleet(Broken()).run(trace())
+    assert world.publisher.gate is None
+    assert [] == world.judge().errors
