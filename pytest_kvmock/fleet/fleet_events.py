@@ -6,7 +6,7 @@ A fleet declares what it asks for (`Knowledge`); here is that of bare engines, w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
@@ -18,7 +18,7 @@ from pytest_kvmock.router.index import KvEventError, RadixIndex
 
 if TYPE_CHECKING:
     from pytest_kvmock.events import StreamKey
-    from pytest_kvmock.fleet.router_calls import Calls, RouterCalls
+    from pytest_kvmock.fleet.router_calls import Belief, Calls, RouterCalls
     from pytest_kvmock.router.routing import RouterRequest, Worker
 
 _T = TypeVar("_T")
@@ -41,6 +41,16 @@ class Knowledge(Protocol):
 
     def held_blocks(self, worker: Worker) -> int:
         """Return how many blocks a worker holds."""
+
+    def reference_overlaps(self, request: RouterRequest) -> Mapping[Worker, int]:
+        """Return the same by the reference index of the events that were delivered, whatever index is under test."""
+
+    @property
+    def untold(self) -> Collection[Worker]:
+        """The workers that held blocks before the router was told of their events."""
+
+    def drifted(self, belief: Belief) -> None:
+        """Take a wrong belief of the router."""
 
     def held_events(self) -> Iterable[RouterEvent]:
         """Return events that would tell an empty index what all workers hold."""
@@ -160,7 +170,7 @@ class Heard:
                 self._reference.apply(event)
             if self._reference is not self._index:
                 self._index.apply(event)
-            if self._calls is not None and self._calls.has("apply"):
+            if self._calls is not None and self._calls.wants("apply"):
                 yield from self._calls.hook("apply", now_ms, event)
 
     def overlaps(self, request: RouterRequest) -> Mapping[Worker, int]:
@@ -171,6 +181,15 @@ class Heard:
     def held_blocks(self, worker: Worker) -> int:
         """Return how many blocks a worker holds."""
         return self._reference.num_blocks(*(worker if isinstance(worker, tuple) else (worker, 0)))
+
+    def reference_overlaps(self, request: RouterRequest) -> Mapping[Worker, int]:
+        """Return how many a `RadixIndex` of the same events finds."""
+        return by_worker(self._reference.find_matches(request.local_hashes).scores, has_ranks=self._has_ranks)
+
+    untold: Collection[Worker] = ()
+
+    def drifted(self, belief: Belief) -> None:
+        """Leave a wrong belief to the report."""
 
     def held_events(self) -> Iterable[RouterEvent]:
         """Return what an empty index would be told."""

@@ -22,6 +22,7 @@ from pytest_kvmock.fleet.routing_figures import aligned
 if TYPE_CHECKING:
     from pytest_kvmock.engine.scheduler import ScheduledRequest
     from pytest_kvmock.fleet.arrivals import Turn
+    from pytest_kvmock.fleet.router_calls import Belief
     from pytest_kvmock.fleet.run_notes import Happened, Pick, Recorder, Service
     from pytest_kvmock.router.routing import Worker
 
@@ -103,6 +104,8 @@ class FleetReport(ReplayReport, ReportAssertions):
             and no test expects; None: bare engines, which nobody judges.
         recorder: with `record=True`, `samples` of each real pass (columns by name, in arrays; see `PassSample`) and `pick(at)` with true
             candidates (`PickRecord`); else None.
+        beliefs: what the router believed wrongly, the first of each kind; in a harness these are problems of the test too. None: it has
+            none of `loads()`, `overlap(request)` and `workers()`.
     """
 
     replay: ReplayReport | None = None
@@ -111,6 +114,7 @@ class FleetReport(ReplayReport, ReportAssertions):
     incidents: Sequence[Happened] = ()
     event_errors: Sequence[object] | None = None
     recorder: Recorder | None = field(default=None, repr=False)
+    beliefs: Sequence[Belief] | None = None
 
     @classmethod
     def of(cls, replay: ReplayReport, run: RoutedRun, **noted: Any) -> FleetReport:
@@ -144,7 +148,8 @@ class FleetReport(ReplayReport, ReportAssertions):
 
         "fleet" has `router`, `trace` (its name) and `trace_digest`, `picks_digest` (equal where all picks are), `all` (the figures without
         latencies, which are at the top), `workers` (a list: `worker`, `since_ms`, `until_ms`, and its figures, without gaps between
-        tokens), `incidents` (`ms`, `kind`, `worker`, `lost`) and `event_errors` (how many, or None).
+        tokens), `incidents` (`ms`, `kind`, `worker`, `lost`), `event_errors` (how many, or None) and `beliefs` (rows of `Belief`,
+        or None).
         """
         rows = self._rows()
         shown = [each for each in LATENCIES if each != "itl"]
@@ -167,6 +172,7 @@ class FleetReport(ReplayReport, ReportAssertions):
                 "workers": workers,
                 "incidents": [each._asdict() for each in self.incidents],
                 "event_errors": None if self.event_errors is None else len(self.event_errors),
+                "beliefs": None if self.beliefs is None else [each._asdict() for each in self.beliefs],
             }
         }
 
@@ -357,6 +363,7 @@ class FleetReport(ReplayReport, ReportAssertions):
             f"{figure_text(whole['balance_prompt_tokens'])}, of open requests at picks {figure_text(whole['balance_open_requests'])}"
         )
         parts += [f"{each.ms:g} ms: {each.kind} of worker {each.worker!r}, {each.lost} lost" for each in self.incidents]
+        parts += map(str, self.beliefs or ())
         if self.event_errors:
             parts.append(f"{len(self.event_errors)} errors of events")
         return "\n".join(parts)

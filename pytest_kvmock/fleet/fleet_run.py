@@ -23,6 +23,7 @@ from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from pytest_kvmock.fleet.arrivals import FleetRequest
+from pytest_kvmock.fleet.beliefs import Beliefs
 from pytest_kvmock.fleet.engine_state import EngineStalled
 from pytest_kvmock.fleet.incidents import Incident
 from pytest_kvmock.fleet.ranks import Seat
@@ -69,6 +70,7 @@ class FleetRun:
         served_by: of each, the position of the engine that served it last.
         numbers: of each, its place in the order of arrival at the router.
         arrived: how many requests arrived at the router.
+        beliefs: compares what the router believes; None: it says nothing of that.
         notes: what is noted for the report, the picks of the router first.
         sent_back: how often a request was sent to a worker that was gone, before the router knew.
     """
@@ -102,6 +104,8 @@ class FleetRun:
         self._has_ranks = has_ranks
         self._plans = plans
         self._book = LoadBook(self.seats)
+        self.beliefs = Beliefs(calls, knowledge, self._book) if calls.beliefs else None
+        calls.on_hook = None if self.beliefs is None else self.beliefs.after
         self.now_ms = start_ms
         self._block_size = seats[0].engine.args.block_size
         self._waits_when_blocked = seats[0].engine.args.release.instant_passes_first
@@ -317,7 +321,7 @@ class FleetRun:
     def _signal(self, hook: str, request: RouterRequest) -> Calls:
         """Tell the router, and ask it for those that wait."""
         request.now_ms = self.now_ms
-        if self._calls.has(hook):
+        if self._calls.wants(hook):
             yield from self._calls.hook(hook, self.now_ms, request, request=request)
         yield from self._ask_again()
 
@@ -341,6 +345,8 @@ class FleetRun:
         """Ask the router for a worker, and dispatch the request to it; whether it has one."""
         request.now_ms = self.now_ms
         overlaps = self._knowledge.overlaps(request) if overlaps is None else overlaps
+        if self.beliefs is not None:
+            yield from self.beliefs.check(request)
         candidates = self._candidates(request, overlaps)
         self._asked = candidates
         worker = yield from self._calls.pick(request, candidates, self._position, has_ranks=self._has_ranks)
@@ -355,7 +361,7 @@ class FleetRun:
         waited = self.now_ms - request.arrival_ms
         pick = Pick(self.now_ms, request.number, worker, overlaps.get(worker, 0), best, waited, request.attempt)
         self.notes.picked(request, pick)
-        if self._calls.has("dispatched"):
+        if self._calls.wants("dispatched"):
             yield from self._calls.hook("dispatched", self.now_ms, request, worker, request=request)
         if worker in self._gone:  # the router does not know yet
             yield from self._send_back(request)
@@ -375,7 +381,7 @@ class FleetRun:
         request.status, request.now_ms = "lost", self.now_ms
         self._book.finished(request)
         self.notes.ended(request)
-        if self._calls.has("finished"):
+        if self._calls.wants("finished"):
             yield from self._calls.hook("finished", self.now_ms, request, request=request)
 
     def _dispatch(self, request: RouterRequest, worker: Worker) -> None:
@@ -519,7 +525,7 @@ class FleetRun:
         return {worker: seat.engine for worker, seat in self.seats.items() if worker not in away}
 
     def _tell(self, hook: str, worker: Worker) -> Calls:
-        if self._calls.has(hook):
+        if self._calls.wants(hook):
             yield from self._calls.hook(hook, self.now_ms, worker)
 
     # ------------------------------------------------------------------------------------------------ candidates

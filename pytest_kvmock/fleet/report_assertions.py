@@ -252,6 +252,24 @@ class ReportAssertions:
         if regret.share > at_most:
             raise AssertionError(f"the share of picks with regret must be at most {at_most:.2%}: {regret}")
 
+    def assert_no_drift(self) -> None:
+        """Require that what the router believes of loads, overlaps and workers is what it was told, at each pick.
+
+        In a fleet of a harness the test fails by itself (`load_drift`, `overlap_drift`, `worker_drift`). Right routers never failed it.
+
+        Raises:
+            AssertionError: it believed otherwise.
+            ValueError: the router has none of `loads()`, `overlap(request)` and `workers()`.
+        """
+        __tracebackhide__ = True
+        beliefs = self._self.beliefs
+        if beliefs is None:
+            raise ValueError(
+                f"assert_no_drift: {self._self.router} does not say what it believes: it has none of loads(), overlap(request), workers()"
+            )
+        if beliefs:
+            raise AssertionError("\n".join(map(str, beliefs)))
+
     def assert_no_event_errors(self) -> None:
         """Require that the verdict has nothing against the events of this run; what injected faults explain does not count.
 

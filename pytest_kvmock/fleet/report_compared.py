@@ -10,6 +10,7 @@ from pytest_kvmock.fleet.routing_figures import aligned
 
 if TYPE_CHECKING:
     from pytest_kvmock.fleet.regret import Regret
+    from pytest_kvmock.fleet.router_calls import Belief
     from pytest_kvmock.fleet.run_notes import Pick
     from pytest_kvmock.router.routing import Worker
 
@@ -21,6 +22,8 @@ class Reported(Protocol):
     def picks(self) -> Sequence[Pick]: ...  # noqa: D102 - as FleetReport has it
     @property
     def event_errors(self) -> Sequence[object] | None: ...  # noqa: D102 - likewise
+    @property
+    def beliefs(self) -> Sequence[Belief] | None: ...  # noqa: D102 - likewise
     @property
     def router(self) -> str: ...  # noqa: D102 - likewise
     @property

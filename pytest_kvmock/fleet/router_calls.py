@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Generator, Sequence
-from inspect import isawaitable, iscoroutine, iscoroutinefunction
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from collections.abc import Awaitable, Callable, Collection, Generator, Mapping, Sequence
+from inspect import isawaitable, iscoroutine, iscoroutinefunction, signature
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from pytest_kvmock.fleet.routing_figures import aligned
 
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 HOOKS: Final = ("dispatched", "first_token", "finished", "apply", "worker_added", "worker_removed", "next_waiting")
 """The methods that a router may have beside `pick`."""
+
+BELIEFS: Final[Mapping[str, tuple[str, ...]]] = {"loads": (), "overlap": ("request",), "workers": ()}
+"""The methods of a router that say what it believes, and what each is asked with."""
 
 Calls: TypeAlias = Generator["Awaitable[Any]", Any, Any]
 """What awaits in an async run, and is run to its end in another."""
@@ -73,6 +76,58 @@ class RouterStalled(RuntimeError):  # noqa: N818 - what happened to it, as Engin
         )
 
 
+def believing(router: object) -> dict[str, Any]:
+    """Return the methods of a router that say what it believes, by name.
+
+    Raises:
+        TypeError: one does not take what it is asked with.
+    """
+    found = {}
+    for name, arguments in BELIEFS.items():
+        method = getattr(router, name, None)
+        if not callable(method):
+            continue
+        try:
+            taken = signature(method)
+        except ValueError:  # what is built in says nothing of itself
+            taken = None
+        try:
+            if taken is not None:
+                taken.bind(*arguments)
+        except TypeError:
+            raise TypeError(
+                f"{type(router).__name__}.{name}() says what the router believes and is asked as {name}({', '.join(arguments)}); "
+                f"got {name}{taken}. What is something else needs another name"
+            ) from None
+        found[name] = method
+    return found
+
+
+class Belief(NamedTuple):
+    """A wrong belief of a router, at the first pick where it was wrong.
+
+    Attributes:
+        rule: "load_drift", "overlap_drift" or "worker_drift".
+        ms: when, in virtual milliseconds.
+        number: the request that was picked for, by the order of arrival.
+        worker: the first worker that it is about.
+        observed: what the router said, and after which hook it parted from what is right.
+        expected: what is right, by what the router was told.
+        follows: whether it may follow from one before it: prefill tokens of a wrong overlap, loads of a worker that it does not know.
+    """
+
+    rule: str
+    ms: float
+    number: int
+    worker: Worker
+    observed: str
+    expected: str
+    follows: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {self.observed}; expected {self.expected}"
+
+
 class RouterCalls:
     """Calls the methods of a router.
 
@@ -81,11 +136,13 @@ class RouterCalls:
         timeout_s: how long an async pick may take, in seconds of real time.
 
     Raises:
-        TypeError: it is a class, or has no method `pick`.
+        TypeError: it is a class, has no method `pick`, or one of `BELIEFS` does not take what it is asked with.
 
     Attributes:
         router: as above.
+        beliefs: its methods that say what it believes, by name.
         asynchronous: the names of its methods that are coroutine functions.
+        on_hook: called after each hook, whether the router has it or not; None: nobody is.
     """
 
     def __init__(self, router: object, timeout_s: float = 5.0) -> None:
@@ -94,10 +151,12 @@ class RouterCalls:
         if not callable(getattr(router, "pick", None)):
             raise TypeError(f"router must have a method pick(request, candidates), got {router!r:.80}")
         self.router = router
+        self.on_hook: Callable[..., Calls] | None = None
         self._timeout_s = timeout_s
         self._hooks = {name: hook for name in HOOKS if callable(hook := getattr(router, name, None))}
         self._pick: Callable[..., Any] = router.pick  # type: ignore[attr-defined]  # as was checked
-        methods = {"pick": self._pick, **self._hooks}
+        self.beliefs = believing(router)
+        methods = {"pick": self._pick, **self._hooks, **self.beliefs}
         self.asynchronous = [name for name, method in methods.items() if iscoroutinefunction(method)]
 
     @property
@@ -108,6 +167,10 @@ class RouterCalls:
     def has(self, hook: str) -> bool:
         """Whether it has a method."""
         return hook in self._hooks
+
+    def wants(self, hook: str) -> bool:
+        """Whether anybody wants to know of a hook: it has the method, or `on_hook` is there."""
+        return hook in self._hooks or self.on_hook is not None
 
     def check_sync(self) -> None:
         """Check that it needs not be awaited.
@@ -154,10 +217,22 @@ class RouterCalls:
         Raises:
             RouterError: it raised.
         """
-        hook = self._hooks.get(name)
-        if hook is None:
-            return None
-        return (yield from self._call(name, hook, request, (), argument, *more, now_ms=now_ms))
+        hook, answer = self._hooks.get(name), None
+        if hook is not None:
+            answer = yield from self._call(name, hook, request, (), argument, *more, now_ms=now_ms)
+        if self.on_hook is not None and name != "next_waiting":
+            yield from self.on_hook(name, now_ms, argument, *more)
+        return answer
+
+    def ask(
+        self, name: str, method: Callable[..., Any], request: RouterRequest | None, now_ms: float, *arguments: Any
+    ) -> Calls:
+        """Ask the router by a method that is none of its hooks.
+
+        Raises:
+            RouterError: it raised.
+        """
+        return (yield from self._call(name, method, request, (), *arguments, now_ms=now_ms))
 
     def next_waiting(self, requests: Sequence[RouterRequest], now_ms: float) -> Calls:
         """Ask who of those that wait is asked for next; None: nobody.

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from pytest_kvmock.checks import check_integer, check_number
 from pytest_kvmock.fleet.fleet import Fleet
-from pytest_kvmock.fleet.fleet_events import EventDelay, Late
+from pytest_kvmock.fleet.fleet_events import EventDelay, Late, by_worker
+from pytest_kvmock.hygiene.problem import ROUTER_RULES, Problem
 from pytest_kvmock.router.selection import DynamoRouter
 
 if TYPE_CHECKING:
@@ -17,14 +18,13 @@ if TYPE_CHECKING:
     from pytest_kvmock.engine.worker import KvWorker
     from pytest_kvmock.events import RouterEvent
     from pytest_kvmock.fleet.mock_engine import MockEngine
-    from pytest_kvmock.fleet.router_calls import Calls, RouterCalls
+    from pytest_kvmock.fleet.router_calls import Belief, Calls, RouterCalls
     from pytest_kvmock.harness.faults import Faults
     from pytest_kvmock.harness.lookups import Overlap
     from pytest_kvmock.harness.publisher import Publisher
     from pytest_kvmock.harness.workers import WorkerKey
     from pytest_kvmock.hygiene.delivery import Delivery
     from pytest_kvmock.hygiene.log import EventLog
-    from pytest_kvmock.hygiene.problem import Problem
     from pytest_kvmock.router.index import RadixIndex
     from pytest_kvmock.router.routing import RouterRequest, Worker
     from pytest_kvmock.tokens import Prompt
@@ -67,6 +67,8 @@ class JudgedEvents:
         self._calls: RouterCalls | None = None
         self._on_the_way: Late[Delivery] = Late(delay)
         self._found = 0  # problems before the run
+        self._told = 0  # events up to the end of the last run, of all of which the router was told
+        self._untold: set[Worker] = set()
 
     def begin(self, calls: RouterCalls) -> None:
         """Begin a run: from now on, what is published is held until it is delivered.
@@ -86,6 +88,7 @@ class JudgedEvents:
         self._calls = None
         for delivery in self._on_the_way.take(math.inf):
             self._publisher.receive(delivery)
+        self._told = self._harness.events.total
 
     @property
     def next_ms(self) -> float:
@@ -96,7 +99,7 @@ class JudgedEvents:
         """Deliver what is due by now."""
         for delivery in self._on_the_way.take(now_ms):
             self._publisher.receive(delivery)
-            if self._calls is not None and self._calls.has("apply"):
+            if self._calls is not None and self._calls.wants("apply"):
                 yield from self._calls.hook("apply", now_ms, delivery.event)
 
     def overlaps(self, request: RouterRequest) -> Mapping[Worker, int]:
@@ -106,6 +109,28 @@ class JudgedEvents:
     def held_blocks(self, worker: Worker) -> int:
         """Return how many blocks a worker holds, by the reference index."""
         return self._harness.reference.num_blocks(*(worker if isinstance(worker, tuple) else (worker, 0)))
+
+    def reference_overlaps(self, request: RouterRequest) -> Mapping[Worker, int]:
+        """Return how many leading full blocks each worker holds, by the reference index."""
+        scores = self._harness.reference.find_matches(request.local_hashes).scores
+        return by_worker(scores, has_ranks=self._harness.profile.dp_size > 1)
+
+    @property
+    def untold(self) -> set[Worker]:
+        """The workers that held blocks when events had arrived that the router was not told of; they restart, and it is told again."""
+        if self._harness.events.total != self._told:
+            self._untold.update(worker for worker in self._harness.workers if self.held_blocks(worker))
+        return self._untold
+
+    def drifted(self, belief: Belief) -> None:
+        """Note a wrong belief in the log, under the one that it may follow from."""
+        named = belief.worker if belief.worker in self._harness.workers else next(iter(self._harness.workers))
+        key = named if isinstance(named, tuple) else (named, 0)
+        log = self._harness.events
+        problem = Problem(belief.rule, *key, belief.observed, belief.expected, position=log.total - 1)
+        if belief.follows:
+            problem.follows_from(next(each for each in reversed(log.problems) if each.rule in ROUTER_RULES))
+        log.note([problem])
 
     def held_events(self) -> list[RouterEvent]:
         """Return events that would tell an empty index what the reference index holds."""
@@ -123,6 +148,7 @@ class JudgedEvents:
         """Restart a worker; one that nobody announces is a fault, to which what follows is attributed."""
         if announced:
             self._on_the_way.drop(_id_of(worker))
+            self._untold.discard(worker)
             engine.worker.restart(announced=True)
         else:
             self._harness.faults.restart(worker)

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Final
 
 from pytest_kvmock.events import StorageTier
 from pytest_kvmock.hygiene.injection import Injection
-from pytest_kvmock.hygiene.rules import INDEX_DRIFT, INDEX_FAILURE, NOT_FLUSHED, RULES
+from pytest_kvmock.hygiene.rules import (
+    INDEX_DRIFT,
+    INDEX_FAILURE,
+    LOAD_DRIFT,
+    NOT_FLUSHED,
+    OVERLAP_DRIFT,
+    RULES,
+    WORKER_DRIFT,
+)
 from pytest_kvmock.hygiene.text import after_text, worker_text
 
 if TYPE_CHECKING:
@@ -21,8 +29,11 @@ class EventRulesBroken(AssertionError):  # noqa: N818 - says what happened, as a
     """Raised when events were wrong, or an error that a test expected did not come. The message is the report."""
 
 
-INDEX_RULES: Final = frozenset({INDEX_FAILURE, INDEX_DRIFT, NOT_FLUSHED})
-"""Rules that judge an index under test, not the stream: a router that survives a fault keeps them all the same."""
+ROUTER_RULES: Final = frozenset({LOAD_DRIFT, OVERLAP_DRIFT, WORKER_DRIFT})
+"""Rules that judge what a router under test believes."""
+
+INDEX_RULES: Final = frozenset({INDEX_FAILURE, INDEX_DRIFT, NOT_FLUSHED, *ROUTER_RULES})
+"""Rules that judge an index or router under test, not the stream: one that survives a fault keeps them all the same."""
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -47,6 +47,9 @@ INDEX_FAILURE: Final = "index_failure"
 WRONG_HASH: Final = "wrong_hash"
 ENGINE_DRIFT: Final = "engine_drift"
 INDEX_DRIFT: Final = "index_drift"
+LOAD_DRIFT: Final = "load_drift"
+OVERLAP_DRIFT: Final = "overlap_drift"
+WORKER_DRIFT: Final = "worker_drift"
 NOT_FLUSHED: Final = "not_flushed"
 DUPLICATE_STORE: Final = "duplicate_store"
 EVICTED_AND_RESTORED: Final = "evicted_and_restored"
@@ -110,6 +113,21 @@ RULES: Final[Mapping[str, Rule]] = MappingProxyType(
                 at_end=True,
             ),
             Rule(INDEX_DRIFT, "error", "your index disagrees with the reference index"),
+            Rule(
+                LOAD_DRIFT,
+                "error",
+                "what your router's `loads()` says before a pick is not what it dispatched and saw end",
+            ),
+            Rule(
+                OVERLAP_DRIFT,
+                "error",
+                "what your router's `overlap()` says before a pick is not what the same events say to the reference index",
+            ),
+            Rule(
+                WORKER_DRIFT,
+                "error",
+                "the workers that your router's `workers()` names before a pick are not those that are there",
+            ),
             Rule(
                 NOT_FLUSHED,
                 "error",

@@ -16,6 +16,7 @@ from pytest_kvmock.checks import unknown_text
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
 from pytest_kvmock.harness.recording import MOST, Recorded
 from pytest_kvmock.hygiene.entries import BatchesLost, NoEvent, WorkerRemoved
+from pytest_kvmock.hygiene.problem import ROUTER_RULES
 from pytest_kvmock.hygiene.rules import (
     ENGINE_DRIFT,
     INDEX_DRIFT,
@@ -93,6 +94,8 @@ def reproduce(
         problem = next((p for p in kv.events.errors if not p.covered() and p.rule not in ignored), None)
         if problem is None:
             raise NotReduced("there is no problem to reproduce")
+    if problem.rule in ROUTER_RULES:
+        raise NotReduced(f"{problem.rule} is about a router, and a reproduction has none")
     whole, remade = _whole(kv, problem, make_index)
     levels = _levels(kv, problem) if level is None else (level,)
 

@@ -147,7 +147,7 @@ class DynamoRouter:
 
     # ------------------------------------------------------------------------------------------------- cost
 
-    def overlap(self, request: RouterRequest, candidate: Candidate) -> int:
+    def known_overlap(self, request: RouterRequest, candidate: Candidate) -> int:
         """Return the overlap that counts: that of the request's arrival, where it is known."""
         known = request.overlaps
         return candidate.overlap if known is None else known.get(candidate.worker, 0)
@@ -160,7 +160,7 @@ class DynamoRouter:
             candidate: the worker as it stands.
             least_prefill: the fewest tokens of prompts to compute on any candidate, for the decay; None: those of this one.
         """
-        size, overlap = request.block_size, self.overlap(request, candidate)
+        size, overlap = request.block_size, self.known_overlap(request, candidate)
         decode = self._decode(request, candidate)
         cached = overlap * size
         uncached = max(0, request.prompt_tokens - cached)
@@ -204,7 +204,7 @@ class DynamoRouter:
         if all(map(self.is_busy, candidates)):
             self._refused = request
             if request not in self._best:
-                self._best[request] = max((self.overlap(request, each) for each in candidates), default=0)
+                self._best[request] = max((self.known_overlap(request, each) for each in candidates), default=0)
             return None
         chosen = self._choose(request, candidates, self.costs(request, candidates))
         self._best.pop(request, None)
@@ -225,7 +225,7 @@ class DynamoRouter:
         tied = [each for each, cost in zip(candidates, costs, strict=True) if cost == least]
         if self._rules.least_tree and len(tied) > 1:
             # 1.1.1: the size of the tree of a worker without overlap counts as 0.
-            sizes = [each.held_blocks if self.overlap(request, each) else 0 for each in tied]
+            sizes = [each.held_blocks if self.known_overlap(request, each) else 0 for each in tied]
             tied = [each for each, size in zip(tied, sizes, strict=True) if size == min(sizes)]
         return tied
 
@@ -255,7 +255,7 @@ class DynamoRouter:
             mark = "" if each.worker not in cheapest else " = tied" if len(cheapest) > 1 else " <- chosen"
             blocks = f"{each.decode_blocks} + {each.new_blocks}"
             lines.append(
-                f"{each.worker!s:<9} {self.overlap(request, each):>7}  {each.prefill_tokens:>14}  {blocks:>19}  "
+                f"{each.worker!s:<9} {self.known_overlap(request, each):>7}  {each.prefill_tokens:>14}  {blocks:>19}  "
                 f"{cost:g}{'' if waits else mark}"
             )
         if waits:

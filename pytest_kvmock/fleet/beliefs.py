@@ -1,0 +1,198 @@
+"""What a router believes of loads, overlaps and workers, compared with what it was told, before each pick.
+
+Theory of operation. A router that offers `loads()`, `overlap(request)` or `workers()` is asked before each pick, and what it says
+is compared with the load book, with the reference index of the same delivered events, and with the workers that it was told of.
+Loads and workers are compared after each of its hooks too, which finds the hook after which they part; only a difference that is
+there at a pick counts. The first wrong belief of each kind is kept; later ones of that kind would follow from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from pytest_kvmock.checks import is_integer
+from pytest_kvmock.fleet.fleet_events import by_worker
+from pytest_kvmock.fleet.router_calls import Belief, RouterError
+from pytest_kvmock.hygiene.rules import LOAD_DRIFT, OVERLAP_DRIFT, WORKER_DRIFT
+from pytest_kvmock.router.loads import LoadBook
+
+if TYPE_CHECKING:
+    from pytest_kvmock.fleet.fleet_events import Knowledge
+    from pytest_kvmock.fleet.router_calls import Calls, RouterCalls
+    from pytest_kvmock.router.routing import RouterRequest, Worker
+
+_PARTS: Final = ("prefill tokens", "blocks", "requests")
+
+
+class Beliefs:
+    """Compares what a router believes with what it was told.
+
+    Args:
+        calls: calls the router.
+        knowledge: the reference.
+        book: the load book.
+
+    Attributes:
+        found: the wrong beliefs.
+    """
+
+    def __init__(self, calls: RouterCalls, knowledge: Knowledge, book: LoadBook) -> None:
+        self._calls = calls
+        self._methods = calls.beliefs
+        self._knowledge = knowledge
+        self._book = book
+        self._has_ranks = any(isinstance(worker, tuple) for worker in book.loads)
+        # Prompts by what overlapped at the pick, where the book has what did on arrival: either is right.
+        self._at_pick = LoadBook(book.loads)
+        self._fresh: Mapping[Worker, int] = {}
+        self._untold = knowledge.untold
+        self._told: dict[Worker, str] = {}
+        self._parted: dict[str, str] = {}
+        self.found: list[Belief] = []
+
+    def after(self, hook: str, now_ms: float, argument: Any, worker: Worker | None = None) -> Calls:
+        """Note a hook that the router was called with, or has not: does it part from what is right there?"""
+        at = f"at {now_ms:g} ms" + ("" if self._calls.has(hook) else ", which it does not have")
+        if hook == "apply":
+            data = argument.event.data
+            of = (argument.worker_id, argument.event.dp_rank)
+            text = f"apply() of {type(data).__name__} event {argument.event.event_id} {at}"
+            self._told[of] = self._told[of[0]] = text
+            return
+        if hook == "worker_added":
+            self._at_pick.loads.pop(argument, None)
+            self._at_pick.add_worker(argument)
+        elif hook == "worker_removed":
+            self._at_pick.loads.pop(argument, None)
+        elif hook == "dispatched" and worker is not None:
+            if worker not in self._at_pick.loads:
+                self._at_pick.add_worker(worker)
+            self._at_pick.dispatched(argument, worker, self._fresh.get(worker, 0))
+        elif hook == "first_token":
+            self._at_pick.first_token(argument)
+        elif hook == "finished":
+            self._at_pick.finished(argument)
+        text = f"{hook}({f'request {argument.number}' if hasattr(argument, 'number') else repr(argument)}) {at}"
+        if hook in ("worker_added", "worker_removed"):
+            self._told[argument] = text
+        for rule, compare in ((LOAD_DRIFT, self._loads), (WORKER_DRIFT, self._workers)):
+            if self._is_kept(rule):
+                continue
+            if (yield from compare(None, now_ms)) is None:
+                self._parted.pop(rule, None)
+            else:
+                self._parted.setdefault(rule, text)
+
+    def _is_kept(self, rule: str) -> bool:
+        return any(each.rule == rule for each in self.found)
+
+    def check(self, request: RouterRequest) -> Calls:
+        """Compare before a pick.
+
+        Raises:
+            RouterError: a method raised, or returned what is of another shape.
+        """
+        self._fresh = self._knowledge.reference_overlaps(request)
+        for rule, compare in (
+            (WORKER_DRIFT, self._workers),
+            (OVERLAP_DRIFT, self._overlaps),
+            (LOAD_DRIFT, self._loads),
+        ):
+            if self._is_kept(rule):
+                continue
+            drift = yield from compare(request, request.now_ms)
+            if drift is not None:
+                worker, observed, expected, follows = drift
+                after = self._parted.get(rule)
+                if rule == OVERLAP_DRIFT:
+                    after = self._told.get(worker)
+                    hook = "" if after is None else f"; the last that it was told of that worker is {after}"
+                else:
+                    hook = "" if after is None else f"; they part after {after}"
+                where = f"before the pick for request {request.number} at {request.now_ms:g} ms"
+                belief = Belief(
+                    rule, request.now_ms, request.number, worker, f"{observed} {where}{hook}", expected, follows
+                )
+                self.found.append(belief)
+                self._knowledge.drifted(belief)
+
+    # ------------------------------------------------------------------------------------------------ comparisons
+
+    def _ask(self, method: str, request: RouterRequest | None, now_ms: float, *arguments: Any) -> Calls:
+        return (yield from self._calls.ask(method, self._methods[method], request, now_ms, *arguments))
+
+    def _fail(
+        self, method: str, shape: str, answer: object, request: RouterRequest | None, now_ms: float
+    ) -> RouterError:
+        return RouterError(f"{self._calls.name}.{method}() must return {shape}, got {answer!r:.80}", now_ms, request)
+
+    def _workers(self, request: RouterRequest | None, now_ms: float) -> Calls:
+        if "workers" not in self._methods:
+            return None
+        answer = yield from self._ask("workers", request, now_ms)
+        live = set(self._book.loads)
+        if not isinstance(answer, Iterable) or isinstance(answer, str | bytes):
+            raise self._fail("workers", "the workers that it knows", answer, request, now_ms)
+        believed = set(by_worker(dict.fromkeys(answer, 0), has_ranks=self._has_ranks))
+        if believed == live:
+            return None
+        missing, extra = [each for each in self._book.loads if each not in believed], sorted(believed - live, key=repr)
+        wrong = [f"does not know worker {each!r}" for each in missing[:3]]
+        wrong += [f"knows worker {each!r}, which is not there" for each in extra[:3]]
+        expected = ", ".join(map(repr, self._book.loads))
+        about = (missing or extra)[0]
+        return about, f"{self._calls.name}.workers() {' and '.join(wrong)}", f"the workers {expected}", False
+
+    def _loads(self, request: RouterRequest | None, now_ms: float) -> Calls:
+        if "loads" not in self._methods:
+            return None
+        answer = yield from self._ask("loads", request, now_ms)
+        shape = "{worker: (prefill_tokens, blocks, requests)}"
+        if not isinstance(answer, Mapping):
+            raise self._fail("loads", shape, answer, request, now_ms)
+        for each in answer.values():
+            fits = isinstance(each, tuple | list) and len(each) == len(_PARTS)
+            if not fits or not all(part is None or is_number(part) for part in each):
+                raise self._fail("loads", shape, answer, request, now_ms)
+        for worker, load in self._book.loads.items():
+            believed = tuple(answer.get(worker, (0, 0, 0)))
+            right = load.prefill_tokens, load.blocks, load.requests
+            also = self._at_pick.loads[worker].prefill_tokens if worker in self._at_pick.loads else right[0]
+            wrong = [part is not None and part != expected for part, expected in zip(believed, right, strict=True)]
+            wrong[0] = wrong[0] and believed[0] != also
+            if any(wrong):
+                before = {each.rule for each in self.found}
+                follows = WORKER_DRIFT in before or (wrong == [True, False, False] and OVERLAP_DRIFT in before)
+                return (
+                    worker,
+                    f"{self._calls.name}.loads() says {_load(believed)} of worker {worker!r}",
+                    _load(right),
+                    follows,
+                )
+        return None
+
+    def _overlaps(self, request: RouterRequest | None, now_ms: float) -> Calls:
+        if "overlap" not in self._methods or request is None:
+            return None
+        answer = yield from self._ask("overlap", request, now_ms, request)
+        if not isinstance(answer, Mapping) or not all(is_integer(each) for each in answer.values()):
+            raise self._fail("overlap", "{worker: blocks}", answer, request, now_ms)
+        loads = self._book.loads
+        believed = by_worker(answer, has_ranks=self._has_ranks)
+        for worker in loads:
+            if worker not in self._untold and believed.get(worker, 0) != self._fresh.get(worker, 0):
+                said, right = believed.get(worker, 0), self._fresh.get(worker, 0)
+                whole = len(request.local_hashes)
+                observed = f"{self._calls.name}.overlap() says {said} of {whole} blocks on worker {worker!r}"
+                return worker, observed, f"{right}, by the reference index of the same events", False
+        return None
+
+
+def _load(load: tuple[Any, ...]) -> str:
+    return ", ".join(f"{part} {name}" for part, name in zip(load, _PARTS, strict=True) if part is not None)
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a number."""
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,324 @@
+"""What a router believes is compared with what it was told, before each pick."""
+
+import asyncio
+import re
+
+import pytest
+from depth import seeds
+from own_books import (
+    CountedTwice,
+    DeadWorkerKept,
+    EmptyScores,
+    IgnoresLoad,
+    LoraBlind,
+    NeverFreed,
+    NeverMatches,
+    NewWorkerNotLearnt,
+    OwnBooks,
+    RanksSummed,
+    RemovesForAll,
+    StaleIndex,
+)
+
+from pytest_kvmock import EngineProfile, EventRulesBroken, Prompt, RouterHarness
+from pytest_kvmock.fleet import Fleet, FleetRequest, MockEngine, MockEngineArgs, RouterError
+from pytest_kvmock.router import DynamoRouter, RoundRobin
+from pytest_kvmock.traces import synthetic_trace
+
+ARGS = MockEngineArgs(num_gpu_blocks=64, block_size=4, max_num_batched_tokens=32)
+SETTINGS = [
+    "plain",
+    "eight",
+    "small",
+    "restart",
+    "silent",
+    "join",
+    "leave",
+    "crash",
+    "noticed",
+    "late",
+    "lost",
+    "ranks",
+]
+
+
+def trace(count=60, seed=0, **options):
+    options = {"groups": 4, "prefix_blocks": (2, 5), "turns": (1, 3), "interval_ms": 15, "delay_ms": (5, 50), **options}
+    sizes = {"block_size": 4, "input_tokens": (4, 24), "output_tokens": (1, 12)}
+    return list(synthetic_trace(count, seed=seed, **sizes, **options))
+
+
+def happen(fleet, setting, at=200):
+    if setting in ("restart", "crash", "leave"):
+        getattr(fleet.at(at), setting)(1)
+    elif setting == "noticed":
+        fleet.at(at).crash(1, notice_ms=60)
+    elif setting == "silent":
+        fleet.at(at).restart(1, announced=False)
+
+
+def bare(router_type, setting="plain", seed=0, backend=None, rows=None, **options):
+    """The report of a bare fleet behind one of our routers."""
+    count = 8 if setting == "eight" else 3
+    fields = {"num_gpu_blocks": 24 if setting == "small" else 64, "block_size": 4}
+    if setting == "ranks":
+        fields |= {"dp_size": 2}
+        count = 4
+    if backend is not None and "sglang" in backend:
+        fields["engine_type"] = "sglang"
+    else:
+        fields["max_num_batched_tokens"] = 32
+    args = MockEngineArgs(**fields)
+    engines = [MockEngine(args, backend=backend, seed=each) for each in range(count)]
+    named = [(each // 2, each % 2) for each in range(count)] if setting == "ranks" else range(count)
+    router = router_type(named, seed, ranks=setting == "ranks", copies=backend in ("sglang", "hash_cache"))
+    fleet = Fleet(engines, router, event_delay_ms=40 if setting == "late" else 0, **options)
+    happen(fleet, setting)
+    if setting == "join":
+        fleet.at(200).join(MockEngine(args, backend=backend, seed=9))
+    return fleet.run(trace(seed=seed) if rows is None else rows)
+
+
+def judged(router_type, setting="plain", seed=0, backend="lineage", **options):
+    """A harness, and the report of its fleet."""
+    world = RouterHarness(
+        EngineProfile(num_blocks=64, block_size=4, workers=3, dp_size=2 if setting == "ranks" else 1),
+        backend,
+        **options,
+    )
+    router = router_type(world.workers, seed, ranks=setting == "ranks", copies=world.traits.residency == "counted")
+    if setting == "lost":
+        world.faults.at_random(lose=0.2)
+    fleet = world.fleet(router, event_delay_ms=40 if setting == "late" else 0)
+    happen(fleet, setting)
+    if setting == "join":
+        fleet.at(200).join()
+    return world, fleet.run(trace(seed=seed))
+
+
+# -------------------------------------------------------------------------------------------------- no false alarm
+
+
+@pytest.mark.parametrize("seed", seeds(20))
+@pytest.mark.parametrize("setting", [each for each in SETTINGS if each != "lost"])
+def test_a_right_router_believes_nothing_wrong(setting, seed):
+    assert () == bare(OwnBooks, setting, seed).beliefs
+
+
+@pytest.mark.parametrize("setting", ["plain", "restart", "crash", "late"])
+@pytest.mark.parametrize("backend", ["multi_lru", "hash_cache", "vllm", "mocker_sglang_1_6", "sglang"])
+def test_nor_over_any_other_engine(backend, setting):
+    report = bare(OwnBooks, setting, 0, backend)
+    report.assert_no_drift()
+    assert () == report.beliefs
+
+
+@pytest.mark.parametrize("seed", seeds(20))
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_nor_in_a_harness_behind_faults(setting, seed):
+    world, report = judged(OwnBooks, setting, seed)
+    assert () == report.beliefs
+    assert not {problem.rule for problem in world.judge().errors} & {"load_drift", "overlap_drift", "worker_drift"}
+
+
+@pytest.mark.parametrize("loads", ["router", "engine"])
+def test_nor_where_it_waits(loads):
+    class Waiting(OwnBooks):
+        """Takes two requests a worker at most."""
+
+        def pick(self, request, candidates):
+            free = {worker for worker, (*_, requests) in self.loads().items() if requests < 2}
+            return min(free, key=lambda worker: self.cost(request, worker, 0)) if free else None
+
+    for setting in SETTINGS:
+        if setting != "lost":
+            bare(Waiting, setting, loads=loads).assert_no_drift()
+
+
+def test_a_second_run_of_a_fleet_is_right_too():
+    world = RouterHarness(EngineProfile(num_blocks=64, block_size=4, workers=3))
+    fleet = world.fleet(OwnBooks(range(3)))
+    assert [(), ()] == [fleet.run(trace(seed=seed)).beliefs for seed in range(2)]
+    assert [] == world.judge().errors
+
+
+@pytest.mark.parametrize("when", ["before", "between"])
+def test_what_a_router_was_never_told_it_need_not_know(when):
+    world = RouterHarness(EngineProfile(num_blocks=64, block_size=4, workers=3))
+    fleet = world.fleet(OwnBooks(range(3)))
+    if when == "between":
+        fleet.run(trace(20, seed=3))
+    hashes = [row.prompt(4).block_hashes(4) for row in trace()[:5]]
+    for each in hashes:
+        world.worker(1).serve(Prompt(hashes=each))
+    assert () == fleet.run(trace()).beliefs
+
+
+# ------------------------------------------------------------------------------------------------------ planted bugs
+
+
+BUGS = [
+    (StaleIndex, "restart", "overlap_drift"),
+    (NeverFreed, "plain", "load_drift"),
+    (CountedTwice, "plain", "load_drift"),
+    (NewWorkerNotLearnt, "join", "worker_drift"),
+    (DeadWorkerKept, "crash", "worker_drift"),
+    (RanksSummed, "ranks", "overlap_drift"),
+    (NeverMatches, "plain", "overlap_drift"),
+    (RemovesForAll, "small", "overlap_drift"),
+]
+
+
+@pytest.mark.parametrize("seed", seeds(20))
+@pytest.mark.parametrize(("bug", "setting", "rule"), BUGS, ids=[bug.__name__ for bug, *_ in BUGS])
+def test_a_planted_bug_is_found_at_the_first_wrong_belief(bug, setting, rule, seed):
+    report = bare(bug, setting, seed)
+    assert rule == report.beliefs[0].rule
+    with pytest.raises(AssertionError, match=rule):
+        report.assert_no_drift()
+
+
+@pytest.mark.parametrize("bug", [IgnoresLoad, EmptyScores])
+def test_a_bad_policy_is_no_wrong_belief_but_regret(bug):
+    report = bare(bug, record=True)
+    assert () == report.beliefs
+    assert report.regret(DynamoRouter()).share > 0
+
+
+def test_a_router_blind_to_adapters_is_found():
+    rows = [
+        FleetRequest(Prompt(range(24), lora_name=name), 2, 100.0 * at) for at, name in enumerate(["a", "b", "a", "b"])
+    ]
+    report = bare(LoraBlind, rows=rows)
+    assert ("overlap_drift", 2) == (report.beliefs[0].rule, report.beliefs[0].number)
+    bare(OwnBooks, rows=rows).assert_no_drift()
+
+
+@pytest.mark.parametrize(("bug", "setting", "rule"), BUGS[:6], ids=[bug.__name__ for bug, *_ in BUGS[:6]])
+def test_in_a_harness_the_test_fails(bug, setting, rule):
+    world, _ = judged(bug, setting)
+    (problem, *_) = world.judge().errors
+    assert rule == problem.rule
+    with pytest.raises(EventRulesBroken, match=rule):
+        world.events.check()
+
+
+def test_a_wrong_belief_can_be_expected_or_allowed():
+    world = RouterHarness(EngineProfile(num_blocks=64, block_size=4, workers=3))
+    with world.events.expect_error("load_drift"):
+        world.fleet(NeverFreed(range(3))).run(trace())
+    assert [] == world.judge().errors
+    world = RouterHarness(EngineProfile(num_blocks=64, block_size=4, workers=3), allow=["load_drift"])
+    world.fleet(NeverFreed(range(3))).run(trace())
+    world.events.check()
+
+
+def test_what_follows_from_a_wrong_belief_is_listed_under_it():
+    world, report = judged(NeverMatches)
+    assert ["overlap_drift", "load_drift"] == [belief.rule for belief in report.beliefs]
+    (problem,) = world.judge().errors
+    assert "overlap_drift" == problem.rule
+    assert ["load_drift"] == [each.rule for each in problem.folded]
+
+
+# ------------------------------------------------------------------------------------------------------------- texts
+
+
+def test_the_hook_after_which_they_part_is_named():
+    (belief, *_) = bare(NeverFreed).beliefs
+    text = (
+        r"NeverFreed\.loads\(\) says 0 prefill tokens, \d+ blocks, 1 requests of worker \d before the pick for request \d+ at "
+        r"[\d.]+ ms; they part after finished\(request 0\) at [\d.]+ ms"
+    )
+    assert re.fullmatch(text, belief.observed)
+    assert "0 prefill tokens, 0 blocks, 0 requests" == belief.expected
+
+
+def test_a_hook_that_the_router_does_not_have_is_named_too():
+    class Deaf(OwnBooks):
+        worker_added = None
+
+    (belief, *_) = bare(Deaf, "join").beliefs
+    assert (
+        belief.observed
+        == f"Deaf.workers() does not know worker 3 before the pick for request {belief.number} at {belief.ms:g} ms; "
+        "they part after worker_added(3) at 200 ms, which it does not have"
+    )
+    assert "the workers 0, 1, 2, 3" == belief.expected
+
+
+def test_a_wrong_overlap_names_what_was_told_last_of_the_worker():
+    (belief, *_) = bare(StaleIndex, "restart").beliefs
+    assert "; the last that it was told of that worker is " in belief.observed
+    assert belief.expected.endswith(", by the reference index of the same events")
+
+
+def test_a_part_that_a_router_does_not_count_is_not_compared():
+    class RequestsOnly(CountedTwice):
+        def loads(self):
+            return {worker: (None, None, requests) for worker, (*_, requests) in super().loads().items()}
+
+        def cost(self, request, worker, overlap):
+            return self.book.loads[worker].requests
+
+    assert () == bare(RequestsOnly).beliefs
+
+
+def test_an_async_router_is_asked_too():
+    class Async(NeverFreed):
+        async def loads(self):
+            await asyncio.sleep(0)
+            return super().loads()
+
+    fleet = Fleet([MockEngine(ARGS) for _ in range(2)], Async(range(2)))
+    with pytest.raises(TypeError, match=r"Async\.loads is async; run the fleet by `await fleet\.arun\(trace\)`"):
+        fleet.run(trace())
+    report = asyncio.run(fleet.arun(trace()))
+    assert "load_drift" == report.beliefs[0].rule
+
+
+def test_a_router_that_says_nothing_is_asked_nothing():
+    report = Fleet([MockEngine(ARGS) for _ in range(2)], RoundRobin()).run(trace())
+    assert report.beliefs is None
+    with pytest.raises(ValueError, match="assert_no_drift: RoundRobin does not say what it believes"):
+        report.assert_no_drift()
+
+
+# --------------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("method", "answer", "shape"),
+    [
+        ("loads", [1, 2], "{worker: (prefill_tokens, blocks, requests)}"),
+        ("loads", {0: 3}, "{worker: (prefill_tokens, blocks, requests)}"),
+        ("loads", {0: (1, 2)}, "{worker: (prefill_tokens, blocks, requests)}"),
+        ("loads", {0: (1, 2, "3")}, "{worker: (prefill_tokens, blocks, requests)}"),
+        ("overlap", [3], "{worker: blocks}"),
+        ("overlap", {0: 1.5}, "{worker: blocks}"),
+        ("workers", None, "the workers that it knows"),
+        ("workers", "012", "the workers that it knows"),
+    ],
+    ids=map(str, range(8)),
+)
+def test_beliefs_of_a_wrong_shape_are_said(method, answer, shape):
+    class Wrong(OwnBooks):
+        pass
+
+    setattr(Wrong, method, lambda self, *request: answer)
+    with pytest.raises(RouterError) as failure:
+        bare(Wrong)
+    assert f"Wrong.{method}() must return {shape}, got {answer!r}" in str(failure.value)
+
+
+def test_a_method_of_the_name_that_is_something_else_is_said():
+    class Other(RoundRobin):
+        def overlap(self, request, candidate):
+            return 0
+
+    text = (
+        "Other.overlap() says what the router believes and is asked as overlap(request); got overlap(request, candidate). "
+        "What is something else needs another name"
+    )
+    with pytest.raises(TypeError, match=re.escape(text)):
+        Fleet([MockEngine(ARGS)], Other())
