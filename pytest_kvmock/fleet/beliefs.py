@@ -75,7 +75,8 @@ class Beliefs:
             self._at_pick.finished(argument)
         text = f"{hook}({f'request {argument.number}' if hasattr(argument, 'number') else repr(argument)}) {at}"
         if hook in ("worker_added", "worker_removed"):
-            self._told[argument] = text
+            before = self._told.get(argument, "")
+            self._told[argument] = f"{before}, and {text}" if before.startswith("worker_removed") else text
         for rule, compare in ((LOAD_DRIFT, self._loads), (WORKER_DRIFT, self._workers)):
             if self._is_kept(rule):
                 continue
@@ -160,7 +161,7 @@ class Beliefs:
             right = load.prefill_tokens, load.blocks, load.requests
             also = self._at_pick.loads[worker].prefill_tokens if worker in self._at_pick.loads else right[0]
             wrong = [part is not None and part != expected for part, expected in zip(believed, right, strict=True)]
-            wrong[0] = wrong[0] and believed[0] != also
+            wrong[0] = wrong[0] and believed[0] != also and worker not in self._untold
             if any(wrong):
                 before = {each.rule for each in self.found}
                 follows = WORKER_DRIFT in before or (wrong == [True, False, False] and OVERLAP_DRIFT in before)
