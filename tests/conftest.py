@@ -41,6 +41,11 @@ def pytest_addoption(parser):
         "--soak", action="store_true", help="run 5,000 rounds of the socket tests on a busy machine, and not 40"
     )
     parser.addoption(
+        "--all-routers",
+        action="store_true",
+        help="run 630 right routers, to count how often assertions on reports fail",
+    )
+    parser.addoption(
         "--smoke",
         action="store_true",
         help="of each test of a room (a folder here but plugin) run the first parameters only",
