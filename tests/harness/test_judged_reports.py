@@ -1,0 +1,87 @@
+"""The report of a fleet in a harness: errors of events, true caches behind faults and late events, and a record."""
+
+from random import Random
+
+import pytest
+
+from pytest_kvmock import EngineProfile, Prompt, RouterHarness
+from pytest_kvmock.router import DynamoRouter, RadixIndex
+from pytest_kvmock.traces import synthetic_trace
+
+
+def trace(count=40, seed=0):
+    sizes = {"block_size": 4, "input_tokens": (4, 24), "output_tokens": (1, 12)}
+    options = {"groups": 3, "prefix_blocks": (3, 3), "turns": (1, 2), "interval_ms": 10, "delay_ms": (5, 50)}
+    return list(synthetic_trace(count, seed=seed, **sizes, **options))
+
+
+def harness(backend="lineage", **options):
+    return RouterHarness(EngineProfile(num_blocks=64, block_size=4, workers=3), backend, **options)
+
+
+class Deaf(RadixIndex):
+    """An index that hears nothing."""
+
+    def apply(self, event):
+        pass
+
+
+def test_a_right_world_has_no_event_errors():
+    with harness() as world:
+        report = world.fleet().run(trace())
+        assert [] == report.event_errors
+        report.assert_no_event_errors()
+
+
+def test_what_is_wrong_with_events_and_index_is_said():
+    report = harness(index=Deaf()).fleet().run(trace())
+    assert {"index_drift"} == {problem.rule for problem in report.event_errors}
+    with pytest.raises(AssertionError, match=r"errors of events:\n<index_drift: worker"):
+        report.assert_no_event_errors()
+    assert f"{len(report.event_errors)} errors of events" in str(report)
+    assert len(report.event_errors) == report.to_json()["fleet"]["event_errors"]
+
+
+def test_what_was_wrong_before_a_run_or_by_a_fault_does_not_count():
+    world = harness()
+    world.faults.lose(1, kind="stored")
+    fleet = world.fleet()
+    fleet.run(trace()).assert_no_event_errors()
+    assert world.judge().errors
+    fleet.run(trace(seed=1)).assert_no_event_errors()
+
+
+@pytest.mark.parametrize("backend", ["lineage", "hash_cache", "vllm", "sglang"])
+def test_a_right_router_has_no_regret_in_a_harness(backend):
+    world = harness(backend)
+    for each in trace()[:5]:  # what was held before the fleet was there is known too
+        world.worker(1).serve(each.prompt(4))
+    fleet = world.fleet(DynamoRouter(rng=Random(1)), record=True)
+    fleet.at(100).join()
+    fleet.at(150).crash(0)
+    report = fleet.run(trace())
+    report.assert_regret(DynamoRouter())
+    assert report.picks[0].best_overlap > 0
+
+
+def test_lost_events_are_regret():
+    world = harness()
+    world.faults.at_random({"lose": 0.5})
+    report = world.fleet(DynamoRouter(rng=Random(1)), record=True).run(trace(120))
+    assert report.regret(DynamoRouter()).share > 0
+
+
+def test_ranks_have_rows_of_their_own():
+    world = RouterHarness(EngineProfile(num_blocks=64, block_size=4, workers=2, dp_size=2), "vllm")
+    report = world.fleet(DynamoRouter("1.6.1", rng=Random(1)), record=True).run(trace())
+    assert [(0, 0), (0, 1), (1, 0), (1, 1)] == report.workers
+    assert 40 == sum(report.row(worker)["requests"] for worker in report.workers)
+    report.assert_regret(DynamoRouter("1.6.1"))
+
+
+def test_prompts_that_differ_by_adapter_share_nothing_in_the_ideal():
+    from pytest_kvmock.fleet import FleetRequest
+
+    rows = [FleetRequest(Prompt(range(24), lora_name=name), 2, 100.0 * at) for at, name in enumerate("abab")]
+    report = harness().fleet().run(rows)
+    assert 0.5 == report.figure("ideal_hit_ratio")
