@@ -17,7 +17,7 @@ class Follower(DynamoRouter):
         tracks = self._tracks_prefill
         found = []
         for each, cost in zip(candidates, costs, strict=True):
-            overlap, size = self.overlap(request, each), request.block_size
+            overlap, size = self.known_overlap(request, each), request.block_size
             uncached = max(0, request.prompt_tokens - overlap * size)
             raw = (each.prefill_tokens + uncached + overlap * size) / size if tracks else 0.0
             found.append([overlap, raw, self._decode(request, each), cost])
