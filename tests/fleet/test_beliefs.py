@@ -21,6 +21,7 @@ from own_books import (
 )
 
 from pytest_kvmock import EngineProfile, EventRulesBroken, Prompt, RouterHarness
+from pytest_kvmock.backends import BACKENDS
 from pytest_kvmock.fleet import Fleet, FleetRequest, MockEngine, MockEngineArgs, RouterError
 from pytest_kvmock.router import DynamoRouter, RoundRobin
 from pytest_kvmock.traces import synthetic_trace
@@ -71,7 +72,9 @@ def bare(router_type, setting="plain", seed=0, backend=None, rows=None, **option
     args = MockEngineArgs(**fields)
     engines = [MockEngine(args, backend=backend, seed=each) for each in range(count)]
     named = [(each // 2, each % 2) for each in range(count)] if setting == "ranks" else range(count)
-    router = router_type(named, seed, ranks=setting == "ranks", copies=backend in ("sglang", "hash_cache"))
+    router = router_type(
+        named, seed, ranks=setting == "ranks", copies=BACKENDS[backend or "lineage"].residency == "counted"
+    )
     fleet = Fleet(engines, router, event_delay_ms=40 if setting == "late" else 0, **options)
     happen(fleet, setting)
     if setting == "join":
@@ -86,7 +89,9 @@ def judged(router_type, setting="plain", seed=0, backend="lineage", **options):
         backend,
         **options,
     )
-    router = router_type(world.workers, seed, ranks=setting == "ranks", copies=backend in ("sglang", "hash_cache"))
+    router = router_type(
+        world.workers, seed, ranks=setting == "ranks", copies=BACKENDS[backend or "lineage"].residency == "counted"
+    )
     if setting == "lost":
         world.faults.at_random({"lose": 0.2})
     fleet = world.fleet(router, event_delay_ms=40 if setting == "late" else 0)
