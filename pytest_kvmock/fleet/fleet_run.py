@@ -30,7 +30,7 @@ from pytest_kvmock.router.loads import LoadBook
 from pytest_kvmock.router.routing import Candidate, RouterRequest
 
 if TYPE_CHECKING:
-    from pytest_kvmock.engine.scheduler import ForwardPass, ScheduledRequest
+    from pytest_kvmock.engine.scheduler import ScheduledRequest
     from pytest_kvmock.fleet.arrivals import Arrivals, Turn
     from pytest_kvmock.fleet.engine_request import EngineRequest
     from pytest_kvmock.fleet.fleet_events import Knowledge
@@ -115,7 +115,8 @@ class FleetRun:
         self._book = LoadBook(self.seats)
         self.now_ms = start_ms
         self._block_size = seats[0].engine.args.block_size
-        self._waits_when_blocked = seats[0].engine.args.release.instant_passes_first
+        release = seats[0].engine.args.release
+        self._waits_when_blocked, self._stalls_at_once = release.instant_passes_first, release.stalls_at_once
         self._order: dict[Driven, int] = {}
         for seat in seats:
             self._order.setdefault(seat.driven, len(self._order))
@@ -166,13 +167,8 @@ class FleetRun:
                     continue
             moment = self._next_moment()
             if moment == math.inf:
-                if self._waiting and self.now_ms < self._stop_ms:
-                    raise RouterStalled(self.now_ms, self._waiting, self._asked)
-                if self._routed and self.now_ms < self._stop_ms:
-                    schedulers = [seat.engine.scheduler for seat in self.seats.values()]
-                    running = tuple(each for scheduler in schedulers for each in scheduler.running)
-                    waiting = tuple(each for scheduler in schedulers for each in scheduler.waiting)
-                    raise EngineStalled(self.now_ms, running, waiting, 0)
+                if self.now_ms < self._stop_ms:
+                    self._check_served()
                 break
             self.now_ms = moment
         self._leave_open()
@@ -180,6 +176,16 @@ class FleetRun:
         for _, _, incident in self._incidents:
             if incident.kind == "notice":  # of a crash that happened
                 self._knowledge.remove(incident.worker)
+
+    def _check_served(self) -> None:
+        """Raise if requests are left for which nothing happens any more."""
+        if self._routed:
+            schedulers = [seat.engine.scheduler for seat in self.seats.values()]
+            running = tuple(each for scheduler in schedulers for each in scheduler.running)
+            waiting = tuple(each for scheduler in schedulers for each in (*scheduler.waiting, *scheduler.parked))
+            raise EngineStalled(self.now_ms, running, waiting, 0)
+        if self._waiting:
+            raise RouterStalled(self.now_ms, self._waiting, self._asked)
 
     def _next_moment(self) -> float:
         ends = self._ends
@@ -227,7 +233,10 @@ class FleetRun:
                 end = driven.start_pass(self.now_ms).end_ms
                 yield from self._knowledge.deliver(self.now_ms)
             if end <= self.now_ms:
-                at_once |= yield from self._end_pass(driven)
+                did_something = yield from self._end_pass(driven)
+                if not did_something and self._stalls_at_once:
+                    self._check_served()
+                at_once |= did_something
             else:
                 self._note_end(driven, end)
         return at_once
@@ -270,7 +279,7 @@ class FleetRun:
         # In releases before 1.6.1 one that can do nothing tries again and again, at the same moment, until it counts as stalled.
         if done.did_something or not self._waits_when_blocked:
             self._idle.add(driven)
-        for request in self._ended_first(done):
+        for request in (*done.rejected, *(each for each in done.finished if not each.generated_tokens)):  # without a token
             yield from self._finished(request)
         for request in done.generated:
             routed = self._routed.get(request)
@@ -282,13 +291,6 @@ class FleetRun:
                 self._book.first_token(routed[0])
                 yield from self._signal("first_token", routed[0])
         return done.did_something
-
-    def _ended_first(self, done: ForwardPass) -> Iterable[ScheduledRequest]:
-        """Requests that ended without a token of this pass: rejected, or asked for none."""
-        if not done.rejected and len(done.finished) <= len(done.generated):
-            return ()
-        generated = set(map(id, done.generated))
-        return [*done.rejected, *(each for each in done.finished if id(each) not in generated)]
 
     # ---------------------------------------------------------------------------------------------- a request
 

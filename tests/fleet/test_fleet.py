@@ -376,3 +376,17 @@ def test_statistics_of_many_values_are_those_of_their_sorted_list():
     for key, share in (("median", 0.5), ("p75", 0.75), ("p90", 0.9), ("p95", 0.95), ("p99", 0.99)):
         assert ordered[math.floor((len(values) - 1) * share + 0.5)] == counted[f"{key}_x"]
     assert pstdev(values) == pytest.approx(counted["std_x"], rel=1e-12)
+
+
+def test_requests_without_output_end_beside_those_that_generate():
+    args = replace(ARGS, semantics="1.6.1")
+    router = Listening()
+    report = Fleet(engines(1, args, "vllm"), router).run([request(0, [1, 2], 0), request(0, [3], 1), request(0, [4], 3)])
+    assert ["finished"] * 3 == [each.status for each in report.requests]
+    assert [0, 1, 2] == [number for name, number, *_ in router.calls if name == "finished"]
+
+
+def test_an_engine_that_is_stalled_is_named_also_where_others_wait_in_the_router():
+    args = MockEngineArgs(num_gpu_blocks=64, block_size=4, max_num_batched_tokens=8, enable_chunked_prefill=False)
+    with pytest.raises(EngineStalled):
+        Fleet(engines(1, args), Holding(1)).run([request(0, [1, 2, 3]), request(1, [4])])
