@@ -32,13 +32,11 @@ class _Rules:
         threshold: of its queue, by default.
         least_tree: of equal costs, the worker wins that holds the fewest blocks in all.
         takes_credit: the cached blocks are a credit; else they are taken off the prompt, however much is computed there.
-        unlimited: the budget of an engine that has none.
     """
 
     threshold: float | None
     least_tree: bool = False
     takes_credit: bool = True
-    unlimited: int = 10_000_000
 
 
 ROUTER_RELEASES: Final = MappingProxyType(
@@ -46,10 +44,11 @@ ROUTER_RELEASES: Final = MappingProxyType(
         "1.1.1": _Rules(4.0, least_tree=True, takes_credit=False),
         "1.2.1": _Rules(4.0),
         "1.3.1": _Rules(16.0),
-        "1.6.1": _Rules(None, unlimited=8192),
+        "1.6.1": _Rules(None),
     }
 )
 
+_UNLIMITED: Final = 10_000_000  # tokens of a pass, of an engine without a limit: the original's number
 _POLICIES: Final = ("fcfs", "lcfs", "wspt")
 
 
@@ -193,7 +192,7 @@ class DynamoRouter:
         """Whether a worker has so much to compute that it counts as busy."""
         if self._threshold is None or not self._tracks_prefill:
             return False
-        budget = candidate.max_batched_tokens or self._rules.unlimited
+        budget = candidate.max_batched_tokens or _UNLIMITED
         return candidate.prefill_tokens > self._threshold * budget
 
     # ------------------------------------------------------------------------------------------------- pick
