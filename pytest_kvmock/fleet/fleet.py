@@ -52,7 +52,7 @@ class Fleet:
         index: answers overlaps: it has `apply(event)` and `find_matches(local_hashes)`. None: a `RadixIndex`.
         semantics: the release whose closed loop is followed; None: that of the engines.
         loads: what candidates show: "router", the load book of Dynamo's router; "engine", what the engines really do.
-        loads_every_ms: with "engine", how old that may be, in milliseconds; 0: it is read at each pick.
+        loads_every_ms: with "engine", how old that may be, `waiting` and `usage` too, in milliseconds; 0: it is read at each pick.
         concurrency: how many requests are open at once, whatever their timestamps; None: they arrive by those.
         arrival_speedup: by what arrival times and delays are divided; above 0.
         trace_block_size: tokens for each hash id of a trace; see `replay`.
@@ -217,7 +217,7 @@ class Fleet:
         for engine in engines:
             if not engine.is_idle or engine.is_in_pass:
                 raise ValueError(f"Fleet: {engine!r} has open requests; engines must be idle")
-        check_sizes(turns, engines, ())
+        check_sizes(turns, engines, who="Fleet")
         start_ms = float(max(engine.now_ms for engine in engines))
         arrivals = Arrivals(
             turns,

@@ -12,6 +12,7 @@ from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
+from pytest_kvmock.checks import check_number
 from pytest_kvmock.events import RouterEvent
 from pytest_kvmock.fleet.mock_engine import MockEngine
 from pytest_kvmock.router.index import KvEventError, RadixIndex
@@ -63,7 +64,7 @@ class Late(Generic[_T]):
     """Things on their way, each with the moment at which it is due; those of one stream stay in order.
 
     Args:
-        delay: how late they are.
+        delay: how late they are; what a function returns must be a number of at least 0, else `take` raises a ValueError.
     """
 
     def __init__(self, delay: EventDelay) -> None:
@@ -90,7 +91,7 @@ class Late(Generic[_T]):
             if not self._delay:
                 return [thing for _, thing in new]
             for event, thing in new:
-                delay = self._delay(event) if callable(self._delay) else self._delay
+                delay = self._delay_of(event) if now_ms < math.inf else 0.0
                 moment = max(now_ms + delay, self._last_due.get(event.key, 0.0))
                 self._last_due[event.key] = moment
                 self._count += 1
@@ -98,6 +99,13 @@ class Late(Generic[_T]):
         while self._late and self._late[0][0] <= now_ms:
             due.append(heappop(self._late)[3])
         return due
+
+    def _delay_of(self, event: RouterEvent) -> float:
+        if not callable(self._delay):
+            return self._delay
+        delay = self._delay(event)
+        check_number(f"Fleet: what event_delay_ms returns of {event!r:.80}", delay, unit=" (milliseconds)")
+        return delay
 
     def drop(self, worker_id: int) -> None:
         """Drop what is on its way of a worker that is gone."""

@@ -108,7 +108,7 @@ class FleetRun:
         self._of_engines = loads == "engine"
         self._loads_every = loads_every_ms
         self._read_ms = -math.inf
-        self._read: dict[Worker, tuple[int, int, int]] = {}
+        self._read: dict[Worker, tuple[int, int, int, int, float]] = {}
         self._stop_ms = stop_ms
         self._has_ranks = has_ranks
         self._plans = plans
@@ -279,7 +279,10 @@ class FleetRun:
         # In releases before 1.6.1 one that can do nothing tries again and again, at the same moment, until it counts as stalled.
         if done.did_something or not self._waits_when_blocked:
             self._idle.add(driven)
-        for request in (*done.rejected, *(each for each in done.finished if not each.generated_tokens)):  # without a token
+        for request in (
+            *done.rejected,
+            *(each for each in done.finished if not each.generated_tokens),
+        ):  # without a token
             yield from self._finished(request)
         for request in done.generated:
             routed = self._routed.get(request)
@@ -414,13 +417,13 @@ class FleetRun:
 
     def _leave_open(self) -> None:
         """Drop what is open as the clock stopped."""
-        for request, _ in self._routed.values():
-            request.status = "unfinished"
         for request in self._waiting:
             request.status = "unfinished"
         if self._routed:
             for seat in self.seats.values():
                 seat.engine.close()
+        for served, (request, _) in self._routed.items():
+            served.status = request.status = "unfinished"
 
     # ------------------------------------------------------------------------------------------------- incidents
 
@@ -549,10 +552,8 @@ class FleetRun:
             self._read = {worker: _engine_load(self.seats[worker].engine) for worker in self._book.loads}
         full, held = len(request.sequence_hashes), self._knowledge.held_blocks
         for worker in self._book.loads:
-            seat = self.seats[worker]
-            engine, overlap = seat.engine, overlaps.get(worker, 0)
-            prefill, blocks, active = self._read.get(worker, (0, 0, 0))
-            metrics = engine.metrics
+            engine, overlap = self.seats[worker].engine, overlaps.get(worker, 0)
+            prefill, blocks, active, waiting, usage = self._read.get(worker, (0, 0, 0, 0, 0.0))
             yield Candidate(
                 worker,
                 overlap,
@@ -560,17 +561,18 @@ class FleetRun:
                 blocks,
                 full - overlap,
                 active,
-                metrics.waiting,
-                metrics.cache_usage,
-                metrics.total_blocks,
+                waiting,
+                usage,
+                engine.worker.manager.max_capacity,
                 engine.args.max_num_batched_tokens,
                 held(worker),
             )
 
 
-def _engine_load(engine: MockEngine) -> tuple[int, int, int]:
-    """Return of an engine: tokens of prompts that are yet to be computed, blocks in use, open requests."""
+def _engine_load(engine: MockEngine) -> tuple[int, int, int, int, float]:
+    """Return of an engine: tokens of prompts that are yet to be computed, blocks in use, open requests, how many wait, usage."""
     scheduler = engine.scheduler
     requests = (*scheduler.running, *scheduler.waiting, *scheduler.parked)
     prefill = sum(max(0, each.prompt_tokens - each.computed_tokens) for each in requests)
-    return prefill, engine.worker.manager.num_active_blocks, len(requests)
+    metrics = engine.metrics
+    return prefill, metrics.active_blocks, len(requests), metrics.waiting, metrics.cache_usage

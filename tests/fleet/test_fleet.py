@@ -19,7 +19,7 @@ from pytest_kvmock.fleet import (
     RouterStalled,
 )
 from pytest_kvmock.fleet.report import statistics
-from pytest_kvmock.router import DynamoRouter, LeastLoaded, MostCached, RoundRobin, RouterRequest
+from pytest_kvmock.router import Candidate, DynamoRouter, LeastLoaded, MostCached, RoundRobin, RouterRequest
 from pytest_kvmock.traces import TraceRequest, synthetic_trace
 
 ARGS = MockEngineArgs(num_gpu_blocks=96, block_size=4, max_num_batched_tokens=32)
@@ -208,6 +208,8 @@ class Answers:
     [
         (7, r"Answers\.pick\(\) returned 7; there is no such worker\. Candidates: 0, 1"),
         ("a", r"returned 'a'; there is no such worker"),
+        ([0], r"returned \[0\]; there is no such worker"),
+        (Candidate(0), r"returned Candidate\(.*; that is a candidate; return its worker"),
         (KeyError("x"), r"Answers\.pick\(\) raised KeyError\('x'\)"),
     ],
 )
@@ -325,7 +327,7 @@ def test_an_engine_that_can_do_nothing_is_stalled(semantics, backend):
 
 def test_a_fleet_stops():
     report = Fleet(engines(), RoundRobin(), stop_ms=50).run([request(0, [1], 99), request(60, [2])])
-    assert ["aborted"] == [each.status for each in report.requests]
+    assert ["unfinished"] == [each.status for each in report.requests]
     assert [] == report.completed
 
 
@@ -360,8 +362,6 @@ def test_explain_draws_nothing_and_names_the_cheapest():
 def test_the_oldest_rules_send_a_tied_request_to_the_smallest_tree():
     prompt = Prompt(hashes=[1, 2, 3, 4])
     request = RouterRequest(0, prompt, 4, 1)
-    from pytest_kvmock.router import Candidate
-
     held, full = Candidate(0, overlap=4, new_blocks=4, prefill_tokens=16, held_blocks=9), Candidate(1, new_blocks=4)
     router = DynamoRouter("1.1.1")
     assert router.cost(request, held) == router.cost(request, full) == 8.0
@@ -381,7 +381,9 @@ def test_statistics_of_many_values_are_those_of_their_sorted_list():
 def test_requests_without_output_end_beside_those_that_generate():
     args = replace(ARGS, semantics="1.6.1")
     router = Listening()
-    report = Fleet(engines(1, args, "vllm"), router).run([request(0, [1, 2], 0), request(0, [3], 1), request(0, [4], 3)])
+    report = Fleet(engines(1, args, "vllm"), router).run(
+        [request(0, [1, 2], 0), request(0, [3], 1), request(0, [4], 3)]
+    )
     assert ["finished"] * 3 == [each.status for each in report.requests]
     assert [0, 1, 2] == [number for name, number, *_ in router.calls if name == "finished"]
 
@@ -390,3 +392,47 @@ def test_an_engine_that_is_stalled_is_named_also_where_others_wait_in_the_router
     args = MockEngineArgs(num_gpu_blocks=64, block_size=4, max_num_batched_tokens=8, enable_chunked_prefill=False)
     with pytest.raises(EngineStalled):
         Fleet(engines(1, args), Holding(1)).run([request(0, [1, 2, 3]), request(1, [4])])
+
+
+def test_a_pick_is_explained_afterwards_too():
+    texts = {}
+
+    class Router(DynamoRouter):
+        def dispatched(self, request, worker):
+            super().dispatched(request, worker)
+            texts[request.number] = worker, self.explain(request)
+
+    router = Router()
+    Fleet(engines(3), router).run(trace())
+    for worker, text in texts.values():
+        chosen = [line for line in text.splitlines() if line.endswith("<- chosen")]
+        assert [str(worker)] == [line.split()[0] for line in chosen]
+    assert any("= tied <- chosen" in text for _, text in texts.values())
+    with pytest.raises(ValueError, match="none of the last 1000 requests"):
+        router.explain(RouterRequest(0, Prompt(hashes=[1]), 4, 1))
+
+
+def test_loads_of_engines_are_as_old_as_they_may_be():
+    seen = []
+
+    class Router:
+        def pick(self, request, candidates):
+            seen.append(candidates[0][2:8])
+            return 0
+
+    def loads(every):
+        seen.clear()
+        times = (0, 1, 40, 60)
+        Fleet(engines(1), Router(), loads="engine", loads_every_ms=every).run([request(at, [at], 20) for at in times])
+        return list(seen)
+
+    fresh, stale = loads(0), loads(50)
+    assert [(0, 0, 1, 0, 0, 0.0)] * 3 == stale[:3]
+    assert fresh[0] == stale[0]
+    assert fresh[3] == stale[3] != stale[2] != fresh[2]
+
+
+@pytest.mark.parametrize("answer", [-1, math.nan, "soon", None])
+def test_a_delay_that_is_no_number_is_refused(answer):
+    with pytest.raises(ValueError, match=r"what event_delay_ms returns of .* must be a finite number of at least 0"):
+        Fleet(engines(), RoundRobin(), event_delay_ms=lambda event: answer).run(trace())
