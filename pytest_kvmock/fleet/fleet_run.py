@@ -279,10 +279,8 @@ class FleetRun:
         # In releases before 1.6.1 one that can do nothing tries again and again, at the same moment, until it counts as stalled.
         if done.did_something or not self._waits_when_blocked:
             self._idle.add(driven)
-        for request in (
-            *done.rejected,
-            *(each for each in done.finished if not each.generated_tokens),
-        ):  # without a token
+        # In the order of the original: who was to generate nothing, who generated, whom the engine rejected.
+        for request in [each for each in done.finished if not each.generated_tokens]:
             yield from self._finished(request)
         for request in done.generated:
             routed = self._routed.get(request)
@@ -293,6 +291,8 @@ class FleetRun:
             elif len(request.token_ms) == 1:
                 self._book.first_token(routed[0])
                 yield from self._signal("first_token", routed[0])
+        for request in done.rejected:
+            yield from self._finished(request)
         return done.did_something
 
     # ---------------------------------------------------------------------------------------------- a request

@@ -436,3 +436,24 @@ def test_loads_of_engines_are_as_old_as_they_may_be():
 def test_a_delay_that_is_no_number_is_refused(answer):
     with pytest.raises(ValueError, match=r"what event_delay_ms returns of .* must be a finite number of at least 0"):
         Fleet(engines(), RoundRobin(), event_delay_ms=lambda event: answer).run(trace())
+
+
+def test_of_one_pass_those_end_first_that_generate_nothing_and_last_those_that_are_rejected():
+    args = replace(ARGS, semantics="1.6.1", max_model_len=16)
+    router = Listening()
+    rows = [request(0, [9], 40), request(0.5, [1, 2, 3, 4, 5]), request(0.5, [6], 0), request(0.5, [7], 1)]
+    Fleet(engines(1, args, "vllm"), router).run(rows)
+    assert [2, 3, 1] == [call[1] for call in router.calls if call[0] == "finished" and call[1]]
+
+
+def test_of_the_first_pass_those_come_first_that_ask_for_one_token():
+    args = MockEngineArgs(num_gpu_blocks=96, block_size=4, engine_type="sglang", semantics="1.6.1")
+    router = Listening()
+    Fleet(engines(1, args, "mocker_sglang_1_6"), router).run([request(0, [1], 2), request(0, [2], 1)])
+    assert [("finished", 1), ("first_token", 0)] == [call[:2] for call in router.calls if call[0] != "dispatched"][:2]
+
+
+def test_time_counts_from_the_first_arrival_also_where_that_request_is_rejected():
+    args = replace(ARGS, num_gpu_blocks=8, semantics="1.3.1")
+    report = Fleet(engines(1, args), RoundRobin()).run([request(0, range(9)), request(10, [1])])
+    assert report.completed[0].token_ms[-1] == report.duration_ms
