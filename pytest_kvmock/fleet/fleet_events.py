@@ -16,6 +16,7 @@ from pytest_kvmock.checks import check_number
 from pytest_kvmock.events import RouterEvent
 from pytest_kvmock.fleet.mock_engine import MockEngine
 from pytest_kvmock.router.index import KvEventError, RadixIndex
+from pytest_kvmock.router.routing import id_of
 
 if TYPE_CHECKING:
     from pytest_kvmock.events import StreamKey
@@ -56,8 +57,8 @@ class Knowledge(Protocol):
     def remove(self, worker: Worker) -> None:
         """Drop what is known of a worker that is gone."""
 
-    def join(self, worker: Worker, engine: MockEngine | None) -> MockEngine:
-        """Take one more worker; None: one like the others."""
+    def join(self, worker: Worker, engine: MockEngine | None, like: MockEngine) -> MockEngine:
+        """Take one more worker; where no engine is given, one like another."""
 
 
 class Late(Generic[_T]):
@@ -170,7 +171,7 @@ class Heard:
         scores: Mapping[Any, int] = getattr(found, "scores", found)
         if self._has_ranks:
             return scores
-        return {key[0] if isinstance(key, tuple) else key: score for key, score in scores.items()}
+        return {id_of(key): score for key, score in scores.items()}
 
     def held_blocks(self, worker: Worker) -> int:
         """Return how many blocks a worker holds."""
@@ -184,20 +185,16 @@ class Heard:
 
     def remove(self, worker: Worker) -> None:
         """Drop what is known of a worker that is gone."""
-        worker_id = worker[0] if isinstance(worker, tuple) else worker
+        worker_id = id_of(worker)
         self._on_the_way.drop(worker_id)
         self._reference.remove_worker(worker_id)
         if self._index is not self._reference and callable(getattr(self._index, "remove_worker", None)):
             self._index.remove_worker(worker_id)
 
-    def join(self, worker: Worker, engine: MockEngine | None) -> MockEngine:
-        """Take one more worker.
-
-        Raises:
-            TypeError: no engine is given: bare ones are made by the user.
-        """
+    def join(self, worker: Worker, engine: MockEngine | None, like: MockEngine) -> MockEngine:
+        """Take one more worker."""
         if engine is None:
-            raise TypeError("Fleet: join(engine) needs a MockEngine, as the fleet is one of bare engines")
+            engine = MockEngine(like.args, backend=like.worker.backend, seed=hash(worker))
         engine.worker.publish_to(_Tap(self._on_the_way, worker))
         return engine
 

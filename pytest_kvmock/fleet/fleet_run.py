@@ -19,15 +19,17 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
+from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from pytest_kvmock.fleet.engine_state import EngineStalled
 from pytest_kvmock.fleet.fleet_trace import FleetRequest, Pick
 from pytest_kvmock.fleet.incidents import Incident
+from pytest_kvmock.fleet.ranks import RankedWorker, Seat, seats_of
 from pytest_kvmock.fleet.router_calls import RouterStalled
 from pytest_kvmock.router.loads import LoadBook
-from pytest_kvmock.router.routing import Candidate, RouterRequest
+from pytest_kvmock.router.routing import Candidate, RouterRequest, id_of
 
 if TYPE_CHECKING:
     from pytest_kvmock.engine.scheduler import ScheduledRequest
@@ -42,23 +44,6 @@ if TYPE_CHECKING:
 LoadSource: TypeAlias = Literal["router", "engine"]
 
 
-class Seat:
-    """One engine as the clock has it.
-
-    Attributes:
-        worker: what the router calls it.
-        engine: the engine.
-        driven: what runs its passes: itself, or the worker whose ranks run together.
-    """
-
-    __slots__ = ("driven", "engine", "worker")
-
-    def __init__(self, worker: Worker, engine: MockEngine, driven: Driven) -> None:
-        self.worker = worker
-        self.engine = engine
-        self.driven = driven
-
-
 class FleetRun:
     """One run, from the first arrival until nothing is open.
 
@@ -71,7 +56,6 @@ class FleetRun:
         loads_every_ms: how old those of engines may be; 0: they are read at each pick.
         start_ms: when the clock starts.
         stop_ms: when it stops: from then on no pass starts, and no request arrives.
-        has_ranks: whether workers are named by id and rank.
         plans: whether passes that only decode are run in one go.
         incidents: what happens to workers, by time.
 
@@ -82,6 +66,7 @@ class FleetRun:
         turns: of each, its place in the trace.
         served_by: of each, the position of the engine that served it last.
         picks: the choices of the router.
+        happened: the incidents of the run, those to come too.
         sent_back: how often a request was sent to a worker that was gone, before the router knew.
     """
 
@@ -96,7 +81,6 @@ class FleetRun:
         loads_every_ms: float = 0.0,
         start_ms: float = 0.0,
         stop_ms: float = math.inf,
-        has_ranks: bool = False,
         plans: bool = True,
         incidents: Sequence[Incident] = (),
     ) -> None:
@@ -110,7 +94,9 @@ class FleetRun:
         self._read_ms = -math.inf
         self._read: dict[Worker, tuple[int, int, int, int, float]] = {}
         self._stop_ms = stop_ms
-        self._has_ranks = has_ranks
+        first = seats[0]
+        self._like, self._ranks = first.engine, first.engine.args.dp_size
+        self._has_ranks, self._in_lock_step = self._ranks > 1, isinstance(first.driven, RankedWorker)
         self._plans = plans
         self._book = LoadBook(self.seats)
         self.now_ms = start_ms
@@ -130,9 +116,12 @@ class FleetRun:
         self._waiting: list[RouterRequest] = []
         self._asked: tuple[Candidate, ...] = ()
         # (when, order, incident) to come; workers that get no further request, and those that are gone.
-        self._incidents = [(start_ms + each.ms, order, each) for order, each in enumerate(incidents)]
-        heapify(self._incidents)
-        self._happened = len(self._incidents)
+        self._start_ms = start_ms
+        self._incidents: list[tuple[float, int, Incident]] = []
+        self._count = count()
+        self.happened: list[Incident] = []
+        for incident in incidents:
+            self.plan_incident(incident)
         self._leaving: set[Worker] = set()
         self._gone: set[Worker] = set()
         self.sent_back = 0
@@ -413,7 +402,7 @@ class FleetRun:
         self._arrivals.done(self._turn_of.pop(request), self.now_ms)
         yield from self._signal("finished", request)
         if worker in self._leaving:
-            self._drain(worker)
+            self._drain(id_of(worker))
 
     def _leave_open(self) -> None:
         """Drop what is open as the clock stopped."""
@@ -427,6 +416,11 @@ class FleetRun:
 
     # ------------------------------------------------------------------------------------------------- incidents
 
+    def plan_incident(self, incident: Incident) -> None:
+        """Have an incident happen, at its time after the start."""
+        heappush(self._incidents, (self._start_ms + incident.ms, next(self._count), incident))
+        self.happened.append(incident)
+
     def _happen(self) -> Calls:
         """Let the incidents happen that are due by now."""
         while self._incidents and self._incidents[0][0] <= self.now_ms:
@@ -435,61 +429,67 @@ class FleetRun:
 
     def _do(self, incident: Incident) -> Calls:
         worker = incident.worker
+        ranks = self._ranks_of(worker)
         match incident.kind:
             case "join":
-                engine = self._knowledge.join(worker, incident.engine)
-                seat = self.seats[worker] = Seat(worker, engine, engine)
-                self._position[worker], self._order[engine] = len(self._position), len(self._order)
-                self._book.add_worker(worker)
-                yield from self._tell("worker_added", worker)
+                ranks = [(worker, rank) for rank in range(self._ranks)] if self._ranks > 1 else [worker]
+                made = {each: self._knowledge.join(each, incident.engine, self._like) for each in ranks}
+                for seat in seats_of(made, in_lock_step=self._in_lock_step):
+                    self.seats[seat.worker] = seat
+                    self._position[seat.worker] = len(self._position)
+                    self._order.setdefault(seat.driven, len(self._order))
+                    self._book.add_worker(seat.worker)
+                yield from self._tell("worker_added", ranks)
                 yield from self._knowledge.deliver(self.now_ms)
-                self._idle.add(seat.driven)
             case "notice":
-                self._book.remove_worker(worker)
+                for each in ranks:
+                    self._book.remove_worker(each)
                 self._knowledge.remove(worker)
-                yield from self._tell("worker_removed", worker)
+                yield from self._tell("worker_removed", ranks)
             case "leave":
-                self._leaving.add(worker)
-                self._book.remove_worker(worker)
+                self._leaving.update(ranks)
+                for each in ranks:
+                    self._book.remove_worker(each)
                 self._drain(worker)
-                yield from self._tell("worker_removed", worker)
+                yield from self._tell("worker_removed", ranks)
             case "crash":
-                self._gone.add(worker)
+                self._gone.update(ranks)
                 lost = yield from self._lose_requests(incident, announced=False)
                 if incident.notice_ms:
-                    self._happened += 1
-                    told = Incident(incident.ms + incident.notice_ms, "notice", worker)
-                    heappush(self._incidents, (self.now_ms + incident.notice_ms, self._happened, told))
+                    notice = Incident(incident.ms + incident.notice_ms, "notice", worker)
+                    heappush(self._incidents, (self.now_ms + incident.notice_ms, next(self._count), notice))
                 else:
                     yield from self._do(Incident(incident.ms, "notice", worker))
                 self._waiting += lost
             case "restart":
                 lost = yield from self._lose_requests(incident, announced=incident.announced)
                 if incident.announced:
-                    yield from self._tell("worker_removed", worker)
-                    yield from self._tell("worker_added", worker)
+                    yield from self._tell("worker_removed", ranks)
+                    yield from self._tell("worker_added", ranks)
                 self._waiting += lost
 
     def _lose_requests(self, incident: Incident, *, announced: bool) -> Calls:
         """Empty the engine of a worker; return those of its requests that wait for another, in the order of their dispatch."""
-        worker = incident.worker
-        seat = self.seats[worker]
-        plan = self._plan.pop(seat.driven, None)
-        if plan is not None:  # what it generated by now came out
-            del plan[bisect_right(plan, self.now_ms) :]
-            self._record_plan(seat.driven, plan)
-            if plan:
-                seat.engine.run_plan(plan)
-        self._busy.pop(seat.driven, None)
-        lost = [(served, request) for served, (request, of) in self._routed.items() if of == worker]
+        seats = [self.seats[each] for each in self._ranks_of(incident.worker)]
+        ranks = {seat.worker for seat in seats}
+        for seat in seats:
+            plan = self._plan.pop(seat.driven, None)
+            if plan is not None:  # what it generated by now came out
+                del plan[bisect_right(plan, self.now_ms) :]
+                self._record_plan(seat.driven, plan)
+                if plan:
+                    seat.engine.run_plan(plan)
+            self._busy.pop(seat.driven, None)
+        lost = [(served, request) for served, (request, of) in self._routed.items() if of in ranks]
+        for seat in seats:
+            seat.engine.retract_pass()
+            self._knowledge.restart(seat.worker, seat.engine, announced=announced)
         for served, request in lost:
             del self._routed[served]
-            while served.token_ms and served.token_ms[-1] > self.now_ms:  # of the pass that was under way
-                served.token_ms.pop()
             if served.token_ms:
                 self._first_ms.setdefault(request, served.token_ms[0])
-        seat.engine.retract_pass()
-        self._knowledge.restart(worker, seat.engine, announced=announced)
+        if isinstance(seats[0].driven, RankedWorker):
+            seats[0].driven.restarted()
         again: list[RouterRequest] = []
         for served, request in lost:
             served.status = "lost"  # also one that the pass under way would have ended
@@ -505,10 +505,15 @@ class FleetRun:
 
     def _drain(self, worker: Worker) -> None:
         """Forget a worker that leaves, once it has served what it had."""
-        if not any(of == worker for _, of in self._routed.values()):
-            self._leaving.discard(worker)
-            self._gone.add(worker)
+        ranks = self._ranks_of(worker)
+        if not any(of in ranks for _, of in self._routed.values()):
+            self._leaving.difference_update(ranks)
+            self._gone.update(ranks)
             self._knowledge.remove(worker)
+
+    def _ranks_of(self, worker: Worker) -> Sequence[Worker]:
+        """Return what the router calls the ranks of a worker: the worker itself where it has one."""
+        return [each for each in self.seats if id_of(each) == worker]
 
     @property
     def staying(self) -> dict[Worker, MockEngine]:
@@ -516,9 +521,10 @@ class FleetRun:
         away = self._gone | self._leaving
         return {worker: seat.engine for worker, seat in self.seats.items() if worker not in away}
 
-    def _tell(self, hook: str, worker: Worker) -> Calls:
+    def _tell(self, hook: str, workers: Sequence[Worker]) -> Calls:
         if self._calls.has(hook):
-            yield from self._calls.hook(hook, self.now_ms, worker)
+            for worker in workers:
+                yield from self._calls.hook(hook, self.now_ms, worker)
 
     # ------------------------------------------------------------------------------------------------ candidates
 
