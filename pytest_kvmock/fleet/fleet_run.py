@@ -181,7 +181,8 @@ class FleetRun:
         while ends and self._busy.get(ends[0][3]) != (ends[0][0], ends[0][1]):
             heappop(ends)
         moments = [ends[0][0]] if ends else []
-        if (arrival := self._arrivals.next_ms) < self._stop_ms:
+        # In a closed loop one may have waited long for the place that is free now.
+        if (arrival := max(self._arrivals.next_ms, self.now_ms)) < self._stop_ms:
             moments.append(arrival)
         if self._incidents and (moments or self._waiting) and self._incidents[0][0] < self._stop_ms:
             moments.append(self._incidents[0][0])
