@@ -23,6 +23,7 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
+from pytest_kvmock.cache.dynamo.mocker_sglang import MockerRadixManager
 from pytest_kvmock.fleet.engine_state import EngineStalled
 from pytest_kvmock.fleet.fleet_trace import FleetRequest, Pick
 from pytest_kvmock.fleet.incidents import Incident
@@ -156,7 +157,7 @@ class FleetRun:
                     continue
             moment = self._next_moment()
             if moment == math.inf:
-                if self.now_ms < self._stop_ms:
+                if self.now_ms < self._stop_ms and not self._incidents:  # one to come would come after the stop
                     self._check_served()
                 break
             self.now_ms = moment
@@ -536,6 +537,7 @@ class FleetRun:
         for worker, load in self._book.loads.items():
             engine = self.seats[worker].engine
             scheduler, manager = engine.scheduler, engine.worker.manager
+            in_use = self._blocks_in_use(worker) if type(manager) is MockerRadixManager else manager.num_active_blocks
             found.append(
                 Candidate(
                     worker,
@@ -545,7 +547,7 @@ class FleetRun:
                     load.new_blocks(chain),
                     load.requests,
                     len(scheduler.waiting) + len(scheduler.parked),
-                    manager.num_active_blocks / manager.max_capacity,
+                    in_use / manager.max_capacity,
                     manager.max_capacity,
                     engine.args.max_num_batched_tokens,
                     held(worker),
@@ -556,7 +558,7 @@ class FleetRun:
     def _candidates_of_engines(self, request: RouterRequest, overlaps: Mapping[Worker, int]) -> Iterable[Candidate]:
         if not self._read or self.now_ms - self._read_ms >= self._loads_every:
             self._read_ms = self.now_ms
-            self._read = {worker: _engine_load(self.seats[worker].engine) for worker in self._book.loads}
+            self._read = {worker: self._engine_load(worker) for worker in self._book.loads}
         full, held = len(request.sequence_hashes), self._knowledge.held_blocks
         for worker in self._book.loads:
             engine, overlap = self.seats[worker].engine, overlaps.get(worker, 0)
@@ -575,11 +577,20 @@ class FleetRun:
                 held(worker),
             )
 
+    def _engine_load(self, worker: Worker) -> tuple[int, int, int, int, float]:
+        """Return of an engine: tokens of prompts that are yet to be computed, blocks in use, open requests, how many wait, usage."""
+        engine = self.seats[worker].engine
+        scheduler = engine.scheduler
+        waiting = (*scheduler.waiting, *scheduler.parked)
+        requests = (*scheduler.running, *waiting)
+        prefill = sum(max(0, each.prompt_tokens - each.computed_tokens) for each in requests)
+        blocks = self._blocks_in_use(worker)
+        return prefill, blocks, len(requests), len(waiting), blocks / engine.worker.manager.max_capacity
 
-def _engine_load(engine: MockEngine) -> tuple[int, int, int, int, float]:
-    """Return of an engine: tokens of prompts that are yet to be computed, blocks in use, open requests, how many wait, usage."""
-    scheduler = engine.scheduler
-    requests = (*scheduler.running, *scheduler.waiting, *scheduler.parked)
-    prefill = sum(max(0, each.prompt_tokens - each.computed_tokens) for each in requests)
-    metrics = engine.metrics
-    return prefill, metrics.active_blocks, len(requests), metrics.waiting, metrics.cache_usage
+    def _blocks_in_use(self, worker: Worker) -> int:
+        seat = self.seats[worker]
+        manager, plan = seat.engine.worker.manager, self._plan.get(seat.driven)
+        if plan is None or type(manager) is not MockerRadixManager:
+            return manager.num_active_blocks
+        # It counts slots of tokens, which grow in the passes of a plan too: those that have started.
+        return manager.active_blocks_after((bisect_left(plan, self.now_ms) + 1) * len(seat.engine.scheduler.running))

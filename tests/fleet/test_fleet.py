@@ -466,3 +466,22 @@ def test_time_counts_from_the_first_arrival_also_where_that_request_is_rejected(
     args = replace(ARGS, num_gpu_blocks=8, semantics="1.3.1")
     report = Fleet(engines(1, args), RoundRobin()).run([request(0, range(9)), request(10, [1])])
     assert report.completed[0].token_ms[-1] == report.duration_ms
+
+
+@pytest.mark.parametrize("backend", ["lineage", "vllm", "mocker_sglang", "mocker_sglang_1_6", "sglang"])
+@pytest.mark.parametrize("loads", ["router", "engine"])
+def test_with_and_without_plans_a_router_sees_the_same(backend, loads):
+    args = MockEngineArgs(num_gpu_blocks=96, block_size=4, engine_type="sglang" if "sglang" in backend else "vllm")
+
+    def seen(plans):
+        found = []
+
+        class Router(RoundRobin):
+            def pick(self, request, candidates):
+                found.append(candidates)
+                return super().pick(request, candidates)
+
+        Fleet(engines(3, args, backend), Router(), plans=plans, loads=loads).run(trace(output_tokens=(1, 40)))
+        return found
+
+    assert seen(True) == seen(False)

@@ -285,3 +285,14 @@ def test_with_and_without_plans_incidents_are_the_same(backend, seed):
         )
 
     assert serve(True) == serve(False)
+
+
+def test_the_clock_stops_before_a_crash_is_noticed():
+    class First:
+        def pick(self, request, candidates):
+            return 0
+
+    fleet = Fleet(engines(2), First(), stop_ms=100)
+    fleet.at(50).crash(0, notice_ms=200)
+    report = fleet.run(requests(4))
+    assert [] == report.completed
