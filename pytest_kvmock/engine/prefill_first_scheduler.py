@@ -221,13 +221,12 @@ class PrefillFirstScheduler(SglangScheduler):
         goes_on = [each for each in first if each.max_output_tokens - each.generated_tokens > 1]
         fits = self._driver.make_room([request.state for request in goes_on])
         for request in first:
-            left = request.max_output_tokens - request.generated_tokens
-            if left > 1 and fits:
-                self._generate_one(done, request)
-            elif left == 1:
+            if request.max_output_tokens - request.generated_tokens == 1:  # these come first in the output too
                 token = request.next_token()
                 self._driver.generate_last(request.state, token)
                 self._note_token(done, request, token)
+        for request in goes_on if fits else ():
+            self._generate_one(done, request)
         for request in sorted(first, key=lambda each: each.max_output_tokens > 0):  # those without output first
             if request.generated_tokens >= request.max_output_tokens:
                 self._finish(done, request)

@@ -20,7 +20,7 @@ EventsVisible: TypeAlias = Literal["pass_start", "pass_end"]
 """When the events of a pass are published."""
 
 ScheduledStatus: TypeAlias = Literal[
-    "waiting", "running", "preempted", "finished", "rejected", "failed", "aborted", "lost"
+    "waiting", "running", "preempted", "finished", "rejected", "failed", "aborted", "lost", "unfinished"
 ]
 
 
@@ -34,7 +34,7 @@ class ScheduledRequest:
         priority: larger is served first, where the scheduler has priorities.
         arrival_ms: when it arrived.
         status: "waiting" before its first admission, "running", "preempted" (it waits again), "finished", "rejected" (it
-            could never fit), "failed" (nor at the engine that it was to be handed over to), "aborted" or "lost" (its worker restarted).
+            could never fit), "failed" (nor at the engine that it was to be handed over to), "aborted", "lost" (its worker restarted) or "unfinished" (the clock of its fleet stopped).
         computed_tokens: its first tokens whose KV is computed, cached ones included; 0 while it waits.
         generated_tokens: how many it has generated.
         reused_tokens: the most tokens of it that one admission found cached (Dynamo: the maximum over admissions).

@@ -6,7 +6,8 @@ One subject: the interface. `fleet_run` has the clock, `router_calls` what a rou
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,15 +17,16 @@ from pytest_kvmock.fleet.arrivals import Arrivals
 from pytest_kvmock.fleet.fleet_events import EventDelay, Heard, Knowledge, TrueCaches
 from pytest_kvmock.fleet.fleet_report import FleetReport, RoutedRun
 from pytest_kvmock.fleet.fleet_run import FleetRun, LoadSource
-from pytest_kvmock.fleet.incidents import Incident, Moment
+from pytest_kvmock.fleet.incidents import NEXT_WORKER, Incident, Moment
 from pytest_kvmock.fleet.later_report import LaterReplayReport, Objectives
 from pytest_kvmock.fleet.later_report import Workers as WorkerCount
 from pytest_kvmock.fleet.mock_engine import MockEngine
-from pytest_kvmock.fleet.ranks import RankedWorker, Seat
+from pytest_kvmock.fleet.ranks import RankedWorker, seats_of
 from pytest_kvmock.fleet.replay_checks import check_sizes, turns_of
 from pytest_kvmock.fleet.report import ReplayReport
 from pytest_kvmock.fleet.router_calls import RouterCalls
 from pytest_kvmock.fleet.run_notes import Recorder
+from pytest_kvmock.router.routing import id_of
 from pytest_kvmock.router.selection import DynamoRouter
 
 if TYPE_CHECKING:
@@ -53,7 +55,7 @@ class Fleet:
         index: answers overlaps: it has `apply(event)` and `find_matches(local_hashes)`. None: a `RadixIndex`.
         semantics: the release whose closed loop is followed; None: that of the engines.
         loads: what candidates show: "router", the load book of Dynamo's router; "engine", what the engines really do.
-        loads_every_ms: with "engine", how old that may be, in milliseconds; 0: it is read at each pick.
+        loads_every_ms: with "engine", how old that may be, `waiting` and `usage` too, in milliseconds; 0: it is read at each pick.
         concurrency: how many requests are open at once, whatever their timestamps; None: they arrive by those.
         arrival_speedup: by what arrival times and delays are divided; above 0.
         trace_block_size: tokens for each hash id of a trace; see `replay`.
@@ -144,44 +146,41 @@ class Fleet:
         held = knowledge.held_events() if record else ()
         self._caches = TrueCaches(self.engines, held, counts_copies=copies) if record else None
         self._incidents: list[Incident] = []
+        self._run: FleetRun | None = None  # while it serves
 
     def __repr__(self) -> str:
         return f"<Fleet of {len(self.engines)} engines behind {self._calls.name}>"
 
     def at(self, ms: float) -> Moment:
-        """Return what may happen at a moment of the next run: `fleet.at(500).crash(1)`; `restart`, `leave`, `join` likewise.
+        """Return what may happen at a moment of the next run, or of the one under way: `fleet.at(500).crash(1)`; `restart`, `leave`, `join` too.
 
         Args:
             ms: when, in virtual milliseconds from the start of the run.
 
         Raises:
-            ValueError: that is no number of at least 0, or workers have ranks.
+            ValueError: that is no number of at least 0, or it is in the past.
         """
         check_number("Fleet.at: ms", ms, unit=" (milliseconds)")
-        if self._ranks > 1:
-            raise ValueError("Fleet.at: incidents are for workers of one rank, got dp_size above 1")
-        return Moment(ms, self._plan_incident, self._next_worker)
+        run = self._run
+        if run is not None and ms < run.now_ms - self._start_ms:
+            raise ValueError(f"Fleet.at: {ms:g} ms is in the past; the run is at {run.now_ms - self._start_ms:g} ms")
+        return Moment(ms, self._plan_incident)
 
-    def _next_worker(self) -> Worker:
-        joined = [each.worker for each in self._incidents if each.kind == "join"]
-        return max(each for each in (*self.engines, *joined) if isinstance(each, int)) + 1
-
-    def _plan_incident(self, incident: Incident) -> None:
-        """Take an incident into the plan, if with it workers are there to whom something happens.
+    def _plan_incident(self, incident: Incident) -> Worker:
+        """Take an incident into the plan, if with it workers are there to whom something happens; return to whom it does.
 
         Raises:
             TypeError: an engine that joins is none.
-            ValueError: there is no such worker then, or none would be left.
+            ValueError: there is no such worker then, there was one of that id, or none would be left.
         """
-        engine = incident.engine
-        if engine is not None:
-            if not isinstance(engine, MockEngine):
-                raise TypeError(f"Fleet.at: join takes a MockEngine, got {engine!r:.80}")
-            _check_together([*self.engines.items(), (incident.worker, engine)])
-        if incident.kind == "join" and engine is None and isinstance(self._knowledge, Heard):
-            raise TypeError("Fleet.at: join(engine) needs a MockEngine, as these are bare engines")
-        planned = sorted([*self._incidents, incident], key=lambda each: each.ms)
-        there = set(self.engines)
+        run = self._run
+        past = self._incidents if run is None else run.happened
+        known = {id_of(each) for each in (self.engines if run is None else run.seats)}
+        known.update(each.worker for each in past)
+        if incident.kind == "join":
+            incident = self._joining(incident, known)
+        planned = sorted([*past, incident], key=lambda each: each.ms)
+        there = set(map(id_of, self.engines))
         for each in planned:
             where = f"Fleet.at({each.ms:g}).{each.kind}({each.worker!r})"
             if each.kind == "join":
@@ -195,7 +194,31 @@ class Fleet:
                 there.discard(each.worker)
             if not there:
                 raise ValueError(f"{where}: no worker would be left")
-        self._incidents = planned
+        if run is None:
+            self._incidents = planned
+        else:
+            run.plan_incident(incident)
+        return incident.worker
+
+    def _joining(self, incident: Incident, known: Collection[int]) -> Incident:
+        """Return a join with the id of who joins, if it can."""
+        engine, worker = incident.engine, incident.worker
+        if engine is not None:
+            if not isinstance(engine, MockEngine):
+                raise TypeError(f"Fleet.at: join takes a MockEngine, got {engine!r:.80}")
+            if not isinstance(self._knowledge, Heard):
+                raise TypeError("Fleet.at: join of a fleet of a harness makes the engine itself; leave engine out")
+            if self._ranks > 1:
+                raise ValueError("Fleet.at: workers have ranks, whose engines join makes itself; leave engine out")
+            _check_together([*self.engines.items(), (worker, engine)])
+        if worker == NEXT_WORKER:
+            return replace(incident, worker=max(known) + 1)
+        check_integer("Fleet.at: join: worker", worker, 0, ", or None")
+        if worker in known:
+            raise ValueError(
+                f"Fleet.at({incident.ms:g}).join({worker}): ids are not used again; there is, or was, such a worker"
+            )
+        return incident
 
     def run(self, trace: Iterable[TraceRequest | FleetRequest], *, name: str | None = None) -> FleetReport:
         """Serve a trace.
@@ -238,7 +261,7 @@ class Fleet:
         for engine in engines:
             if not engine.is_idle or engine.is_in_pass:
                 raise ValueError(f"Fleet: {engine!r} has open requests; engines must be idle")
-        check_sizes(turns, engines, ())
+        check_sizes(turns, engines, who="Fleet")
         start_ms = float(max(engine.now_ms for engine in engines))
         arrivals = Arrivals(
             turns,
@@ -247,8 +270,8 @@ class Fleet:
             sessions_keep_place=self._release.sessions_keep_place,
             start_ms=start_ms,
         )
-        seats, workers = self._seats()
         self._trace = name, tuple(turns)
+        seats = seats_of(self.engines, in_lock_step=self._ranks > 1 and self._release.ranks_in_lock_step)
         self._start_ms = start_ms
         run = FleetRun(
             seats,
@@ -259,35 +282,23 @@ class Fleet:
             loads_every_ms=self._loads_every_ms,
             start_ms=start_ms,
             stop_ms=math.inf if self._stop_ms is None else start_ms + self._stop_ms,
-            has_ranks=self._ranks > 1,
             plans=self._plans,
             incidents=self._incidents,
             recorder=None if self._caches is None else Recorder(self._caches),
         )
         self._incidents = []
+        self._run = run
         self._knowledge.begin(self._calls)
         self._names_sessions = arrivals.depends_on_ends
 
         def finish() -> None:
             self._knowledge.end()
-            for worker in workers:
-                worker.close()
+            self._run = None
+            for seat in run.seats.values():
+                if isinstance(seat.driven, RankedWorker):
+                    seat.driven.close()
 
         return run, finish
-
-    def _seats(self) -> tuple[list[Seat], list[RankedWorker]]:
-        """Return the engines as the clock has them, and the workers whose ranks run in lock step."""
-        named = list(self.engines.items())
-        if self._ranks == 1 or not self._release.ranks_in_lock_step:
-            return [Seat(worker, engine, engine) for worker, engine in named], []
-        workers: list[RankedWorker] = []
-        seats: list[Seat] = []
-        for at in range(0, len(named), self._ranks):
-            ranks = named[at : at + self._ranks]
-            together = RankedWorker([engine for _, engine in ranks])
-            workers.append(together)
-            seats += [Seat(worker, engine, together) for worker, engine in ranks]
-        return seats, workers
 
     def _report(self, run: FleetRun) -> FleetReport:
         engines = [seat.engine for seat in run.seats.values()]

@@ -12,9 +12,11 @@ from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
+from pytest_kvmock.checks import check_number
 from pytest_kvmock.events import RouterEvent
 from pytest_kvmock.fleet.mock_engine import MockEngine
 from pytest_kvmock.router.index import KvEventError, RadixIndex
+from pytest_kvmock.router.routing import id_of
 
 if TYPE_CHECKING:
     from pytest_kvmock.events import StreamKey
@@ -72,15 +74,15 @@ class Knowledge(Protocol):
     def remove(self, worker: Worker) -> None:
         """Drop what is known of a worker that is gone."""
 
-    def join(self, worker: Worker, engine: MockEngine | None) -> MockEngine:
-        """Take one more worker; None: one like the others."""
+    def join(self, worker: Worker, engine: MockEngine | None, like: MockEngine) -> MockEngine:
+        """Take one more worker; where no engine is given, one like another."""
 
 
 class Late(Generic[_T]):
     """Things on their way, each with the moment at which it is due; those of one stream stay in order.
 
     Args:
-        delay: how late they are.
+        delay: how late they are; what a function returns must be a number of at least 0, else `take` raises a ValueError.
     """
 
     def __init__(self, delay: EventDelay) -> None:
@@ -107,7 +109,7 @@ class Late(Generic[_T]):
             if not self._delay:
                 return [thing for _, thing in new]
             for event, thing in new:
-                delay = self._delay(event) if callable(self._delay) else self._delay
+                delay = self._delay_of(event) if now_ms < math.inf else 0.0
                 moment = max(now_ms + delay, self._last_due.get(event.key, 0.0))
                 self._last_due[event.key] = moment
                 self._count += 1
@@ -115,6 +117,13 @@ class Late(Generic[_T]):
         while self._late and self._late[0][0] <= now_ms:
             due.append(heappop(self._late)[3])
         return due
+
+    def _delay_of(self, event: RouterEvent) -> float:
+        if not callable(self._delay):
+            return self._delay
+        delay = self._delay(event)
+        check_number(f"Fleet: what event_delay_ms returns of {event!r:.80}", delay, unit=" (milliseconds)")
+        return delay
 
     def drop(self, worker_id: int) -> None:
         """Drop what is on its way of a worker that is gone."""
@@ -205,20 +214,16 @@ class Heard:
 
     def remove(self, worker: Worker) -> None:
         """Drop what is known of a worker that is gone."""
-        worker_id = worker[0] if isinstance(worker, tuple) else worker
+        worker_id = id_of(worker)
         self._on_the_way.drop(worker_id)
         self._reference.remove_worker(worker_id)
         if self._index is not self._reference and callable(getattr(self._index, "remove_worker", None)):
             self._index.remove_worker(worker_id)
 
-    def join(self, worker: Worker, engine: MockEngine | None) -> MockEngine:
-        """Take one more worker.
-
-        Raises:
-            TypeError: no engine is given: bare ones are made by the user.
-        """
+    def join(self, worker: Worker, engine: MockEngine | None, like: MockEngine) -> MockEngine:
+        """Take one more worker."""
         if engine is None:
-            raise TypeError("Fleet: join(engine) needs a MockEngine, as the fleet is one of bare engines")
+            engine = MockEngine(like.args, backend=like.worker.backend, seed=hash(worker))
         engine.worker.publish_to(Tap(self._on_the_way, worker))
         return engine
 
@@ -262,7 +267,7 @@ class TrueCaches:
     def remove(self, worker: Worker) -> None:
         """Drop what a worker held that is gone, or empty."""
         self._hear()
-        self._index.remove_worker(worker[0] if isinstance(worker, tuple) else worker)
+        self._index.remove_worker(id_of(worker))
 
     def join(self, worker: Worker, engine: MockEngine) -> None:
         """Take one more worker."""
@@ -273,7 +278,7 @@ def by_worker(scores: Mapping[Any, int], *, has_ranks: bool) -> Mapping[Worker, 
     """Return scores by the names that workers have in a fleet: ids, or pairs of id and rank."""
     if has_ranks:
         return scores
-    return {key[0] if isinstance(key, tuple) else key: score for key, score in scores.items()}
+    return {id_of(key): score for key, score in scores.items()}
 
 
 class Tap:

@@ -140,7 +140,7 @@ class FleetReport(ReplayReport, ReportAssertions):
 
     @property
     def duration_ms(self) -> float:
-        """From the first arrival to the last token, both of requests that completed; 0 where none did."""
+        """From the first arrival to the last token of requests that completed; 0 where none did."""
         return self._figures.duration_ms
 
     def to_json(self) -> dict[str, Any]:

@@ -18,29 +18,31 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
-from heapq import heapify, heappop, heappush
+from collections.abc import Mapping, Sequence
+from heapq import heappop, heappush
+from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from pytest_kvmock.fleet.arrivals import FleetRequest
 from pytest_kvmock.fleet.beliefs import Beliefs
+from pytest_kvmock.fleet.candidates import Offer
 from pytest_kvmock.fleet.engine_state import EngineStalled
 from pytest_kvmock.fleet.incidents import Incident
-from pytest_kvmock.fleet.ranks import Seat
+from pytest_kvmock.fleet.ranks import RankedWorker, Seat, seats_of
 from pytest_kvmock.fleet.router_calls import RouterStalled
 from pytest_kvmock.fleet.run_notes import Pick, Recorder, RunNotes
 from pytest_kvmock.router.loads import LoadBook
-from pytest_kvmock.router.routing import Candidate, RouterRequest
+from pytest_kvmock.router.routing import RouterRequest, id_of
 
 if TYPE_CHECKING:
-    from pytest_kvmock.engine.scheduler import ForwardPass, ScheduledRequest
+    from pytest_kvmock.engine.scheduler import ScheduledRequest
     from pytest_kvmock.fleet.arrivals import Arrivals, Turn
     from pytest_kvmock.fleet.engine_request import EngineRequest
     from pytest_kvmock.fleet.fleet_events import Knowledge
     from pytest_kvmock.fleet.mock_engine import MockEngine
     from pytest_kvmock.fleet.ranks import Driven
     from pytest_kvmock.fleet.router_calls import Calls, RouterCalls
-    from pytest_kvmock.router.routing import Worker
+    from pytest_kvmock.router.routing import Candidate, Worker
 
 LoadSource: TypeAlias = Literal["router", "engine"]
 
@@ -57,7 +59,6 @@ class FleetRun:
         loads_every_ms: how old those of engines may be; 0: they are read at each pick.
         start_ms: when the clock starts.
         stop_ms: when it stops: from then on no pass starts, and no request arrives.
-        has_ranks: whether workers are named by id and rank.
         plans: whether passes that only decode are run in one go.
         incidents: what happens to workers, by time.
         recorder: notes passes and candidates; None: nothing does.
@@ -72,6 +73,7 @@ class FleetRun:
         arrived: how many requests arrived at the router.
         beliefs: compares what the router believes; None: it says nothing of that.
         notes: what is noted for the report, the picks of the router first.
+        happened: the incidents of the run, those to come too.
         sent_back: how often a request was sent to a worker that was gone, before the router knew.
     """
 
@@ -86,7 +88,6 @@ class FleetRun:
         loads_every_ms: float = 0.0,
         start_ms: float = 0.0,
         stop_ms: float = math.inf,
-        has_ranks: bool = False,
         plans: bool = True,
         incidents: Sequence[Incident] = (),
         recorder: Recorder | None = None,
@@ -96,19 +97,18 @@ class FleetRun:
         self._calls = calls
         self._knowledge = knowledge
         self._arrivals = arrivals
-        self._of_engines = loads == "engine"
-        self._loads_every = loads_every_ms
-        self._read_ms = -math.inf
-        self._read: dict[Worker, tuple[int, int, int]] = {}
         self._stop_ms = stop_ms
-        self._has_ranks = has_ranks
+        first = seats[0]
+        self._like, self._ranks = first.engine, first.engine.args.dp_size
+        self._has_ranks, self._in_lock_step = self._ranks > 1, isinstance(first.driven, RankedWorker)
         self._plans = plans
         self._book = LoadBook(self.seats)
         self.beliefs = Beliefs(calls, knowledge, self._book) if calls.beliefs else None
         calls.on_hook = None if self.beliefs is None else self.beliefs.after
         self.now_ms = start_ms
         self._block_size = seats[0].engine.args.block_size
-        self._waits_when_blocked = seats[0].engine.args.release.instant_passes_first
+        release = seats[0].engine.args.release
+        self._waits_when_blocked, self._stalls_at_once = release.instant_passes_first, release.stalls_at_once
         self._order: dict[Driven, int] = {}
         for seat in seats:
             self._order.setdefault(seat.driven, len(self._order))
@@ -116,15 +116,20 @@ class FleetRun:
         self._ends: list[tuple[float, int, int, Driven]] = []
         self._busy: dict[Driven, tuple[float, int]] = {}
         self._plan: dict[Driven, list[float]] = {}
+        every_ms = loads_every_ms if loads == "engine" else None
+        self._offer = Offer(self.seats, self._plan, self._book, knowledge, every_ms)
         self._recorded: set[Driven] = set()  # their plan is recorded
         self._started = 0
         self._idle: set[Driven] = set()  # they run no pass, and something happened to them since they could do nothing
         self._waiting: list[RouterRequest] = []
         self._asked: tuple[Candidate, ...] = ()
         # (when, order, incident) to come; workers that get no further request, and those that are gone.
-        self._incidents = [(start_ms + each.ms, order, each) for order, each in enumerate(incidents)]
-        heapify(self._incidents)
-        self._happened = len(self._incidents)
+        self._start_ms = start_ms
+        self._incidents: list[tuple[float, int, Incident]] = []
+        self._count = count()
+        self.happened: list[Incident] = []
+        for incident in incidents:
+            self.plan_incident(incident)
         self._leaving: set[Worker] = set()
         self._gone: set[Worker] = set()
         self.sent_back = 0
@@ -160,13 +165,8 @@ class FleetRun:
                     continue
             moment = self._next_moment()
             if moment == math.inf:
-                if self._waiting and self.now_ms < self._stop_ms:
-                    raise RouterStalled(self.now_ms, self._waiting, self._asked)
-                if self._routed and self.now_ms < self._stop_ms:
-                    schedulers = [seat.engine.scheduler for seat in self.seats.values()]
-                    running = tuple(each for scheduler in schedulers for each in scheduler.running)
-                    waiting = tuple(each for scheduler in schedulers for each in scheduler.waiting)
-                    raise EngineStalled(self.now_ms, running, waiting, 0)
+                if self.now_ms < self._stop_ms and not self._incidents:  # one to come would come after the stop
+                    self._check_served()
                 break
             self.now_ms = moment
         self._leave_open()
@@ -175,12 +175,23 @@ class FleetRun:
             if incident.kind == "notice":  # of a crash that happened
                 self._knowledge.remove(incident.worker)
 
+    def _check_served(self) -> None:
+        """Raise if requests are left for which nothing happens any more."""
+        if self._routed:
+            schedulers = [seat.engine.scheduler for seat in self.seats.values()]
+            running = tuple(each for scheduler in schedulers for each in scheduler.running)
+            waiting = tuple(each for scheduler in schedulers for each in (*scheduler.waiting, *scheduler.parked))
+            raise EngineStalled(self.now_ms, running, waiting, 0)
+        if self._waiting:
+            raise RouterStalled(self.now_ms, self._waiting, self._asked)
+
     def _next_moment(self) -> float:
         ends = self._ends
         while ends and self._busy.get(ends[0][3]) != (ends[0][0], ends[0][1]):
             heappop(ends)
         moments = [ends[0][0]] if ends else []
-        if (arrival := self._arrivals.next_ms) < self._stop_ms:
+        # In a closed loop one may have waited long for the place that is free now.
+        if (arrival := max(self._arrivals.next_ms, self.now_ms)) < self._stop_ms:
             moments.append(arrival)
         if self._incidents and (moments or self._waiting) and self._incidents[0][0] < self._stop_ms:
             moments.append(self._incidents[0][0])
@@ -222,7 +233,10 @@ class FleetRun:
                 end = driven.start_pass(self.now_ms).end_ms
                 yield from self._knowledge.deliver(self.now_ms)
             if end <= self.now_ms:
-                at_once |= yield from self._end_pass(driven)
+                did_something = yield from self._end_pass(driven)
+                if not did_something and self._stalls_at_once:
+                    self._check_served()
+                at_once |= did_something
             else:
                 self._note_end(driven, end)
         return at_once
@@ -266,7 +280,8 @@ class FleetRun:
         # In releases before 1.6.1 one that can do nothing tries again and again, at the same moment, until it counts as stalled.
         if done.did_something or not self._waits_when_blocked:
             self._idle.add(driven)
-        for request in self._ended_first(done):
+        # In the order of the original: who was to generate nothing, who generated, whom the engine rejected.
+        for request in [each for each in done.finished if not each.generated_tokens]:
             yield from self._finished(request)
         for request in done.generated:
             routed = self._routed.get(request)
@@ -277,19 +292,14 @@ class FleetRun:
             elif len(request.token_ms) == 1:
                 self._book.first_token(routed[0])
                 yield from self._signal("first_token", routed[0])
+        for request in done.rejected:
+            yield from self._finished(request)
         return done.did_something
 
     def _sample(self, driven: Driven) -> None:
         if self.notes.recorder is not None:
             of = [(self._position[seat.worker], seat.engine) for seat in self.seats.values() if seat.driven is driven]
             self.notes.recorder.passed(self.now_ms, of)
-
-    def _ended_first(self, done: ForwardPass) -> Iterable[ScheduledRequest]:
-        """Requests that ended without a token of this pass: rejected, or asked for none."""
-        if not done.rejected and len(done.finished) <= len(done.generated):
-            return ()
-        generated = set(map(id, done.generated))
-        return [*done.rejected, *(each for each in done.finished if id(each) not in generated)]
 
     # ---------------------------------------------------------------------------------------------- a request
 
@@ -347,14 +357,14 @@ class FleetRun:
         overlaps = self._knowledge.overlaps(request) if overlaps is None else overlaps
         if self.beliefs is not None:
             yield from self.beliefs.check(request)
-        candidates = self._candidates(request, overlaps)
+        candidates = self._offer.shown(request, overlaps, self.now_ms)
         self._asked = candidates
         worker = yield from self._calls.pick(request, candidates, self._position, has_ranks=self._has_ranks)
         if worker is None:
             return False
         known = request.overlaps or {}
         if self.notes.recorder is not None:
-            self.notes.recorder.picked(request, worker, self._candidates_of_book(request, {}), overlaps)
+            self.notes.recorder.picked(request, worker, self._offer.of_book(request, {}, self.now_ms), overlaps)
         request.status = "running"
         self._book.dispatched(request, worker, known.get(worker, 0))
         best = max((overlaps.get(each, 0) for each in self._book.loads), default=0) if overlaps else 0
@@ -418,19 +428,24 @@ class FleetRun:
         self._arrivals.done(self._turn_of.pop(request), self.now_ms)
         yield from self._signal("finished", request)
         if worker in self._leaving:
-            self._drain(worker)
+            self._drain(id_of(worker))
 
     def _leave_open(self) -> None:
         """Drop what is open as the clock stopped."""
-        for request, _ in self._routed.values():
-            request.status = "unfinished"
         for request in self._waiting:
             request.status = "unfinished"
         if self._routed:
             for seat in self.seats.values():
                 seat.engine.close()
+        for served, (request, _) in self._routed.items():
+            served.status = request.status = "unfinished"
 
     # ------------------------------------------------------------------------------------------------- incidents
+
+    def plan_incident(self, incident: Incident) -> None:
+        """Have an incident happen, at its time after the start."""
+        heappush(self._incidents, (self._start_ms + incident.ms, next(self._count), incident))
+        self.happened.append(incident)
 
     def _happen(self) -> Calls:
         """Let the incidents happen that are due by now."""
@@ -440,64 +455,70 @@ class FleetRun:
 
     def _do(self, incident: Incident) -> Calls:
         worker = incident.worker
+        ranks = self._ranks_of(worker)
         match incident.kind:
             case "join":
-                engine = self._knowledge.join(worker, incident.engine)
-                seat = self.seats[worker] = Seat(worker, engine, engine)
-                self._position[worker], self._order[engine] = len(self._position), len(self._order)
-                self._book.add_worker(worker)
-                self.notes.happens(self.now_ms, "join", worker, engine)
-                yield from self._tell("worker_added", worker)
+                ranks = [(worker, rank) for rank in range(self._ranks)] if self._ranks > 1 else [worker]
+                made = {each: self._knowledge.join(each, incident.engine, self._like) for each in ranks}
+                for seat in seats_of(made, in_lock_step=self._in_lock_step):
+                    self.seats[seat.worker] = seat
+                    self._position[seat.worker] = len(self._position)
+                    self._order.setdefault(seat.driven, len(self._order))
+                    self._book.add_worker(seat.worker)
+                self.notes.happens(self.now_ms, "join", worker, made)
+                yield from self._tell("worker_added", ranks)
                 yield from self._knowledge.deliver(self.now_ms)
-                self._idle.add(seat.driven)
             case "notice":
-                self._book.remove_worker(worker)
+                for each in ranks:
+                    self._book.remove_worker(each)
                 self._knowledge.remove(worker)
-                yield from self._tell("worker_removed", worker)
+                yield from self._tell("worker_removed", ranks)
             case "leave":
-                self._leaving.add(worker)
-                self.notes.happens(self.now_ms, "leave", worker, self.seats[worker].engine)
-                self._book.remove_worker(worker)
+                self._leaving.update(ranks)
+                self.notes.happens(self.now_ms, "leave", worker, ranks)
+                for each in ranks:
+                    self._book.remove_worker(each)
                 self._drain(worker)
-                yield from self._tell("worker_removed", worker)
+                yield from self._tell("worker_removed", ranks)
             case "crash":
-                self._gone.add(worker)
+                self._gone.update(ranks)
                 lost = yield from self._lose_requests(incident, announced=False)
                 if incident.notice_ms:
-                    self._happened += 1
-                    told = Incident(incident.ms + incident.notice_ms, "notice", worker)
-                    heappush(self._incidents, (self.now_ms + incident.notice_ms, self._happened, told))
+                    notice = Incident(incident.ms + incident.notice_ms, "notice", worker)
+                    heappush(self._incidents, (self.now_ms + incident.notice_ms, next(self._count), notice))
                 else:
                     yield from self._do(Incident(incident.ms, "notice", worker))
                 self._waiting += lost
             case "restart":
                 lost = yield from self._lose_requests(incident, announced=incident.announced)
                 if incident.announced:
-                    yield from self._tell("worker_removed", worker)
-                    yield from self._tell("worker_added", worker)
+                    yield from self._tell("worker_removed", ranks)
+                    yield from self._tell("worker_added", ranks)
                 self._waiting += lost
 
     def _lose_requests(self, incident: Incident, *, announced: bool) -> Calls:
         """Empty the engine of a worker; return those of its requests that wait for another, in the order of their dispatch."""
-        worker = incident.worker
-        seat = self.seats[worker]
-        plan = self._plan.pop(seat.driven, None)
-        if plan is not None:  # what it generated by now came out
-            del plan[bisect_right(plan, self.now_ms) :]
-            self._record_plan(seat.driven, plan)
-            if plan:
-                seat.engine.run_plan(plan)
-        self._busy.pop(seat.driven, None)
-        lost = [(served, request) for served, (request, of) in self._routed.items() if of == worker]
+        seats = [self.seats[each] for each in self._ranks_of(incident.worker)]
+        ranks = {seat.worker for seat in seats}
+        for seat in seats:
+            plan = self._plan.pop(seat.driven, None)
+            if plan is not None:  # what it generated by now came out
+                del plan[bisect_right(plan, self.now_ms) :]
+                self._record_plan(seat.driven, plan)
+                if plan:
+                    seat.engine.run_plan(plan)
+            self._busy.pop(seat.driven, None)
+        lost = [(served, request) for served, (request, of) in self._routed.items() if of in ranks]
+        for seat in seats:
+            seat.engine.retract_pass()
+            self._knowledge.restart(seat.worker, seat.engine, announced=announced)
         for served, request in lost:
             del self._routed[served]
-            while served.token_ms and served.token_ms[-1] > self.now_ms:  # of the pass that was under way
-                served.token_ms.pop()
             if served.token_ms:
                 self._first_ms.setdefault(request, served.token_ms[0])
-        seat.engine.retract_pass()
-        self._knowledge.restart(worker, seat.engine, announced=announced)
-        self.notes.happens(self.now_ms, incident.kind, worker, seat.engine, len(lost))
+        if isinstance(seats[0].driven, RankedWorker):
+            seats[0].driven.restarted()
+        self.notes.happens(self.now_ms, incident.kind, incident.worker, ranks, len(lost))
         again: list[RouterRequest] = []
         for served, request in lost:
             served.status = "lost"  # also one that the pass under way would have ended
@@ -513,10 +534,15 @@ class FleetRun:
 
     def _drain(self, worker: Worker) -> None:
         """Forget a worker that leaves, once it has served what it had."""
-        if not any(of == worker for _, of in self._routed.values()):
-            self._leaving.discard(worker)
-            self._gone.add(worker)
+        ranks = self._ranks_of(worker)
+        if not any(of in ranks for _, of in self._routed.values()):
+            self._leaving.difference_update(ranks)
+            self._gone.update(ranks)
             self._knowledge.remove(worker)
+
+    def _ranks_of(self, worker: Worker) -> Sequence[Worker]:
+        """Return what the router calls the ranks of a worker: the worker itself where it has one."""
+        return [each for each in self.seats if id_of(each) == worker]
 
     @property
     def staying(self) -> dict[Worker, MockEngine]:
@@ -524,66 +550,7 @@ class FleetRun:
         away = self._gone | self._leaving
         return {worker: seat.engine for worker, seat in self.seats.items() if worker not in away}
 
-    def _tell(self, hook: str, worker: Worker) -> Calls:
+    def _tell(self, hook: str, workers: Sequence[Worker]) -> Calls:
         if self._calls.wants(hook):
-            yield from self._calls.hook(hook, self.now_ms, worker)
-
-    # ------------------------------------------------------------------------------------------------ candidates
-
-    def _candidates(self, request: RouterRequest, overlaps: Mapping[Worker, int]) -> tuple[Candidate, ...]:
-        find = self._candidates_of_engines if self._of_engines else self._candidates_of_book
-        return tuple(find(request, overlaps))
-
-    def _candidates_of_book(self, request: RouterRequest, overlaps: Mapping[Worker, int]) -> Sequence[Candidate]:
-        chain, held, found = request.sequence_hashes, self._knowledge.held_blocks, []
-        for worker, load in self._book.loads.items():
-            engine = self.seats[worker].engine
-            scheduler, manager = engine.scheduler, engine.worker.manager
-            found.append(
-                Candidate(
-                    worker,
-                    overlaps.get(worker, 0),
-                    load.prefill_tokens,
-                    load.blocks,
-                    load.new_blocks(chain),
-                    load.requests,
-                    len(scheduler.waiting) + len(scheduler.parked),
-                    manager.num_active_blocks / manager.max_capacity,
-                    manager.max_capacity,
-                    engine.args.max_num_batched_tokens,
-                    held(worker),
-                )
-            )
-        return found
-
-    def _candidates_of_engines(self, request: RouterRequest, overlaps: Mapping[Worker, int]) -> Iterable[Candidate]:
-        if not self._read or self.now_ms - self._read_ms >= self._loads_every:
-            self._read_ms = self.now_ms
-            self._read = {worker: _engine_load(self.seats[worker].engine) for worker in self._book.loads}
-        full, held = len(request.sequence_hashes), self._knowledge.held_blocks
-        for worker in self._book.loads:
-            seat = self.seats[worker]
-            engine, overlap = seat.engine, overlaps.get(worker, 0)
-            prefill, blocks, active = self._read.get(worker, (0, 0, 0))
-            metrics = engine.metrics
-            yield Candidate(
-                worker,
-                overlap,
-                prefill,
-                blocks,
-                full - overlap,
-                active,
-                metrics.waiting,
-                metrics.cache_usage,
-                metrics.total_blocks,
-                engine.args.max_num_batched_tokens,
-                held(worker),
-            )
-
-
-def _engine_load(engine: MockEngine) -> tuple[int, int, int]:
-    """Return of an engine: tokens of prompts that are yet to be computed, blocks in use, open requests."""
-    scheduler = engine.scheduler
-    requests = (*scheduler.running, *scheduler.waiting, *scheduler.parked)
-    prefill = sum(max(0, each.prompt_tokens - each.computed_tokens) for each in requests)
-    return prefill, engine.worker.manager.num_active_blocks, len(requests)
+            for worker in workers:
+                yield from self._calls.hook(hook, self.now_ms, worker)

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from pytest_kvmock.router.routing import Worker
 
 Kind: TypeAlias = Literal["crash", "notice", "restart", "leave", "join"]
+NEXT_WORKER: Final = -1
+"""The id of a worker that joins and is given none: it gets the next one."""
+
 Lost: TypeAlias = Literal["resubmit", "drop"]
 _LOST: Final = ("resubmit", "drop")
 
@@ -24,7 +27,7 @@ class Incident:
     Attributes:
         ms: when, in virtual milliseconds from the start of a run.
         kind: what happens; "notice": the router learns of a crash.
-        worker: to whom; of a join, who comes.
+        worker: to whom, its id; all its ranks. Of a join, who comes, or NEXT_WORKER.
         lost: what becomes of the requests that it had.
         notice_ms: how much later the router learns of a crash.
         announced: whether a restart is announced.
@@ -33,7 +36,7 @@ class Incident:
 
     ms: float
     kind: Kind
-    worker: Worker
+    worker: int
     lost: Lost = "resubmit"
     notice_ms: float = 0.0
     announced: bool = True
@@ -45,20 +48,18 @@ class Moment:
 
     Args:
         ms: when, in virtual milliseconds from the start of a run.
-        plan: takes an incident into the plan of the fleet, if that can be.
-        next_worker: names a worker that comes.
+        plan: takes an incident into the plan of the fleet, if that can be, and returns to whom it happens.
     """
 
-    def __init__(self, ms: float, plan: Callable[[Incident], None], next_worker: Callable[[], Worker]) -> None:
+    def __init__(self, ms: float, plan: Callable[[Incident], Worker]) -> None:
         self._ms = ms
         self._plan = plan
-        self._next_worker = next_worker
 
-    def crash(self, worker: Worker, lost: Lost = "resubmit", notice_ms: float = 0.0) -> None:
+    def crash(self, worker: int, lost: Lost = "resubmit", notice_ms: float = 0.0) -> None:
         """Lose a worker for good: the pass under way is lost, and so are its requests, which leave the books at once.
 
         Args:
-            worker: who.
+            worker: its id; all its ranks.
             lost: "resubmit": its requests are sent to the router anew, from their prompts (`request.attempt` + 1); "drop": they end
                 as "lost".
             notice_ms: how long the router still sees it; what it sends there is sent back, and waits.
@@ -71,7 +72,7 @@ class Moment:
         check_number("crash: notice_ms", notice_ms, unit=" (milliseconds)")
         self._plan(Incident(self._ms, "crash", worker, lost, notice_ms))
 
-    def restart(self, worker: Worker, announced: bool = True, lost: Lost = "resubmit") -> None:
+    def restart(self, worker: int, announced: bool = True, lost: Lost = "resubmit") -> None:
         """Restart a worker: it is empty, and its requests are lost.
 
         Args:
@@ -87,7 +88,7 @@ class Moment:
             raise ValueError(f"restart: {unknown_text('lost', lost, _LOST)}")
         self._plan(Incident(self._ms, "restart", worker, lost, announced=announced))
 
-    def leave(self, worker: Worker) -> None:
+    def leave(self, worker: int) -> None:
         """Have a worker leave: it gets no further request, ends those that it has, and then what it holds is forgotten.
 
         Raises:
@@ -95,19 +96,22 @@ class Moment:
         """
         self._plan(Incident(self._ms, "leave", worker))
 
-    def join(self, engine: MockEngine | None = None) -> Worker:
-        """Have one more worker join, with an id that no other had.
+    def join(self, worker: int | None = None, *, engine: MockEngine | None = None, after_ms: float = 0.0) -> Worker:
+        """Have one more worker join.
 
         Args:
-            engine: its engine, of a fleet of bare engines; None: one like the others, of a fleet of a harness.
+            worker: its id, which no other has or had; None: the next one.
+            engine: its engine, of a fleet of bare engines; None: one like the first.
+            after_ms: how long it takes to start: it joins so much later.
 
         Returns:
-            What it is called.
+            Its id.
 
         Raises:
-            TypeError: an engine is needed, or is given where none is.
-            ValueError: it is not one that could serve here.
+            TypeError: what is given is no engine, or the fleet is one of a harness, which makes engines itself.
+            ValueError: the id was used, the engine is not one that could serve here, or a number is out of range.
         """
-        worker = self._next_worker()
-        self._plan(Incident(self._ms, "join", worker, engine=engine))
-        return worker
+        check_number("join: after_ms", after_ms, unit=" (milliseconds)")
+        return self._plan(
+            Incident(self._ms + after_ms, "join", NEXT_WORKER if worker is None else worker, engine=engine)
+        )

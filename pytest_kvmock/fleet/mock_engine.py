@@ -106,9 +106,9 @@ class MockEngine:
             raise
 
     def worker_restarted(self) -> None:
-        """Begin anew, as the worker did: nothing runs, waits or arrives. Time, requests, passes and preemptions stay."""
+        """Begin anew, as the worker did: nothing runs, waits or arrives, and a pass under way is lost. Time and figures stay."""
         self._arriving.clear()
-        self._under_way = None
+        self._forget_pass()
         self._last_delivered = min(self._last_delivered, self.now_ms)
         self._idle_passes = 0
         self._begin()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, TypeAlias
 
 from pytest_kvmock.engine.scheduler import ForwardPass
+from pytest_kvmock.router.routing import id_of
 
 if TYPE_CHECKING:
     from pytest_kvmock.fleet.mock_engine import MockEngine
@@ -98,7 +99,24 @@ class RankedWorker:
         done.may_do_more = any(each.may_do_more for each in passes)
         return done
 
+    def restarted(self) -> None:
+        """Begin anew, as all ranks did."""
+        self._count, self._under_way = 0, []
+        for engine in self.ranks:
+            engine.scheduler.is_rank = True
+
     def close(self) -> None:
         """Let the ranks run by themselves again."""
         for engine in self.ranks:
             engine.scheduler.is_rank = engine.scheduler.defers_prefills = False
+
+
+def seats_of(engines: Mapping[Worker, MockEngine], *, in_lock_step: bool) -> list[Seat]:
+    """Return the seats of engines; `in_lock_step`: those of one worker id run together."""
+    together: dict[Worker, list[MockEngine]] = {}
+    for worker, engine in engines.items():
+        together.setdefault(id_of(worker) if in_lock_step else worker, []).append(engine)
+    driven: dict[MockEngine, Driven] = {}
+    for ranks in together.values():
+        driven.update(dict.fromkeys(ranks, RankedWorker(ranks) if in_lock_step else ranks[0]))
+    return [Seat(worker, engine, driven[engine]) for worker, engine in engines.items()]

@@ -206,7 +206,9 @@ def _own_prompt(request: FleetRequest, block_size: int) -> Prompt:
 # ----------------------------------------------------------------------------------------------------------- sizes
 
 
-def check_sizes(turns: Iterable[Turn], engines: Iterable[MockEngine], prefill: Iterable[MockEngine]) -> None:
+def check_sizes(
+    turns: Iterable[Turn], engines: Iterable[MockEngine], prefill: Iterable[MockEngine] = (), who: str = "replay"
+) -> None:
     """Check that each request fits each engine that may get it, or is rejected there; see `MockEngine.dispatch`.
 
     Raises:
@@ -215,11 +217,11 @@ def check_sizes(turns: Iterable[Turn], engines: Iterable[MockEngine], prefill: I
     serving, computing = _sizes(engines), _sizes(prefill)
     for position, turn in enumerate(turns):
         if computing:
-            accepted = [_accepts(size, turn, 1, position, "prefill") for size in computing]
+            accepted = [_accepts(size, turn, 1, f"{who}: requests[{position}]", "prefill") for size in computing]
             if not any(accepted):
                 continue  # no decode engine gets it
         for size in serving:
-            _accepts(size, turn, turn.trace.output_length, position, "engines")
+            _accepts(size, turn, turn.trace.output_length, f"{who}: requests[{position}]", "engines")
 
 
 def _sizes(engines: Iterable[MockEngine]) -> list[EngineSize]:
@@ -227,14 +229,14 @@ def _sizes(engines: Iterable[MockEngine]) -> list[EngineSize]:
     return list(dict.fromkeys(EngineSize.of(engine.args) for engine in engines))
 
 
-def _accepts(size: EngineSize, turn: Turn, output: int, position: int, engines: str) -> bool:
+def _accepts(size: EngineSize, turn: Turn, output: int, where: str, engines: str) -> bool:
     """Return whether engines of this size accept a request with so much output; False: they reject it."""
     prompt = turn.prompt.length(size.block_size)
     if size.rejects_prompt(prompt):
         return False
     needed = size.exceeded_by(prompt, output)
     if needed:
-        request = f"replay: requests[{position}] of {prompt} tokens and {output} of output"
+        request = f"{where} of {prompt} tokens and {output} of output"
         raise RequestTooLarge(needed, size.blocks, request, engines)
     return True
 

@@ -51,9 +51,9 @@ class EngineReport:
 
     @property
     def duration_ms(self) -> float:
-        """From the first arrival to the last token, both of requests that completed; 0 where none did."""
+        """From the first arrival, be it of a request that is rejected, to the last token of those that completed; 0 without one."""
         ends = [request.token_ms[-1] for request in self.completed if request.token_ms]
-        return max(ends) - min(request.arrival_ms for request in self.completed) if ends else 0.0
+        return max(ends) - min(request.arrival_ms for request in self.requests) if ends else 0.0
 
     @property
     def reused_ratio(self) -> float:

@@ -8,9 +8,10 @@ from inspect import isawaitable, iscoroutine, iscoroutinefunction, signature
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from pytest_kvmock.fleet.routing_figures import aligned
+from pytest_kvmock.router.routing import Candidate
 
 if TYPE_CHECKING:
-    from pytest_kvmock.router.routing import Candidate, RouterRequest, Worker
+    from pytest_kvmock.router.routing import RouterRequest, Worker
 
 HOOKS: Final = ("dispatched", "first_token", "finished", "apply", "worker_added", "worker_removed", "next_waiting")
 """The methods that a router may have beside `pick`."""
@@ -195,12 +196,17 @@ class RouterCalls:
             RouterError: it raised, was slow, or returned what is no worker.
         """
         chosen = yield from self._call("pick", self._pick, request, candidates, request, candidates)
-        if chosen is None or chosen in {each.worker for each in candidates}:
-            return chosen
+        if chosen is None:
+            return None
+        for each in candidates:
+            if each.worker == chosen:
+                return each.worker
         offered = ", ".join(repr(each.worker) for each in candidates[:8]) + (", ..." if len(candidates) > 8 else "")
         if has_ranks and not isinstance(chosen, tuple):
             why = "workers have ranks, so it must be a pair (worker id, rank)"
-        elif chosen in known:
+        elif isinstance(chosen, Candidate):
+            why = "that is a candidate; return its worker"
+        elif any(chosen == each for each in known):
             why = "that worker is gone"
         else:
             why = "there is no such worker"

@@ -53,13 +53,13 @@ class Happened(NamedTuple):
     Attributes:
         ms: when, in virtual milliseconds.
         kind: "crash", "restart", "leave" or "join".
-        worker: to whom.
+        worker: to whom, by the id.
         lost: how many requests it lost.
     """
 
     ms: float
     kind: str
-    worker: Worker
+    worker: int
     lost: int = 0
 
 
@@ -143,17 +143,26 @@ class RunNotes:
             upto = len(self.picks) if term.until is None else term.until[1]
             term.open += max(0, upto - since)
 
-    def happens(self, now_ms: float, kind: str, worker: Worker, engine: MockEngine, lost: int = 0) -> None:
-        """Note an incident: who comes, and who goes."""
+    def happens(self, now_ms: float, kind: str, worker: int, ranks: Any, lost: int = 0) -> None:
+        """Note an incident: who comes, and who goes.
+
+        Args:
+            now_ms: when.
+            kind: what.
+            worker: the id of the worker.
+            ranks: what the router calls its ranks, or the worker itself; of a join a mapping of these to their engines.
+            lost: how many requests it lost.
+        """
         self.happened.append(Happened(now_ms, kind, worker, lost))
-        if kind == "join":
-            self._terms[worker] = _Term(engine, (now_ms, len(self.picks)))
-            if self.recorder is not None:
-                self.recorder.caches.join(worker, engine)
-        elif kind in ("crash", "leave"):
-            self._terms[worker].until = now_ms, len(self.picks)
-        if kind in ("crash", "restart") and self.recorder is not None:
-            self.recorder.caches.remove(worker)
+        for each in ranks:
+            if kind == "join":
+                self._terms[each] = _Term(ranks[each], (now_ms, len(self.picks)))
+            elif kind in ("crash", "leave"):
+                self._terms[each].until = now_ms, len(self.picks)
+            if self.recorder is not None and kind == "join":
+                self.recorder.caches.join(each, ranks[each])
+            elif self.recorder is not None and kind in ("crash", "restart"):
+                self.recorder.caches.remove(each)
 
     def close(self, now_ms: float) -> list[Service]:
         """End the notes; what each worker did, in the order in which they came."""

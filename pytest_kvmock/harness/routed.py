@@ -11,6 +11,7 @@ from pytest_kvmock.checks import check_integer, check_number
 from pytest_kvmock.fleet.fleet import Fleet
 from pytest_kvmock.fleet.fleet_events import EventDelay, Late, by_worker
 from pytest_kvmock.hygiene.problem import ROUTER_RULES, Problem
+from pytest_kvmock.router.routing import id_of
 from pytest_kvmock.router.selection import DynamoRouter
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ class JudgedEvents:
     def restart(self, worker: Worker, engine: MockEngine, *, announced: bool) -> None:
         """Restart a worker; one that nobody announces is a fault, to which what follows is attributed."""
         if announced:
-            self._on_the_way.drop(_id_of(worker))
+            self._on_the_way.drop(id_of(worker))
             self._untold.discard(worker)
             engine.worker.restart(announced=True)
         else:
@@ -155,22 +156,12 @@ class JudgedEvents:
 
     def remove(self, worker: Worker) -> None:
         """Remove a worker that is gone from router and index."""
-        self._on_the_way.drop(_id_of(worker))
-        self._harness.remove_worker(_id_of(worker))
+        self._on_the_way.drop(id_of(worker))
+        self._harness.remove_worker(id_of(worker))
 
-    def join(self, worker: Worker, engine: MockEngine | None) -> MockEngine:
-        """Make one more worker.
-
-        Raises:
-            TypeError: an engine is given.
-        """
-        if engine is not None:
-            raise TypeError("Fleet: join() of a fleet of a harness makes the engine itself; leave engine out")
-        return self._harness.engine(_id_of(worker))
-
-
-def _id_of(worker: Worker) -> int:
-    return worker[0] if isinstance(worker, tuple) else worker
+    def join(self, worker: Worker, engine: MockEngine | None, like: MockEngine) -> MockEngine:  # noqa: ARG002 - it is made by the profile
+        """Make one more worker."""
+        return self._harness.engine(*(worker if isinstance(worker, tuple) else (worker, 0)))
 
 
 def make_fleet(
@@ -200,7 +191,10 @@ def make_fleet(
     elif backends is None:
         serving = [harness.worker(each, rank) for each in range(workers) for rank in range(size)]
     else:
-        serving = [harness.worker(None, backend=backends[each % len(backends)]) for each in range(workers)]
+        serving = []
+        for each in range(workers):
+            first = harness.worker(None, backend=backends[each % len(backends)])
+            serving += [first, *(harness.worker(first.worker_id, rank, first.backend) for rank in range(1, size))]
     engines: dict[Worker, MockEngine] = {
         (worker.worker_id, worker.dp_rank) if size > 1 else worker.worker_id: harness.engine(
             worker.worker_id, worker.dp_rank, **(engine or {})

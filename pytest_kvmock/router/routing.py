@@ -12,6 +12,12 @@ if TYPE_CHECKING:
 Worker: TypeAlias = "int | tuple[int, int]"
 """A worker as routers name it: its id, or its id and rank where workers have more ranks than one."""
 
+
+def id_of(worker: Worker) -> int:
+    """Return the id of a worker, whatever its rank."""
+    return worker[0] if isinstance(worker, tuple) else worker
+
+
 RequestStatus: TypeAlias = Literal["waiting", "running", "finished", "rejected", "aborted", "lost", "unfinished"]
 
 ENDED: Final = frozenset({"finished", "rejected", "aborted", "lost", "unfinished"})

@@ -32,13 +32,11 @@ class _Rules:
         threshold: of its queue, by default.
         least_tree: of equal costs, the worker wins that holds the fewest blocks in all.
         takes_credit: the cached blocks are a credit; else they are taken off the prompt, however much is computed there.
-        unlimited: the budget of an engine that has none.
     """
 
     threshold: float | None
     least_tree: bool = False
     takes_credit: bool = True
-    unlimited: int = 10_000_000
 
 
 ROUTER_RELEASES: Final = MappingProxyType(
@@ -46,10 +44,12 @@ ROUTER_RELEASES: Final = MappingProxyType(
         "1.1.1": _Rules(4.0, least_tree=True, takes_credit=False),
         "1.2.1": _Rules(4.0),
         "1.3.1": _Rules(16.0),
-        "1.6.1": _Rules(None, unlimited=8192),
+        "1.6.1": _Rules(None),
     }
 )
 
+_UNLIMITED: Final = 10_000_000  # tokens of a pass, of an engine without a limit: the original's number
+_REMEMBERED: Final = 1_000  # picks that `explain` can look back at
 _POLICIES: Final = ("fcfs", "lcfs", "wspt")
 
 
@@ -141,6 +141,8 @@ class DynamoRouter:
         self._sent: dict[RouterRequest, Worker] = {}
         self._blocks: dict[Worker, int] = {}
         self._refused: RouterRequest | None = None  # it was asked for last, and found all workers busy
+        # Of the last requests that it was asked for: the candidates, what each cost (None where it waits), who was chosen.
+        self._asked: dict[RouterRequest, tuple[Sequence[Candidate], Sequence[float] | None, Worker | None]] = {}
 
     def __repr__(self) -> str:
         return f"<DynamoRouter {self.semantics}>"
@@ -193,7 +195,7 @@ class DynamoRouter:
         """Whether a worker has so much to compute that it counts as busy."""
         if self._threshold is None or not self._tracks_prefill:
             return False
-        budget = candidate.max_batched_tokens or self._rules.unlimited
+        budget = candidate.max_batched_tokens or _UNLIMITED
         return candidate.prefill_tokens > self._threshold * budget
 
     # ------------------------------------------------------------------------------------------------- pick
@@ -203,12 +205,27 @@ class DynamoRouter:
         self._refused = None
         if all(map(self.is_busy, candidates)):
             self._refused = request
+            self._remember(request, candidates, None, None)
             if request not in self._best:
                 self._best[request] = max((self.known_overlap(request, each) for each in candidates), default=0)
             return None
-        chosen = self._choose(request, candidates, self.costs(request, candidates))
+        costs = self.costs(request, candidates)
+        chosen = self._choose(request, candidates, costs)
         self._best.pop(request, None)
+        self._remember(request, candidates, costs, chosen)
         return chosen
+
+    def _remember(
+        self,
+        request: RouterRequest,
+        candidates: Sequence[Candidate],
+        costs: Sequence[float] | None,
+        chosen: Worker | None,
+    ) -> None:
+        self._asked.pop(request, None)
+        self._asked[request] = candidates, costs, chosen
+        if len(self._asked) > _REMEMBERED:
+            del self._asked[next(iter(self._asked))]
 
     def _choose(self, request: RouterRequest, candidates: Sequence[Candidate], costs: Sequence[float]) -> Worker:
         if self._temperature and self.tie == "random":
@@ -242,21 +259,42 @@ class DynamoRouter:
                 return position
         return len(costs) - 1
 
-    def explain(self, request: RouterRequest, candidates: Sequence[Candidate]) -> str:
-        """Return a table of what each candidate would cost, and who is cheapest; it draws no randomness and changes nothing."""
-        costs = self.costs(request, candidates)
+    def explain(self, request: RouterRequest, candidates: Sequence[Candidate] | None = None) -> str:
+        """Return a table of what each candidate costs, who was chosen and who tied; it draws no randomness and changes nothing.
+
+        Args:
+            request: the request.
+            candidates: whom to compare; None: those that it was asked for last, of the last 1,000 requests.
+
+        Raises:
+            ValueError: there are no candidates, and it does not remember any.
+        """
+        costs: Sequence[float] | None = None
+        chosen: Worker | None = None
+        if candidates is None:
+            if request not in self._asked:
+                raise ValueError(
+                    f"explain: {request!r} is none of the last {_REMEMBERED} requests that were picked for; give candidates"
+                )
+            candidates, costs, chosen = self._asked[request]
+        if not candidates:
+            raise ValueError("explain: candidates must be at least one, got none")
+        costs = self.costs(request, candidates) if costs is None else costs
         cheapest = {each.worker for each in self._cheapest(request, candidates, costs)}
-        waits = all(map(self.is_busy, candidates))
+        waits = chosen is None and all(map(self.is_busy, candidates))
+        if chosen is None and len(cheapest) == 1 and not waits:
+            (chosen,) = cheapest
         lines = [
             f"{request!r} at {request.now_ms:g} ms",
             "worker    overlap  prefill tokens  decode + new blocks  cost",
         ]
         for each, cost in zip(candidates, costs, strict=True):
-            mark = "" if each.worker not in cheapest else " = tied" if len(cheapest) > 1 else " <- chosen"
+            tied = " = tied" if each.worker in cheapest and len(cheapest) > 1 and not waits else ""
+            mark = f"{tied} <- chosen" if each.worker == chosen else tied
             blocks = f"{each.decode_blocks} + {each.new_blocks}"
             lines.append(
                 f"{each.worker!s:<9} {self.known_overlap(request, each):>7}  {each.prefill_tokens:>14}  {blocks:>19}  "
-                f"{cost:g}{'' if waits else mark}"
+                f"{cost:g}{mark}"
             )
         if waits:
             lines.append("every worker is busy: the request waits")

@@ -78,7 +78,7 @@ def bare(router_type, setting="plain", seed=0, backend=None, rows=None, **option
     fleet = Fleet(engines, router, event_delay_ms=40 if setting == "late" else 0, **options)
     happen(fleet, setting)
     if setting == "join":
-        fleet.at(200).join(MockEngine(args, backend=backend, seed=9))
+        fleet.at(200).join(engine=MockEngine(args, backend=backend, seed=9))
     return fleet.run(trace(seed=seed) if rows is None else rows)
 
 

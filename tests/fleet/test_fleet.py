@@ -19,7 +19,7 @@ from pytest_kvmock.fleet import (
     RouterStalled,
 )
 from pytest_kvmock.fleet.report import statistics
-from pytest_kvmock.router import DynamoRouter, LeastLoaded, MostCached, RoundRobin, RouterRequest
+from pytest_kvmock.router import Candidate, DynamoRouter, LeastLoaded, MostCached, RoundRobin, RouterRequest
 from pytest_kvmock.traces import TraceRequest, synthetic_trace
 
 ARGS = MockEngineArgs(num_gpu_blocks=96, block_size=4, max_num_batched_tokens=32)
@@ -208,6 +208,8 @@ class Answers:
     [
         (7, r"Answers\.pick\(\) returned 7; there is no such worker\. Candidates: 0, 1"),
         ("a", r"returned 'a'; there is no such worker"),
+        ([0], r"returned \[0\]; there is no such worker"),
+        (Candidate(0), r"returned Candidate\(.*; that is a candidate; return its worker"),
         (KeyError("x"), r"Answers\.pick\(\) raised KeyError\('x'\)"),
     ],
 )
@@ -325,8 +327,17 @@ def test_an_engine_that_can_do_nothing_is_stalled(semantics, backend):
 
 def test_a_fleet_stops():
     report = Fleet(engines(), RoundRobin(), stop_ms=50).run([request(0, [1], 99), request(60, [2])])
-    assert ["aborted"] == [each.status for each in report.requests]
+    assert ["unfinished"] == [each.status for each in report.requests]
     assert [] == report.completed
+
+
+@pytest.mark.parametrize("plans", [True, False])
+def test_a_closed_loop_stops(plans):
+    report = Fleet(engines(), RoundRobin(), stop_ms=400, concurrency=3, plans=plans).run(trace(output_tokens=(1, 40)))
+    assert {"finished", "unfinished"} == {each.status for each in report.requests}
+    assert all(each.arrival_ms < 400 for each in report.requests)
+    assert all(sorted(each.token_ms) == each.token_ms for each in report.requests)
+    assert [pick.ms for pick in report.picks] == sorted(pick.ms for pick in report.picks)
 
 
 def test_events_that_are_late_are_not_seen_before():
@@ -360,8 +371,6 @@ def test_explain_draws_nothing_and_names_the_cheapest():
 def test_the_oldest_rules_send_a_tied_request_to_the_smallest_tree():
     prompt = Prompt(hashes=[1, 2, 3, 4])
     request = RouterRequest(0, prompt, 4, 1)
-    from pytest_kvmock.router import Candidate
-
     held, full = Candidate(0, overlap=4, new_blocks=4, prefill_tokens=16, held_blocks=9), Candidate(1, new_blocks=4)
     router = DynamoRouter("1.1.1")
     assert router.cost(request, held) == router.cost(request, full) == 8.0
@@ -376,3 +385,103 @@ def test_statistics_of_many_values_are_those_of_their_sorted_list():
     for key, share in (("median", 0.5), ("p75", 0.75), ("p90", 0.9), ("p95", 0.95), ("p99", 0.99)):
         assert ordered[math.floor((len(values) - 1) * share + 0.5)] == counted[f"{key}_x"]
     assert pstdev(values) == pytest.approx(counted["std_x"], rel=1e-12)
+
+
+def test_requests_without_output_end_beside_those_that_generate():
+    args = replace(ARGS, semantics="1.6.1")
+    router = Listening()
+    report = Fleet(engines(1, args, "vllm"), router).run(
+        [request(0, [1, 2], 0), request(0, [3], 1), request(0, [4], 3)]
+    )
+    assert ["finished"] * 3 == [each.status for each in report.requests]
+    assert [0, 1, 2] == [number for name, number, *_ in router.calls if name == "finished"]
+
+
+def test_an_engine_that_is_stalled_is_named_also_where_others_wait_in_the_router():
+    args = MockEngineArgs(num_gpu_blocks=64, block_size=4, max_num_batched_tokens=8, enable_chunked_prefill=False)
+    with pytest.raises(EngineStalled):
+        Fleet(engines(1, args), Holding(1)).run([request(0, [1, 2, 3]), request(1, [4])])
+
+
+def test_a_pick_is_explained_afterwards_too():
+    texts = {}
+
+    class Router(DynamoRouter):
+        def dispatched(self, request, worker):
+            super().dispatched(request, worker)
+            texts[request.number] = worker, self.explain(request)
+
+    router = Router()
+    Fleet(engines(3), router).run(trace())
+    for worker, text in texts.values():
+        chosen = [line for line in text.splitlines() if line.endswith("<- chosen")]
+        assert [str(worker)] == [line.split()[0] for line in chosen]
+    assert any("= tied <- chosen" in text for _, text in texts.values())
+    with pytest.raises(ValueError, match="none of the last 1000 requests"):
+        router.explain(RouterRequest(0, Prompt(hashes=[1]), 4, 1))
+
+
+def test_loads_of_engines_are_as_old_as_they_may_be():
+    seen = []
+
+    class Router:
+        def pick(self, request, candidates):
+            seen.append(candidates[0][2:8])
+            return 0
+
+    def loads(every):
+        seen.clear()
+        times = (0, 1, 40, 60)
+        Fleet(engines(1), Router(), loads="engine", loads_every_ms=every).run([request(at, [at], 20) for at in times])
+        return list(seen)
+
+    fresh, stale = loads(0), loads(50)
+    assert [(0, 0, 1, 0, 0, 0.0)] * 3 == stale[:3]
+    assert fresh[0] == stale[0]
+    assert fresh[3] == stale[3] != stale[2] != fresh[2]
+
+
+@pytest.mark.parametrize("answer", [-1, math.nan, "soon", None])
+def test_a_delay_that_is_no_number_is_refused(answer):
+    with pytest.raises(ValueError, match=r"what event_delay_ms returns of .* must be a finite number of at least 0"):
+        Fleet(engines(), RoundRobin(), event_delay_ms=lambda event: answer).run(trace())
+
+
+def test_of_one_pass_those_end_first_that_generate_nothing_and_last_those_that_are_rejected():
+    args = replace(ARGS, semantics="1.6.1", max_model_len=16)
+    router = Listening()
+    rows = [request(0, [9], 40), request(0.5, [1, 2, 3, 4, 5]), request(0.5, [6], 0), request(0.5, [7], 1)]
+    Fleet(engines(1, args, "vllm"), router).run(rows)
+    assert [2, 3, 1] == [call[1] for call in router.calls if call[0] == "finished" and call[1]]
+
+
+def test_of_the_first_pass_those_come_first_that_ask_for_one_token():
+    args = MockEngineArgs(num_gpu_blocks=96, block_size=4, engine_type="sglang", semantics="1.6.1")
+    router = Listening()
+    Fleet(engines(1, args, "mocker_sglang_1_6"), router).run([request(0, [1], 2), request(0, [2], 1)])
+    assert [("finished", 1), ("first_token", 0)] == [call[:2] for call in router.calls if call[0] != "dispatched"][:2]
+
+
+def test_time_counts_from_the_first_arrival_also_where_that_request_is_rejected():
+    args = replace(ARGS, num_gpu_blocks=8, semantics="1.3.1")
+    report = Fleet(engines(1, args), RoundRobin()).run([request(0, range(9)), request(10, [1])])
+    assert report.completed[0].token_ms[-1] == report.duration_ms
+
+
+@pytest.mark.parametrize("backend", ["lineage", "vllm", "mocker_sglang", "mocker_sglang_1_6", "sglang"])
+@pytest.mark.parametrize("loads", ["router", "engine"])
+def test_with_and_without_plans_a_router_sees_the_same(backend, loads):
+    args = MockEngineArgs(num_gpu_blocks=96, block_size=4, engine_type="sglang" if "sglang" in backend else "vllm")
+
+    def seen(plans):
+        found = []
+
+        class Router(RoundRobin):
+            def pick(self, request, candidates):
+                found.append(candidates)
+                return super().pick(request, candidates)
+
+        Fleet(engines(3, args, backend), Router(), plans=plans, loads=loads).run(trace(output_tokens=(1, 40)))
+        return found
+
+    assert seen(True) == seen(False)

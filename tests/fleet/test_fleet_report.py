@@ -185,7 +185,7 @@ def test_a_report_is_printed_as_a_table():
 def test_a_worker_that_came_late_counts_by_its_time():
     rows = [request(100 * each, [each], 1) for each in range(11)]
     one = fleet(Fixed(0, 1, 0, 1, 0, 1, 2, 0, 1, 2, 0))
-    one.at(500).join(MockEngine(ARGS))
+    one.at(500).join(engine=MockEngine(ARGS))
     report = one.run(rows)
     counts, alive = report.counts("requests")
     assert ({0: 5, 1: 4, 2: 2}, {0: 1.0, 1: 1.0, 2: 0.5}) == (counts, alive)
@@ -293,7 +293,7 @@ def test_a_right_router_has_no_regret(backend, happen):
     engines = [MockEngine(args, backend=backend, seed=seed) for seed in range(3)]
     one = Fleet(engines, DynamoRouter(rng=Random(3)), record=True)
     if happen == "join":
-        one.at(100).join(MockEngine(args, backend=backend))
+        one.at(100).join(engine=MockEngine(args, backend=backend))
     elif happen != "nothing":
         getattr(one.at(100), happen)(1)
     report = one.run(trace())

@@ -1,9 +1,13 @@
 """Workers of a fleet that crash, restart, leave and join while it serves."""
 
-import pytest
+from dataclasses import replace
+from random import Random
 
-from pytest_kvmock.fleet import Fleet, MockEngine, MockEngineArgs
-from pytest_kvmock.router import LeastLoaded, RoundRobin
+import pytest
+from depth import seeds
+
+from pytest_kvmock.fleet import Fleet, MockEngine, MockEngineArgs, RouterError
+from pytest_kvmock.router import DynamoRouter, LeastLoaded, RoundRobin
 from pytest_kvmock.traces import TraceRequest
 
 ARGS = MockEngineArgs(num_gpu_blocks=96, block_size=4, max_num_batched_tokens=32)
@@ -137,7 +141,7 @@ def test_a_worker_that_joins_has_an_id_of_its_own():
     router = Watched()
     fleet = Fleet(engines(2), router)
     fleet.at(20).leave(1)
-    assert 2 == fleet.at(30).join(MockEngine(ARGS))
+    assert 2 == fleet.at(30).join(engine=MockEngine(ARGS))
     report = fleet.run(requests())
     assert ("added", 2) in router.calls
     assert 2 in {pick.worker for pick in report.picks}
@@ -151,13 +155,144 @@ def test_a_worker_that_joins_has_an_id_of_its_own():
         (lambda fleet: fleet.at(5).crash(7), ValueError, r"Fleet\.at\(5\)\.crash\(7\): there is no such worker then"),
         (lambda fleet: fleet.at(5).crash(0, lost="gone"), ValueError, "lost 'gone'"),
         (lambda fleet: fleet.at(5).crash(0, notice_ms=-1), ValueError, "notice_ms"),
-        (lambda fleet: fleet.at(5).join(), TypeError, "needs a MockEngine"),
-        (lambda fleet: fleet.at(5).join(3), TypeError, "join takes a MockEngine"),
+        (lambda fleet: fleet.at(5).join(1), ValueError, r"Fleet\.at\(5\)\.join\(1\): ids are not used again"),
+        (lambda fleet: fleet.at(5).join("a"), ValueError, "join: worker must be an integer"),
+        (lambda fleet: fleet.at(5).join(after_ms=-1), ValueError, "join: after_ms"),
+        (lambda fleet: fleet.at(5).join(engine=3), TypeError, "join takes a MockEngine"),
+        (lambda fleet: fleet.at(5).join(engine=MockEngine(MockEngineArgs(block_size=8))), ValueError, "one block_size"),
         (lambda fleet: [fleet.at(5).leave(0), fleet.at(6).leave(1)], ValueError, "no worker would be left"),
         (lambda fleet: [fleet.at(5).crash(0), fleet.at(6).crash(0)], ValueError, "there is no such worker then"),
     ],
-    ids=["past", "unknown", "lost", "notice", "no-engine", "wrong-engine", "nobody-left", "twice"],
+    ids=[
+        "past",
+        "unknown",
+        "lost",
+        "notice",
+        "used-id",
+        "wrong-id",
+        "wrong-start",
+        "wrong-engine",
+        "other-engine",
+        "nobody-left",
+        "twice",
+    ],
 )
 def test_incidents_that_cannot_be_are_refused(plan, error, text):
     with pytest.raises(error, match=text):
         plan(Fleet(engines(), RoundRobin()))
+
+
+def test_a_worker_that_joins_may_be_named_and_takes_its_time():
+    router = Watched()
+    fleet = Fleet(engines(2), router)
+    assert 7 == fleet.at(10).join(7, after_ms=20)
+    assert 8 == fleet.at(15).join()
+    fleet.run(requests())
+    assert [("added", 8), ("added", 7)] == [call for call in router.calls if call[0] == "added"]
+    assert all(7 not in workers for ms, workers in router.seen if ms < 30)
+    assert any(7 in workers for ms, workers in router.seen if ms >= 30)
+
+
+def test_a_hook_may_plan_what_happens_to_the_run_under_way():
+    class Planning(Watched):
+        def dispatched(self, request, worker):
+            if request.number == 2:
+                self.fleet.at(request.now_ms + 5).crash(0)
+            if request.number == 6:
+                with pytest.raises(ValueError, match=r"Fleet\.at: 5 ms is in the past; the run is at \d+ ms"):
+                    self.fleet.at(5)
+                with pytest.raises(ValueError, match="there is no such worker then"):
+                    self.fleet.at(500).crash(0)
+
+    router = Planning()
+    fleet = router.fleet = Fleet(engines(3), router)
+    assert 12 == len(fleet.run(requests()).completed)
+    assert ("removed", 0) in router.calls
+    assert {1, 2} == set(fleet.engines)
+
+
+def test_a_worker_that_is_gone_is_no_answer():
+    class First:
+        def pick(self, request, candidates):
+            return 0
+
+    fleet = Fleet(engines(2), First())
+    fleet.at(35).crash(0)
+    with pytest.raises(RouterError, match=r"First\.pick\(\) returned 0; that worker is gone\. Candidates: 1"):
+        fleet.run(requests())
+
+
+HAPPENINGS = {
+    "crash": lambda fleet: fleet.at(60).crash(1),
+    "noticed-later": lambda fleet: fleet.at(60).crash(1, notice_ms=30),
+    "dropped": lambda fleet: fleet.at(60).crash(1, lost="drop"),
+    "restart": lambda fleet: fleet.at(60).restart(1),
+    "silent": lambda fleet: fleet.at(60).restart(1, announced=False),
+    "leave": lambda fleet: fleet.at(60).leave(1),
+    "join": lambda fleet: fleet.at(60).join(),
+}
+
+
+@pytest.mark.parametrize("happen", HAPPENINGS.values(), ids=HAPPENINGS)
+@pytest.mark.parametrize(("semantics", "backend"), [("1.2.1", "lineage"), ("1.6.1", "vllm")])
+def test_to_a_worker_with_ranks_all_happens_at_once(semantics, backend, happen):
+    router = Watched()
+    args = replace(ARGS, semantics=semantics, dp_size=2)
+    fleet = Fleet([MockEngine(args, backend=backend, seed=seed) for seed in range(4)], router)
+    happen(fleet)
+    report = fleet.run(requests(24))
+    told = {worker for name, worker, *_ in router.calls if name in ("added", "removed")}
+    assert told in (set(), {(1, 0), (1, 1)}, {(2, 0), (2, 1)})
+    lost = {number for name, number, *_ in router.calls if name == "lost"}
+    again = {pick.number for pick in report.picks if pick.attempt > 1}
+    assert 24 - len(lost - again) == len(report.completed)
+    assert 24 == len(fleet.run(requests(24)).completed)  # who is left serves on
+
+
+@pytest.mark.parametrize("seed", seeds(40))
+@pytest.mark.parametrize("backend", ["lineage", "vllm", "mocker_sglang", "mocker_sglang_1_6"])
+def test_with_and_without_plans_incidents_are_the_same(backend, seed):
+    rng = Random(seed)
+    args = replace(ARGS, engine_type="sglang" if "sglang" in backend else "vllm")
+    plan = [(rng.choice(list(HAPPENINGS)), rng.uniform(0, 400)) for _ in range(3)]
+
+    def serve(plans):
+        fleet = Fleet(
+            [MockEngine(args, backend=backend, seed=each) for each in range(4)],
+            DynamoRouter(),
+            plans=plans,
+            concurrency=(None, 5)[seed % 2],
+            event_delay_ms=(0, 20)[seed % 3 == 0],
+        )
+        for each, (name, ms) in enumerate(plan):
+            moment = fleet.at(round(ms, seed % 5))
+            if name == "join":
+                moment.join()
+            elif name == "leave":
+                moment.leave(each)
+            elif "r" == name[0] or name == "silent":
+                moment.restart(each, announced=name != "silent")
+            else:
+                moment.crash(each, lost="drop" if name == "dropped" else "resubmit", notice_ms=15 * (name[0] == "n"))
+        report = fleet.run(requests(24, output=30))
+        return (
+            report.to_json(),
+            report.per_request(),
+            report.picks,
+            report.passes,
+            report.served_by,
+            sorted(fleet.engines),
+        )
+
+    assert serve(True) == serve(False)
+
+
+def test_the_clock_stops_before_a_crash_is_noticed():
+    class First:
+        def pick(self, request, candidates):
+            return 0
+
+    fleet = Fleet(engines(2), First(), stop_ms=100)
+    fleet.at(50).crash(0, notice_ms=200)
+    report = fleet.run(requests(4))
+    assert [] == report.completed

@@ -5,7 +5,7 @@ from depth import seeds
 
 from pytest_kvmock import EngineProfile, RouterHarness
 from pytest_kvmock.events import Removed
-from pytest_kvmock.fleet import RouterError
+from pytest_kvmock.fleet import MockEngine, RouterError
 from pytest_kvmock.programs.interpreter import Interpreter
 from pytest_kvmock.router import LeastLoaded, RadixIndex, RoundRobin
 from pytest_kvmock.traces import synthetic_trace
@@ -152,6 +152,21 @@ def test_ranks_are_workers_by_pairs():
     assert [] == world.judge().errors
 
 
+@pytest.mark.parametrize("happen", ["crash", "restart", "leave", "join"])
+def test_incidents_of_workers_with_ranks_are_no_problem(happen):
+    with RouterHarness(EngineProfile(num_blocks=64, block_size=4, workers=2, dp_size=2), "lineage") as world:
+        fleet = world.fleet()
+        getattr(fleet.at(100), happen)(*([] if happen == "join" else [1]))
+        assert 40 == len(fleet.run(trace()).completed)
+
+
+def test_workers_with_ranks_may_differ_in_backend():
+    with RouterHarness(EngineProfile(num_blocks=64, block_size=4, workers=1, dp_size=2), "lineage") as world:
+        fleet = world.fleet(workers=2, backends=["lineage", "lru"])
+        assert [(1, 0), (1, 1), (2, 0), (2, 1)] == list(fleet.engines)
+        assert 40 == len(fleet.run(trace()).completed)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
@@ -178,3 +193,9 @@ def test_a_broken_run_gives_the_harness_back():
         world.fleet(Broken()).run(trace())
     assert world.publisher.gate is None
     assert [] == world.judge().errors
+
+
+def test_a_fleet_of_a_harness_makes_who_joins():
+    world = harness()
+    with pytest.raises(TypeError, match="makes the engine itself; leave engine out"):
+        world.fleet().at(5).join(engine=MockEngine())

@@ -66,6 +66,14 @@ def play_routed(cases):
     return [(answer, _picks(log)) for answer, log in zip(answers, logs, strict=True)]
 
 
+def play_chosen(cases):
+    """Return likewise of 1.6, whose router says of each pick who was chosen only: worker, overlap, cost."""
+    answers, log = _answers(cases, DYN_LOG="error,dynamo_kv_router::scheduling::selector=debug")
+    logs = _COLOURS.sub("", log).split("\nreplay\n")[1:]
+    found = [[(int(each[1]), float(each[3]), float(each[2])) for each in _CHOSEN.finditer(log)] for log in logs]
+    return list(zip(answers, found, strict=True))
+
+
 def _answers(cases, **environment):
     program = Path(__file__).with_name("replay_wheel.py")
     lines = "".join(f"{json.dumps(case)}\n" for case in cases)
@@ -81,6 +89,7 @@ _FORMULA = re.compile(
     r"Formula for worker_id=(\d+) dp_rank=\d+ with ([\d.]+) effective cached blocks: ([\d.]+) = .* \+ ([\d.]+) "
     r"\(raw_prefill_blocks: ([\d.]+),"
 )
+_CHOSEN = re.compile(r"Selected worker .* worker_id=(\d+) .* logit=(\S+) effective_cached_blocks=(\S+) ")
 _SELECTED = re.compile(r"Selected worker.* worker_id=(\d+) ")
 
 

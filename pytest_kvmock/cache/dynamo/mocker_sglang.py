@@ -123,7 +123,11 @@ class MockerRadixManager(RadixManager[PageRequest, PageTree]):
     @property
     def num_active_blocks(self) -> int:
         """Slots in use, in pages, rounded up (`active_kv_blocks`)."""
-        used = self.num_tokens - self.free_tokens - self._tree.evictable * self.block_size
+        return self.active_blocks_after(0)
+
+    def active_blocks_after(self, tokens: int) -> int:
+        """Return how many pages are in use once so many tokens more have their slots."""
+        used = self.num_tokens - self.free_tokens - self._tree.evictable * self.block_size + tokens
         return max(0, -(-used // self.block_size))
 
     def resident(self, tier: StorageTier = StorageTier.DEVICE) -> Collection[int]:
