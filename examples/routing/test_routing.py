@@ -56,7 +56,7 @@ def test_it_lives_through_a_crash_a_restart_and_a_join(router):
     fleet = made_fleet(router())
     fleet.at(600).crash(1)
     fleet.at(900).restart(2)
-    joined = fleet.at(1200).join(MockEngine(fleet.engines[0].args))
+    joined = fleet.at(1200).join(engine=MockEngine(fleet.engines[0].args))
     report = fleet.run(tenants())
     assert len(report.completed) == 200
     assert joined in {pick.worker for pick in report.picks}

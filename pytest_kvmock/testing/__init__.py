@@ -1,4 +1,4 @@
-"""For authors of backends and indexes: contracts that their tests inherit, and traffic that Hypothesis draws.
+"""For authors of backends, indexes and routers: contracts that their tests inherit, and traffic that Hypothesis draws.
 
 The contracts need nothing besides pytest. `traffic` and `KvStateMachine` need Hypothesis: the extra `hypothesis`.
 """
@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from pytest_kvmock.testing.index import IndexContract as IndexContract
     from pytest_kvmock.testing.machine import KvStateMachine as KvStateMachine
     from pytest_kvmock.testing.manager import ManagerContract as ManagerContract
+    from pytest_kvmock.testing.router_bugs import ROUTER_BUGS as ROUTER_BUGS
+    from pytest_kvmock.testing.router_bugs import RightRouter as RightRouter
+    from pytest_kvmock.testing.router_bugs import RouterBug as RouterBug
+    from pytest_kvmock.testing.router_contract import RouterContract as RouterContract
     from pytest_kvmock.testing.shrinking import ShrinkingStopped as ShrinkingStopped
     from pytest_kvmock.testing.strategies import traffic as traffic
     from pytest_kvmock.testing.worker import WorkerContract as WorkerContract
@@ -55,6 +59,10 @@ _HOME = {
     "Serve": "programs.operations",
     "ServeNear": "programs.operations",
     "Tick": "programs.operations",
+    "ROUTER_BUGS": "testing.router_bugs",
+    "RightRouter": "testing.router_bugs",
+    "RouterBug": "testing.router_bugs",
+    "RouterContract": "testing.router_contract",
     "ShrinkingStopped": "testing.shrinking",
     "play": "testing.drafts",
     "traffic": "testing.strategies",

@@ -69,7 +69,7 @@ def check_backends(contract: object, backends: object, block_size: int) -> list[
     return specs
 
 
-def call_with(contract: object, make: Callable[..., T], made_by: str, argument: int) -> T:
+def call_with(contract: object, make: Callable[..., T], made_by: str, argument: object) -> T:
     """Call a `make_...` of a contract, with the argument if it takes one."""
     __tracebackhide__ = True
     if not callable(make):

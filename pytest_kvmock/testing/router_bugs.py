@@ -1,0 +1,271 @@
+"""Bugs planted in a right router, for those who check their own checks: thirteen, each with what finds it.
+
+`RightRouter` has books of its own, of blocks, loads and workers, all from its hooks, and says what it believes. A bug changes one
+thing in it; `ROUTER_BUGS` has them by name::
+
+    router = ROUTER_BUGS["never_freed"].make(range(4))
+    report = Fleet(engines, router).run(trace)
+    assert report.beliefs[0].rule == "load_drift"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from random import Random
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
+
+from pytest_kvmock.checks import check_integer
+from pytest_kvmock.events import RouterEvent
+from pytest_kvmock.router.index import KvEventError, RadixIndex
+from pytest_kvmock.router.loads import LoadBook
+from pytest_kvmock.tokens import Prompt
+
+if TYPE_CHECKING:
+    from pytest_kvmock.router.routing import Candidate, RouterRequest, Worker
+
+FoundBy: TypeAlias = Literal["load_drift", "overlap_drift", "worker_drift", "regret", "promised_not_found"]
+Setting: TypeAlias = Literal["plain", "restart", "join", "crash", "adapters", "ranks", "late"]
+
+
+class RightRouter:
+    """Dynamo's cost over an index, loads and a list of workers of its own; equals are drawn.
+
+    Args:
+        workers: who is there from the start; pairs (id, rank) where workers have ranks.
+        seed: of the choice among equals.
+        copies: whether the engines publish every copy of a block, as vLLM does.
+    """
+
+    def __init__(self, workers: Iterable[Worker], seed: int = 0, *, copies: bool = False) -> None:
+        check_integer("RightRouter: seed", seed, 0)
+        self.book = LoadBook(workers)
+        self.index = RadixIndex(count_copies=copies)
+        self.has_ranks = any(isinstance(worker, tuple) for worker in self.book.loads)
+        self.rng = Random(seed)  # noqa: S311 - mock data
+
+    # --------------------------------------------------------------------------------------- what it believes
+
+    def loads(self) -> dict[Worker, tuple[int, int, int]]:
+        """Return prefill tokens, blocks and requests of each worker."""
+        return {worker: (load.prefill_tokens, load.blocks, load.requests) for worker, load in self.book.loads.items()}
+
+    def overlap(self, request: RouterRequest) -> dict[Worker, int]:
+        """Return the leading blocks of a prompt that each worker holds; a worker without one may be absent."""
+        return self._matched(request.local_hashes)
+
+    def _matched(self, local_hashes: Sequence[int]) -> dict[Worker, int]:
+        scores = self.index.find_matches(local_hashes).scores
+        return {key if self.has_ranks else key[0]: score for key, score in scores.items()}
+
+    def workers(self) -> list[Worker]:
+        """Return the workers that it knows."""
+        return list(self.book.loads)
+
+    # ------------------------------------------------------------------------------------------ what it does
+
+    def cost(self, request: RouterRequest, worker: Worker, overlap: int) -> float:
+        """Return what a request costs on a worker, in blocks."""
+        load, size = self.book.loads[worker], request.block_size
+        prefill = (load.prefill_tokens + max(request.prompt_tokens, overlap * size)) / size
+        return max(0.0, prefill - overlap) + load.blocks + load.new_blocks(request.sequence_hashes)
+
+    def pick(self, request: RouterRequest, candidates: Sequence[Candidate]) -> Worker:  # noqa: ARG002 - it has books of its own
+        """Return a worker of the least cost."""
+        overlaps = self.overlap(request)
+        costs = {worker: self.cost(request, worker, overlaps.get(worker, 0)) for worker in self.workers()}
+        least = min(costs.values())
+        return self.rng.choice([worker for worker, cost in costs.items() if cost == least])
+
+    def dispatched(self, request: RouterRequest, worker: Worker) -> None:
+        """Count a request."""
+        self.book.dispatched(request, worker, self.overlap(request).get(worker, 0))
+
+    def first_token(self, request: RouterRequest) -> None:
+        """Count its prefill no more."""
+        self.book.first_token(request)
+
+    def finished(self, request: RouterRequest) -> None:
+        """Count it no more."""
+        self.book.finished(request)
+
+    def apply(self, event: RouterEvent) -> None:
+        """Take an event; one that cannot be applied is left out, as by the reference index."""
+        with suppress(KvEventError):
+            self.index.apply(event)
+
+    def worker_added(self, worker: Worker) -> None:
+        """Know one worker more."""
+        self.book.add_worker(worker)
+
+    def worker_removed(self, worker: Worker) -> None:
+        """Forget a worker, and what it held."""
+        self.book.remove_worker(worker)
+        self.index.remove_worker(worker[0] if isinstance(worker, tuple) else worker)
+
+
+class StaleIndex(RightRouter):
+    """Keeps in its index what a worker held that was removed or restarted."""
+
+    def worker_removed(self, worker: Worker) -> None:
+        self.book.remove_worker(worker)
+
+
+class IgnoresLoad(RightRouter):
+    """Counts the overlap alone: a shared prefix makes a hot spot."""
+
+    def cost(self, request: RouterRequest, worker: Worker, overlap: int) -> float:  # noqa: ARG002
+        return -overlap
+
+
+class Herd(RightRouter):
+    """Picks the fewest open requests, as they were polled up to 500 ms ago; of equals the first."""
+
+    _EVERY_MS = 500.0
+    _polled_ms = float("-inf")
+    _polled: Mapping[Worker, int] = MappingProxyType({})
+
+    def pick(self, request: RouterRequest, candidates: Sequence[Candidate]) -> Worker:
+        if request.now_ms - self._polled_ms >= self._EVERY_MS:
+            self._polled_ms = request.now_ms
+            self._polled = {each.worker: each.active_requests for each in candidates}
+        return min(candidates, key=lambda each: self._polled.get(each.worker, 0)).worker
+
+
+class NeverFreed(RightRouter):
+    """Counts requests when they go out, and never when they are over."""
+
+    def finished(self, request: RouterRequest) -> None:
+        pass
+
+
+class EmptyScores(RightRouter):
+    """Picks the first worker for a prompt of which nobody holds a block."""
+
+    def pick(self, request: RouterRequest, candidates: Sequence[Candidate]) -> Worker:
+        return super().pick(request, candidates) if any(self.overlap(request).values()) else self.workers()[0]
+
+
+class CountedTwice(RightRouter):
+    """Counts the prefill of a request once more when it goes out."""
+
+    def dispatched(self, request: RouterRequest, worker: Worker) -> None:
+        super().dispatched(request, worker)
+        self.book.loads[worker].prefill_tokens += request.prompt_tokens
+
+
+class NewWorkerNotLearnt(RightRouter):
+    """Takes no notice of a worker that joins."""
+
+    def worker_added(self, worker: Worker) -> None:
+        pass
+
+
+class DeadWorkerKept(RightRouter):
+    """Takes no notice of a worker that goes, and picks it."""
+
+    def worker_removed(self, worker: Worker) -> None:
+        self.index.remove_worker(worker[0] if isinstance(worker, tuple) else worker)
+
+    def worker_added(self, worker: Worker) -> None:
+        if worker not in self.book.loads:
+            super().worker_added(worker)
+
+
+class LoraBlind(RightRouter):
+    """Looks a prompt up as if it had no adapter."""
+
+    def overlap(self, request: RouterRequest) -> dict[Worker, int]:
+        tokens = request.tokens
+        hashes = request.local_hashes if tokens is None else Prompt(tokens).block_hashes(request.block_size)
+        return self._matched(hashes)
+
+
+class TrustsLateEvents(RightRouter):
+    """Right by what it was told, and told late: it does not reckon with that."""
+
+
+class RanksSummed(RightRouter):
+    """Takes what the ranks of a worker hold as one cache, and adds it up."""
+
+    def overlap(self, request: RouterRequest) -> dict[Worker, int]:
+        held: dict[int, int] = {}
+        for (worker, _), score in self.index.find_matches(request.local_hashes).scores.items():
+            held[worker] = held.get(worker, 0) + score
+        known = self.workers()
+        return {worker: held.get(worker[0] if isinstance(worker, tuple) else worker, 0) for worker in known}
+
+
+class NeverMatches(RightRouter):
+    """Hashes by another seed than the engines, so that nothing is ever found."""
+
+    def overlap(self, request: RouterRequest) -> dict[Worker, int]:
+        return self._matched([each ^ 1 for each in request.local_hashes])
+
+
+class Dearest(RightRouter):
+    """Takes the greatest cost for the least."""
+
+    def cost(self, request: RouterRequest, worker: Worker, overlap: int) -> float:
+        return -super().cost(request, worker, overlap)
+
+
+class RouterBug(NamedTuple):
+    """One planted bug.
+
+    Attributes:
+        router: the right router with the bug.
+        shows_in: what must happen for it to show: a worker restarts, joins or crashes; prompts have adapters; workers have ranks;
+            events come late. "plain": nothing.
+        found_by: the rule of the wrong belief; "regret": `FleetReport.regret`; "promised_not_found": that figure alone, which shows
+            late events, and not the router's fault.
+    """
+
+    router: type[RightRouter]
+    shows_in: Setting
+    found_by: FoundBy
+
+    @property
+    def text(self) -> str:
+        """What is wrong."""
+        return (self.router.__doc__ or "").strip()
+
+    def make(
+        self, workers: Iterable[Worker], seed: int = 0, *, copies: bool = False, of: type[RightRouter] = RightRouter
+    ) -> RightRouter:
+        """Return a router with the bug.
+
+        Args:
+            workers: as of `RightRouter`, and so the others.
+            seed: of the choice among equals.
+            copies: whether the engines publish every copy of a block.
+            of: in which router it is planted, a subclass of `RightRouter`: its own cost, say.
+
+        Raises:
+            TypeError: `of` is no such class.
+        """
+        if not (isinstance(of, type) and issubclass(of, RightRouter)):
+            raise TypeError(f"RouterBug.make: of must be RightRouter or a subclass of it, got {of!r:.80}")
+        router = self.router if of is RightRouter else type(self.router.__name__, (self.router, of), {})
+        return router(workers, seed, copies=copies)
+
+
+ROUTER_BUGS: Final[Mapping[str, RouterBug]] = MappingProxyType(
+    {
+        "stale_index": RouterBug(StaleIndex, "restart", "overlap_drift"),
+        "ignores_load": RouterBug(IgnoresLoad, "plain", "regret"),
+        "herd": RouterBug(Herd, "plain", "regret"),
+        "never_freed": RouterBug(NeverFreed, "plain", "load_drift"),
+        "empty_scores": RouterBug(EmptyScores, "plain", "regret"),
+        "counted_twice": RouterBug(CountedTwice, "plain", "load_drift"),
+        "new_worker_not_learnt": RouterBug(NewWorkerNotLearnt, "join", "worker_drift"),
+        "dead_worker_kept": RouterBug(DeadWorkerKept, "crash", "worker_drift"),
+        "lora_blind": RouterBug(LoraBlind, "adapters", "overlap_drift"),
+        "trusts_late_events": RouterBug(TrustsLateEvents, "late", "promised_not_found"),
+        "ranks_summed": RouterBug(RanksSummed, "ranks", "overlap_drift"),
+        "never_matches": RouterBug(NeverMatches, "plain", "overlap_drift"),
+        "dearest": RouterBug(Dearest, "plain", "regret"),
+    }
+)
+"""The planted bugs, by name."""

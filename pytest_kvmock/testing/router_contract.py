@@ -1,0 +1,253 @@
+"""What every router promises, as tests that the tests of a router inherit: it serves all, and believes nothing wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, ClassVar, Final, NoReturn
+
+import pytest
+
+from pytest_kvmock.checks import check_integer
+from pytest_kvmock.fleet import Fleet, FleetRequest, MockEngine, MockEngineArgs, RouterError, RouterStalled
+from pytest_kvmock.fleet.fleet_report import FleetReport
+from pytest_kvmock.fleet.router_calls import RouterCalls
+from pytest_kvmock.hygiene.rules import LOAD_DRIFT, OVERLAP_DRIFT, WORKER_DRIFT
+from pytest_kvmock.router.routing import Worker
+from pytest_kvmock.testing.subject import call_with, refuse
+from pytest_kvmock.tokens import Prompt
+from pytest_kvmock.traces import TraceRequest, synthetic_trace
+
+_WORKERS: Final = 3
+_AT_MS: Final = 150.0
+"""When what happens happens: in the midst of the trace."""
+
+
+class RouterContract:
+    """Tests that hold for every router of a `Fleet`.
+
+    A subclass defines `make_router`::
+
+        class TestMyRouter(RouterContract):
+            def make_router(self, workers):  # or make_router(self)
+                return MyRouter(workers)
+
+    Each test plays a trace of forty requests on three workers. All requests must end, so nobody may be picked who is gone, and none may
+    wait for ever while a worker could take it. What the router believes is compared before each pick where it has `loads()`,
+    `overlap(request)` or `workers()`. A test of what the router does not have is skipped, and says what was not checked.
+
+    Attributes:
+        block_size: tokens a block.
+        backend: of the engines, by name; None: the default one.
+        selector: says what a request costs on a worker, as for `FleetReport.regret`: every pick must be among the cheapest by it.
+            None: which picks are good is not checked.
+    """
+
+    block_size: ClassVar[int] = 16
+    backend: ClassVar[str | None] = None
+    selector: ClassVar[Any] = None
+
+    def make_router(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002 - for those who define it
+        """Make a new router; to be defined by a subclass, with the workers that are there from the start as argument or with none."""
+        __tracebackhide__ = True
+        refuse(self, "define make_router(self) or make_router(self, workers), which makes a new router")
+
+    def run(self, awaitable: Awaitable[Any]) -> Any:
+        """Wait for an async router; to be defined for one, with a loop: `return asyncio.run(awaitable)`."""
+        __tracebackhide__ = True
+        close = getattr(awaitable, "close", None)
+        if close is not None:  # or Python warns that it was never awaited
+            close()
+        refuse(self, "the router is async, and a contract has no loop: define run(self, awaitable), which runs it in yours")
+
+    # ------------------------------------------------------------------------------------------- it serves all
+
+    def test_it_serves_every_request(self) -> None:
+        """Every request ends, and what the router believes is right."""
+        self._judge("three workers that share prefixes", self._played())
+
+    def test_one_worker_is_enough(self) -> None:
+        """A single worker gets all."""
+        self._judge("a single worker", self._played(workers=1))
+
+    def test_it_follows_evictions(self) -> None:
+        """Caches are so small that blocks are evicted all the time."""
+        self._judge("caches that hold a few prompts", self._played(num_blocks=40))
+
+    def test_workers_that_know_nothing_share_a_burst(self) -> None:
+        """Of many requests of one moment whose prompts nobody holds each worker gets some: equal scores are no hot spot."""
+        rows = [TraceRequest(0.0, 2 * self.block_size, 4, (2 * at, 2 * at + 1)) for at in range(12 * _WORKERS)]
+        report = self._played(rows=rows)
+        where = "a burst of prompts of which nobody holds a block"
+        self._judge(where, report)
+        self._each_is_picked(where, report, range(_WORKERS))
+
+    # ---------------------------------------------------------------------------------------- what happens to it
+
+    def test_it_follows_a_restart(self) -> None:
+        """A worker that restarts, announced, is empty, and its requests come again."""
+        self._judge(f"a restart of worker 1 at {_AT_MS:g} ms", self._played(lambda fleet: fleet.at(_AT_MS).restart(1)))
+
+    def test_it_lives_through_a_silent_restart(self) -> None:
+        """What nobody told it it need not know, but it goes on."""
+        report = self._played(lambda fleet: fleet.at(_AT_MS).restart(1, announced=False))
+        self._judge(f"an unannounced restart of worker 1 at {_AT_MS:g} ms", report)
+
+    def test_it_uses_a_worker_that_joins(self) -> None:
+        """A worker that joins is known, and gets requests."""
+        where = f"worker {_WORKERS} joins at {_AT_MS:g} ms"
+        report = self._played(lambda fleet: fleet.at(_AT_MS).join(engine=self._engine()))
+        self._judge(where, report)
+        self._each_is_picked(where, report, [_WORKERS])
+
+    def test_it_lets_a_worker_leave(self) -> None:
+        """A worker that leaves gets nothing more."""
+        self._judge(f"worker 1 leaves at {_AT_MS:g} ms", self._played(lambda fleet: fleet.at(_AT_MS).leave(1)))
+
+    def test_it_survives_a_crash(self) -> None:
+        """A worker is lost, and its requests come again."""
+        self._judge(f"a crash of worker 1 at {_AT_MS:g} ms", self._played(lambda fleet: fleet.at(_AT_MS).crash(1)))
+
+    def test_it_survives_a_crash_that_is_noticed_late(self) -> None:
+        """For 60 ms what is sent to the lost worker comes back."""
+        report = self._played(lambda fleet: fleet.at(_AT_MS).crash(1, notice_ms=60))
+        self._judge(f"a crash of worker 1 at {_AT_MS:g} ms, noticed 60 ms later", report)
+
+    def test_it_keeps_ranks_apart(self) -> None:
+        """Workers have two ranks each, which are picked by (worker, rank) and hold blocks of their own."""
+        self._judge("two workers of two ranks", self._played(workers=4, ranks=2))
+
+    def test_it_keeps_adapters_apart(self) -> None:
+        """The same tokens with another LoRA adapter are another prompt."""
+        self._judge("prompts that differ in their LoRA adapter alone", self._played(rows=self._adapters()))
+
+    def test_late_events_do_not_stop_it(self) -> None:
+        """Events come 40 ms late; it is right by those that came."""
+        self._judge("events that are 40 ms late", self._played(event_delay_ms=40))
+
+    def test_stale_polls_do_not_stop_it(self) -> None:
+        """Candidates show loads of the engines that were read up to 500 ms ago."""
+        self._judge("loads that are polled each 500 ms", self._played(loads="engine", loads_every_ms=500))
+
+    # ------------------------------------------------------------------------------------------ what it offers
+
+    def test_its_loads_are_right(self) -> None:
+        """`loads()` is what was sent, less what is done."""
+        self._judge_one("loads", LOAD_DRIFT, "what it counts of its open requests")
+
+    def test_its_overlaps_are_right(self) -> None:
+        """`overlap(request)` is what the events say."""
+        self._judge_one("overlap", OVERLAP_DRIFT, "what it takes each worker to hold")
+
+    def test_its_workers_are_right(self) -> None:
+        """`workers()` are those that are there."""
+        self._judge_one("workers", WORKER_DRIFT, "whom it takes to be there")
+
+    def test_its_picks_are_among_the_cheapest(self) -> None:
+        """By `selector`, on true loads and true caches, no pick cost more than it had to."""
+        if self.selector is None:
+            pytest.skip(f"{type(self).__name__}.selector is None: whether a cheaper worker was there was not checked")
+        for where, happens, options in (
+            ("three workers that share prefixes", None, {}),
+            (f"a restart of worker 1 at {_AT_MS:g} ms", lambda fleet: fleet.at(_AT_MS).restart(1), {}),
+            (f"a join at {_AT_MS:g} ms", lambda fleet: fleet.at(_AT_MS).join(engine=self._engine()), {}),
+            ("two workers of two ranks", None, {"workers": 4, "ranks": 2}),
+            ("prompts that differ in their LoRA adapter alone", None, {"rows": self._adapters()}),
+        ):
+            report = self._played(happens, record=True, **options)
+            regret = report.regret(self.selector)
+            if regret.picks:
+                self._fail(f"{where}: {regret}")
+
+    # ------------------------------------------------------------------------------------------------ the means
+
+    def _engine(self, num_blocks: int = 400, ranks: int = 1) -> MockEngine:
+        args = MockEngineArgs(num_gpu_blocks=num_blocks, block_size=self.block_size, dp_size=ranks)
+        return MockEngine(args, backend=self.backend)
+
+    def _rows(self) -> list[TraceRequest]:
+        size = self.block_size
+        rows = synthetic_trace(
+            40,
+            seed=1,
+            block_size=size,
+            groups=5,
+            prefix_blocks=(2, 8),
+            turns=(1, 3),
+            input_tokens=(size, 8 * size),
+            output_tokens=(2, 24),
+            interval_ms=8,
+            delay_ms=(5, 50),
+        )
+        return list(rows)
+
+    def _adapters(self) -> list[FleetRequest]:
+        prompts = [range(first, first + 6 * self.block_size) for first in (0, 1000)]
+        names = ("a", "b", None)
+        return [FleetRequest(Prompt(prompts[at % 2], lora_name=names[at // 2 % 3]), 4, 40.0 * at) for at in range(24)]
+
+    def _played(
+        self,
+        happens: Callable[[Fleet], object] | None = None,
+        *,
+        workers: int = _WORKERS,
+        ranks: int = 1,
+        num_blocks: int = 400,
+        rows: Sequence[TraceRequest | FleetRequest] | None = None,
+        **options: Any,
+    ) -> FleetReport:
+        """Play a trace on a fleet behind a new router."""
+        __tracebackhide__ = True
+        check_integer(f"{type(self).__name__}: block_size", self.block_size, 1)
+        named: list[Worker] = list(range(workers)) if ranks == 1 else [divmod(at, ranks) for at in range(workers)]
+        router = call_with(self, self.make_router, "make_router", named)
+        problem = None
+        try:
+            is_async = bool(RouterCalls(router).asynchronous)
+            fleet = Fleet([self._engine(num_blocks, ranks) for _ in range(workers)], router, **options)
+        except TypeError as error:
+            problem = str(error)
+        if problem is not None:
+            refuse(self, f"make_router gave {router!r:.80}: {problem}")
+        if happens is not None:
+            happens(fleet)
+        trace = self._rows() if rows is None else rows
+        try:
+            report: FleetReport = self.run(fleet.arun(trace)) if is_async else fleet.run(trace)
+        except (RouterError, RouterStalled) as error:
+            problem = str(error)
+        if problem is not None:
+            self._fail(problem)
+        return report
+
+    def _judge(self, where: str, report: FleetReport) -> None:
+        __tracebackhide__ = True
+        left = report.arrived - len(report.completed)
+        if left:
+            self._fail(f"{where}: {left} of {report.arrived} requests were not served")
+        for belief in report.beliefs or ():
+            self._fail(f"{where}: {belief}")
+
+    def _judge_one(self, method: str, rule: str, what: str) -> None:
+        __tracebackhide__ = True
+        report = self._played()
+        if not callable(getattr(self._subject(), method, None)):
+            arguments = "request" if method == "overlap" else ""
+            pytest.skip(f"{report.router} has no {method}({arguments}): {what} was not checked")
+        for belief in report.beliefs or ():
+            if belief.rule == rule and not belief.follows:
+                self._fail(f"three workers that share prefixes: {belief}")
+
+    def _subject(self) -> Any:
+        return call_with(self, self.make_router, "make_router", list(range(_WORKERS)))
+
+    def _each_is_picked(self, where: str, report: FleetReport, workers: Sequence[Worker]) -> None:
+        __tracebackhide__ = True
+        picked = [pick.worker for pick in report.picks]
+        unused = [worker for worker in workers if worker not in picked]
+        if unused:
+            counts = ", ".join(f"worker {worker!r}: {picked.count(worker)}" for worker in report.workers)
+            self._fail(f"{where}: worker {unused[0]!r} got none of {len(picked)} requests ({counts}); expected some")
+
+    def _fail(self, text: str) -> NoReturn:
+        __tracebackhide__ = True
+        pytest.fail(f"{type(self).__name__}: {text}", pytrace=False)
