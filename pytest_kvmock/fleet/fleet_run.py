@@ -439,7 +439,8 @@ class FleetRun:
             self._drain(id_of(worker))
 
     def _leave_open(self) -> None:
-        """Drop what is open as the clock stopped."""
+        """Drop what is open as the clock stopped; the router is not told."""
+        self._calls.left_open = self._calls.left_open or bool(self._routed)
         for request in self._waiting:
             request.status = "unfinished"
         if self._routed:

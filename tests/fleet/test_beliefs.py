@@ -163,6 +163,11 @@ def test_a_second_run_of_a_fleet_is_right_too():
     assert [] == world.judge().errors
 
 
+def test_what_a_stopped_clock_left_open_is_nobodys_mistake():
+    fleet = Fleet([MockEngine(ARGS) for _ in range(3)], OwnBooks(range(3)), stop_ms=200)
+    assert [(), ()] == [fleet.run(trace(seed=seed)).beliefs for seed in range(2)]
+
+
 @pytest.mark.parametrize("when", ["before", "between"])
 def test_what_a_router_was_never_told_it_need_not_know(when):
     world = RouterHarness(EngineProfile(num_blocks=64, block_size=4, workers=3))
