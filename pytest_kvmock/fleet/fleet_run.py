@@ -534,25 +534,26 @@ class FleetRun:
         if self._of_engines:
             return tuple(self._candidates_of_engines(request, overlaps))
         chain, held, found = request.sequence_hashes, self._knowledge.held_blocks, []
+        make, seats, overlap_of = tuple.__new__, self.seats, overlaps.get  # by `Candidate` itself it takes twice as long
         for worker, load in self._book.loads.items():
-            engine = self.seats[worker].engine
+            engine = seats[worker].engine
             scheduler, manager = engine.scheduler, engine.worker.manager
+            capacity = manager.max_capacity
             in_use = self._blocks_in_use(worker) if type(manager) is MockerRadixManager else manager.num_active_blocks
-            found.append(
-                Candidate(
-                    worker,
-                    overlaps.get(worker, 0),
-                    load.prefill_tokens,
-                    load.blocks,
-                    load.new_blocks(chain),
-                    load.requests,
-                    len(scheduler.waiting) + len(scheduler.parked),
-                    in_use / manager.max_capacity,
-                    manager.max_capacity,
-                    engine.args.max_num_batched_tokens,
-                    held(worker),
-                )
+            fields = (
+                worker,
+                overlap_of(worker, 0),
+                load.prefill_tokens,
+                load.blocks,
+                load.new_blocks(chain),
+                load.requests,
+                len(scheduler.waiting) + len(scheduler.parked),
+                in_use / capacity,
+                capacity,
+                engine.args.max_num_batched_tokens,
+                held(worker),
             )
+            found.append(make(Candidate, fields))
         return tuple(found)
 
     def _candidates_of_engines(self, request: RouterRequest, overlaps: Mapping[Worker, int]) -> Iterable[Candidate]:
