@@ -234,7 +234,7 @@ class ReportAssertions:
     def assert_regret(self, selector: Any, at_most: float = 0.0) -> None:
         """Require that no more than a share of the picks cost more than the cheapest, by a selector on true loads and true caches.
 
-        A right router has none by its own selector (0 of 60 runs over six engines, incidents and ranks), but where events are late
+        A right router has none by its own selector (in no run over six engines, with incidents and with ranks), but where events are late
         or lost, and where a crash is noticed late.
 
         Args:
