@@ -534,11 +534,7 @@ class FleetRun:
         if self._of_engines:
             return tuple(self._candidates_of_engines(request, overlaps))
         chain, held, found = request.sequence_hashes, self._knowledge.held_blocks, []
-        make, seats, overlap_of = (
-            tuple.__new__,
-            self.seats,
-            overlaps.get,
-        )  # by `Candidate` itself it takes twice as long
+        make, seats, overlap_of = tuple.__new__, self.seats, overlaps.get  # `Candidate(...)` takes twice as long
         for worker, load in self._book.loads.items():
             engine = seats[worker].engine
             scheduler, manager = engine.scheduler, engine.worker.manager
