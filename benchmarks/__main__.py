@@ -22,6 +22,7 @@ from pathlib import Path
 from benchmarks import (
     block_manager,
     engines,
+    fleet,
     index,
     manager,
     mooncake,
@@ -50,6 +51,7 @@ GROUPS = {
     "mooncake": (mooncake.whole_blocks, mooncake.as_long_as_they_were),
     "tiers": (tiers.host,),
     "engines": (engines.shared_workload, engines.mooncake, engines.scheduler_matrix),
+    "fleet": (fleet.speed, fleet.memory, fleet.a_test),
     "reduce": (reduce.events, reduce.requests),
     "wire": (wire.codec,),
     "clients": (wire_clients.publish_to_applied,),
