@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
-from pytest_kvmock.events import BlockTokens, Cleared, KvCacheEvent, RouterEvent, StorageTier, Stored
+from pytest_kvmock.events import BlockTokens, Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
 
 if TYPE_CHECKING:
     from pytest_kvmock.prompt_keys import EventExtra
@@ -27,6 +27,7 @@ class EventRecorder:
         worker_id: as above.
         sink: as above.
         published: whether a manager ever published anything.
+        removed: how many blocks on the device were published as removed, a copy each time that it was.
         stored: hashes of the blocks that were stored on the device, in order, while somebody asks for them; else None.
         holds: as above.
         held: the events that are held, in order.
@@ -36,12 +37,24 @@ class EventRecorder:
     """
 
     only_logged: ClassVar[bool] = True
-    __slots__ = ("_requests", "extra_of", "for_requests", "held", "holds", "published", "sink", "stored", "worker_id")
+    __slots__ = (
+        "_requests",
+        "extra_of",
+        "for_requests",
+        "held",
+        "holds",
+        "published",
+        "removed",
+        "sink",
+        "stored",
+        "worker_id",
+    )
 
     def __init__(self, worker_id: int, sink: EventSink | None, *, holds: bool = False) -> None:
         self.worker_id = worker_id
         self.sink = sink
         self.published = False
+        self.removed = 0
         self.stored: list[int] | None = None
         self.holds = holds
         self.for_requests = False
@@ -68,6 +81,8 @@ class EventRecorder:
     ) -> None:
         """Take an event of a manager."""
         self.published = True
+        if type(event.data) is Removed and storage_tier is StorageTier.DEVICE:
+            self.removed += len(event.data.block_hashes)
         if self.stored is not None and isinstance(event.data, Stored) and storage_tier is StorageTier.DEVICE:
             self.stored += event.data.block_hashes
         if self.extra_of is not None and extra is None and isinstance(event.data, Stored):

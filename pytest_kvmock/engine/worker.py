@@ -389,6 +389,11 @@ class KvWorker:
         """Whether a manager of it ever published anything, before a restart too."""
         return self._recorder.published
 
+    @property
+    def removed_blocks(self) -> int:
+        """How many blocks on the device it published as removed so far, before a restart too."""
+        return self._recorder.removed
+
     def prefill(self, prompt: Prompt | TokenIds, *, wait: bool = True) -> Request:
         """Admit a request: blocks for its whole prompt, cached ones reused.
 

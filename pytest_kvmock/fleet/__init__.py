@@ -5,15 +5,19 @@ from pytest_kvmock.engine.driver import SchedulerDriver
 from pytest_kvmock.engine.nested_args import ReasoningConfig, SglangArgs
 from pytest_kvmock.engine.performance import CallableModel, InterpolatedModel, PerformanceModel, PolynomialModel
 from pytest_kvmock.engine.scheduler import ForwardPass, Scheduled, ScheduledRequest
+from pytest_kvmock.fleet.arrivals import FleetRequest
 from pytest_kvmock.fleet.engine_request import EngineRequest
 from pytest_kvmock.fleet.engine_state import EngineMetrics, EngineStalled
 from pytest_kvmock.fleet.fleet import Fleet
-from pytest_kvmock.fleet.fleet_trace import FleetReport, FleetRequest, Pick
+from pytest_kvmock.fleet.fleet_report import FleetReport
 from pytest_kvmock.fleet.incidents import Moment
 from pytest_kvmock.fleet.mock_engine import MockEngine
+from pytest_kvmock.fleet.regret import Regret
 from pytest_kvmock.fleet.replay import replay
 from pytest_kvmock.fleet.report import EngineReport, ReplayReport
+from pytest_kvmock.fleet.report_compared import Comparison
 from pytest_kvmock.fleet.router_calls import RouterError, RouterStalled
+from pytest_kvmock.fleet.run_notes import PassSample, Pick, PickRecord
 from pytest_kvmock.fleet.scheduler_cases import (
     SCHEDULER_CASES,
     SchedulerCase,
@@ -24,6 +28,7 @@ from pytest_kvmock.fleet.scheduler_cases import (
 __all__ = [
     "SCHEDULER_CASES",
     "CallableModel",
+    "Comparison",
     "EngineMetrics",
     "EngineReport",
     "EngineRequest",
@@ -36,10 +41,13 @@ __all__ = [
     "MockEngine",
     "MockEngineArgs",
     "Moment",
+    "PassSample",
     "PerformanceModel",
     "Pick",
+    "PickRecord",
     "PolynomialModel",
     "ReasoningConfig",
+    "Regret",
     "ReplayReport",
     "RouterError",
     "RouterStalled",

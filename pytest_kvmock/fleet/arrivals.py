@@ -1,15 +1,15 @@
-"""When the requests of a trace arrive: by their timestamps, or as soon as others are done; and turn by turn in a session."""
+"""Requests of a trace, and when they arrive: by their timestamps, or as soon as others are done; and turn by turn in a session."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pytest_kvmock.fleet.fleet_trace import FleetRequest
-    from pytest_kvmock.tokens import Prompt
+    from pytest_kvmock.tokens import Prompt, TokenIds
     from pytest_kvmock.traces import TraceRequest
 
 # Theory of operation
@@ -22,6 +22,32 @@ if TYPE_CHECKING:
 # sessions begin in the order of the trace, each when fewer than so many requests are open. What counts there as open
 # differs: in 1.3.1 a session keeps its place until its last request is done; in 1.2.1 others are served meanwhile, and a
 # request on the link between two engines does not count.
+
+
+@dataclass(frozen=True, slots=True)
+class FleetRequest:
+    """One request for a fleet, where a trace's hash ids do not say enough: with tokens, an adapter, or a salt.
+
+    Attributes:
+        prompt: a `Prompt`, or token ids.
+        output_tokens: tokens to generate.
+        timestamp: arrival in milliseconds; None: with the first, or as soon as others are done.
+        session_id: the conversation that it is a turn of; None: of none.
+        delay: milliseconds between the end of the session's turn before and this one; None: the timestamps say.
+        priority: larger is served first, where engines have priorities.
+    """
+
+    prompt: Prompt | TokenIds
+    output_tokens: int
+    timestamp: float | None = None
+    session_id: str | None = None
+    delay: float | None = None
+    priority: int = 0
+
+    @property
+    def output_length(self) -> int:
+        """Tokens to generate, by the name that a `TraceRequest` has for them."""
+        return self.output_tokens
 
 
 class Turn:

@@ -13,22 +13,23 @@ from typing import TYPE_CHECKING, Any, Final
 from pytest_kvmock.backends import BACKENDS
 from pytest_kvmock.checks import check_integer, check_number, unknown_text
 from pytest_kvmock.fleet.arrivals import Arrivals
-from pytest_kvmock.fleet.fleet_events import EventDelay, Heard, Knowledge
-from pytest_kvmock.fleet.fleet_run import FleetRun, LoadSource, Seat
-from pytest_kvmock.fleet.fleet_trace import FleetReport
+from pytest_kvmock.fleet.fleet_events import EventDelay, Heard, Knowledge, TrueCaches
+from pytest_kvmock.fleet.fleet_report import FleetReport, RoutedRun
+from pytest_kvmock.fleet.fleet_run import FleetRun, LoadSource
 from pytest_kvmock.fleet.incidents import Incident, Moment
 from pytest_kvmock.fleet.later_report import LaterReplayReport, Objectives
 from pytest_kvmock.fleet.later_report import Workers as WorkerCount
 from pytest_kvmock.fleet.mock_engine import MockEngine
-from pytest_kvmock.fleet.ranks import RankedWorker
+from pytest_kvmock.fleet.ranks import RankedWorker, Seat
 from pytest_kvmock.fleet.replay_checks import check_sizes, turns_of
 from pytest_kvmock.fleet.report import ReplayReport
 from pytest_kvmock.fleet.router_calls import RouterCalls
+from pytest_kvmock.fleet.run_notes import Recorder
 from pytest_kvmock.router.selection import DynamoRouter
 
 if TYPE_CHECKING:
     from pytest_kvmock.engine.performance import Semantics
-    from pytest_kvmock.fleet.fleet_trace import FleetRequest
+    from pytest_kvmock.fleet.arrivals import FleetRequest
     from pytest_kvmock.router.routing import Worker
     from pytest_kvmock.traces import TraceRequest
 
@@ -62,6 +63,10 @@ class Fleet:
         pick_timeout_s: how long an async method of the router may take, in seconds of real time.
         plans: run passes that only decode in one go; the results are the same without.
         seed: of the router that stands in where none is given.
+        record: keep a sample of each real pass and the candidates of each pick, as they truly were, for `FleetReport.regret` and pages.
+        slo_ttft_ms: a request counts as good whose first token takes no longer, in milliseconds; None: however long.
+        slo_itl_ms: likewise the mean time between its tokens.
+        slo_e2e_ms: likewise the time to its last token.
         knowledge: delivers events and answers overlaps, in place of `index` and `event_delay_ms`: a harness has its own.
 
     Raises:
@@ -86,6 +91,10 @@ class Fleet:
         event_delay_ms: EventDelay = 0.0,
         plans: bool = True,
         seed: int = 0,
+        record: bool = False,
+        slo_ttft_ms: float | None = None,
+        slo_itl_ms: float | None = None,
+        slo_e2e_ms: float | None = None,
         knowledge: Knowledge | None = None,
     ) -> None:
         named = _named(engines)
@@ -122,12 +131,18 @@ class Fleet:
         self._ranks = args.dp_size
         if not callable(event_delay_ms):
             check_number("Fleet: event_delay_ms", event_delay_ms, unit=" (milliseconds), or a function of the event")
+        for name, limit in (("slo_ttft_ms", slo_ttft_ms), ("slo_itl_ms", slo_itl_ms), ("slo_e2e_ms", slo_e2e_ms)):
+            if limit is not None:
+                check_number(f"Fleet: {name}", limit, unit=" (milliseconds), or None")
+        self._objectives = Objectives(slo_ttft_ms, slo_itl_ms, slo_e2e_ms)
+        backends = [BACKENDS.get(engine.worker.backend) for _, engine in named]
+        # Engines that publish every copy of a block still hold it when one is removed.
+        copies = any(each is not None and each.residency == "counted" for each in backends)
         if knowledge is None:
-            backends = [BACKENDS.get(engine.worker.backend) for _, engine in named]
-            # Engines that publish every copy of a block still hold it when one is removed.
-            copies = any(each is not None and each.residency == "counted" for each in backends)
             knowledge = Heard(index, self.engines, event_delay_ms, counts_copies=copies)
         self._knowledge = knowledge
+        held = knowledge.held_events() if record else ()
+        self._caches = TrueCaches(self.engines, held, counts_copies=copies) if record else None
         self._incidents: list[Incident] = []
 
     def __repr__(self) -> str:
@@ -182,8 +197,12 @@ class Fleet:
                 raise ValueError(f"{where}: no worker would be left")
         self._incidents = planned
 
-    def run(self, trace: Iterable[TraceRequest | FleetRequest]) -> FleetReport:
+    def run(self, trace: Iterable[TraceRequest | FleetRequest], *, name: str | None = None) -> FleetReport:
         """Serve a trace.
+
+        Args:
+            trace: the requests.
+            name: what the report calls the trace.
 
         Raises:
             RouterError: the router raised, or did what a router must not.
@@ -194,23 +213,25 @@ class Fleet:
             ValueError: the trace is empty, or a field of a request is out of range.
         """
         self._calls.check_sync()
-        run, finish = self._begin(trace)
+        run, finish = self._begin(trace, name)
         try:
             self._calls.run(run.run())
         finally:
             finish()
         return self._report(run)
 
-    async def arun(self, trace: Iterable[TraceRequest | FleetRequest]) -> FleetReport:
+    async def arun(self, trace: Iterable[TraceRequest | FleetRequest], *, name: str | None = None) -> FleetReport:
         """Serve a trace, and await what the router returns where that is awaitable; else as `run`."""
-        run, finish = self._begin(trace)
+        run, finish = self._begin(trace, name)
         try:
             await self._calls.arun(run.run())
         finally:
             finish()
         return self._report(run)
 
-    def _begin(self, trace: Iterable[TraceRequest | FleetRequest]) -> tuple[FleetRun, Any]:
+    def _begin(self, trace: Iterable[TraceRequest | FleetRequest], name: str | None) -> tuple[FleetRun, Any]:
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"Fleet: name must be text, or None, got {name!r:.80}")
         engines = list(self.engines.values())
         size, least = engines[0].args.block_size, self._release.least_output
         turns = turns_of(trace, self._trace_block_size, size, least_output=least, who="Fleet")
@@ -227,7 +248,7 @@ class Fleet:
             start_ms=start_ms,
         )
         seats, workers = self._seats()
-        self._before = sum(engine.passes for engine in engines), sum(engine.prefill_tokens for engine in engines)
+        self._trace = name, tuple(turns)
         self._start_ms = start_ms
         run = FleetRun(
             seats,
@@ -241,6 +262,7 @@ class Fleet:
             has_ranks=self._ranks > 1,
             plans=self._plans,
             incidents=self._incidents,
+            recorder=None if self._caches is None else Recorder(self._caches),
         )
         self._incidents = []
         self._knowledge.begin(self._calls)
@@ -270,24 +292,45 @@ class Fleet:
     def _report(self, run: FleetRun) -> FleetReport:
         engines = [seat.engine for seat in run.seats.values()]
         self.engines = run.staying
-        passes = sum(engine.passes for engine in engines) - self._before[0]
+        services = tuple(run.notes.close(run.now_ms))
+        passes = sum(each.passes for each in services)
         order, served_by = tuple(run.requests), tuple(run.served_by)
         args = engines[0].args
-        if not args.release.sketches_gaps:
-            return FleetReport.of(ReplayReport(order, passes, served_by), tuple(run.picks))
-        replay = LaterReplayReport(
-            order,
-            passes,
-            served_by,
-            clock_ms=run.now_ms - self._start_ms,
-            decode=WorkerCount(len(engines) // self._ranks, args.gpus),
-            prefill_tokens=sum(engine.prefill_tokens for engine in engines) - self._before[1],
-            objectives=Objectives(),
-            turns=tuple(run.turns),
-            names_sessions=self._names_sessions,
-            ranks=self._ranks,
+        if args.release.sketches_gaps:
+            replay: ReplayReport = LaterReplayReport(
+                order,
+                passes,
+                served_by,
+                clock_ms=run.now_ms - self._start_ms,
+                decode=WorkerCount(len(engines) // self._ranks, args.gpus),
+                prefill_tokens=sum(each.prompt_tokens_computed for each in services),
+                objectives=self._objectives,
+                turns=tuple(run.turns),
+                names_sessions=self._names_sessions,
+                ranks=self._ranks,
+            )
+        else:
+            replay = ReplayReport(order, passes, served_by)
+        name, trace = self._trace
+        noted = RoutedRun(
+            self._calls.name,
+            name,
+            trace,
+            args.block_size,
+            run.arrived,
+            tuple(run.numbers),
+            tuple(run.turns),
+            services,
+            self._objectives,
         )
-        return FleetReport.of(replay, tuple(run.picks))
+        return FleetReport.of(
+            replay,
+            noted,
+            picks=tuple(run.notes.picks),
+            incidents=tuple(run.notes.happened),
+            event_errors=self._knowledge.event_errors,
+            recorder=run.notes.recorder,
+        )
 
 
 def _named(engines: Iterable[MockEngine] | Mapping[Worker, MockEngine]) -> Sequence[tuple[Worker, MockEngine]]:

@@ -6,7 +6,7 @@ A fleet declares what it asks for (`Knowledge`); here is that of bare engines, w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
@@ -41,6 +41,13 @@ class Knowledge(Protocol):
 
     def held_blocks(self, worker: Worker) -> int:
         """Return how many blocks a worker holds."""
+
+    def held_events(self) -> Iterable[RouterEvent]:
+        """Return events that would tell an empty index what all workers hold."""
+
+    @property
+    def event_errors(self) -> Sequence[object] | None:
+        """What is wrong with the events so far, an error each that no injected fault explains; None: nobody judges them."""
 
     def deliver(self, now_ms: float) -> Calls:
         """Deliver the events that were published since, and those that were late, as far as they are due by now."""
@@ -131,7 +138,7 @@ class Heard:
         self._has_ranks = any(isinstance(worker, tuple) for worker in engines)
         self._on_the_way: Late[RouterEvent] = Late(delay_ms)
         for worker, engine in engines.items():
-            engine.worker.publish_to(_Tap(self._on_the_way, worker))
+            engine.worker.publish_to(Tap(self._on_the_way, worker))
 
     def begin(self, calls: RouterCalls) -> None:
         """Begin a run."""
@@ -159,14 +166,17 @@ class Heard:
     def overlaps(self, request: RouterRequest) -> Mapping[Worker, int]:
         """Return how many leading full blocks of a prompt each worker holds."""
         found = self._index.find_matches(request.local_hashes)
-        scores: Mapping[Any, int] = getattr(found, "scores", found)
-        if self._has_ranks:
-            return scores
-        return {key[0] if isinstance(key, tuple) else key: score for key, score in scores.items()}
+        return by_worker(getattr(found, "scores", found), has_ranks=self._has_ranks)
 
     def held_blocks(self, worker: Worker) -> int:
         """Return how many blocks a worker holds."""
         return self._reference.num_blocks(*(worker if isinstance(worker, tuple) else (worker, 0)))
+
+    def held_events(self) -> Iterable[RouterEvent]:
+        """Return what an empty index would be told."""
+        return self._reference.dump_events()
+
+    event_errors: Sequence[object] | None = None
 
     def restart(self, worker: Worker, engine: MockEngine, *, announced: bool) -> None:
         """Restart a worker."""
@@ -190,11 +200,64 @@ class Heard:
         """
         if engine is None:
             raise TypeError("Fleet: join(engine) needs a MockEngine, as the fleet is one of bare engines")
-        engine.worker.publish_to(_Tap(self._on_the_way, worker))
+        engine.worker.publish_to(Tap(self._on_the_way, worker))
         return engine
 
 
-class _Tap:
+class TrueCaches:
+    """What each engine holds by all that it published, at once and without faults: what a router would know that knows all.
+
+    Args:
+        engines: the engines.
+        held: what is held already, as events.
+        counts_copies: whether an engine publishes every copy of a block.
+    """
+
+    def __init__(
+        self, engines: Mapping[Worker, MockEngine], held: Iterable[RouterEvent], *, counts_copies: bool
+    ) -> None:
+        self._index = RadixIndex(count_copies=counts_copies)
+        self._has_ranks = any(isinstance(worker, tuple) for worker in engines)
+        self._published: Late[RouterEvent] = Late(0.0)
+        for event in held:
+            self._index.apply(event)
+        for worker, engine in engines.items():
+            self.join(worker, engine)
+
+    def _hear(self) -> None:
+        for event in self._published.take(math.inf):
+            with suppress(KvEventError):
+                self._index.apply(event)
+
+    def overlaps(self, request: RouterRequest) -> Mapping[Worker, int]:
+        """Return how many leading full blocks of a prompt each worker holds."""
+        self._hear()
+        scores = self._index.find_matches(request.local_hashes).scores
+        return by_worker(scores, has_ranks=self._has_ranks)
+
+    def held_blocks(self, worker: Worker) -> int:
+        """Return how many blocks a worker holds."""
+        self._hear()
+        return self._index.num_blocks(*(worker if isinstance(worker, tuple) else (worker, 0)))
+
+    def remove(self, worker: Worker) -> None:
+        """Drop what a worker held that is gone, or empty."""
+        self._hear()
+        self._index.remove_worker(worker[0] if isinstance(worker, tuple) else worker)
+
+    def join(self, worker: Worker, engine: MockEngine) -> None:
+        """Take one more worker."""
+        engine.worker.publish_to(Tap(self._published, worker))
+
+
+def by_worker(scores: Mapping[Any, int], *, has_ranks: bool) -> Mapping[Worker, int]:
+    """Return scores by the names that workers have in a fleet: ids, or pairs of id and rank."""
+    if has_ranks:
+        return scores
+    return {key[0] if isinstance(key, tuple) else key: score for key, score in scores.items()}
+
+
+class Tap:
     """Hears one engine, and gives its events the name that its worker has in the fleet."""
 
     def __init__(self, on_the_way: Late[RouterEvent], worker: Worker) -> None:

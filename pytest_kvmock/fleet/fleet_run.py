@@ -22,10 +22,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
+from pytest_kvmock.fleet.arrivals import FleetRequest
 from pytest_kvmock.fleet.engine_state import EngineStalled
-from pytest_kvmock.fleet.fleet_trace import FleetRequest, Pick
 from pytest_kvmock.fleet.incidents import Incident
+from pytest_kvmock.fleet.ranks import Seat
 from pytest_kvmock.fleet.router_calls import RouterStalled
+from pytest_kvmock.fleet.run_notes import Pick, Recorder, RunNotes
 from pytest_kvmock.router.loads import LoadBook
 from pytest_kvmock.router.routing import Candidate, RouterRequest
 
@@ -40,23 +42,6 @@ if TYPE_CHECKING:
     from pytest_kvmock.router.routing import Worker
 
 LoadSource: TypeAlias = Literal["router", "engine"]
-
-
-class Seat:
-    """One engine as the clock has it.
-
-    Attributes:
-        worker: what the router calls it.
-        engine: the engine.
-        driven: what runs its passes: itself, or the worker whose ranks run together.
-    """
-
-    __slots__ = ("driven", "engine", "worker")
-
-    def __init__(self, worker: Worker, engine: MockEngine, driven: Driven) -> None:
-        self.worker = worker
-        self.engine = engine
-        self.driven = driven
 
 
 class FleetRun:
@@ -74,6 +59,7 @@ class FleetRun:
         has_ranks: whether workers are named by id and rank.
         plans: whether passes that only decode are run in one go.
         incidents: what happens to workers, by time.
+        recorder: notes passes and candidates; None: nothing does.
 
     Attributes:
         seats: the engines, by worker; those that joined too, and those that are gone.
@@ -81,7 +67,9 @@ class FleetRun:
         requests: what the engines served, by the order in which requests arrived at them first.
         turns: of each, its place in the trace.
         served_by: of each, the position of the engine that served it last.
-        picks: the choices of the router.
+        numbers: of each, its place in the order of arrival at the router.
+        arrived: how many requests arrived at the router.
+        notes: what is noted for the report, the picks of the router first.
         sent_back: how often a request was sent to a worker that was gone, before the router knew.
     """
 
@@ -99,6 +87,7 @@ class FleetRun:
         has_ranks: bool = False,
         plans: bool = True,
         incidents: Sequence[Incident] = (),
+        recorder: Recorder | None = None,
     ) -> None:
         self.seats = {seat.worker: seat for seat in seats}
         self._position = {seat.worker: position for position, seat in enumerate(seats)}
@@ -139,11 +128,12 @@ class FleetRun:
         self._first_ms: dict[RouterRequest, float] = {}
         self._turn_of: dict[RouterRequest, Turn] = {}
         self._routed: dict[ScheduledRequest, tuple[RouterRequest, Worker]] = {}
-        self._numbers = 0
+        self.arrived = 0
         self.requests: list[EngineRequest] = []
         self.turns: list[Turn] = []
         self.served_by: list[int | None] = []
-        self.picks: list[Pick] = []
+        self.numbers: list[int] = []
+        self.notes = RunNotes({worker: seat.engine for worker, seat in self.seats.items()}, start_ms, recorder)
 
     # ------------------------------------------------------------------------------------------------ the clock
 
@@ -206,6 +196,7 @@ class FleetRun:
             if plan is not None:
                 self._record_plan(driven, plan)
                 cast("MockEngine", driven).run_plan(plan)  # a worker with ranks plans nothing
+                self._sample(driven)
                 self._idle.add(driven)
             else:
                 yield from self._end_pass(driven)
@@ -266,6 +257,7 @@ class FleetRun:
     def _end_pass(self, driven: Driven) -> Calls:
         """End the pass of an engine: its events, then a signal for each request; whether it did anything."""
         done = driven.finish_pass()
+        self._sample(driven)
         yield from self._knowledge.deliver(self.now_ms)
         # In releases before 1.6.1 one that can do nothing tries again and again, at the same moment, until it counts as stalled.
         if done.did_something or not self._waits_when_blocked:
@@ -283,6 +275,11 @@ class FleetRun:
                 yield from self._signal("first_token", routed[0])
         return done.did_something
 
+    def _sample(self, driven: Driven) -> None:
+        if self.notes.recorder is not None:
+            of = [(self._position[seat.worker], seat.engine) for seat in self.seats.values() if seat.driven is driven]
+            self.notes.recorder.passed(self.now_ms, of)
+
     def _ended_first(self, done: ForwardPass) -> Iterable[ScheduledRequest]:
         """Requests that ended without a token of this pass: rejected, or asked for none."""
         if not done.rejected and len(done.finished) <= len(done.generated):
@@ -296,7 +293,7 @@ class FleetRun:
         """Take a request that arrives: pick for it, or let it wait behind those that do."""
         trace = turn.trace
         request = RouterRequest(
-            self._numbers,
+            self.arrived,
             turn.prompt,
             self._block_size,
             trace.output_length,
@@ -304,10 +301,12 @@ class FleetRun:
             session_id=trace.session_id,
             priority=trace.priority if isinstance(trace, FleetRequest) else 0,
         )
-        self._numbers += 1
+        self.arrived += 1
         request.now_ms = self.now_ms
         self._turn_of[request] = turn
         overlaps = request.overlaps = self._knowledge.overlaps(request)
+        if self.notes.recorder is not None:
+            self.notes.recorder.arrived(request)
         if self._waiting:
             self._waiting.append(request)
             if not self._routed:  # nothing runs, so that nothing would have it asked for again
@@ -348,12 +347,14 @@ class FleetRun:
         if worker is None:
             return False
         known = request.overlaps or {}
+        if self.notes.recorder is not None:
+            self.notes.recorder.picked(request, worker, self._candidates_of_book(request, {}), overlaps)
         request.status = "running"
         self._book.dispatched(request, worker, known.get(worker, 0))
         best = max((overlaps.get(each, 0) for each in self._book.loads), default=0) if overlaps else 0
         waited = self.now_ms - request.arrival_ms
         pick = Pick(self.now_ms, request.number, worker, overlaps.get(worker, 0), best, waited, request.attempt)
-        self.picks.append(pick)
+        self.notes.picked(request, pick)
         if self._calls.has("dispatched"):
             yield from self._calls.hook("dispatched", self.now_ms, request, worker, request=request)
         if worker in self._gone:  # the router does not know yet
@@ -373,6 +374,7 @@ class FleetRun:
         """Take a request out of the books whose worker is gone, and tell the router."""
         request.status, request.now_ms = "lost", self.now_ms
         self._book.finished(request)
+        self.notes.ended(request)
         if self._calls.has("finished"):
             yield from self._calls.hook("finished", self.now_ms, request, request=request)
 
@@ -391,6 +393,7 @@ class FleetRun:
             self._place[request] = len(self.requests)
             self.requests.append(served)
             self.turns.append(turn)
+            self.numbers.append(request.number)
             self.served_by.append(self._position[worker])
         else:
             self.requests[place], self.served_by[place] = served, self._position[worker]
@@ -405,6 +408,7 @@ class FleetRun:
         self._place.pop(request, None)
         request.status = cast("Any", served.status)
         self._book.finished(request)
+        self.notes.ended(request)
         self._arrivals.done(self._turn_of.pop(request), self.now_ms)
         yield from self._signal("finished", request)
         if worker in self._leaving:
@@ -436,6 +440,7 @@ class FleetRun:
                 seat = self.seats[worker] = Seat(worker, engine, engine)
                 self._position[worker], self._order[engine] = len(self._position), len(self._order)
                 self._book.add_worker(worker)
+                self.notes.happens(self.now_ms, "join", worker, engine)
                 yield from self._tell("worker_added", worker)
                 yield from self._knowledge.deliver(self.now_ms)
                 self._idle.add(seat.driven)
@@ -445,6 +450,7 @@ class FleetRun:
                 yield from self._tell("worker_removed", worker)
             case "leave":
                 self._leaving.add(worker)
+                self.notes.happens(self.now_ms, "leave", worker, self.seats[worker].engine)
                 self._book.remove_worker(worker)
                 self._drain(worker)
                 yield from self._tell("worker_removed", worker)
@@ -485,6 +491,7 @@ class FleetRun:
                 self._first_ms.setdefault(request, served.token_ms[0])
         seat.engine.retract_pass()
         self._knowledge.restart(worker, seat.engine, announced=announced)
+        self.notes.happens(self.now_ms, incident.kind, worker, seat.engine, len(lost))
         again: list[RouterRequest] = []
         for served, request in lost:
             served.status = "lost"  # also one that the pass under way would have ended
@@ -518,8 +525,10 @@ class FleetRun:
     # ------------------------------------------------------------------------------------------------ candidates
 
     def _candidates(self, request: RouterRequest, overlaps: Mapping[Worker, int]) -> tuple[Candidate, ...]:
-        if self._of_engines:
-            return tuple(self._candidates_of_engines(request, overlaps))
+        find = self._candidates_of_engines if self._of_engines else self._candidates_of_book
+        return tuple(find(request, overlaps))
+
+    def _candidates_of_book(self, request: RouterRequest, overlaps: Mapping[Worker, int]) -> Sequence[Candidate]:
         chain, held, found = request.sequence_hashes, self._knowledge.held_blocks, []
         for worker, load in self._book.loads.items():
             engine = self.seats[worker].engine
@@ -539,7 +548,7 @@ class FleetRun:
                     held(worker),
                 )
             )
-        return tuple(found)
+        return found
 
     def _candidates_of_engines(self, request: RouterRequest, overlaps: Mapping[Worker, int]) -> Iterable[Candidate]:
         if not self._read or self.now_ms - self._read_ms >= self._loads_every:

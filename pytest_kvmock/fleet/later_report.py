@@ -164,10 +164,15 @@ class LaterReplayReport(ReplayReport):
         out |= statistics("ttst_ms", [tokens[1] - tokens[0] for tokens in later])
         out |= statistics("tpot_ms", [(tokens[-1] - tokens[0]) / (len(tokens) - 1) for tokens in later])
         gaps = [max(0.0, gap) for tokens in later for gap in map(sub, islice(tokens, 1, None), tokens)]
-        out |= _by_sketch("itl_ms", gaps)
+        out |= by_sketch("itl_ms", gaps)
         out |= statistics("e2e_latency_ms", [tokens[-1] - arrival for arrival, tokens in times])
-        out |= _by_sketch("output_token_throughput_per_user", [1000.0 / gap for gap in gaps if gap])
+        out |= by_sketch("output_token_throughput_per_user", [1000.0 / gap for gap in gaps if gap])
         return out
+
+    @property
+    def reported(self) -> list[ScheduledRequest]:
+        """The requests that have a row: those that have an end."""
+        return [request for request in self.requests if request.status in _STATUS]
 
     def per_request(self) -> list[dict[str, Any]]:
         """Return a row a request that has an end, by the keys of Dynamo's report of 1.6.1; what did not happen is None.
@@ -255,7 +260,7 @@ def _share(parts: Iterable[int], whole: int) -> float:
     return sum(parts) / whole if whole else 0.0
 
 
-def _by_sketch(name: str, values: list[float]) -> dict[str, float]:
+def by_sketch(name: str, values: list[float]) -> dict[str, float]:
     """Statistics whose percentiles are sketched; mean and deviation, least and greatest value are not."""
     out = statistics(name, values)
     if values:

@@ -10,10 +10,28 @@ from pytest_kvmock.engine.scheduler import ForwardPass
 
 if TYPE_CHECKING:
     from pytest_kvmock.fleet.mock_engine import MockEngine
+    from pytest_kvmock.router.routing import Worker
 
 
 Driven: TypeAlias = "MockEngine | RankedWorker"
 """What a clock drives: an engine, or the worker whose ranks several are."""
+
+
+class Seat:
+    """One engine as the clock has it.
+
+    Attributes:
+        worker: what the router calls it.
+        engine: the engine.
+        driven: what runs its passes: itself, or the worker whose ranks run together.
+    """
+
+    __slots__ = ("driven", "engine", "worker")
+
+    def __init__(self, worker: Worker, engine: MockEngine, driven: Driven) -> None:
+        self.worker = worker
+        self.engine = engine
+        self.driven = driven
 
 
 class RankedWorker:

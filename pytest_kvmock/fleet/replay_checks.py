@@ -10,9 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from pytest_kvmock.checks import check_integer, is_integer
-from pytest_kvmock.fleet.arrivals import Turn
+from pytest_kvmock.fleet.arrivals import FleetRequest, Turn
 from pytest_kvmock.fleet.engine_state import EngineSize, RequestTooLarge
-from pytest_kvmock.fleet.fleet_trace import FleetRequest
 from pytest_kvmock.fleet.later_report import Objectives
 from pytest_kvmock.fleet.mock_engine import MockEngine
 from pytest_kvmock.tokens import Prompt

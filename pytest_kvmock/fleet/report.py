@@ -152,6 +152,11 @@ class ReplayReport(EngineReport):
     served_by: Sequence[int | None] = ()
     handoffs: Mapping[ScheduledRequest, Mapping[str, Any]] = field(default_factory=dict)
 
+    @property
+    def reported(self) -> Sequence[ScheduledRequest]:
+        """The requests that have a row in `per_request`."""
+        return self.requests
+
     def per_request(self) -> list[dict[str, Any]]:
         """Return a row a request, by the keys of Dynamo's report of its release, those of its handoff included."""
         rows = EngineReport.per_request(self)

@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable, Collection, Generator, Sequence
 from inspect import isawaitable, iscoroutine, iscoroutinefunction
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+from pytest_kvmock.fleet.routing_figures import aligned
+
 if TYPE_CHECKING:
     from pytest_kvmock.router.routing import Candidate, RouterRequest, Worker
 
@@ -21,8 +23,7 @@ def candidates_table(candidates: Sequence[Candidate]) -> str:
     """Return the candidates as a table, for messages."""
     columns = ("worker", "overlap", "prefill_tokens", "decode_blocks", "new_blocks", "active_requests", "waiting")
     rows = [columns, *([str(getattr(each, name)) for name in columns] for each in candidates)]
-    widths = [max(len(row[at]) for row in rows) for at in range(len(columns))]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return aligned(rows)
 
 
 class RouterError(RuntimeError):

@@ -15,6 +15,7 @@ from pytest_kvmock.router.selection import DynamoRouter
 if TYPE_CHECKING:
     from pytest_kvmock.backends import EngineProfile
     from pytest_kvmock.engine.worker import KvWorker
+    from pytest_kvmock.events import RouterEvent
     from pytest_kvmock.fleet.mock_engine import MockEngine
     from pytest_kvmock.fleet.router_calls import Calls, RouterCalls
     from pytest_kvmock.harness.faults import Faults
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from pytest_kvmock.harness.publisher import Publisher
     from pytest_kvmock.harness.workers import WorkerKey
     from pytest_kvmock.hygiene.delivery import Delivery
+    from pytest_kvmock.hygiene.log import EventLog
+    from pytest_kvmock.hygiene.problem import Problem
     from pytest_kvmock.router.index import RadixIndex
     from pytest_kvmock.router.routing import RouterRequest, Worker
     from pytest_kvmock.tokens import Prompt
@@ -40,6 +43,8 @@ class Judging(Protocol):
     def is_async(self) -> bool: ...  # noqa: D102 - likewise
     @property
     def faults(self) -> Faults: ...  # noqa: D102 - likewise
+
+    events: EventLog
 
     def worker(self, id: int | None, dp_rank: int = 0, backend: str | None = None) -> KvWorker: ...  # noqa: A002, D102 - likewise
     def engine(self, id: int | None = 0, dp_rank: int = 0, **engine: Any) -> MockEngine: ...  # noqa: A002, D102 - likewise
@@ -61,6 +66,7 @@ class JudgedEvents:
         self._publisher = publisher
         self._calls: RouterCalls | None = None
         self._on_the_way: Late[Delivery] = Late(delay)
+        self._found = 0  # problems before the run
 
     def begin(self, calls: RouterCalls) -> None:
         """Begin a run: from now on, what is published is held until it is delivered.
@@ -71,6 +77,7 @@ class JudgedEvents:
         if self._harness.is_async:
             raise TypeError("a fleet asks the index under test for overlaps between two passes; it cannot be async")
         self._calls = calls
+        self._found = len(self._harness.events.problems)
         self._publisher.gate = lambda delivery: self._on_the_way.put(delivery.event, delivery)
 
     def end(self) -> None:
@@ -99,6 +106,18 @@ class JudgedEvents:
     def held_blocks(self, worker: Worker) -> int:
         """Return how many blocks a worker holds, by the reference index."""
         return self._harness.reference.num_blocks(*(worker if isinstance(worker, tuple) else (worker, 0)))
+
+    def held_events(self) -> list[RouterEvent]:
+        """Return events that would tell an empty index what the reference index holds."""
+        return self._harness.reference.dump_events()
+
+    @property
+    def event_errors(self) -> list[Problem]:
+        """Errors of this run that no injected fault explains and no test expects."""
+        new = self._harness.events.problems[self._found :]
+        return [
+            each for each in new if each.is_error and each.cause is None and each.fault is None and not each.covered()
+        ]
 
     def restart(self, worker: Worker, engine: MockEngine, *, announced: bool) -> None:
         """Restart a worker; one that nobody announces is a fault, to which what follows is attributed."""

@@ -1,0 +1,373 @@
+"""What a fleet served, and what its routing was worth: figures by worker and in all, compared, and required.
+
+One subject: the report. `fleet_figures` has the arithmetic, `report_assertions` what a test requires.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any, Final
+
+from pytest_kvmock.fleet.fleet_figures import LATENCIES, Figures, Rows, Served, check_figure, trace_digest
+from pytest_kvmock.fleet.later_report import LaterReplayReport, Objectives, by_sketch
+from pytest_kvmock.fleet.regret import Regret, check_selector
+from pytest_kvmock.fleet.report import ReplayReport, statistics
+from pytest_kvmock.fleet.report_assertions import ReportAssertions
+from pytest_kvmock.fleet.report_compared import Compared, Comparison, figure_text
+from pytest_kvmock.fleet.router_calls import candidates_table
+from pytest_kvmock.fleet.routing_figures import aligned
+
+if TYPE_CHECKING:
+    from pytest_kvmock.engine.scheduler import ScheduledRequest
+    from pytest_kvmock.fleet.arrivals import Turn
+    from pytest_kvmock.fleet.run_notes import Happened, Pick, Recorder, Service
+    from pytest_kvmock.router.routing import Worker
+
+_COLUMNS: Final = {
+    "requests": "requests",
+    "hit_ratio": "hit",
+    "of_best": "of best",
+    "overlap_regret": "regret",
+    "promised_not_found": "not found",
+    "prompt_tokens_computed": "computed",
+    "blocks_evicted": "evicted",
+    "preemptions": "preempted",
+    "router_wait_ms": "router ms",
+    "engine_wait_ms": "engine ms",
+    "ttft_p50": "ttft p50",
+    "ttft_p95": "ttft p95",
+    "itl_p95": "itl p95",
+    "tpot_p50": "tpot p50",
+    "e2e_p95": "e2e p95",
+    "goodput": "goodput",
+}
+"""The columns of a printed report, by the figure in them."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedRun:
+    """How a fleet was run, and what was noted.
+
+    Attributes:
+        router: the class of the router, by name.
+        trace: what the trace is called, if it has a name.
+        all_turns: the trace.
+        block_size: tokens a block of the engines.
+        arrived: how many requests arrived at the router.
+        numbers: of each request that was dispatched, its place in the order of arrival at the router.
+        turns: of each, its place in the trace.
+        services: what each worker did.
+        objectives: what counts as good.
+    """
+
+    router: str
+    trace: str | None
+    all_turns: Sequence[Turn]
+    block_size: int
+    arrived: int
+    numbers: Sequence[int]
+    turns: Sequence[Turn]
+    services: Sequence[Service]
+    objectives: Objectives
+
+
+@dataclass(frozen=True, slots=True)
+class FleetReport(ReplayReport, ReportAssertions):
+    """What a fleet served, and where the router sent it. Printed, it is a table: a row for all, and one a worker.
+
+    The figures (`figure`, `row`, `rows`), over requests that finished where nothing else is said, times in virtual milliseconds:
+
+    - `requests` that arrived (of a worker: that it served last), `completed`;
+    - `hit_ratio`: share of the prompts' tokens that the first admission found cached; `ideal_hit_ratio`: that of one endless cache
+      which sees the requests in order of arrival; `of_ideal`: the one as a share of the other;
+    - `overlap_selected`, `overlap_best`: blocks that the chosen workers held at the picks, by the index, and that the best ones did;
+      `of_best`: the one as a share of the other; `overlap_regret`: the difference, in blocks a pick;
+    - `promised_not_found`: blocks that the index promised at the pick and the first admission did not find; `found_not_promised`;
+    - `prompt_tokens_computed` (what was computed again too), `blocks_evicted` (on the device), `preemptions`;
+    - `router_wait_ms` until the first pick, `engine_wait_ms` from the last pick to the first admission: means;
+    - `ttft`, `itl`, `tpot`, `e2e`, each with `_mean`, `_p50`, `_p75`, `_p90`, `_p95`, `_p99`, `_max`;
+    - `goodput`: share of all that arrived that kept the `slo_...` of the fleet; None without;
+    - `balance_...` and `jain_...` of `requests`, `prompt_tokens` (computed) and `open_requests` (at picks), of all only: greatest
+      over mean, and Jain's index, by the time that each worker was there.
+
+    A figure that has no value, as there was nothing to count, is None.
+
+    Attributes:
+        replay: the report of the engines' release, where Dynamo's figures come from.
+        picks: the choices of the router, in order.
+        run: how it was run.
+        incidents: what happened to workers, in order.
+        event_errors: what the verdict of a harness has against the events of this run, an error each that no injected fault explains
+            and no test expects; None: bare engines, which nobody judges.
+        recorder: with `record=True`, `samples` of each real pass (columns by name, in arrays; see `PassSample`) and `pick(at)` with true
+            candidates (`PickRecord`); else None.
+    """
+
+    replay: ReplayReport | None = None
+    picks: Sequence[Pick] = ()
+    run: RoutedRun | None = None
+    incidents: Sequence[Happened] = ()
+    event_errors: Sequence[object] | None = None
+    recorder: Recorder | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, replay: ReplayReport, run: RoutedRun, **noted: Any) -> FleetReport:
+        """Return the report of a replay, with what was noted of its routing."""
+        return cls(replay.requests, replay.passes, replay.served_by, replay.handoffs, replay, run=run, **noted)
+
+    # ----------------------------------------------------------------------------------------- Dynamo's figures
+
+    @property
+    def _figures(self) -> ReplayReport:
+        assert self.replay is not None
+        return self.replay
+
+    @property
+    def _run(self) -> RoutedRun:
+        assert self.run is not None
+        return self.run
+
+    @property
+    def completed(self) -> list[ScheduledRequest]:
+        """The requests that finished."""
+        return self._figures.completed
+
+    @property
+    def duration_ms(self) -> float:
+        """From the first arrival to the last token, both of requests that completed; 0 where none did."""
+        return self._figures.duration_ms
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all figures as JSON: at the top those of Dynamo's replay, by its keys; under "fleet" those of routing.
+
+        "fleet" has `router`, `trace` (its name) and `trace_digest`, `picks_digest` (equal where all picks are), `all` (the figures without
+        latencies, which are at the top), `workers` (a list: `worker`, `since_ms`, `until_ms`, and its figures, without gaps between
+        tokens), `incidents` (`ms`, `kind`, `worker`, `lost`) and `event_errors` (how many, or None).
+        """
+        rows = self._rows()
+        shown = [each for each in LATENCIES if each != "itl"]
+        workers = [
+            {
+                "worker": each.worker,
+                "since_ms": each.since_ms,
+                "until_ms": each.until_ms,
+                **rows.row(each.worker, latencies=shown),
+            }
+            for each in self._run.services
+        ]
+        return self._figures.to_json() | {
+            "fleet": {
+                "router": self._run.router,
+                "trace": self._run.trace,
+                "trace_digest": self.trace_digest,
+                "picks_digest": self.picks_digest,
+                "all": rows.row(latencies=()),
+                "workers": workers,
+                "incidents": [each._asdict() for each in self.incidents],
+                "event_errors": None if self.event_errors is None else len(self.event_errors),
+            }
+        }
+
+    def per_request(self) -> list[dict[str, Any]]:
+        """Return a row a request, by the keys of Dynamo's report of its release, and what its last pick was.
+
+        These are `number` (by the order of arrival), `worker`, `status`, `attempts`, `picked_ms`, `router_wait_ms`, `engine_wait_ms`,
+        `selected_overlap_blocks`, `best_available_overlap_blocks`, `overlap_regret_blocks` (1.6.1's names, there in
+        `routing_history` too), `promised_blocks` and `found_blocks`; in the order in which requests were dispatched first.
+        """
+        replay = self._figures
+        rows = []
+        served = {id(each.request): each for each in self.served}
+        for request, row in zip(replay.reported, replay.per_request(), strict=True):
+            each = served[id(request)]
+            pick = each.last
+            overlaps = {
+                "selected_overlap_blocks": pick.overlap,
+                "best_available_overlap_blocks": pick.best_overlap,
+                "overlap_regret_blocks": pick.choice.regret,
+            }
+            if row.get("routing_history"):
+                row["routing_history"][-1] |= overlaps | {"queue_wait_ms": pick.waited_ms}
+            rows.append(
+                row
+                | {
+                    "number": each.number,
+                    "worker": pick.worker,
+                    "status": request.status,
+                    "attempts": pick.attempt,
+                    "picked_ms": pick.ms,
+                    "router_wait_ms": each.first.waited_ms,
+                    "engine_wait_ms": each.engine_wait_ms,
+                    "promised_blocks": each.promised,
+                    "found_blocks": each.found,
+                }
+                | overlaps
+            )
+        return rows
+
+    # ---------------------------------------------------------------------------------------- figures of routing
+
+    @property
+    def arrived(self) -> int:
+        """How many requests arrived at the router."""
+        return self._run.arrived
+
+    @property
+    def router(self) -> str:
+        """The class of the router, by name."""
+        return self._run.router
+
+    @property
+    def trace_digest(self) -> str:
+        """Eight digits that two traces share if they ask for the same."""
+        return trace_digest(self._run.all_turns, self._run.block_size)
+
+    @property
+    def trace_name(self) -> str:
+        """What messages call the trace: its name, or its size and digest."""
+        return self._run.trace or f"trace {self.trace_digest} of {len(self._run.all_turns)} requests"
+
+    @property
+    def picks_digest(self) -> str:
+        """Eight digits that two runs share if the router picked the same."""
+        return sha256(repr([(pick.number, pick.worker) for pick in self.picks]).encode()).hexdigest()[:8]
+
+    @property
+    def workers(self) -> list[Worker]:
+        """The workers, in the order in which they came."""
+        return [each.worker for each in self._run.services]
+
+    @property
+    def served(self) -> list[Served]:
+        """The requests that were dispatched, each with its first pick and its last."""
+        first: dict[int, Pick] = {}
+        last: dict[int, Pick] = {}
+        for pick in self.picks:
+            first.setdefault(pick.number, pick)
+            last[pick.number] = pick
+        size = self._run.block_size
+        return [
+            Served(request, number, first[number], last[number], size)  # type: ignore[arg-type]  # a fleet's are an engine's
+            for request, number in zip(self.requests, self._run.numbers, strict=True)
+        ]
+
+    def _rows(self) -> Rows:
+        run = self._run
+        gaps = by_sketch if isinstance(self.replay, LaterReplayReport) else statistics
+        return Rows(
+            self.served,
+            self.picks,
+            services=run.services,
+            arrived=run.arrived,
+            turns=run.turns,
+            objectives=run.objectives,
+            gaps=gaps,
+            block_size=run.block_size,
+        )
+
+    def row(self, worker: Worker | None = None) -> Figures:
+        """Return the figures of a worker by name; None: of all together.
+
+        Raises:
+            ValueError: there is no such worker.
+        """
+        self._check_worker(worker)
+        return self._rows().row(worker)
+
+    def rows(self) -> dict[Worker | None, Figures]:
+        """Return the figures of all together, under None, and of each worker."""
+        rows = self._rows()
+        return {worker: rows.row(worker) for worker in (None, *self.workers)}
+
+    def figure(self, name: str, worker: Worker | None = None) -> float | None:
+        """Return one figure, of a worker or of all; None: it has no value, as there was nothing to count.
+
+        Raises:
+            ValueError: no figure has this name, or there is no such worker.
+        """
+        check_figure(name)
+        self._check_worker(worker)
+        what = name.rpartition("_")[0]
+        latencies = (what,) if what in LATENCIES else ()
+        return self._rows().row(worker, latencies=latencies).get(name)
+
+    def _check_worker(self, worker: Worker | None) -> None:
+        if worker is not None and worker not in self.workers:
+            raise ValueError(f"there is no worker {worker!r:.80}; there are {', '.join(map(repr, self.workers))}")
+
+    def counts(self, of: str) -> tuple[dict[Worker, float], dict[Worker, float]]:
+        """Return what balance is made of: counts by worker, and for which share of the time each was there."""
+        return self._rows().counts(of)
+
+    # -------------------------------------------------------------------------------------------------- regret
+
+    def regret(self, selector: Any) -> Regret:
+        """Return what the picks cost beyond the cheapest by a reference selector, on true loads and true caches.
+
+        Loads are those of the load book, caches what the engines had published by the pick, whatever the router was told. A right
+        router has none by its own selector, but where events are late or lost, or where it draws by a temperature.
+
+        Args:
+            selector: has `cost(request, candidate)`; `DynamoRouter` is one.
+
+        Raises:
+            TypeError: it is a class, or has no such method.
+            ValueError: the fleet was not made with `record=True`.
+        """
+        selector = check_selector(selector)
+        if self.recorder is None:
+            raise ValueError("regret needs the candidates of each pick: make the fleet with record=True")
+        return Regret(selector, self.recorder)
+
+    def explain_pick(self, at: int) -> str:
+        """Return what a pick was, by its place in `picks`; with `record=True` all candidates as they truly were."""
+        pick = self.picks[at]
+        text = (
+            f"pick {at} at {pick.ms:g} ms: request {pick.number} went to worker {pick.worker!r}, which held {pick.overlap} "
+            f"blocks of it; the best held {pick.best_overlap}"
+        )
+        if self.recorder is None:
+            return f"{text} (a fleet with record=True shows all candidates)"
+        return f"{text}\n{candidates_table(self.recorder.pick(at).candidates)}"
+
+    # ---------------------------------------------------------------------------------------------------- text
+
+    def table(self, rows: Mapping[Worker | None, Figures]) -> str:
+        """Return rows of figures, as `rows()` has them, as a table; a figure that none has is left out."""
+        columns = [name for name in _COLUMNS if any(row.get(name) is not None for row in rows.values())]
+        lines = [["worker", *(_COLUMNS[name] for name in columns)]]
+        for worker, row in rows.items():
+            name = "all" if worker is None else str(worker)
+            lines.append([name, *(figure_text(row.get(column)) for column in columns)])
+        return aligned(lines)
+
+    def table_row(self, worker: Worker | None) -> str:
+        """Return the row of a worker, or of all, below what is in its columns."""
+        return self.table({worker: self.row(worker)})
+
+    def __str__(self) -> str:
+        rows = self.rows()
+        whole = rows[None]
+        parts = [f"{type(self).__name__}: {self.router} on {self.trace_name}", self.table(rows)]
+        parts.append(
+            f"ideal hit ratio {figure_text(whole['ideal_hit_ratio'])} ({figure_text(whole['of_ideal'])} of it); greatest : mean of "
+            f"requests {figure_text(whole['balance_requests'])}, of prompt tokens computed "
+            f"{figure_text(whole['balance_prompt_tokens'])}, of open requests at picks {figure_text(whole['balance_open_requests'])}"
+        )
+        parts += [f"{each.ms:g} ms: {each.kind} of worker {each.worker!r}, {each.lost} lost" for each in self.incidents]
+        if self.event_errors:
+            parts.append(f"{len(self.event_errors)} errors of events")
+        return "\n".join(parts)
+
+    def compare(self, other: FleetReport | Mapping[str, Any]) -> Comparison:
+        """Return how another report differs: a table when printed, a mapping of figures to (this one's, the other's).
+
+        Args:
+            other: a report, or what its `to_json()` returned.
+
+        Raises:
+            TypeError: it is neither.
+        """
+        return Comparison(Compared.of(self), Compared.of(other))

@@ -1,0 +1,302 @@
+"""What a run of a fleet notes for its report, as it goes: picks, who was there when, incidents; and with `record` much more.
+
+One note a pick and a request, nothing a pass. With `record` an array has a sample a real pass, and the candidates of each pick
+are kept as they truly were: loads by the load book, overlaps by an index that hears every event as it is published.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pytest_kvmock.fleet.routing_figures import Choice
+from pytest_kvmock.router.routing import Candidate
+
+if TYPE_CHECKING:
+    from pytest_kvmock.fleet.fleet_events import TrueCaches
+    from pytest_kvmock.fleet.mock_engine import MockEngine
+    from pytest_kvmock.router.routing import RouterRequest, Worker
+
+
+class Pick(NamedTuple):
+    """One choice of the router.
+
+    Attributes:
+        ms: when, in virtual milliseconds.
+        number: the request, by the order of arrival, from 0.
+        worker: who was picked.
+        overlap: blocks of the prompt that the worker held then, by the events delivered.
+        best_overlap: the most that any candidate held.
+        waited_ms: how long the request had waited in the router.
+        attempt: 1, or one more for each time that it was sent anew.
+    """
+
+    ms: float
+    number: int
+    worker: Worker
+    overlap: int
+    best_overlap: int
+    waited_ms: float = 0.0
+    attempt: int = 1
+
+    @property
+    def choice(self) -> Choice:
+        """What it gave away."""
+        return Choice(self.worker, self.overlap, self.best_overlap)
+
+
+class Happened(NamedTuple):
+    """An incident that happened.
+
+    Attributes:
+        ms: when, in virtual milliseconds.
+        kind: "crash", "restart", "leave" or "join".
+        worker: to whom.
+        lost: how many requests it lost.
+    """
+
+    ms: float
+    kind: str
+    worker: Worker
+    lost: int = 0
+
+
+class Service(NamedTuple):
+    """What one worker did in a run.
+
+    Attributes:
+        worker: its name.
+        position: its place among the engines, by which `served_by` names it.
+        since_ms: when it came.
+        until_ms: when it crashed, left, or the run ended.
+        passes: forward passes that it ran.
+        prompt_tokens_computed: tokens of prompts that it computed, and with them what it computed again.
+        blocks_evicted: blocks on the device that it published as removed.
+        preemptions: how often it preempted a request.
+        open_requests: its open requests at the picks that it was a candidate of, summed over these.
+        picks: how many picks these were.
+    """
+
+    worker: Worker
+    position: int
+    since_ms: float
+    until_ms: float
+    passes: int
+    prompt_tokens_computed: int
+    blocks_evicted: int
+    preemptions: int
+    open_requests: int
+    picks: int
+
+
+class _Term:
+    """A worker from when it came until it went, with what its engine had counted before."""
+
+    __slots__ = ("before", "engine", "open", "since", "until")
+
+    def __init__(self, engine: MockEngine, since: tuple[float, int]) -> None:
+        self.engine = engine
+        self.before = _counters(engine)
+        self.since = since
+        self.until: tuple[float, int] | None = None
+        self.open = 0
+
+
+def _counters(engine: MockEngine) -> tuple[int, int, int, int]:
+    return engine.passes, engine.prefill_tokens, engine.worker.removed_blocks, engine.metrics.preemptions
+
+
+class RunNotes:
+    """Notes of one run.
+
+    Args:
+        engines: the engines at its start, by worker.
+        start_ms: when it starts.
+        recorder: notes much more; None: nothing does.
+
+    Attributes:
+        picks: the choices of the router, in order.
+        happened: the incidents.
+        recorder: as above.
+    """
+
+    def __init__(self, engines: Mapping[Worker, MockEngine], start_ms: float, recorder: Recorder | None = None) -> None:
+        self.picks: list[Pick] = []
+        self.happened: list[Happened] = []
+        self.recorder = recorder
+        self._terms = {worker: _Term(engine, (start_ms, 0)) for worker, engine in engines.items()}
+        self._open: dict[RouterRequest, tuple[_Term, int]] = {}
+
+    def picked(self, request: RouterRequest, pick: Pick) -> None:
+        """Note a choice; the request is open from the next one on."""
+        self.picks.append(pick)
+        self._open[request] = self._terms[pick.worker], len(self.picks)
+
+    def ended(self, request: RouterRequest) -> None:
+        """Note that a request is open no more."""
+        noted = self._open.pop(request, None)
+        if noted is not None:
+            term, since = noted
+            # Of one that ends on a worker which left, only the picks count that this was a candidate of.
+            upto = len(self.picks) if term.until is None else term.until[1]
+            term.open += max(0, upto - since)
+
+    def happens(self, now_ms: float, kind: str, worker: Worker, engine: MockEngine, lost: int = 0) -> None:
+        """Note an incident: who comes, and who goes."""
+        self.happened.append(Happened(now_ms, kind, worker, lost))
+        if kind == "join":
+            self._terms[worker] = _Term(engine, (now_ms, len(self.picks)))
+            if self.recorder is not None:
+                self.recorder.caches.join(worker, engine)
+        elif kind in ("crash", "leave"):
+            self._terms[worker].until = now_ms, len(self.picks)
+        if kind in ("crash", "restart") and self.recorder is not None:
+            self.recorder.caches.remove(worker)
+
+    def close(self, now_ms: float) -> list[Service]:
+        """End the notes; what each worker did, in the order in which they came."""
+        for request in list(self._open):
+            self.ended(request)
+        found = []
+        for position, (worker, term) in enumerate(self._terms.items()):
+            until = term.until or (now_ms, len(self.picks))
+            passes, computed, evicted, preempted = (
+                now - before for now, before in zip(_counters(term.engine), term.before, strict=True)
+            )
+            picks = until[1] - term.since[1]
+            found.append(
+                Service(
+                    worker, position, term.since[0], until[0], passes, computed, evicted, preempted, term.open, picks
+                )
+            )
+        return found
+
+
+# ---------------------------------------------------------------------------------------------------------- record
+
+
+class PassSample(NamedTuple):
+    """One worker at the end of a real pass; of passes that were run in one go, at the end of the last.
+
+    Attributes:
+        ms: when, in virtual milliseconds.
+        position: the worker, by its place among the engines.
+        running: requests that run.
+        waiting: requests that wait.
+        active_blocks: blocks in use.
+        prompt_tokens_computed: tokens of prompts that its engine has computed by then.
+    """
+
+    ms: float
+    position: int
+    running: int
+    waiting: int
+    active_blocks: int
+    prompt_tokens_computed: int
+
+
+class PickRecord(NamedTuple):
+    """A pick with all that truly was.
+
+    Attributes:
+        request: the request, as it was when it was picked for; `overlaps` are the true ones on its arrival.
+        chosen: who was picked.
+        candidates: the workers, with true overlaps and true loads, whatever the router was shown.
+        shown: the overlaps that the router was shown, in the same order.
+    """
+
+    request: RouterRequest
+    chosen: Worker
+    candidates: tuple[Candidate, ...]
+    shown: tuple[int, ...]
+
+
+_COLUMNS = ("overlap", "prefill_tokens", "decode_blocks", "new_blocks", "active_requests", "waiting", "held_blocks")
+
+
+class Recorder:
+    """Keeps a sample a real pass, and the candidates of each pick, in arrays.
+
+    Args:
+        caches: what each engine holds, by what it published.
+
+    Attributes:
+        caches: as above.
+        samples: the columns of `PassSample`, by name.
+    """
+
+    def __init__(self, caches: TrueCaches) -> None:
+        self.caches = caches
+        self.samples: dict[str, array[Any]] = {name: array("d" if name == "ms" else "q") for name in PassSample._fields}
+        self._requests: list[RouterRequest] = []
+        self._at: list[tuple[float, int, Worker, Mapping[Worker, int]]] = []
+        self._arrived: dict[RouterRequest, Mapping[Worker, int]] = {}
+        self._starts = array("q", [0])
+        self._workers: list[Worker] = []
+        self._fixed: dict[Worker, tuple[int, int | None]] = {}
+        self._columns = {name: array("q") for name in _COLUMNS}
+        self._shown = array("q")
+        self._usage = array("d")
+
+    def passed(self, now_ms: float, engines: Iterable[tuple[int, MockEngine]]) -> None:
+        """Take a sample of engines, by their position, whose pass has ended."""
+        for position, engine in engines:
+            metrics = engine.metrics
+            sample = PassSample(
+                now_ms, position, metrics.running, metrics.waiting, metrics.active_blocks, engine.prefill_tokens
+            )
+            for column, value in zip(self.samples.values(), sample, strict=True):
+                column.append(value)
+
+    def arrived(self, request: RouterRequest) -> None:
+        """Note what each worker truly holds of a prompt that arrives."""
+        self._arrived[request] = self.caches.overlaps(request)
+
+    def picked(
+        self, request: RouterRequest, worker: Worker, candidates: Sequence[Candidate], shown: Mapping[Worker, int]
+    ) -> None:
+        """Keep the candidates of a pick.
+
+        Args:
+            request: the request, before it counts on the worker.
+            worker: who was picked.
+            candidates: all of them, with loads by the load book.
+            shown: the overlaps that the router was shown.
+        """
+        true = self.caches.overlaps(request)
+        self._requests.append(request)
+        self._at.append((request.now_ms, request.attempt, worker, self._arrived[request]))
+        for each in candidates:
+            row = each._replace(overlap=true.get(each.worker, 0), held_blocks=self.caches.held_blocks(each.worker))
+            self._workers.append(each.worker)
+            self._fixed[each.worker] = each.num_blocks, each.max_batched_tokens
+            for name, column in self._columns.items():
+                column.append(getattr(row, name))
+            self._shown.append(shown.get(each.worker, 0))
+            self._usage.append(each.usage)
+        self._starts.append(len(self._workers))
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def pick(self, at: int) -> PickRecord:
+        """Return a pick by its place in `FleetReport.picks`, with the candidates as they truly were."""
+        now_ms, attempt, chosen, overlaps = self._at[at]
+        request = copy(self._requests[at])
+        request.now_ms, request.attempt, request.overlaps, request.status = now_ms, attempt, overlaps, "waiting"
+        rows = range(self._starts[at], self._starts[at + 1])
+        candidates = []
+        for row in rows:
+            worker = self._workers[row]
+            blocks, budget = self._fixed[worker]
+            columns: dict[str, Any] = {name: column[row] for name, column in self._columns.items()}
+            candidates.append(
+                Candidate(worker, usage=self._usage[row], num_blocks=blocks, max_batched_tokens=budget, **columns)
+            )
+        return PickRecord(request, chosen, tuple(candidates), tuple(self._shown[row] for row in rows))
+
+    def sample(self, at: int) -> PassSample:
+        """Return a sample by its place in the order of time."""
+        return PassSample(*(column[at] for column in self.samples.values()))

@@ -1,0 +1,469 @@
+"""The report of a fleet: figures by worker and in all, by hand on traces that one can read; compared, recorded, required."""
+
+import json
+from random import Random
+
+import pytest
+
+from pytest_kvmock.fleet import Fleet, FleetRequest, MockEngine, MockEngineArgs
+from pytest_kvmock.fleet.fleet_figures import FIGURES
+from pytest_kvmock.fleet.routing_figures import Choice, assert_balanced, jain, max_to_mean, of_best
+from pytest_kvmock.router import DynamoRouter, MostCached, RoundRobin
+from pytest_kvmock.traces import TraceRequest, synthetic_trace
+
+ARGS = MockEngineArgs(num_gpu_blocks=96, block_size=4, max_num_batched_tokens=32)
+
+
+def request(at, blocks, output=2, **more):
+    return TraceRequest(at, 4 * len(blocks), output, tuple(blocks), **more)
+
+
+def trace(count=40, seed=0, **options):
+    options = {"groups": 3, "prefix_blocks": (3, 3), "turns": (1, 3), "interval_ms": 10, "delay_ms": (5, 50), **options}
+    sizes = {"block_size": 4, "input_tokens": (4, 24), "output_tokens": (1, 12)}
+    return list(synthetic_trace(count, seed=seed, **sizes, **options))
+
+
+def fleet(router=None, count=2, args=ARGS, **options):
+    return Fleet([MockEngine(args, seed=seed) for seed in range(count)], router, **options)
+
+
+class Fixed:
+    """Picks the workers that it was given, in turn."""
+
+    def __init__(self, *workers):
+        self.left = list(workers)
+
+    def pick(self, request, candidates):
+        return self.left.pop(0)
+
+
+class Own:
+    """A selector of few lines: blocks that are not cached."""
+
+    def cost(self, request, candidate):
+        return len(request.local_hashes) - candidate.overlap
+
+
+# ------------------------------------------------------------------------------------------------------ arithmetic
+
+
+def test_the_arithmetic_takes_plain_rows():
+    choices = [Choice("a", 3, 4), Choice("b", 0, 4), Choice("a", 0, 0)]
+    assert 3 / 8 == of_best(choices)
+    assert [1, 4, 0] == [choice.regret for choice in choices]
+    assert of_best([]) is None
+    assert 1.5 == max_to_mean({"a": 3, "b": 1})
+    assert max_to_mean({"a": 0}) is None
+    assert 16 / 20 == jain({"a": 3, "b": 1})
+    assert jain({}) is None
+
+
+def test_balance_is_by_the_time_that_a_worker_was_there():
+    counts, alive = {0: 4, 1: 2, 2: 0}, {0: 1.0, 1: 0.5, 2: 0.0}
+    assert 1.0 == max_to_mean(counts, alive)
+    assert 1.0 == jain(counts, alive)
+    assert_balanced("requests", counts, 1.0, alive)
+
+
+def test_one_that_has_too_much_is_named():
+    with pytest.raises(AssertionError) as failure:
+        assert_balanced("requests", {0: 9, 1: 1}, 1.5)
+    assert "worker 0 has 1.80 times the mean of requests, must be at most 1.5 times (0: 9, 1: 1)" == str(failure.value)
+
+
+# --------------------------------------------------------------------------------------------------------- figures
+
+
+def test_figures_by_hand():
+    """Three requests with one prefix of two blocks: the second goes elsewhere, the third back to what the first left."""
+    rows = [request(0, [1, 2, 3]), request(500, [1, 2, 4]), request(1000, [1, 2, 5])]
+    report = fleet(Fixed(0, 1, 0)).run(rows)
+    whole, first, second = report.row(), report.row(0), report.row(1)
+    assert (3, 2, 1) == (whole["requests"], first["requests"], second["requests"])
+    assert (2 / 9, 2 / 6, 0.0) == (whole["hit_ratio"], first["hit_ratio"], second["hit_ratio"])
+    assert (4 / 9, 0.5) == (whole["ideal_hit_ratio"], whole["of_ideal"])
+    assert (2, 4, 0.5) == (whole["overlap_selected"], whole["overlap_best"], whole["of_best"])
+    assert 2 / 3 == whole["overlap_regret"]
+    assert (0, 0) == (whole["promised_not_found"], whole["found_not_promised"])
+    assert (28, 16, 12) == tuple(row["prompt_tokens_computed"] for row in (whole, first, second))
+    assert 4 / 3 == whole["balance_requests"]
+    assert 16 / 14 == whole["balance_prompt_tokens"]
+    assert whole["balance_open_requests"] is None  # nothing was open when the next came
+    assert whole["goodput"] is None
+
+
+def test_what_was_evicted_counts_by_worker():
+    small = MockEngineArgs(num_gpu_blocks=4, block_size=4)
+    rows = [request(500 * each, [10 * each, 10 * each + 1, 10 * each + 2], 1) for each in range(3)]
+    report = fleet(Fixed(0, 0, 1), args=small).run(rows)
+    assert (3, 3, 0) == tuple(report.figure("blocks_evicted", worker) for worker in (None, 0, 1))
+
+
+def test_open_requests_at_picks():
+    """Worker 0 has one open at the second pick and two at the third; then nothing more is picked."""
+    report = fleet(Fixed(0, 0, 1)).run([request(0, [each], 20) for each in range(3)])
+    assert {0: 3, 1: 0} == {each.worker: each.open_requests for each in report.run.services}
+    assert 2.0 == report.figure("balance_open_requests")
+
+
+def test_late_events_promise_what_is_not_found():
+    """What was evicted is still promised until the event is there."""
+    small = MockEngineArgs(num_gpu_blocks=5, block_size=4)
+    rows = [request(0, [1, 2, 3], 1), request(500, [4, 5, 6], 1), request(600, [1, 2, 3, 7], 1)]
+    late = fleet(Fixed(0, 0, 0), args=small, event_delay_ms=200).run(rows)
+    assert 3 == late.per_request()[2]["promised_blocks"]
+    assert late.figure("promised_not_found") > 0
+    assert 0 == fleet(Fixed(0, 0, 0), args=small).run(rows).figure("promised_not_found")
+
+
+def test_waits_are_told_apart():
+    class Later:
+        """Keeps the second request until the first is done."""
+
+        def __init__(self):
+            self.open = False
+
+        def pick(self, request, candidates):
+            if self.open:
+                return None
+            self.open = True
+            return 0
+
+        def finished(self, request):
+            self.open = False
+
+    report = fleet(Later()).run([request(0, [1]), request(0, [2])])
+    rows = report.per_request()
+    assert 0 == rows[0]["router_wait_ms"] == rows[0]["engine_wait_ms"]
+    assert rows[0]["last_token_ms"] == rows[1]["router_wait_ms"] == rows[1]["picked_ms"]
+    assert rows[1]["router_wait_ms"] / 2 == report.figure("router_wait_ms")
+
+
+@pytest.mark.parametrize("semantics", ["1.2.1", "1.3.1", "1.6.1"])
+def test_goodput_is_the_share_of_all_that_arrived(semantics):
+    args = MockEngineArgs(num_gpu_blocks=96, block_size=4, max_num_batched_tokens=32, semantics=semantics)
+    rows = trace()
+    times = [row["ttft_ms"] for row in fleet(args=args).run(rows).per_request()]
+    limit = sorted(times)[19]
+    report = fleet(args=args, slo_ttft_ms=limit).run(rows)
+    assert sum(time <= limit for time in times) / 40 == report.figure("goodput")  # inclusive
+    assert semantics != "1.6.1" or 40 * report.figure("goodput") == report.to_json()["goodput_completed_requests"]
+    stopped = fleet(args=args, slo_ttft_ms=limit, stop_ms=50).run(rows)
+    assert stopped.figure("goodput") < 20 / stopped.arrived
+
+
+def test_json_has_the_keys_of_dynamo_and_its_own_under_one():
+    report = fleet(Fixed(0, 1, 0)).run([request(0, [1, 2, 3]), request(500, [1, 2, 4]), request(1000, [1, 2, 5])])
+    whole = json.loads(json.dumps(report.to_json()))
+    routed = whole.pop("fleet")
+    assert report.replay.to_json() == whole
+    assert "Fixed" == routed["router"]
+    assert 0.5 == routed["all"]["of_best"]
+    assert [0, 1] == [row["worker"] for row in routed["workers"]]
+    assert report.figure("ttft_p95", 1) == routed["workers"][1]["ttft_p95"]
+
+
+def test_every_figure_has_a_value_by_its_name():
+    report = fleet(slo_ttft_ms=100).run(trace())
+    row = report.row()
+    assert set(FIGURES) == set(row)
+    assert row == {name: report.figure(name) for name in FIGURES}
+    summary = report.to_json()
+    assert (summary["p95_itl_ms"], summary["median_ttft_ms"]) == (row["itl_p95"], row["ttft_p50"])
+
+
+def test_a_report_is_printed_as_a_table():
+    one = fleet(RoundRobin())
+    one.at(30).crash(1)
+    lines = str(one.run(trace(), name="small")).splitlines()
+    assert "FleetReport: RoundRobin on small" == lines[0]
+    assert ["all", "0", "1"] == [line.split()[0] for line in lines[2:5]]
+    assert lines[6].startswith("30 ms: crash of worker 1")
+
+
+def test_a_worker_that_came_late_counts_by_its_time():
+    rows = [request(100 * each, [each], 1) for each in range(11)]
+    one = fleet(Fixed(0, 1, 0, 1, 0, 1, 2, 0, 1, 2, 0))
+    one.at(500).join(MockEngine(ARGS))
+    report = one.run(rows)
+    counts, alive = report.counts("requests")
+    assert ({0: 5, 1: 4, 2: 2}, {0: 1.0, 1: 1.0, 2: 0.5}) == (counts, alive)
+    assert 5 / (11 / 2.5) == report.figure("balance_requests")
+
+
+def test_rows_of_requests_have_their_pick():
+    report = fleet(Fixed(0, 1)).run([request(0, [1, 2, 3]), request(500, [1, 2, 4])])
+    row = report.per_request()[1]
+    assert (0, 2, 2) == tuple(
+        row[f"{name}_blocks"] for name in ("selected_overlap", "best_available_overlap", "overlap_regret")
+    )
+
+
+def test_in_1_6_the_pick_is_in_the_routing_history_too():
+    args = MockEngineArgs(num_gpu_blocks=96, block_size=4, semantics="1.6.1")
+    report = Fleet([MockEngine(args, backend="vllm") for _ in range(2)], Fixed(0, 1)).run(
+        [request(0, [1, 2, 3]), request(500, [1, 2, 4])]
+    )
+    history = report.per_request()[1]["routing_history"][0]
+    assert (0, 2, 2) == tuple(
+        history[f"{name}_blocks"] for name in ("selected_overlap", "best_available_overlap", "overlap_regret")
+    )
+
+
+# --------------------------------------------------------------------------------------------------------- compare
+
+
+def test_compare_has_both_values_and_is_a_table():
+    rows = trace()
+    one, other = fleet(MostCached()).run(rows), fleet(RoundRobin()).run(rows)
+    compared = one.compare(other)
+    assert (one.figure("hit_ratio"), other.figure("hit_ratio")) == compared["hit_ratio"]
+    assert [] == compared.notes
+    assert ["figure", "MostCached", "RoundRobin", "difference", "times"] == str(compared).splitlines()[0].split()
+    assert dict(compared) == dict(one.compare(json.loads(json.dumps(other.to_json()))))
+
+
+def test_equal_reports_compare_as_equal():
+    one, other = (fleet(DynamoRouter(tie="first")).run(trace()) for _ in range(2))
+    assert "DynamoRouter and DynamoRouter: all figures are equal" == str(one.compare(other))
+
+
+def test_two_runs_of_a_router_that_draws_are_noted():
+    one, other = (fleet(DynamoRouter(rng=Random(seed))).run(trace()) for seed in range(2))
+    (note,) = one.compare(other).notes
+    assert note.startswith("the same trace and DynamoRouter twice, yet other picks")
+
+
+def test_two_traces_are_noted():
+    one, other = fleet().run(trace(), name="mine"), fleet().run(trace(seed=1), name="yours")
+    assert ["these are two traces: mine, and yours"] == one.compare(other).notes
+
+
+@pytest.mark.parametrize("other", [None, 3, {}, {"fleet": {}}])
+def test_what_is_no_report_cannot_be_compared(other):
+    with pytest.raises(TypeError, match="other must be a FleetReport, or what its to_json"):
+        fleet().run(trace()).compare(other)
+
+
+# ---------------------------------------------------------------------------------------------------------- record
+
+
+def test_a_record_has_passes_and_candidates_and_changes_nothing():
+    rows = trace()
+    plain, recorded = (fleet(DynamoRouter(tie="first"), record=record).run(rows) for record in (False, True))
+    assert {} == plain.compare(recorded).differences
+    assert plain.recorder is None
+    samples = recorded.recorder.samples
+    assert list(samples["ms"]) == sorted(samples["ms"])
+    assert {0, 1} == set(samples["position"])
+    assert recorded.figure("prompt_tokens_computed") == sum(
+        max(
+            row[1] for row in zip(samples["position"], samples["prompt_tokens_computed"], strict=True) if row[0] == each
+        )
+        for each in (0, 1)
+    )
+    assert len(recorded.picks) == len(recorded.recorder)
+    pick, record = recorded.picks[20], recorded.recorder.pick(20)
+    assert (pick.worker, pick.ms, pick.number) == (record.chosen, record.request.now_ms, record.request.number)
+    assert pick.best_overlap == max(each.overlap for each in record.candidates)
+
+
+def test_loads_of_a_record_are_the_load_book_whatever_the_router_is_shown():
+    shown = []
+
+    class Watching(RoundRobin):
+        def pick(self, request, candidates):
+            shown.append([each.active_requests for each in candidates])
+            return super().pick(request, candidates)
+
+    report = fleet(Watching(), loads="engine", loads_every_ms=10_000, record=True).run(trace())
+    true = [[each.active_requests for each in report.recorder.pick(at).candidates] for at in range(40)]
+    assert {0} == {load for row in shown for load in row}
+    assert max(map(max, true)) > 0
+
+
+# ---------------------------------------------------------------------------------------------------------- regret
+
+
+@pytest.mark.parametrize("backend", ["lineage", "multi_lru", "hash_cache", "vllm", "mocker_sglang_1_6", "sglang"])
+@pytest.mark.parametrize("happen", ["nothing", "crash", "restart", "leave", "join"])
+def test_a_right_router_has_no_regret(backend, happen):
+    args = MockEngineArgs("sglang", num_gpu_blocks=96, block_size=4) if "sglang" in backend else ARGS
+    engines = [MockEngine(args, backend=backend, seed=seed) for seed in range(3)]
+    one = Fleet(engines, DynamoRouter(rng=Random(3)), record=True)
+    if happen == "join":
+        one.at(100).join(MockEngine(args, backend=backend))
+    elif happen != "nothing":
+        getattr(one.at(100), happen)(1)
+    report = one.run(trace())
+    assert 0.0 == report.regret(DynamoRouter()).share
+    report.assert_regret(DynamoRouter())
+
+
+def test_regret_is_what_a_pick_cost_beyond_the_cheapest():
+    rows = [request(0, [1, 2, 3]), request(500, [1, 2, 4]), request(1000, [1, 2, 5])]
+    regret = fleet(Fixed(0, 1, 0), record=True).run(rows).regret(Own())
+    assert [(1, 2)] == regret.picks
+    assert (1 / 3, 2 / 3, (1, 2)) == (regret.share, regret.mean, regret.worst)
+    assert "costs 0: 1, 1: 3\nthe router picked 1" in regret.explain()
+    with pytest.raises(
+        AssertionError, match=r"must be at most 0\.00%: 1 of 3 picks \(33\.33%\) were not among the cheapest"
+    ):
+        fleet(Fixed(0, 1, 0), record=True).run(rows).assert_regret(Own())
+
+
+def test_regret_is_of_true_caches_though_the_router_hears_late():
+    rows = [request(0, [1, 2, 3], 200), request(500, [1, 2, 4])]
+    late = fleet(MostCached(), record=True, event_delay_ms=10_000).run(rows).regret(Own())
+    assert [(1, 2)] == late.picks
+    assert "the router was shown overlaps 0, 0" in late.explain()
+
+
+def test_regret_needs_a_record_and_a_selector():
+    report = fleet().run(trace())
+    with pytest.raises(ValueError, match=r"regret needs the candidates of each pick: make the fleet with record=True"):
+        report.regret(DynamoRouter())
+    with pytest.raises(TypeError, match=r"selector is the class DynamoRouter; it must be an object, DynamoRouter\(\)"):
+        report.regret(DynamoRouter)
+    with pytest.raises(TypeError, match=r"selector must have a method cost\(request, candidate\), got <RoundRobin>"):
+        report.assert_regret(RoundRobin())
+
+
+# ------------------------------------------------------------------------------------------------------ assertions
+
+
+def test_assert_slo_shows_the_worst_request_and_its_pick():
+    report = fleet(Fixed(0, 1)).run([request(0, [1, 2, 3]), request(500, [1, 2, 4])])
+    slow = max(row["ttft_ms"] for row in report.per_request())
+    report.assert_slo(ttft_ms=slow, at=1.0)
+    with pytest.raises(AssertionError) as failure:
+        report.assert_slo(ttft_ms=slow - 1e-3, e2e_ms=1000)
+    lines = str(failure.value).splitlines()
+    assert lines[0].endswith("(0.0%) keep ttft_ms=" + f"{slow - 1e-3:g}, e2e_ms=1000, must be 95.0%. The worst:")
+    assert lines[1].startswith(
+        "request 1 of 12 + 2 tokens on worker 1, finished: first token after 24.09 ms (router 0,"
+    )
+    assert lines[2].startswith("the worst pick 1 at 500 ms: request 1 went to worker 1, which held 0 blocks of it")
+
+
+def test_what_never_ended_keeps_no_slo():
+    report = fleet(stop_ms=50).run(trace())
+    with pytest.raises(AssertionError, match=f"of {report.arrived} requests"):
+        report.assert_slo(e2e_ms=1e6, at=1.0)
+
+
+def test_assert_hit_ratio_by_each_of_its_questions():
+    rows = [request(0, [1, 2, 3]), request(500, [1, 2, 4]), request(1000, [1, 2, 5])]
+    good, bad = fleet(Fixed(0, 0, 0)).run(rows), fleet(Fixed(0, 1, 0)).run(rows)
+    good.assert_hit_ratio(at_least=4 / 9, of_ideal=1.0, of_best=1.0, times=(2.0, bad))
+    good.assert_hit_ratio(times=(2.0, bad.to_json()))
+    for required in ({"at_least": 0.3}, {"of_ideal": 0.6}, {"of_best": 0.6}, {"times": (1.0, good)}):
+        with pytest.raises(
+            AssertionError, match="the worst pick 1 at 500 ms: request 1 went to worker 1, which held 0"
+        ) as e:
+            bad.assert_hit_ratio(**required)
+        assert "all" in str(e.value)
+
+
+def test_assert_balanced_shows_the_row_of_the_worker():
+    report = fleet(Fixed(1, 1, 1, 0)).run([request(500 * each, [1, each + 2]) for each in range(4)])
+    report.assert_balanced()
+    with pytest.raises(AssertionError) as failure:
+        report.assert_balanced(1.4)
+    lines = str(failure.value).splitlines()
+    assert "worker 1 has 1.50 times the mean of requests, must be at most 1.4 times (0: 1, 1: 3)" == lines[0]
+    assert "1" == lines[2].split()[0]
+    with pytest.raises(AssertionError, match="times the mean of prompt tokens"):
+        report.assert_balanced(1.0, of="prompt_tokens")
+
+
+def test_assert_no_worse_is_against_the_best_of_others():
+    rows = trace()
+    one, other = fleet(MostCached()).run(rows), fleet(RoundRobin()).run(rows)
+    one.assert_no_worse([one, other], ttft_p95=10, hit_ratio=0.1)
+    one.assert_no_worse(one.to_json(), ttft_p95=1.0, hit_ratio=1.0)
+    one.assert_no_worse(other, hit_ratio=1.0)
+    with pytest.raises(AssertionError, match=r"hit_ratio is .*, must be at least 1 times .*, that of MostCached"):
+        other.assert_no_worse(than=[one], hit_ratio=1.0)
+    with pytest.raises(AssertionError, match=r"ttft_p95 is .*, must be at most 0\.5 times"):
+        other.assert_no_worse(than=[one], ttft_p95=0.5)
+
+
+def test_assertions_on_another_trace_name_both():
+    one, other = fleet().run(trace(), name="mine"), fleet().run(trace(seed=1))
+    text = rf"the other report is of another trace: trace {other.trace_digest} of 40 requests; this one is of mine"
+    with pytest.raises(ValueError, match=text):
+        one.assert_no_worse([other], ttft_p95=1.0)
+    with pytest.raises(ValueError, match=text):
+        one.assert_hit_ratio(times=(1.0, other.to_json()))
+
+
+@pytest.mark.parametrize(
+    "require",
+    [
+        lambda report: report.assert_slo(ttft_ms=1),
+        lambda report: report.assert_hit_ratio(at_least=0.1),
+        lambda report: report.assert_balanced(),
+        lambda report: report.assert_no_worse([report], ttft_p95=1),
+        lambda report: report.assert_regret(DynamoRouter()),
+    ],
+    ids=["slo", "hit-ratio", "balanced", "no-worse", "regret"],
+)
+def test_a_report_without_requests_cannot_be_required_anything(require):
+    with pytest.raises(ValueError, match="the report has no requests: none arrived"):
+        require(fleet(stop_ms=0).run(trace()))
+
+
+@pytest.mark.parametrize(
+    ("require", "text"),
+    [
+        (lambda r: r.assert_slo(), r"assert_slo needs a limit"),
+        (lambda r: r.assert_slo(ttft_ms=-1), r"assert_slo: ttft_ms must be a finite number of at least 0"),
+        (lambda r: r.assert_slo(ttft_ms=1, at=95), r"assert_slo: at must be a finite number from 0 to 1, got 95"),
+        (lambda r: r.assert_hit_ratio(), r"assert_hit_ratio needs at_least="),
+        (lambda r: r.assert_hit_ratio(at_least=2), r"assert_hit_ratio: at_least must be a finite number from 0 to 1"),
+        (lambda r: r.assert_balanced(0.5), r"assert_balanced: within must be a finite number of at least 1"),
+        (lambda r: r.assert_balanced(of="request"), r"unknown of 'request'.*requests"),
+        (lambda r: r.assert_no_worse([r]), r"assert_no_worse needs figures"),
+        (lambda r: r.assert_no_worse([], ttft_p95=1), r"than must have a report at least"),
+        (lambda r: r.assert_no_worse([r], ttft_p96=1), r"unknown figure 'ttft_p96'"),
+        (lambda r: r.assert_no_worse([r], goodput=1), r"goodput has no value here: it was not recorded"),
+        (lambda r: r.assert_no_worse([r], overlap_best=1), r"neither more nor less of overlap_best is better"),
+        (lambda r: r.assert_no_event_errors(), r"events of bare engines are not judged; use kv_fleet"),
+        (lambda r: r.figure("hits"), r"unknown figure 'hits'"),
+        (lambda r: r.row(7), r"there is no worker 7; there are 0, 1"),
+    ],
+    ids=map(str, range(15)),
+)
+def test_bad_input_is_one_clear_error(require, text):
+    with pytest.raises(ValueError, match=text):
+        require(fleet().run(trace()))
+
+
+def test_of_best_has_no_value_where_nothing_was_ever_held():
+    report = fleet(RoundRobin()).run([request(500 * each, [each]) for each in range(3)])
+    assert report.figure("of_best") is None
+    with pytest.raises(ValueError, match="of_best has no value here: there was nothing to count"):
+        report.assert_hit_ratio(of_best=0.5)
+
+
+def test_times_must_be_a_pair_with_a_report():
+    report = fleet().run(trace())
+    with pytest.raises(TypeError, match=r"assert_hit_ratio: times must be \(factor, report\), got 1.5"):
+        report.assert_hit_ratio(times=1.5)
+    with pytest.raises(TypeError, match=r"assert_hit_ratio: times\[1\]: other must be a FleetReport"):
+        report.assert_hit_ratio(times=(1.0, 2.0))
+
+
+@pytest.mark.parametrize("name", ["slo_ttft_ms", "slo_itl_ms", "slo_e2e_ms"])
+def test_limits_must_be_times(name):
+    with pytest.raises(ValueError, match=f"Fleet: {name} must be a finite number of at least 0"):
+        fleet(**{name: -1})
+
+
+def test_prompts_of_tokens_have_figures_too():
+    rows = [FleetRequest(range(12), 2, 500.0 * each) for each in range(2)]
+    report = fleet(Fixed(0, 0)).run(rows)
+    assert 3 == report.figure("overlap_selected")
+    assert 0 == report.figure("promised_not_found")
