@@ -19,15 +19,17 @@ class Choice:
     Attributes:
         index: its place in the answer.
         tokens: what was generated so far.
+        sent: how many of them were sent to the client, where the answer comes in parts.
         usage: what it used.
         finish_reason: why it ended; None: it has not.
     """
 
-    __slots__ = ("finish_reason", "index", "tokens", "usage")
+    __slots__ = ("finish_reason", "index", "sent", "tokens", "usage")
 
     def __init__(self, index: int, prompt_tokens: int) -> None:
         self.index = index
         self.tokens: list[int] = []
+        self.sent = 0
         self.usage = Usage(prompt_tokens)
         self.finish_reason: str | None = None
 
@@ -58,26 +60,25 @@ class Encoder:
         return self._event({"index": choice.index, "delta": {"role": "assistant", "content": ""}} | _UNFINISHED)
 
     def tokens(self, choice: Choice, new: list[int]) -> bytes:
-        """Return a part with tokens that the choice has already."""
-        if self._asked.api == "generate":
+        """Return a part with tokens that the choice has already; the last one says why it ended."""
+        asked = self._asked
+        if asked.api == "generate":
             return self._sse(self._generated(choice))
+        if choice.finish_reason is not None and choice.sent == len(choice.tokens):
+            ended = {"logprobs": None, "finish_reason": choice.finish_reason, "stop_reason": None}
+            return self._event({"index": choice.index} | self._content(text.decode(new)) | ended)
         around = self._around.get(choice.index)
         if around is None:
             mark = "\N{INVISIBLE SEPARATOR}"
-            body = {"text": mark} if self._asked.api == "completions" else {"delta": {"content": mark}}
-            before, _, after = self._event({"index": choice.index} | body | _UNFINISHED).partition(mark.encode())
+            part = self._event({"index": choice.index} | self._content(mark) | _UNFINISHED)
+            before, _, after = part.partition(mark.encode())
             around = self._around[choice.index] = before, after
         if all(97 <= token <= 122 for token in new):
             return around[0] + bytes(new) + around[1]
         return around[0] + to_json(text.decode(new))[1:-1] + around[1]
 
-    def end(self, choice: Choice) -> bytes:
-        """Return the part that ends a choice."""
-        if self._asked.api == "generate":
-            return b""
-        body: dict[str, Any] = {"text": ""} if self._asked.api == "completions" else {"delta": {}}
-        reason = {"logprobs": None, "finish_reason": choice.finish_reason, "stop_reason": None}
-        return self._event({"index": choice.index} | body | reason)
+    def _content(self, content: str) -> dict[str, Any]:
+        return {"text": content} if self._asked.api == "completions" else {"delta": {"content": content}}
 
     def done(self, usage: Usage) -> bytes:
         """Return what ends an answer in parts."""

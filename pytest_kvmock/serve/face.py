@@ -434,7 +434,7 @@ class Face:
         if given in (None, "", []):
             raise BadRequest("Either text, input_ids or input_embeds should be provided.")
         is_list = isinstance(given, list) and not _is_token(given[0])
-        prompts: list[Any] = given if is_list else [given]  # type: ignore[assignment, list-item]
+        prompts: list[Any] = given if is_list else [given]
         for each in prompts:
             wrong = not isinstance(each, str) if name == "text" else not isinstance(each, list)
             if wrong or (isinstance(each, list) and any(checks.integer_error(one, (), 0) for one in each)):

@@ -162,8 +162,7 @@ def check_prompt(value: object) -> None:
     Raises:
         BadRequest: it is none of them; with what each branch says.
     """
-    is_list = isinstance(value, list)
-    if isinstance(value, str) or (is_list and all(isinstance(each, str) for each in value)):
+    if isinstance(value, str) or (isinstance(value, list) and all(isinstance(each, str) for each in value)):
         return
     branches = (
         ("list[constrained-int]", lambda each, loc: integer_error(each, loc, 0)),
@@ -289,7 +288,7 @@ def check_rank(rank: object, ranks: int) -> int | None:
     if rank is None or rank == "":
         return None
     try:
-        number = int(rank) if isinstance(rank, str) or is_integer(rank) else -1  # type: ignore[call-overload]
+        number = int(rank) if isinstance(rank, str) or is_integer(rank) else -1
     except ValueError:
         number = -1
     if not 0 <= number < ranks:

@@ -12,6 +12,8 @@ from pathlib import Path
 from random import Random
 from typing import Any, Final
 
+from pytest_kvmock.tokens import block_hashes
+
 VOCABULARY: Final = 256
 """Token ids: the bytes of UTF-8."""
 
@@ -21,7 +23,8 @@ TEMPLATE: Final = (
 )
 """The chat template, as tokenizers of Hugging Face have it."""
 
-_LETTERS: Final = b"abcdefghijklmnopqrstuvwxyz"
+LETTERS: Final = "abcdefghijklmnopqrstuvwxyz"
+"""What is generated, and what texts of tests are made of."""
 
 
 def encode(text: str) -> tuple[int, ...]:
@@ -71,19 +74,13 @@ class Letters(Random):
     def getrandbits(self, k: int, /) -> int:
         """Return the next token."""
         bits = super().getrandbits(32)
-        return _LETTERS[bits % len(_LETTERS)] if k == 32 else bits
+        return ord(LETTERS[bits % len(LETTERS)]) if k == 32 else bits
 
 
-def letters_of(seed: object, prompt: Sequence[int] | None, choice: int = 0) -> Letters:
+def letters_of(seed: object, prompt: Sequence[int] | None) -> Letters:
     """Return what a prompt is answered with: the same for one seed and prompt, whatever runs beside it."""
-    return Letters(f"{seed}:{choice}:{bytes(str(prompt), 'ascii').hex() if prompt is None else hash_of(prompt)}")
-
-
-def hash_of(tokens: Sequence[int]) -> str:
-    """Return a digest of tokens."""
-    from pytest_kvmock.tokens import block_hashes
-
-    return str(block_hashes(list(tokens), max(1, len(tokens)))) + str(len(tokens))
+    tokens = prompt or ()
+    return Letters(f"{seed}:{block_hashes(tokens, max(1, len(tokens)))}")
 
 
 def write_tokenizer(directory: Path) -> list[str]:
