@@ -104,7 +104,7 @@ class EngineLoop:
         self._publisher = publisher
         self._scale = time_scale
         self._seed = seed
-        self._running: dict[EngineRequest, _Running] = {}
+        self._running: dict[Any, _Running] = {}  # by `EngineRequest`
         self._wake = asyncio.Event()
         self._stepped = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -260,14 +260,14 @@ class EngineLoop:
         """Give clients the tokens of a pass."""
         state, open_requests = self.state, self._running
         for request in done.generated:
-            running = open_requests.get(request)  # type: ignore[call-overload] # an engine was given no other
+            running = open_requests.get(request)
             if running is None:
                 continue
             choice, times = running.choice, request.token_ms
             choice.tokens.append(running.source.getrandbits(32))
             state.generation_tokens += 1
             if len(times) == 1:
-                self._admitted(request, running)  # type: ignore[arg-type] # likewise
+                self._admitted(request, running)
                 state.ttft.add((times[0] - request.arrival_ms) / 1000)
             else:
                 state.itl.add((times[-1] - times[-2]) / 1000)
