@@ -90,7 +90,7 @@ class Controls:
         """How many requests (choices) are open now."""
         return sum(loop.num_open for port in self._ports.values() for loop in port.loops)
 
-    def wait_requests(self, open: int, timeout: float = _WAIT_S) -> None:  # noqa: A002 - the word of the issue
+    def wait_requests(self, open: int, timeout: float = WAIT_S) -> None:  # noqa: A002 - the word of the issue
         """Wait until so many requests are open.
 
         Raises:
