@@ -39,13 +39,19 @@ class Encoder:
 
     Args:
         asked: the request.
+        model: what the engine serves, for a request that names no model.
         created: when, in seconds of an epoch.
     """
 
-    def __init__(self, asked: Generate, created: int) -> None:
+    def __init__(self, asked: Generate, model: str, created: int) -> None:
         self._asked = asked
         self._kind = "text_completion" if asked.api == "completions" else "chat.completion"
-        self._head: dict[str, Any] = {"id": asked.id, "object": self._kind, "created": created, "model": asked.model}
+        self._head: dict[str, Any] = {
+            "id": asked.id,
+            "object": self._kind,
+            "created": created,
+            "model": asked.model or model,
+        }
         chunk = self._head | {"object": "text_completion" if asked.api == "completions" else "chat.completion.chunk"}
         self._chunk_head = chunk
         # A chunk of letters needs no escapes: what stands around them is made once a choice.

@@ -41,6 +41,15 @@ class Release:
     event_sources: bool = False
     sources: str = "read"
 
+    @property
+    def is_sglang(self) -> bool:
+        """Whether it is a face of SGLang, else of vLLM."""
+        return self.engine in _SGLANG
+
+
+_VLLM: Final = ("vllm", "vllm_0_19")
+_SGLANG: Final = ("sglang",)
+
 
 def release_of(models: str, backend: str) -> Release | None:
     """Return the face of the engine that writes a dialect; None: it has none here.
@@ -51,9 +60,9 @@ def release_of(models: str, backend: str) -> Release | None:
     """
     words = models.replace(",", " ").split()
     version = next((word for word in words if word[0].isdigit()), "")
-    if backend == "sglang":
+    if backend in _SGLANG:
         return Release("sglang", version, nested_errors=False)
-    if not backend.startswith("vllm"):
+    if backend not in _VLLM:
         return None
     number = tuple(int(part) for part in version.split(".")[:2])
     return Release(
@@ -115,7 +124,7 @@ class Generate:
     Attributes:
         api: by which it came.
         id: its name in the answer.
-        model: the name that it asked for, and that the answer repeats.
+        model: the name that it asked for, and that the answer repeats; None: none.
         prompts: the tokens of each prompt; a list of prompts has several.
         max_tokens: tokens of output, of each choice.
         n: choices of each prompt.
@@ -130,7 +139,7 @@ class Generate:
 
     api: Api
     id: str
-    model: str
+    model: str | None
     prompts: tuple[tuple[int, ...], ...]
     max_tokens: int
     n: int = 1

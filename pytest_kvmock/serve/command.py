@@ -103,9 +103,10 @@ def serve_engines(given: argparse.Namespace) -> int:
         signal.signal(each, stop)
     capture = None if given.capture is None else HarnessCapture(given.capture, profile, "serve")
     journal = None if capture is None else capture.journal
-    harness = RouterHarness(profile, speaker_of(dialect), name="serve", journal=journal)
+    harness = RouterHarness(profile, None, name="serve", journal=journal)
     if capture is not None:
         capture.of(harness)
+    harness.use_backend(speaker_of(dialect))
     server = KvServer(
         harness,
         dialect,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from aiohttp import web
 
@@ -18,7 +18,8 @@ from pytest_kvmock.serve.worker_port import LOOPBACK, SILENT
 if TYPE_CHECKING:
     import socket
 
-    from pytest_kvmock.serve.kv_server import KvServer
+Server: TypeAlias = Any
+"""A `KvServer`, which imports this module."""
 
 
 class ControlPort:
@@ -29,7 +30,7 @@ class ControlPort:
         listening: its socket, bound already.
     """
 
-    def __init__(self, server: KvServer, listening: socket.socket) -> None:
+    def __init__(self, server: Server, listening: socket.socket) -> None:
         self._server = server
         self._listening = listening
         self.port: int = listening.getsockname()[1]
@@ -79,7 +80,7 @@ def _json(status: int, value: Any) -> web.Response:
     return web.Response(body=to_json(value), status=status, headers={"Content-Type": "application/json"})
 
 
-def _check(server: KvServer, given: dict[str, Any]) -> Any:
+def _check(server: Server, given: dict[str, Any]) -> Any:
     found = server.check(_prompt(given), given["blocks"], given.get("last_batch"))
     if found is None:
         return _json(409, {"error": "more was published since last_batch: ask again", **server.expect(_prompt(given))})
@@ -93,24 +94,24 @@ def _prompt(given: dict[str, Any]) -> Any:
     return prompt
 
 
-def _doing(name: str) -> Callable[[KvServer, dict[str, Any]], dict[str, bool]]:
+def _doing(name: str) -> Callable[[Server, dict[str, Any]], dict[str, bool]]:
     """Return what calls a method that returns nothing."""
 
-    def do(server: KvServer, given: dict[str, Any]) -> dict[str, bool]:
+    def do(server: Server, given: dict[str, Any]) -> dict[str, bool]:
         getattr(server, name)(**given)
         return {"done": True}
 
     return do
 
 
-def _replays(server: KvServer, _: dict[str, Any]) -> Any:
+def _replays(server: Server, _: dict[str, Any]) -> Any:
     return [
         {"worker": worker, "rank": each.dp_rank, "start": each.start, "sent": each.sent, "client": repr(each.client)}
         for worker, each in server.replays
     ]
 
 
-def _fault(server: KvServer, given: dict[str, Any]) -> Any:
+def _fault(server: Server, given: dict[str, Any]) -> Any:
     options = dict(given)
     worker, name = options.pop("worker"), options.pop("name")
     if "rank" in options:
@@ -119,7 +120,7 @@ def _fault(server: KvServer, given: dict[str, Any]) -> Any:
     return {"done": True}
 
 
-def verdict_of(server: KvServer) -> dict[str, Any]:
+def verdict_of(server: Server) -> dict[str, Any]:
     """Return what there is to say of events and routing so far."""
     log = server.harness.events
     with server.harness.publisher.lock:
@@ -138,7 +139,7 @@ def verdict_of(server: KvServer) -> dict[str, Any]:
     }
 
 
-_METHODS: Final[dict[str, Callable[[KvServer, dict[str, Any]], Any]]] = {
+_METHODS: Final[dict[str, Callable[[Server, dict[str, Any]], Any]]] = {
     "ready": lambda server, _: server.ready_line(),
     "wait_subscribed": _doing("wait_subscribed"),
     "expect": lambda server, given: server.expect(_prompt(given)),

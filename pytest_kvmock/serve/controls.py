@@ -166,7 +166,7 @@ class Controls:
 
         Raises:
             ValueError: there is no such worker.
-            OSError: another has taken the port meanwhile.
+            EndpointError: another has taken the port meanwhile.
         """
         self._thread.call(self._port(worker).start())
 

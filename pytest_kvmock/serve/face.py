@@ -38,7 +38,7 @@ class Face:
         self.model = model
         self._engine = engine
         self._names = Random(seed)  # noqa: S311 - mock data
-        self._is_sglang = model.release.engine == "sglang"
+        self._is_sglang = model.release.is_sglang
         paths: dict[str, tuple[str, Callable[[Call], Answer | Generate]]] = {
             "/health": ("GET", self._empty),
             "/v1/models": ("GET", self._models),
@@ -281,10 +281,9 @@ class Face:
 
     def _completions(self, call: Call) -> Generate:
         body = checks.body_of(call.headers.get("content-type", ""), call.body)
-        if (prompt := body.get("prompt")) not in (None, ""):
-            checks.check_prompt(prompt)
+        prompt = body.get("prompt")
+        prompts = [] if prompt in (None, "") else checks.prompts_of(prompt)
         out = self._common(call, body, "completions")
-        prompts = prompt if isinstance(prompt, list) and prompt and not _is_token(prompt[0]) else [prompt]
         asked = checks.integer(body, "max_tokens", checks.DEFAULT_OUTPUT)
         assert asked is not None
         self._check_output(asked)
@@ -340,7 +339,7 @@ class Face:
         return Generate(
             "completions" if api == "completions" else "chat",
             f"{'cmpl' if api == 'completions' else 'chatcmpl'}-{name}",
-            body.get("model") or self.model.name,
+            body.get("model"),
             (),
             0,
             n=count,
@@ -385,14 +384,13 @@ class Face:
                 f"of {count + output} tokens: {count} tokens from the input messages and {output} tokens for the completion."
             )
 
-    def _tokens(self, prompt: object, output: int) -> tuple[int, ...]:
+    def _tokens(self, prompt: str | list[int], output: int) -> tuple[int, ...]:
         if isinstance(prompt, str):
             if not self._is_sglang:
                 checks.check_text_length(prompt, output, self.model.max_model_len)
             tokens = text.encode(prompt)
         else:
-            assert isinstance(prompt, list)
-            tokens = tuple(map(int, prompt))
+            tokens = tuple(prompt)
             if any(token >= 2**32 for token in tokens):
                 raise BadRequest(f"Token id {max(tokens)} is out of vocabulary", "prompt")
         if not tokens:
@@ -433,12 +431,10 @@ class Face:
         given = body.get(name)
         if given in (None, "", []):
             raise BadRequest("Either text, input_ids or input_embeds should be provided.")
-        is_list = isinstance(given, list) and not _is_token(given[0])
-        prompts: list[Any] = given if is_list else [given]
-        for each in prompts:
-            wrong = not isinstance(each, str) if name == "text" else not isinstance(each, list)
-            if wrong or (isinstance(each, list) and any(checks.integer_error(one, (), 0) for one in each)):
-                raise BadRequest(f"{name} must be {'text' if name == 'text' else 'token ids'}, or a list of them", name)
+        prompts = checks.prompts_of(given)
+        if any(isinstance(each, str) is not (name == "text") for each in prompts):
+            raise BadRequest(f"{name} must be {'text' if name == 'text' else 'token ids'}, or a list of them", name)
+        is_list = isinstance(given, list) and not (name == "input_ids" and len(prompts) == 1 and prompts[0] == given)
         rid = body.get("rid")
         rank = call.headers.get("x-data-parallel-rank", body.get("data_parallel_rank"))
         lora = body.get("lora_path")
@@ -458,7 +454,3 @@ class Face:
 
     def _random_id(self) -> str:
         return f"{self._names.getrandbits(64):016x}"
-
-
-def _is_token(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

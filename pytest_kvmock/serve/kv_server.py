@@ -67,7 +67,7 @@ class KvServer(Controls):
 
     Raises:
         ValueError: a dialect without an engine, an address that is not the loopback, a number out of range, or a harness of another engine.
-        OSError: a port that is taken; nothing is left open.
+        EndpointError: a port that is taken; nothing is left open.
         ImportError: aiohttp, msgspec or pyzmq is not installed (extra `serve`).
 
     Attributes:
@@ -125,7 +125,6 @@ class KvServer(Controls):
         self._seed = seed
         self._texts = Random(f"{seed}:texts")  # noqa: S311 - mock data
         self._truth = Truth(harness)
-        self._thread = LoopThread("KvServer")
         self._closed = False
         self._ports: dict[int, WorkerPort] = {}
         self._control: ControlPort | None = None
@@ -141,6 +140,8 @@ class KvServer(Controls):
                     f"KvServer: {name} must leave room for {count} ports, at most {2**16 - count}, got {base}"
                 )
         room = profile.num_blocks * profile.block_size
+        if release.is_sglang:  # a request must leave room there, and its prompt counts as whole pages
+            room -= profile.block_size
         self._described = Model(
             model,
             release,
@@ -152,6 +153,8 @@ class KvServer(Controls):
         )
         make = self._publisher if make_publisher is None else make_publisher
         with ExitStack() as undo:
+            self._thread = LoopThread("KvServer")
+            undo.callback(self._thread.end)
             for place, worker in enumerate(ids):
                 listening = bound_socket(http_port and http_port + place)
                 undo.callback(listening.close)
@@ -163,6 +166,7 @@ class KvServer(Controls):
                     replay=_endpoint(replay_port and replay_port + place * ranks),
                 )
                 undo.callback(publisher.close)
+                undo.callback(harness.publisher.remove_sink, publisher)
                 engines = [self._engine(worker, rank) for rank in range(ranks)]
                 loops = [EngineLoop(harness, engine, publisher, time_scale=time_scale, seed=seed) for engine in engines]
                 self._ports[worker] = WorkerPort(
@@ -180,7 +184,6 @@ class KvServer(Controls):
                 self._control = ControlPort(self, bound_socket(control_port))
                 undo.callback(self._control.close)
             self._thread.start()
-            undo.callback(self._thread.end)
             self._thread.call(self._start())
             undo.pop_all()
 
@@ -190,7 +193,7 @@ class KvServer(Controls):
 
     def _engine(self, worker: int, rank: int) -> HarnessEngine:
         engine = cast("HarnessEngine", self.harness.engine(worker, rank))
-        wanted = "sglang" if self._described.release.engine == "sglang" else "vllm"
+        wanted = self._described.release.engine
         if engine.args.engine_type != wanted:
             raise ValueError(
                 f"KvServer: dialect {self.dialect.name!r} is spoken by engines of type {wanted!r}, worker {worker} is one of "

@@ -18,7 +18,7 @@ def metrics_text(model: Model, states: Sequence[RankState]) -> str:
     not there. Those of SGLang are `metrics_collector.py`'s.
     """
     page = _Page()
-    (_sglang if model.release.engine == "sglang" else _vllm)(page, model, states)
+    (_sglang if model.release.is_sglang else _vllm)(page, model, states)
     return "".join(page.lines)
 
 

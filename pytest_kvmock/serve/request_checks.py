@@ -156,33 +156,35 @@ def mapping(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 # --------------------------------------------------------------------------------------------------------- prompts
 
 
-def check_prompt(value: object) -> None:
-    """Check that a prompt is a text, tokens, or a list of either.
+def prompts_of(value: object) -> list[str | list[int]]:
+    """Return the prompts of a completion: one that is a text or tokens, or a list of either.
 
     Raises:
         BadRequest: it is none of them; with what each branch says.
     """
-    if isinstance(value, str) or (isinstance(value, list) and all(isinstance(each, str) for each in value)):
-        return
-    branches = (
-        ("list[constrained-int]", lambda each, loc: integer_error(each, loc, 0)),
-        ("list[list[constrained-int]]", _token_list_error),
-    )
-    errors: list[dict[str, Any]] = []
-    for name, check in branches:
-        found = _errors_of_list(value, ("body", "prompt", name), check)
-        if not found:
-            return
-        errors += found
-    errors.append(_wrong("string_type", ("body", "prompt", "str"), "Input should be a valid string", value))
-    errors += _errors_of_list(
-        value,
-        ("body", "prompt", "list[str]"),
-        lambda each, loc: (
-            None if isinstance(each, str) else _wrong("string_type", loc, "Input should be a valid string", each)
-        ),
-    )
-    raise validation_error(*errors)
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and all(isinstance(each, str) for each in value):
+        return list(value)
+    tokens = _errors_of_list(value, ("body", "prompt", "list[constrained-int]"), _token_error)
+    if not tokens:
+        assert isinstance(value, list)
+        return [list(map(int, value))]
+    lists = _errors_of_list(value, ("body", "prompt", "list[list[constrained-int]]"), _token_list_error)
+    if not lists:
+        assert isinstance(value, list)
+        return [list(map(int, each)) for each in value]
+    text_error = _text_error(value, ("body", "prompt", "str"))
+    texts = _errors_of_list(value, ("body", "prompt", "list[str]"), _text_error)
+    raise validation_error(*tokens, *lists, *([] if text_error is None else [text_error]), *texts)
+
+
+def _token_error(value: object, loc: tuple[Any, ...]) -> dict[str, Any] | None:
+    return integer_error(value, loc, 0)
+
+
+def _text_error(value: object, loc: tuple[Any, ...]) -> dict[str, Any] | None:
+    return None if isinstance(value, str) else _wrong("string_type", loc, "Input should be a valid string", value)
 
 
 _Check = Callable[[object, tuple[Any, ...]], dict[str, Any] | None]
@@ -196,7 +198,7 @@ def _errors_of_list(value: object, loc: tuple[Any, ...], check: _Check) -> list[
 
 
 def _token_list_error(value: object, loc: tuple[Any, ...]) -> dict[str, Any] | None:
-    errors = _errors_of_list(value, loc, lambda each, at: integer_error(each, at, 0))
+    errors = _errors_of_list(value, loc, _token_error)
     return errors[0] if errors else None
 
 

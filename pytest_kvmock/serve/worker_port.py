@@ -19,6 +19,7 @@ from pytest_kvmock.serve.face import Face
 from pytest_kvmock.serve.request_checks import BadRequest
 from pytest_kvmock.serve.request_log import ServedRequest
 from pytest_kvmock.tokens import Prompt
+from pytest_kvmock.wire.endpoints import EndpointError
 
 if TYPE_CHECKING:
     from pytest_kvmock.serve.api import Model
@@ -92,7 +93,7 @@ class WorkerPort:
         """Listen, at the same port as before.
 
         Raises:
-            OSError: another has taken the port meanwhile.
+            EndpointError: another has taken the port meanwhile.
         """
         if self._runner is not None:
             return
@@ -192,7 +193,7 @@ class WorkerPort:
             return _response(self._refused(rows, BadRequest(str(error))))
         except ValueError as error:  # what its engine names no blocks by: an adapter, or a salt
             return _response(self._face.refusal(BadRequest(str(error))))
-        encoder = Encoder(asked, int(time.time()))
+        encoder = Encoder(asked, self._model.name, int(time.time()))
         try:
             if asked.stream:
                 return await self._stream(request, job, encoder)
@@ -254,12 +255,13 @@ def bound_socket(port: int) -> socket.socket:
     """Return a socket that listens on the loopback.
 
     Raises:
-        OSError: the port is taken; the message names it.
+        EndpointError: the port is taken, or cannot be used; the message names it.
     """
     try:
         return socket.create_server((LOOPBACK, port), backlog=1024)
     except OSError as error:
-        raise OSError(error.errno, f"port {port} of {LOOPBACK} cannot be bound: {error.strerror}") from None
+        reason = error.strerror.partition(" (")[0] if error.strerror else str(error)
+        raise EndpointError(f"port {port} of {LOOPBACK} cannot be bound: {reason}") from None
 
 
 def _port_of(endpoint: str | None) -> int | None:
