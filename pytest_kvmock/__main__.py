@@ -30,6 +30,8 @@ LONG: Final = 8_000_000
 
 def parser() -> argparse.ArgumentParser:
     """The arguments of the command."""
+    from pytest_kvmock.serve.command import add_parsers
+
     out = argparse.ArgumentParser(
         prog="python -m pytest_kvmock", description="KV events of LLM engines: captures, checks, vectors."
     )
@@ -113,6 +115,8 @@ def parser() -> argparse.ArgumentParser:
     )
     vectors.add_argument("--seed", metavar="N", type=int, default=0, help="of the traffic (default: 0)")
     vectors.set_defaults(run=_vectors)
+
+    add_parsers(commands, plugins)
 
     backends = commands.add_parser("backends", parents=[plugins], help="list the backends, with what each models")
     backends.set_defaults(run=_backends)

@@ -23,6 +23,7 @@ LEAST_LINES = 60
 
 SHORT_ON_PURPOSE = {
     "hookspecs",  # it is given to pluggy whole, and where authors of other plugins look first
+    "captures",  # only who captures loads it, and the files that it needs
 }
 
 TOLD_APART_BY_FOLDERS = {

@@ -318,15 +318,20 @@ class FleetRun:
         self.arrived += 1
         request.now_ms = self.now_ms
         self._turn_of[request] = turn
-        overlaps = request.overlaps = self._knowledge.overlaps(request)
-        if self.notes.recorder is not None:
-            self.notes.recorder.arrived(request)
+        overlaps = self._knowledge.overlaps(request)
+        self._note_arrival(request, overlaps)
         if self._waiting:
             self._waiting.append(request)
             if not self._routed:  # nothing runs, so that nothing would have it asked for again
                 yield from self._ask_again()
         elif not (yield from self._ask(request, overlaps)):
             self._waiting.append(request)
+
+    def _note_arrival(self, request: RouterRequest, overlaps: Mapping[Worker, int]) -> None:
+        """Note what each worker holds of a prompt that arrives at the router, or arrives anew."""
+        request.overlaps = overlaps
+        if self.notes.recorder is not None:
+            self.notes.recorder.arrived(request)
 
     def _signal(self, hook: str, request: RouterRequest) -> Calls:
         """Tell the router, and ask it for those that wait."""
@@ -355,6 +360,8 @@ class FleetRun:
         """Ask the router for a worker, and dispatch the request to it; whether it has one."""
         request.now_ms = self.now_ms
         overlaps = self._knowledge.overlaps(request) if overlaps is None else overlaps
+        if request.overlaps is None:
+            self._note_arrival(request, overlaps)
         if self.beliefs is not None:
             yield from self.beliefs.check(request)
         candidates = self._offer.shown(request, overlaps, self.now_ms)
@@ -384,6 +391,7 @@ class FleetRun:
         self.sent_back += 1
         yield from self._lost(request)
         request.attempt += 1
+        request.overlaps = None  # it arrives anew
         request.status = "waiting"
 
     def _lost(self, request: RouterRequest) -> Calls:
@@ -431,7 +439,8 @@ class FleetRun:
             self._drain(id_of(worker))
 
     def _leave_open(self) -> None:
-        """Drop what is open as the clock stopped."""
+        """Drop what is open as the clock stopped; the router is not told."""
+        self._calls.left_open = self._calls.left_open or bool(self._routed)
         for request in self._waiting:
             request.status = "unfinished"
         if self._routed:
@@ -528,6 +537,7 @@ class FleetRun:
                 self._arrivals.done(self._turn_of.pop(request), self.now_ms)
                 continue
             request.attempt += 1
+            request.overlaps = None  # it arrives anew
             request.status = "waiting"
             again.append(request)
         return again

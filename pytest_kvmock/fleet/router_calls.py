@@ -143,6 +143,7 @@ class RouterCalls:
         router: as above.
         beliefs: its methods that say what it believes, by name.
         asynchronous: the names of its methods that are coroutine functions.
+        left_open: whether a clock stopped while requests were open, of whose end the router was never told.
         on_hook: called after each hook, whether the router has it or not; None: nobody is.
     """
 
@@ -153,6 +154,7 @@ class RouterCalls:
             raise TypeError(f"router must have a method pick(request, candidates), got {router!r:.80}")
         self.router = router
         self.on_hook: Callable[..., Calls] | None = None
+        self.left_open = False
         self._timeout_s = timeout_s
         self._hooks = {name: hook for name in HOOKS if callable(hook := getattr(router, name, None))}
         self._pick: Callable[..., Any] = router.pick  # type: ignore[attr-defined]  # as was checked

@@ -305,7 +305,3 @@ class Recorder:
                 Candidate(worker, usage=self._usage[row], num_blocks=blocks, max_batched_tokens=budget, **columns)
             )
         return PickRecord(request, chosen, tuple(candidates), tuple(self._shown[row] for row in rows))
-
-    def sample(self, at: int) -> PassSample:
-        """Return a sample by its place in the order of time."""
-        return PassSample(*(column[at] for column in self.samples.values()))

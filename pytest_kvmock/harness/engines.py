@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
 from pytest_kvmock.backends import EngineProfile
 from pytest_kvmock.engine.args import MockEngineArgs
+from pytest_kvmock.engine.worker import RequestError
 from pytest_kvmock.fleet.mock_engine import MockEngine
 from pytest_kvmock.harness.recording import Recording
 
 if TYPE_CHECKING:
     from pytest_kvmock.backends import BackendSpec
+    from pytest_kvmock.engine.scheduler import ForwardPass
     from pytest_kvmock.engine.worker import KvWorker
+    from pytest_kvmock.fleet.report import EngineReport
     from pytest_kvmock.tokens import Prompt
 
 
@@ -29,7 +32,14 @@ class HarnessEngine(MockEngine):
         worker: the worker whose manager it uses.
         recording: records the operations.
         seed: seed of generated tokens.
+
+    Attributes:
+        driver: who alone drives it now, in words; None: the test.
+        output_of: returns the source of the tokens that a prompt is answered with; None: they follow from the seed.
     """
+
+    driver: str | None = None
+    output_of: Callable[[Prompt], Random] | None = None
 
     def __init__(self, args: MockEngineArgs, worker: KvWorker, recording: Recording, seed: int) -> None:
         super().__init__(args, worker=worker, seed=seed)
@@ -38,7 +48,31 @@ class HarnessEngine(MockEngine):
         self._alike: dict[str, int] = {}
         self._key = worker.worker_id, worker.dp_rank
 
+    def step(self) -> ForwardPass:
+        """As `MockEngine.step`.
+
+        Raises:
+            RequestError: another drives it.
+        """
+        self._check_driver("step")
+        return super().step()
+
+    def run(self, until_ms: float | None = None) -> EngineReport:
+        """As `MockEngine.run`.
+
+        Raises:
+            RequestError: another drives it.
+        """
+        self._check_driver("run")
+        return super().run(until_ms)
+
+    def _check_driver(self, method: str) -> None:
+        if self.driver is not None:
+            raise RequestError(f"{method} of {self!r}: {self.driver} drives it while it serves")
+
     def _token_source(self, prompt: Prompt) -> Random:
+        if self.output_of is not None:
+            return self.output_of(prompt)
         tokens = prompt.tokens or ()
         asked = f"{len(tokens)}:{tokens[-8:]}"
         number = self._alike[asked] = self._alike.get(asked, 0) + 1

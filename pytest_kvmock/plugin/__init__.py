@@ -26,6 +26,7 @@ from pytest_kvmock.plugin.fixtures import (
     kv_router,
     kv_scheduler_case,
     kv_scheduler_requests,
+    kv_server,
     kv_sink,
     kv_trace,
     kv_traits,
@@ -36,6 +37,7 @@ from pytest_kvmock.plugin.fixtures import (
     make_kv_fleet,
     make_kv_manager,
     make_kv_publisher,
+    make_kv_server,
     make_kv_sink,
 )
 from pytest_kvmock.plugin.hooks import (
@@ -80,6 +82,7 @@ __all__ = [
     "kv_router",
     "kv_scheduler_case",
     "kv_scheduler_requests",
+    "kv_server",
     "kv_sink",
     "kv_trace",
     "kv_traits",
@@ -90,6 +93,7 @@ __all__ = [
     "make_kv_fleet",
     "make_kv_manager",
     "make_kv_publisher",
+    "make_kv_server",
     "make_kv_sink",
     "pytest_addhooks",
     "pytest_addoption",

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.hygiene.log import EventLog
     from pytest_kvmock.plugin.block_managers import BlockManagers
     from pytest_kvmock.plugin.case import Case
+    from pytest_kvmock.serve.kv_server import KvServer
     from pytest_kvmock.tokens import Prompt
     from pytest_kvmock.traces import TraceRequest
     from pytest_kvmock.wire.batcher import KvWire
@@ -424,6 +425,28 @@ def kv_publisher(_kvmock_publishers: Callable[..., KvPublisher]) -> KvPublisher:
 def make_kv_publisher(_kvmock_publishers: Callable[..., KvPublisher]) -> Callable[..., KvPublisher]:
     """Make publishers, `make_kv_publisher(worker=0, endpoint="tcp", topic="", ...)`: each is that of one worker, all ranks."""
     return _kvmock_publishers
+
+
+@pytest.fixture
+def make_kv_server(
+    kv_dialect: str, kv_backend: str, _kvmock_case: Case, _kvmock_publishers: Callable[..., KvPublisher]
+) -> Iterator[Callable[..., KvServer]]:
+    """Make the test's server by `make_kv_server(adapters=(), time_scale=0.0, control_port=None, ...)`, as `KvServer` takes them; once a test."""
+    from pytest_kvmock.plugin.wires import servers
+
+    with servers(_kvmock_case, _kvmock_case.with_backend(kv_backend), kv_dialect, _kvmock_publishers) as make:
+        yield make
+
+
+@pytest.fixture
+def kv_server(
+    kv_dialect: str, kv_backend: str, _kvmock_case: Case, _kvmock_publishers: Callable[..., KvPublisher]
+) -> Iterator[KvServer]:
+    """The workers of the test behind HTTP and ZMQ, a `KvServer`: `kv_server.url(0)`; its events are judged."""
+    from pytest_kvmock.plugin.wires import servers
+
+    with servers(_kvmock_case, _kvmock_case.with_backend(kv_backend), kv_dialect, _kvmock_publishers) as make:
+        yield make()
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -15,6 +15,9 @@ from pytest_kvmock.plugin.options import DIALECTS
 from pytest_kvmock.wire import Dialect, StreamDigests, find_dialect
 from pytest_kvmock.wire.batcher import KvWire
 from pytest_kvmock.wire.zmq import KvPublisher
+
+if TYPE_CHECKING:
+    from pytest_kvmock.serve.kv_server import KvServer
 
 
 def make_wire(case: Case, harness: RouterHarness, kv_dialect: str) -> KvWire:
@@ -67,6 +70,25 @@ def publishers(case: Case, harness: RouterHarness, kv_dialect: str) -> Iterator[
     unused = [fault for publisher in made for fault in publisher.faults.unused]
     if unused and case.passed:
         pytest.fail(f"kvmock: faults of the wire were asked for and not injected: {', '.join(unused)}", pytrace=False)
+
+
+@contextmanager
+def servers(
+    case: Case, harness: RouterHarness, kv_dialect: str, make_publisher: Callable[..., KvPublisher]
+) -> Iterator[Callable[..., KvServer]]:
+    """What makes the server of the harness; it is closed when the context is left."""
+    with ExitStack() as stack:
+
+        def make(**options: Any) -> KvServer:
+            options.setdefault("dialect", find_dialect(backend_name(case.item, kv_dialect, DIALECTS)))
+            try:
+                from pytest_kvmock.serve.kv_server import KvServer  # for those who use it
+
+                return stack.enter_context(KvServer(harness, make_publisher=make_publisher, **options))
+            except (ImportError, ValueError, TypeError, OSError) as error:
+                fail_in_one_line(case.item, f"kv_server: {error}")
+
+        yield make
 
 
 def _digests(harness: RouterHarness, worker_id: int, dialect: Dialect) -> dict[int, StreamDigests]:

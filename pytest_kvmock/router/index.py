@@ -364,7 +364,8 @@ class RadixIndex:
     def num_blocks(self, worker_id: int, dp_rank: int = 0, *, tier: StorageTier | str = StorageTier.DEVICE) -> int:
         """Count the blocks that a worker and rank holds in a tier, orphans too; 0 for an unknown one."""
         key = (worker_id, dp_rank)
-        lower = self._lower.get(StorageTier.of(tier))
+        # A fleet asks this of every worker at every pick.
+        lower = None if tier is StorageTier.DEVICE else self._lower.get(StorageTier.of(tier))
         if lower is not None:
             return lower.num_blocks(key)
         rank = self._device.ranks.get(key)

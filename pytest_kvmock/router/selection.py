@@ -165,7 +165,7 @@ class DynamoRouter:
         size, overlap = request.block_size, self.known_overlap(request, candidate)
         decode = self._decode(request, candidate)
         cached = overlap * size
-        uncached = max(0, request.prompt_tokens - cached)
+        uncached = request.prompt_tokens - cached if cached < request.prompt_tokens else 0
         if not self._rules.takes_credit:
             raw = candidate.prefill_tokens + uncached if self._tracks_prefill else 0
             return self._scale * (raw / size) + decode

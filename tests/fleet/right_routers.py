@@ -85,14 +85,14 @@ def tenants(seed, count=400):
     return rows
 
 
-def chats(seed, count=400):
-    """Conversations over eight prefixes."""
+def chats(seed, count=400, groups=8):
+    """Conversations over a few prefixes."""
     return list(
         synthetic_trace(
             count,
             seed=seed,
             block_size=BLOCK,
-            groups=8,
+            groups=groups,
             prefix_blocks=(2, 12),
             turns=(2, 5),
             input_tokens=(16, 200),
@@ -103,11 +103,16 @@ def chats(seed, count=400):
     )
 
 
+def wide_chats(seed, count=400):
+    """Conversations for twice the workers: over twice the prefixes."""
+    return chats(seed, count, groups=16)
+
+
 # (trace, workers, blocks of each, late by ms, what happens to worker 1 in the midst of it)
 SETTINGS = {
     "tenants": (tenants, 4, 400, 0, None),
-    "chats": (chats, 4, 448, 0, None),
-    "eight": (chats, 8, 256, 0, None),
+    "chats": (chats, 4, 560, 0, None),
+    "eight": (wide_chats, 8, 288, 0, None),
     "small": (tenants, 4, 320, 0, None),
     "late": (tenants, 4, 400, 1000, None),
     "restart": (tenants, 4, 400, 0, "restart"),

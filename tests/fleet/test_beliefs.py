@@ -126,6 +126,22 @@ def test_nor_in_a_harness_behind_faults(setting, seed):
     assert not {problem.rule for problem in world.judge().errors} & {"load_drift", "overlap_drift", "worker_drift"}
 
 
+@pytest.mark.parametrize("semantics", ["1.2.1", "1.6.1"])
+@pytest.mark.parametrize("setting", ["restart", "crash", "noticed", "leave", "join", "silent"])
+def test_nor_where_workers_have_ranks_and_something_happens_to_them(setting, semantics):
+    args = MockEngineArgs(num_gpu_blocks=64, block_size=4, dp_size=2, semantics=semantics)
+    named = [(each // 2, each % 2) for each in range(6)]
+    fleet = Fleet([MockEngine(args) for _ in named], OwnBooks(named, ranks=True), record=True)
+    happen(fleet, setting)
+    if setting == "join":
+        fleet.at(200).join()
+    report = fleet.run(trace())
+    report.assert_no_drift()
+    if setting not in ("silent", "noticed"):  # where the router is told late, or never
+        report.assert_regret(DynamoRouter())
+    assert (setting == "join") + 3 == len({worker[0] for worker in report.workers})
+
+
 @pytest.mark.parametrize("loads", ["router", "engine"])
 def test_nor_where_it_waits(loads):
     class Waiting(OwnBooks):
@@ -145,6 +161,11 @@ def test_a_second_run_of_a_fleet_is_right_too():
     fleet = world.fleet(OwnBooks(range(3)))
     assert [(), ()] == [fleet.run(trace(seed=seed)).beliefs for seed in range(2)]
     assert [] == world.judge().errors
+
+
+def test_what_a_stopped_clock_left_open_is_nobodys_mistake():
+    fleet = Fleet([MockEngine(ARGS) for _ in range(3)], OwnBooks(range(3)), stop_ms=200)
+    assert [(), ()] == [fleet.run(trace(seed=seed)).beliefs for seed in range(2)]
 
 
 @pytest.mark.parametrize("when", ["before", "between"])

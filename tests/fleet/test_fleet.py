@@ -17,6 +17,7 @@ from pytest_kvmock.fleet import (
     MockEngineArgs,
     RouterError,
     RouterStalled,
+    replay,
 )
 from pytest_kvmock.fleet.report import statistics
 from pytest_kvmock.router import Candidate, DynamoRouter, LeastLoaded, MostCached, RoundRobin, RouterRequest
@@ -485,3 +486,18 @@ def test_with_and_without_plans_a_router_sees_the_same(backend, loads):
         return found
 
     assert seen(True) == seen(False)
+
+
+def test_a_closed_loop_is_that_of_the_original():
+    args = MockEngineArgs(block_size=4, num_gpu_blocks=8, semantics="1.3.1")
+    rows = [request(0, [1, 2], 6), request(0, range(10, 20), 1), request(0, [3, 4]), request(0, [5, 6])]
+    turns = [request(0, [1, 2], session_id="s"), request(0, [1, 2], session_id="s", delay=100)]
+    served = [
+        lambda trace, **options: Fleet(engines(1, args), RoundRobin(), **options).run(trace),
+        lambda trace, **options: replay(trace, engines(1, args), **options),
+    ]
+    for serve in served:
+        # A prompt that is rejected keeps its place until its turn; a closed loop looks at no ratio.
+        arrivals = [row["arrival_time_ms"] for row in serve(rows, concurrency=2).per_request()]
+        assert [0.0, 0.0, 34.256664] == arrivals[:3]
+        assert serve(turns, concurrency=1).duration_ms == serve(turns, concurrency=1, arrival_speedup=2.0).duration_ms

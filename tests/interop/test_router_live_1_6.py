@@ -34,7 +34,7 @@ class Chosen(DynamoRouter):
     def _choose(self, request, candidates, costs):
         worker, overlap, cost = self.left.pop(0)
         at = [each.worker for each in candidates].index(worker)
-        found = self.overlap(request, candidates[at]), costs[at]
+        found = self.known_overlap(request, candidates[at]), costs[at]
         assert math.isclose(overlap, found[0], abs_tol=1e-9), (request, overlap, found, candidates)
         assert math.isclose(cost, found[1], rel_tol=1e-12, abs_tol=1e-12), (request, cost, found, candidates)
         if not self._temperature:

@@ -29,6 +29,7 @@ FIXTURES = [
     "kv_router",
     "kv_scheduler_case",
     "kv_scheduler_requests",
+    "kv_server",
     "kv_sink",
     "kv_trace",
     "kv_traits",
@@ -39,6 +40,7 @@ FIXTURES = [
     "make_kv_fleet",
     "make_kv_manager",
     "make_kv_publisher",
+    "make_kv_server",
     "make_kv_sink",
 ]
 

@@ -1,0 +1,142 @@
+"""The answers to requests that an engine served: whole, or in parts as server-sent events."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from pytest_kvmock.serve import text
+from pytest_kvmock.serve.api import Answer, Usage, to_json
+
+if TYPE_CHECKING:
+    from pytest_kvmock.serve.api import Generate
+
+DONE: Final = b"data: [DONE]\n\n"
+
+
+class Choice:
+    """One choice of an answer.
+
+    Attributes:
+        index: its place in the answer.
+        tokens: what was generated so far.
+        sent: how many of them were sent to the client, where the answer comes in parts.
+        usage: what it used.
+        finish_reason: why it ended; None: it has not.
+    """
+
+    __slots__ = ("finish_reason", "index", "sent", "tokens", "usage")
+
+    def __init__(self, index: int, prompt_tokens: int) -> None:
+        self.index = index
+        self.tokens: list[int] = []
+        self.sent = 0
+        self.usage = Usage(prompt_tokens)
+        self.finish_reason: str | None = None
+
+
+class Encoder:
+    """Writes the answer to one request.
+
+    Args:
+        asked: the request.
+        model: what the engine serves, for a request that names no model.
+        created: when, in seconds of an epoch.
+    """
+
+    def __init__(self, asked: Generate, model: str, created: int) -> None:
+        self._asked = asked
+        self._kind = "text_completion" if asked.api == "completions" else "chat.completion"
+        self._head: dict[str, Any] = {
+            "id": asked.id,
+            "object": self._kind,
+            "created": created,
+            "model": asked.model or model,
+        }
+        chunk = self._head | {"object": "text_completion" if asked.api == "completions" else "chat.completion.chunk"}
+        self._chunk_head = chunk
+        # A chunk of letters needs no escapes: what stands around them is made once a choice.
+        self._around: dict[int, tuple[bytes, bytes]] = {}
+
+    # ------------------------------------------------------------------------------------------------------- parts
+
+    def begin(self, choice: Choice) -> bytes:
+        """Return what comes before the first token of a choice: the role of a chat."""
+        if self._asked.api != "chat":
+            return b""
+        return self._event({"index": choice.index, "delta": {"role": "assistant", "content": ""}} | _UNFINISHED)
+
+    def tokens(self, choice: Choice, new: list[int]) -> bytes:
+        """Return a part with tokens that the choice has already; the last one says why it ended."""
+        asked = self._asked
+        if asked.api == "generate":
+            return self._sse(self._generated(choice))
+        if choice.finish_reason is not None and choice.sent == len(choice.tokens):
+            ended = {"logprobs": None, "finish_reason": choice.finish_reason, "stop_reason": None}
+            return self._event({"index": choice.index} | self._content(text.decode(new)) | ended)
+        around = self._around.get(choice.index)
+        if around is None:
+            mark = "\N{INVISIBLE SEPARATOR}"
+            part = self._event({"index": choice.index} | self._content(mark) | _UNFINISHED)
+            before, _, after = part.partition(mark.encode())
+            around = self._around[choice.index] = before, after
+        if all(97 <= token <= 122 for token in new):
+            return around[0] + bytes(new) + around[1]
+        return around[0] + to_json(text.decode(new))[1:-1] + around[1]
+
+    def _content(self, content: str) -> dict[str, Any]:
+        return {"text": content} if self._asked.api == "completions" else {"delta": {"content": content}}
+
+    def done(self, usage: Usage) -> bytes:
+        """Return what ends an answer in parts."""
+        if self._asked.include_usage:
+            return self._sse(self._chunk_head | {"choices": [], "usage": usage.to_json()}) + DONE
+        return DONE
+
+    def _event(self, choice: dict[str, Any]) -> bytes:
+        return self._sse(self._chunk_head | {"choices": [choice]})
+
+    @staticmethod
+    def _sse(value: Any) -> bytes:
+        return b"data: " + to_json(value) + b"\n\n"
+
+    # ------------------------------------------------------------------------------------------------------- whole
+
+    def whole(self, choices: list[Choice], usage: Usage) -> Answer:
+        """Return the whole answer."""
+        asked = self._asked
+        if asked.api == "generate":
+            rows = [self._generated(each) for each in choices]
+            return Answer(200, to_json(rows if asked.is_list or asked.n > 1 else rows[0]))
+        found = []
+        for each in choices:
+            content = text.decode(each.tokens)
+            if asked.api == "completions":
+                if asked.echo:
+                    content = text.decode(asked.prompts[each.index // asked.n]) + content
+                body: dict[str, Any] = {"text": content}
+            else:
+                body = {"message": {"role": "assistant", "content": content, "refusal": None, "tool_calls": []}}
+            ended = {"logprobs": None, "finish_reason": each.finish_reason, "stop_reason": None}
+            found.append({"index": each.index} | body | ended)
+        return Answer(200, to_json(self._head | {"choices": found, "usage": usage.to_json()}))
+
+    def _generated(self, choice: Choice) -> dict[str, Any]:
+        """Return a row of SGLang's `/generate`, which repeats all tokens so far."""
+        reason = None
+        if choice.finish_reason is not None:
+            reason = {"type": choice.finish_reason, "length": len(choice.tokens)}
+        return {
+            "text": text.decode(choice.tokens),
+            "output_ids": choice.tokens,
+            "meta_info": {
+                "id": self._asked.id,
+                "finish_reason": reason,
+                "prompt_tokens": choice.usage.prompt_tokens,
+                "weight_version": "default",
+                "completion_tokens": len(choice.tokens),
+                "cached_tokens": choice.usage.cached_tokens,
+            },
+        }
+
+
+_UNFINISHED: Final[dict[str, Any]] = {"logprobs": None, "finish_reason": None}

@@ -1,0 +1,161 @@
+"""The control API: what a test in any language asks of a server, as JSON over a port of its own.
+
+Each path is a method of `KvServer`; a body is its arguments. What is refused is answered with 400 and `{"error": text}`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from aiohttp import web
+
+from pytest_kvmock.serve.api import to_json
+from pytest_kvmock.serve.worker_port import LOOPBACK, SILENT
+
+if TYPE_CHECKING:
+    import socket
+
+Server: TypeAlias = Any
+"""A `KvServer`, which imports this module."""
+
+
+class ControlPort:
+    """The port of the control API.
+
+    Args:
+        server: what it controls.
+        listening: its socket, bound already.
+    """
+
+    def __init__(self, server: Server, listening: socket.socket) -> None:
+        self._server = server
+        self._listening = listening
+        self.port: int = listening.getsockname()[1]
+        self._runner: web.ServerRunner | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://{LOOPBACK}:{self.port}"
+
+    async def start(self) -> None:
+        """Listen."""
+        self._runner = web.ServerRunner(web.Server(self._handle, access_log=None, logger=SILENT), shutdown_timeout=0.0)
+        await self._runner.setup()
+        await web.SockSite(self._runner, self._listening).start()
+
+    async def stop(self) -> None:
+        """Listen no more."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def close(self) -> None:
+        """Close the socket of one that never listened."""
+        self._listening.close()
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        name = request.path.strip("/")
+        method = _METHODS.get(name)
+        if method is None:
+            return _json(404, {"error": f"unknown path {request.path!r}; known: /{', /'.join(_METHODS)}"})
+        body = await request.read()
+        try:
+            given = json.loads(body) if body else {}
+            if not isinstance(given, dict):
+                raise TypeError(f"a body is an object with arguments, got {given!r:.80}")  # noqa: TRY301 - answered below
+            # A method waits for the loop of the server, which is the one that runs here: so it has a thread of its own.
+            answer = await asyncio.get_running_loop().run_in_executor(None, lambda: method(self._server, given))
+        except (ValueError, TypeError, KeyError, OSError, TimeoutError) as error:
+            text = f"{name}: argument {error} is missing" if isinstance(error, KeyError) else f"{name}: {error}"
+            return _json(400, {"error": text})
+        if isinstance(answer, web.Response):
+            return answer
+        return _json(200, answer)
+
+
+def _json(status: int, value: Any) -> web.Response:
+    return web.Response(body=to_json(value), status=status, headers={"Content-Type": "application/json"})
+
+
+def _check(server: Server, given: dict[str, Any]) -> Any:
+    found = server.check(_prompt(given), given["blocks"], given.get("last_batch"))
+    if found is None:
+        return _json(409, {"error": "more was published since last_batch: ask again", **server.expect(_prompt(given))})
+    return {"right": not found, "differences": found}
+
+
+def _prompt(given: dict[str, Any]) -> Any:
+    prompt = given["prompt"]
+    if not isinstance(prompt, str | list):
+        raise TypeError(f"prompt must be a text or a list of tokens, got {prompt!r:.80}")
+    return prompt
+
+
+def _doing(name: str) -> Callable[[Server, dict[str, Any]], dict[str, bool]]:
+    """Return what calls a method that returns nothing."""
+
+    def do(server: Server, given: dict[str, Any]) -> dict[str, bool]:
+        getattr(server, name)(**given)
+        return {"done": True}
+
+    return do
+
+
+def _replays(server: Server, _: dict[str, Any]) -> Any:
+    return [
+        {"worker": worker, "rank": each.dp_rank, "start": each.start, "sent": each.sent, "client": repr(each.client)}
+        for worker, each in server.replays
+    ]
+
+
+def _fault(server: Server, given: dict[str, Any]) -> Any:
+    options = dict(given)
+    worker, name = options.pop("worker"), options.pop("name")
+    if "rank" in options:
+        options["dp_rank"] = options.pop("rank")
+    server.fault(worker, name, **options)
+    return {"done": True}
+
+
+def verdict_of(server: Server) -> dict[str, Any]:
+    """Return what there is to say of events and routing so far."""
+    log = server.harness.events
+    with server.harness.publisher.lock:
+        server.harness.flush()
+        errors = [str(problem) for problem in log.unexcused(log.errors)]
+        warnings = [str(problem) for problem in log.unexcused(log.warnings)]
+    return {
+        "right": not errors and not server.differences,
+        "errors": errors,
+        "warnings": warnings,
+        "differences": server.differences,
+        "events": log.total,
+        "requests": server.log.total,
+        "forgotten_requests": server.log.forgotten,
+        "routing": server.routing.to_json(),
+    }
+
+
+_METHODS: Final[dict[str, Callable[[Server, dict[str, Any]], Any]]] = {
+    "ready": lambda server, _: server.ready_line(),
+    "wait_subscribed": _doing("wait_subscribed"),
+    "expect": lambda server, given: server.expect(_prompt(given)),
+    "check": _check,
+    "hold": _doing("hold"),
+    "release": _doing("release"),
+    "step": _doing("step"),
+    "wait_requests": _doing("wait_requests"),
+    "fault": _fault,
+    "replays": _replays,
+    "restart": _doing("restart"),
+    "stop": _doing("stop"),
+    "start": _doing("start"),
+    "reset": lambda server, given: {"success": server.reset(**given)},
+    "requests": lambda server, _: [each.to_json() for each in server.requests],
+    "routing": lambda server, _: server.routing.to_json(),
+    "text": lambda server, given: {"text": server.text(**given)},
+    "verdict": lambda server, _: verdict_of(server),
+}

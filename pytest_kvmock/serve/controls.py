@@ -1,0 +1,184 @@
+"""What a test has the engines of a server do: hold and go on, restart, refuse connections, lose batches."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, Final
+
+from pytest_kvmock.checks import check_integer, check_number
+
+if TYPE_CHECKING:
+    from pytest_kvmock.harness import RouterHarness
+    from pytest_kvmock.serve.loop_thread import LoopThread
+    from pytest_kvmock.serve.worker_port import WorkerPort
+    from pytest_kvmock.wire.replay_server import Replay
+
+WAIT_S: Final = 5.0
+"""How long something is waited for, in seconds, where nothing else is said."""
+
+_NO_FAULTS: Final = ("injected", "unused", "strike", "truncated", "begun_anew", "take_over", "restarts")
+
+
+class Controls:
+    """The part of a `KvServer` that changes what its engines do.
+
+    Attributes:
+        harness: whose workers they are.
+    """
+
+    harness: RouterHarness
+    _ports: dict[int, WorkerPort]
+    _thread: LoopThread
+    _closed = False
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("this KvServer is closed")
+
+    def _port(self, worker: int) -> WorkerPort:
+        self._check_open()
+        found = self._ports.get(worker) if isinstance(worker, int) else None
+        if found is None:
+            raise ValueError(
+                f"KvServer: there is no worker {worker!r:.80}; there are {', '.join(map(str, self._ports))}"
+            )
+        return found
+
+    def hold(self, worker: int | None = None) -> None:
+        """Start no pass until `release` or `step`, so that requests pile up; None: at all workers.
+
+        Raises:
+            ValueError: there is no such worker.
+        """
+        self._hold(worker, held=True)
+
+    def release(self, worker: int | None = None) -> None:
+        """Go on after `hold`."""
+        self._hold(worker, held=False)
+
+    def _hold(self, worker: int | None, *, held: bool) -> None:
+        ports = self._ports.values() if worker is None else (self._port(worker),)
+
+        async def change() -> None:
+            for port in ports:
+                for loop in port.loops:
+                    loop.held = held
+                    loop.allow()
+
+        self._thread.call(change())
+
+    def step(self, n: int = 1, worker: int | None = None) -> None:
+        """Run so many passes of each rank that is held, and wait for them; None: at all workers.
+
+        Raises:
+            ValueError: there is no such worker, or `n` is below 1.
+        """
+        check_integer("step: n", n, 1)
+        ports = list(self._ports.values()) if worker is None else [self._port(worker)]
+
+        async def step() -> None:
+            loops = [loop for port in ports for loop in port.loops if loop.held]
+            for loop in loops:
+                loop.allow(steps=n)
+            for loop in loops:
+                await loop.stepped()
+
+        self._thread.call(step())
+
+    @property
+    def num_open(self) -> int:
+        """How many requests (choices) are open now."""
+        return sum(loop.num_open for port in self._ports.values() for loop in port.loops)
+
+    def wait_requests(self, open: int, timeout: float = WAIT_S) -> None:  # noqa: A002 - the word of the issue
+        """Wait until so many requests are open.
+
+        Raises:
+            TimeoutError: there were not so many in time; it says how many there are.
+        """
+        __tracebackhide__ = True
+        check_integer("wait_requests: open", open, 0)
+        check_number("wait_requests: timeout", timeout)
+
+        async def wait() -> bool:
+            deadline = self._thread.loop.time() + timeout
+            while self.num_open != open:
+                if self._thread.loop.time() >= deadline:
+                    return False
+                await asyncio.sleep(0.001)
+            return True
+
+        if not self._thread.call(wait()):
+            raise TimeoutError(f"{self.num_open} requests are open after {timeout:g} s, {open} were waited for")
+
+    def fault(self, worker: int, name: str, **options: Any) -> None:
+        """Ask for a fault of the wire: a method of `KvPublisher.faults`, by its name.
+
+        Raises:
+            ValueError: there is no such worker or fault.
+            TypeError: an option that the fault does not take.
+        """
+        faults = self._port(worker).publisher.faults
+        known = [each for each in dir(faults) if not each.startswith("_") and each not in _NO_FAULTS]
+        if name not in known:
+            raise ValueError(f"fault: unknown fault {name!r:.80}; known: {', '.join(known)}")
+        getattr(faults, name)(**options)
+
+    @property
+    def replays(self) -> list[tuple[int, Replay]]:
+        """Who asked for a replay: worker, and what was asked for and sent."""
+        return [(worker, each) for worker, port in self._ports.items() for each in port.publisher.replays]
+
+    def restart(self, worker: int) -> None:
+        """Restart a worker, announced to the harness: it is empty, its connections are cut, its batches begin with 0.
+
+        Raises:
+            ValueError: there is no such worker.
+        """
+        port = self._port(worker)
+
+        async def restart() -> None:
+            port.cut()
+            for loop in port.loops:
+                loop.fail("the engine restarts")
+                with self.harness.publisher.lock:
+                    loop.engine.worker.restart(announced=True)
+
+        self._thread.call(restart())
+
+    def stop(self, worker: int) -> None:
+        """Refuse connections to a worker, and cut those that are open; `start` listens at the same port again.
+
+        Raises:
+            ValueError: there is no such worker.
+        """
+        port = self._port(worker)
+
+        async def stop() -> None:
+            for loop in port.loops:
+                loop.fail("the engine stops")
+            await port.stop()
+
+        self._thread.call(stop())
+
+    def start(self, worker: int) -> None:
+        """Listen again after `stop`.
+
+        Raises:
+            ValueError: there is no such worker.
+            EndpointError: another has taken the port meanwhile.
+        """
+        self._thread.call(self._port(worker).start())
+
+    def reset(self, worker: int | None = None) -> bool:
+        """Empty the caches, which publish Cleared; False, and nothing of that worker changes, while it has open requests.
+
+        Raises:
+            ValueError: there is no such worker.
+        """
+        ports = list(self._ports.values()) if worker is None else [self._port(worker)]
+
+        async def reset() -> bool:
+            return sum(port.reset_cache() for port in ports) == len(ports)
+
+        return self._thread.call(reset())

@@ -1,0 +1,300 @@
+"""One rank of a served engine: requests in, passes one after the other, tokens out.
+
+Theory of operation. All here runs in the thread of the server, and holds the lock of the harness while it touches engine or ledger. A pass
+begins, takes its time by the wall (`time_scale`), and ends; its events are one batch, which is on the wire before anybody hears of its
+tokens. A request that arrives during a pass waits for the next one, as in a real engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from pytest_kvmock.engine.worker import RequestError
+from pytest_kvmock.fleet.engine_state import EngineStalled
+from pytest_kvmock.serve.answers import Choice
+from pytest_kvmock.serve.api import RankState
+from pytest_kvmock.serve.text import Letters, letters_of
+from pytest_kvmock.tokens import Prompt
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pytest_kvmock.engine.scheduler import ForwardPass
+    from pytest_kvmock.fleet.engine_request import EngineRequest
+    from pytest_kvmock.harness import RouterHarness
+    from pytest_kvmock.harness.engines import HarnessEngine
+    from pytest_kvmock.serve.api import Generate
+    from pytest_kvmock.serve.request_log import ServedRequest
+    from pytest_kvmock.wire.zmq import KvPublisher
+
+
+class Job:
+    """One request of a client: its choices, and what of them was not sent yet.
+
+    Attributes:
+        asked: the request.
+        choices: its choices, in the order of the answer.
+        rows: of each prompt, what the log has of it.
+        fresh: choices with tokens that were not taken yet, and those tokens.
+        changed: set when there is something to take.
+        left: how many choices are not over.
+        failure: why it cannot be served; None: it can.
+    """
+
+    __slots__ = ("asked", "changed", "choices", "failure", "fresh", "left", "rows")
+
+    def __init__(self, asked: Generate, rows: Sequence[ServedRequest]) -> None:
+        self.asked = asked
+        self.rows = rows
+        self.choices = [
+            Choice(position * asked.n + number, len(prompt))
+            for position, prompt in enumerate(asked.prompts)
+            for number in range(asked.n)
+        ]
+        self.fresh: list[tuple[Choice, int]] = []
+        self.changed = asyncio.Event()
+        self.left = len(self.choices)
+        self.failure: str | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more comes."""
+        return not self.left or self.failure is not None
+
+
+class _Running:
+    """One choice while an engine serves it."""
+
+    __slots__ = ("choice", "job", "row", "source")
+
+    def __init__(self, job: Job, choice: Choice, row: ServedRequest, source: Letters) -> None:
+        self.job = job
+        self.choice = choice
+        self.row = row
+        self.source = source
+
+
+class EngineLoop:
+    """Drives one rank of an engine.
+
+    Args:
+        harness: whose engine it is.
+        engine: the engine.
+        publisher: where its events are sent.
+        time_scale: how long a pass takes by the wall, as a share of its virtual time; 0: none.
+        seed: of what is generated.
+
+    Attributes:
+        engine: as above.
+        state: what it shows of itself.
+        held: whether passes wait for `step` or `release`.
+        steps: how many passes may run while it is held.
+        error: why it is broken; None: it is not.
+    """
+
+    def __init__(
+        self, harness: RouterHarness, engine: HarnessEngine, publisher: KvPublisher, *, time_scale: float, seed: int
+    ) -> None:
+        self.state = RankState()
+        self.held = False
+        self.steps = 0
+        self.error: str | None = None
+        self._publisher = publisher
+        self._scale = time_scale
+        self._seed = seed
+        self._running: dict[Any, _Running] = {}  # by `EngineRequest`
+        self._wake = asyncio.Event()
+        self._stepped = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self.use(harness, engine)
+
+    def use(self, harness: RouterHarness, engine: HarnessEngine) -> None:
+        """Drive an engine from now on; nothing may be open."""
+        self._harness = harness
+        self._lock = harness.publisher.lock
+        self.engine = engine
+        self.error = None
+        engine.driver = "a KvServer"
+        engine.output_of = lambda prompt: letters_of(self._seed, prompt.tokens)
+
+    def start(self) -> None:
+        """Begin to run passes."""
+        self._task = asyncio.get_running_loop().create_task(self._drive())
+
+    async def stop(self) -> None:
+        """Run no further pass; one that is under way ends."""
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+            self._task = None
+        with self._lock:
+            if self.engine.is_in_pass:
+                with self._publisher.step(), suppress(EngineStalled):
+                    self.engine.finish_pass()
+            self.engine.driver = None
+            self.engine.output_of = None
+
+    # ------------------------------------------------------------------------------------------------- requests
+
+    @property
+    def num_open(self) -> int:
+        """Choices that are not over."""
+        return len(self._running)
+
+    def submit(self, job: Job, prompts: Sequence[Prompt]) -> None:
+        """Give the engine all choices of a request.
+
+        Raises:
+            OutOfBlocks: one can never fit; none was given then.
+        """
+        asked, engine = job.asked, self.engine
+        given: list[EngineRequest] = []
+        with self._lock:
+            try:
+                for choice in job.choices:
+                    position = choice.index // asked.n
+                    request = engine.dispatch(
+                        prompts[position],
+                        asked.max_tokens,
+                        engine.now_ms,
+                        priority=asked.priority,
+                        recorded_ms=engine.now_ms,
+                    )
+                    given.append(request)
+                    source = letters_of(self._seed, asked.prompts[position])
+                    self._running[request] = _Running(job, choice, job.rows[position], source)
+            except BaseException:
+                for request in given:
+                    del self._running[request]
+                    engine.abort(request)
+                raise
+        self._wake.set()
+
+    def abort(self, job: Job) -> None:
+        """Abort what is open of a request, as its client has gone."""
+        with self._lock:
+            for request in [each for each, running in self._running.items() if running.job is job]:
+                del self._running[request]
+                if request.is_open:
+                    self.engine.abort(request)
+                self.state.finished["abort"] += 1
+        self._wake.set()
+
+    def fail(self, reason: str) -> None:
+        """End all that is open with a reason: the engine has lost it, or is taken away."""
+        jobs = dict.fromkeys(running.job for running in self._running.values())
+        with self._lock:
+            for request in self._running:
+                if request.is_open:
+                    with suppress(RequestError):
+                        self.engine.abort(request)
+            self._running.clear()
+        for job in jobs:
+            job.failure = reason
+            job.changed.set()
+
+    # --------------------------------------------------------------------------------------------------- passes
+
+    def allow(self, *, steps: int = 0) -> None:
+        """Let so many passes run while it is held; 0: look anew whether it is."""
+        self.steps += steps
+        self._wake.set()
+
+    async def stepped(self) -> None:
+        """Wait until the passes that were allowed have run, or nothing is left to run."""
+        while self.steps and self.engine.has_work:
+            self._stepped.clear()
+            await self._stepped.wait()
+        self.steps = 0
+
+    @property
+    def _may_pass(self) -> bool:
+        return self.engine.has_work and (not self.held or self.steps > 0)
+
+    async def _drive(self) -> None:
+        while True:
+            if not self._may_pass:
+                self._stepped.set()
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            try:
+                await self._pass()
+            except EngineStalled as error:
+                self.error = f"{type(error).__name__}: {error}"
+                self.fail(self.error)
+            self.steps = max(0, self.steps - 1)
+            self._stepped.set()
+
+    async def _pass(self) -> None:
+        engine = self.engine
+        with self._lock, self._publisher.step():
+            engine.record_passes(1)
+            begun = engine.start_pass(engine.now_ms)
+        await asyncio.sleep((begun.end_ms - begun.start_ms) / 1000 * self._scale)
+        with self._lock:
+            if engine is not self.engine or not engine.is_in_pass:  # restarted, or exchanged, in between
+                return
+            with self._publisher.step():
+                done = engine.finish_pass()
+            self._note_state()
+        self._give_out(done)
+
+    def _note_state(self) -> None:
+        metrics = self.engine.metrics
+        state = self.state
+        state.running, state.waiting = metrics.running, metrics.waiting
+        state.usage, state.num_blocks = metrics.cache_usage, metrics.total_blocks
+        state.preemptions = metrics.preemptions
+
+    def look(self) -> RankState:
+        """Return the state as it is now."""
+        with self._lock:
+            self._note_state()
+        return self.state
+
+    def _give_out(self, done: ForwardPass) -> None:
+        """Give clients the tokens of a pass."""
+        state, open_requests = self.state, self._running
+        for request in done.generated:
+            running = open_requests.get(request)
+            if running is None:
+                continue
+            choice, times = running.choice, request.token_ms
+            choice.tokens.append(running.source.getrandbits(32))
+            state.generation_tokens += 1
+            if len(times) == 1:
+                self._admitted(request, running)
+                state.ttft.add((times[0] - request.arrival_ms) / 1000)
+            else:
+                state.itl.add((times[-1] - times[-2]) / 1000)
+            running.job.fresh.append((choice, 1))
+            if request.status == "finished":
+                self._finished(request, running, "length")
+            running.job.changed.set()
+        for request in done.rejected:
+            running = open_requests.pop(request, None)
+            if running is not None:
+                running.job.failure = f"the engine rejected the request: {request.prompt_tokens} tokens never fit"
+                running.job.changed.set()
+
+    def _admitted(self, request: Any, running: _Running) -> None:
+        state, usage = self.state, running.choice.usage
+        usage.cached_tokens = request.cached_tokens
+        state.queried += request.prompt_tokens
+        state.hits += request.cached_tokens
+        state.prompt_tokens += request.prompt_tokens
+        if running.row.cached_tokens is None:
+            running.row.cached_tokens = request.cached_tokens
+
+    def _finished(self, request: Any, running: _Running, reason: str) -> None:
+        del self._running[request]
+        self.state.finished[reason] += 1
+        self.state.e2e.add((request.token_ms[-1] - request.arrival_ms) / 1000)
+        running.choice.finish_reason = reason
+        running.choice.usage.completion_tokens = len(running.choice.tokens)
+        running.row.output_tokens += len(running.choice.tokens)
+        running.job.left -= 1

@@ -1,0 +1,456 @@
+"""The faces of vLLM and SGLang: which path takes what, and what is answered; see `api`. No socket is opened here.
+
+One subject: the paths. vLLM 0.29's answers were recorded; what other releases and SGLang have is as read
+(docs/reference/served-api.md). Requests of prefill and decode pairs (`kv_transfer_params`, `bootstrap_*`) are taken, and no transfer is modelled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from random import Random
+from typing import TYPE_CHECKING, Any, Final
+
+from pytest_kvmock.serve import request_checks as checks
+from pytest_kvmock.serve import text
+from pytest_kvmock.serve.api import JSON, PLAIN, Answer, Call, Generate, to_json
+from pytest_kvmock.serve.metrics import METRICS_TYPE, metrics_text
+from pytest_kvmock.serve.request_checks import BadRequest
+
+if TYPE_CHECKING:
+    from pytest_kvmock.serve.api import EngineView, Model
+
+_NOT_FOUND: Final = Answer(404, b'{"detail":"Not Found"}')
+_NOT_ALLOWED: Final = Answer(405, b'{"detail":"Method Not Allowed"}')
+_SGLANG_OUTPUT: Final = 128
+"""Tokens of output of a `/generate` that names none (SGLang's `SamplingParams`)."""
+
+
+class Face:
+    """Answers what comes in on the HTTP port of one engine.
+
+    Args:
+        model: what it serves.
+        engine: the engine.
+        seed: of the names of requests that bring none.
+    """
+
+    def __init__(self, model: Model, engine: EngineView, seed: int = 0) -> None:
+        self.model = model
+        self._engine = engine
+        self._names = Random(seed)  # noqa: S311 - mock data
+        self._is_sglang = model.release.is_sglang
+        paths: dict[str, tuple[str, Callable[[Call], Answer | Generate]]] = {
+            "/health": ("GET", self._empty),
+            "/v1/models": ("GET", self._models),
+            "/metrics": ("GET HEAD", self._metrics),
+            "/v1/completions": ("POST", self._completions),
+            "/v1/chat/completions": ("POST", self._chat),
+            "/tokenize": ("POST", self._tokenize),
+            "/detokenize": ("POST", self._detokenize),
+            "/get_load": ("GET", self._get_load),
+        }
+        if self._is_sglang:
+            paths |= {
+                "/health_generate": ("GET", self._empty),
+                "/generate": ("POST PUT", self._generate),
+                "/flush_cache": ("GET POST", self._flush_cache),
+                "/v1/tokenize": ("POST", self._tokenize),
+                "/v1/detokenize": ("POST", self._detokenize),
+            }
+            paths |= dict.fromkeys(("/server_info", "/get_server_info"), ("GET", self._server_info))
+            paths |= dict.fromkeys(("/model_info", "/get_model_info"), ("GET", self._model_info))
+        else:
+            paths |= {
+                "/ping": ("GET POST", self._empty),
+                "/version": ("GET", self._version),
+                "/load": ("GET", self._load),
+                "/v1/completions/render": ("POST", self._render_completions),
+                "/v1/chat/completions/render": ("POST", self._render_chat),
+                "/reset_prefix_cache": ("POST", self._reset),
+            }
+            if model.release.event_sources:
+                paths["/kv_event_sources"] = ("GET", self._event_sources)
+        self._paths = paths
+
+    def answer(self, call: Call) -> Answer | Generate:
+        """Answer a request, or say what an engine is to serve; never raises for what a client sends."""
+        found = self._paths.get(call.path)
+        if found is None:
+            return _NOT_FOUND
+        methods, handler = found
+        if call.method not in methods.split():
+            return _NOT_ALLOWED
+        try:
+            return handler(call)
+        except BadRequest as error:
+            return self.refusal(error)
+
+    def refusal(self, error: BadRequest) -> Answer:
+        """Return the answer that says why a request is refused, in the form of the release."""
+        fields: dict[str, Any] = {
+            "message": error.message,
+            "type": error.kind,
+            "param": error.param,
+            "code": error.status,
+        }
+        if not self.model.release.nested_errors:
+            return Answer(error.status, to_json({"object": "error", **fields}))
+        return Answer(error.status, to_json({"error": fields}))
+
+    def busy(self) -> Answer:
+        """Return the answer of an engine whose queue is full."""
+        if self._is_sglang:
+            return self.refusal(BadRequest("The request queue is full.", None, "ServiceUnavailableError", 503))
+        message = "The engine is currently busy. Please try again later."
+        return self.refusal(BadRequest(message, None, "Service Unavailable", 503))
+
+    # ------------------------------------------------------------------------------------------------- plain paths
+
+    def _empty(self, _: Call) -> Answer:
+        return Answer(200, b"", PLAIN)
+
+    def _models(self, _: Call) -> Answer:
+        model = self.model
+        cards = []
+        for name in (model.name, *model.adapters):
+            card: dict[str, Any] = {
+                "id": name,
+                "object": "model",
+                "created": model.created,
+                "owned_by": model.release.engine,
+                "root": name,
+                "parent": model.name if name in model.adapters else None,
+                "max_model_len": model.max_model_len if name == model.name else None,
+            }
+            if not self._is_sglang:
+                permission = dict.fromkeys(
+                    ("allow_sampling", "allow_logprobs", "allow_view", "allow_create_engine", "allow_search_indices"),
+                    True,
+                )
+                permission |= dict.fromkeys(("allow_create_engine", "allow_search_indices"), False)
+                card["permission"] = [
+                    {
+                        "id": f"modelperm-{self._random_id()}",
+                        "object": "model_permission",
+                        "created": model.created,
+                        **permission,
+                        "allow_fine_tuning": False,
+                        "organization": "*",
+                        "group": None,
+                        "is_blocking": False,
+                    }
+                ]
+            cards.append(card)
+        return Answer(200, to_json({"object": "list", "data": cards}))
+
+    def _version(self, _: Call) -> Answer:
+        return Answer(200, to_json({"version": self.model.release.version}))
+
+    def _metrics(self, call: Call) -> Answer:
+        page = b"" if call.method == "HEAD" else metrics_text(self.model, self._engine.states()).encode()
+        return Answer(200, page, METRICS_TYPE)
+
+    def _load(self, _: Call) -> Answer:
+        return Answer(200, to_json({"server_load": sum(each.running + each.waiting for each in self._engine.states())}))
+
+    def _get_load(self, _: Call) -> Answer:
+        size = self.model.block_size
+        rows = [
+            {
+                "dp_rank": rank,
+                "num_reqs": each.running + each.waiting,
+                "num_waiting_reqs": each.waiting,
+                "num_tokens": round(each.usage * each.num_blocks) * size,
+            }
+            for rank, each in enumerate(self._engine.states())
+        ]
+        return Answer(200, to_json(rows))
+
+    def _event_sources(self, _: Call) -> Answer:
+        rows = {
+            str(rank): {
+                "endpoint": each["endpoint"],
+                "replay_endpoint": each["replay_endpoint"],
+                "topic": each["topic"],
+                "publisher": "zmq",
+                "data_parallel_rank": rank,
+                "block_size": self.model.block_size,
+                "model": self.model.name,
+            }
+            for rank, each in enumerate(self._engine.event_sources())
+        }
+        return Answer(200, to_json(rows))
+
+    def _reset(self, _: Call) -> Answer:
+        return Answer(200, to_json({"success": self._engine.reset_cache()}))
+
+    def _flush_cache(self, _: Call) -> Answer:
+        if self._engine.reset_cache():
+            message = "Cache flushed.\nPlease check backend logs for more details. (When there are running or waiting requests, the operation will not be performed.)\n"
+            return Answer(200, message.encode(), PLAIN)
+        return Answer(400, b"Failed to flush cache: requests are running or waiting.\n", PLAIN)
+
+    def _server_info(self, _: Call) -> Answer:
+        model, sources = self.model, self._engine.event_sources()
+        first = sources[0]
+        states = self._engine.states()
+        return Answer(
+            200,
+            to_json(
+                {
+                    "model_path": model.name,
+                    "served_model_name": model.name,
+                    "tokenizer_path": model.name,
+                    "dp_size": model.ranks,
+                    "tp_size": 1,
+                    "page_size": model.block_size,
+                    "version": model.release.version,
+                    "max_total_num_tokens": states[0].num_blocks * model.block_size,
+                    "context_length": model.max_model_len,
+                    "disaggregation_mode": "null",
+                    "kv_events": {
+                        "publisher": "zmq",
+                        "endpoint_host": first["host"],
+                        "endpoint_port_base": first["port"],
+                        "topic": first["topic"],
+                        "block_size": model.block_size,
+                        "dp_size": model.ranks,
+                        "replay_endpoint_port_base": first["replay_port"],
+                    },
+                    "internal_states": [
+                        {"effective_max_running_requests_per_dp": None, "num_running_reqs": each.running}
+                        for each in states
+                    ],
+                }
+            ),
+        )
+
+    def _model_info(self, _: Call) -> Answer:
+        name = self.model.name
+        return Answer(
+            200,
+            to_json(
+                {
+                    "model_path": name,
+                    "tokenizer_path": name,
+                    "is_generation": True,
+                    "preferred_sampling_params": None,
+                    "weight_version": "default",
+                }
+            ),
+        )
+
+    # ----------------------------------------------------------------------------------------------------- tokens
+
+    def _tokenize(self, call: Call) -> Answer:
+        body = checks.body_of(call.headers.get("content-type", JSON), call.body)
+        if "messages" in body:
+            prompt = text.chat_text(
+                checks.check_messages(body), generates=bool(body.get("add_generation_prompt", True))
+            )
+        elif "prompt" in body or "text" in body:
+            name = "prompt" if "prompt" in body else "text"
+            prompt = checks.text(body, name) or ""
+        else:
+            wrapped = "function-wrap[__log_extra_fields__()]"
+            raise checks.validation_error(
+                *(
+                    {"type": "missing", "loc": ("body", wrapped, name), "msg": "Field required", "input": body}
+                    for name in ("prompt", "messages")
+                )
+            )
+        self._lora(body)
+        tokens = text.encode(prompt)
+        shown = [text.decode((token,)) for token in tokens] if checks.boolean(body, "return_token_strs") else None
+        answer = {"count": len(tokens), "max_model_len": self.model.max_model_len, "tokens": tokens}
+        return Answer(200, to_json(answer | {"token_strs": shown}))
+
+    def _detokenize(self, call: Call) -> Answer:
+        body = checks.body_of(call.headers.get("content-type", JSON), call.body)
+        tokens = body.get("tokens")
+        if not isinstance(tokens, list) or any(checks.integer_error(each, (), 0) for each in tokens):
+            loc = ("body", "tokens")
+            kind = "missing" if "tokens" not in body else "list_type"
+            message = "Field required" if "tokens" not in body else "Input should be a valid list"
+            raise checks.validation_error({"type": kind, "loc": loc, "msg": message, "input": tokens})
+        self._lora(body)
+        found = text.decode(map(int, tokens))
+        return Answer(200, to_json({"text": found} if self._is_sglang else {"prompt": found}))
+
+    # -------------------------------------------------------------------------------------------------- generation
+
+    def _completions(self, call: Call) -> Generate:
+        body = checks.body_of(call.headers.get("content-type", ""), call.body)
+        prompt = body.get("prompt")
+        prompts = [] if prompt in (None, "") else checks.prompts_of(prompt)
+        out = self._common(call, body, "completions")
+        asked = checks.integer(body, "max_tokens", checks.DEFAULT_OUTPUT)
+        assert asked is not None
+        self._check_output(asked)
+        out.max_tokens = asked
+        out.prompts = tuple(self._tokens(each, asked) for each in prompts)
+        out.is_list = len(prompts) > 1
+        return out
+
+    def _chat(self, call: Call) -> Generate:
+        body = checks.body_of(call.headers.get("content-type", ""), call.body)
+        messages = checks.check_messages(body) if body.get("messages") != [] or "messages" not in body else []
+        out = self._common(call, body, "chat")
+        if not messages:
+            checks.check_messages(body)
+        asked = checks.integer(body, "max_completion_tokens", checks.integer(body, "max_tokens"))
+        if asked is not None:
+            self._check_output(asked)
+        prompt = text.chat_text(messages, generates=bool(body.get("add_generation_prompt", True)))
+        tokens = self._tokens(prompt, asked or 0)
+        if asked is None:  # all that is left
+            asked = self.model.max_model_len - len(tokens)
+            self._check_length(len(tokens), max(1, asked))
+        out.max_tokens = asked
+        out.prompts = (tokens,)
+        return out
+
+    def _common(self, call: Call, body: Mapping[str, Any], api: str) -> Generate:
+        """Return what requests of both APIs have, in the order in which vLLM checks it."""
+        stream = checks.boolean(body, "stream")
+        options = checks.mapping(body, "stream_options")
+        checks.text(body, "model")
+        count = checks.integer(body, "n", 1)
+        for name in ("max_tokens", "max_completion_tokens"):
+            checks.integer(body, name)
+        if options and not stream:
+            message = "Stream options can only be defined when `stream=True`. (parameter=stream_options)"
+            raise BadRequest(message, "stream_options")
+        if api == "completions" and body.get("prompt") in (None, ""):
+            message = "Either prompt or prompt_embeds must be provided and non-empty. (parameter=prompt)"
+            raise BadRequest(message, "prompt")
+        salt = checks.text(body, "cache_salt")
+        if salt == "":
+            message = "Parameter 'cache_salt' must be a non-empty string if provided. (parameter=cache_salt)"
+            raise BadRequest(message, "cache_salt")
+        lora = self._lora(body)
+        if api == "completions" and body.get("prompt") == []:
+            raise BadRequest("You must pass at least one prompt")
+        assert count is not None
+        if count < 1:
+            raise BadRequest(f"n must be at least 1, got {count}.")
+        rank = call.headers.get("x-data-parallel-rank", body.get("data_parallel_rank"))
+        name = call.headers.get("x-request-id") or self._random_id()
+        return Generate(
+            "completions" if api == "completions" else "chat",
+            f"{'cmpl' if api == 'completions' else 'chatcmpl'}-{name}",
+            body.get("model"),
+            (),
+            0,
+            n=count,
+            stream=stream,
+            include_usage=checks.boolean(options, "include_usage"),
+            lora_name=lora,
+            cache_salt=salt,
+            rank=checks.check_rank(rank, self.model.ranks),
+            priority=checks.integer(body, "priority", 0) or 0,
+            echo=checks.boolean(body, "echo"),
+        )
+
+    def _lora(self, body: Mapping[str, Any]) -> str | None:
+        """Return the adapter that a request names as its model.
+
+        Raises:
+            BadRequest: there is no such model; SGLang takes any.
+        """
+        name = checks.text(body, "model")
+        if name in self.model.adapters:
+            return name
+        if name and name != self.model.name and not self._is_sglang:
+            raise BadRequest(f"The model `{name}` does not exist.", "model", "NotFoundError", 404)
+        return None
+
+    def _check_output(self, asked: int) -> None:
+        if self._is_sglang:
+            if asked < 1:
+                raise BadRequest(f"max_new_tokens must be at least 1, got {asked}.", "max_tokens")
+        else:
+            checks.check_output(asked, self.model.max_model_len)
+
+    def _check_length(self, count: int, output: int) -> None:
+        most = self.model.max_model_len
+        if not self._is_sglang:
+            checks.check_token_length(count, output, most)
+        elif count >= most:
+            raise BadRequest(f"The input ({count} tokens) is longer than the model's context length ({most} tokens).")
+        elif count + output > most:
+            raise BadRequest(
+                f"Requested token count exceeds the model's maximum context length of {most} tokens. You requested a total "
+                f"of {count + output} tokens: {count} tokens from the input messages and {output} tokens for the completion."
+            )
+
+    def _tokens(self, prompt: str | list[int], output: int) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            if not self._is_sglang:
+                checks.check_text_length(prompt, output, self.model.max_model_len)
+            tokens = text.encode(prompt)
+        else:
+            tokens = tuple(prompt)
+            if any(token >= 2**32 for token in tokens):
+                raise BadRequest(f"Token id {max(tokens)} is out of vocabulary", "prompt")
+        if not tokens:
+            raise BadRequest("The decoder prompt cannot be empty", "prompt")
+        self._check_length(len(tokens), output)
+        return tokens
+
+    def _render_completions(self, call: Call) -> Answer:
+        out = self._completions(call)
+        return Answer(200, to_json([self._rendered(out, tokens) for tokens in out.prompts]))
+
+    def _render_chat(self, call: Call) -> Answer:
+        out = self._chat(call)
+        return Answer(200, to_json(self._rendered(out, out.prompts[0])))
+
+    def _rendered(self, out: Generate, tokens: tuple[int, ...]) -> dict[str, Any]:
+        return {
+            "request_id": out.id,
+            "token_ids": tokens,
+            "features": None,
+            "sampling_params": {"temperature": 1.0, "top_p": 1.0, "max_tokens": out.max_tokens, "n": out.n},
+            "model": out.model,
+            "stream": out.stream,
+            "stream_options": None,
+            "cache_salt": out.cache_salt,
+            "priority": out.priority,
+            "kv_transfer_params": None,
+        }
+
+    def _generate(self, call: Call) -> Generate:
+        """SGLang's own API."""
+        body = checks.body_of(call.headers.get("content-type", JSON), call.body)
+        options = checks.mapping(body, "sampling_params")
+        asked = checks.integer(options, "max_new_tokens", _SGLANG_OUTPUT)
+        assert asked is not None
+        self._check_output(asked)
+        name = "text" if body.get("text") is not None else "input_ids"
+        given = body.get(name)
+        if given in (None, "", []):
+            raise BadRequest("Either text, input_ids or input_embeds should be provided.")
+        prompts = checks.prompts_of(given)
+        if any(isinstance(each, str) is not (name == "text") for each in prompts):
+            raise BadRequest(f"{name} must be {'text' if name == 'text' else 'token ids'}, or a list of them", name)
+        is_list = isinstance(given, list) and not (name == "input_ids" and len(prompts) == 1 and prompts[0] == given)
+        rid = body.get("rid")
+        rank = call.headers.get("x-data-parallel-rank", body.get("data_parallel_rank"))
+        lora = body.get("lora_path")
+        return Generate(
+            "generate",
+            rid if isinstance(rid, str) else self._random_id(),
+            self.model.name,
+            tuple(self._tokens(each, asked) for each in prompts),
+            asked,
+            n=checks.integer(options, "n", 1) or 1,
+            is_list=is_list,
+            stream=checks.boolean(body, "stream"),
+            lora_name=lora if isinstance(lora, str) and lora in self.model.adapters else None,
+            rank=checks.check_rank(rank, self.model.ranks),
+            priority=checks.integer(body, "priority", 0) or 0,
+        )
+
+    def _random_id(self) -> str:
+        return f"{self._names.getrandbits(64):016x}"

@@ -1,0 +1,484 @@
+"""Mock engines behind sockets: requests over HTTP, KV events over ZMQ, for a router process in any language.
+
+One subject: the workers of a harness, each behind its ports, and what a test asks of them. Theory of operation. A thread of its own runs
+one event loop; in it each rank runs passes (`engine_loop`), and each worker listens (`worker_port`). This is the only room with a wall
+clock. The harness stays the test's own: ledger, verdict, captures and faults work as they do without sockets.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from random import Random
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self, cast
+
+from pytest_kvmock.checks import check_integer, check_number, install_text
+from pytest_kvmock.serve.loop_thread import LoopThread
+from pytest_kvmock.serve.request_log import RequestLog, Routing, ServedRequest
+from pytest_kvmock.serve.text import LETTERS, encode
+from pytest_kvmock.serve.truth import Truth, all_removed
+from pytest_kvmock.tokens import Prompt, TokenIds
+from pytest_kvmock.wire import Dialect, find_dialect
+from pytest_kvmock.wire.digests import StreamDigests
+
+try:
+    from pytest_kvmock.serve.api import Call, Model, release_of
+    from pytest_kvmock.serve.control import ControlPort
+    from pytest_kvmock.serve.controls import WAIT_S, Controls
+    from pytest_kvmock.serve.engine_loop import EngineLoop
+    from pytest_kvmock.serve.worker_port import LOOPBACK, WorkerPort, bound_socket
+    from pytest_kvmock.wire.zmq import KvPublisher
+except ImportError as error:  # pragma: no cover - the environment without the extra
+    raise ImportError(f"a KvServer needs aiohttp, msgspec and pyzmq ({error}): {install_text('serve')}") from None
+
+if TYPE_CHECKING:
+    from pytest_kvmock.harness import RouterHarness
+    from pytest_kvmock.harness.engines import HarnessEngine
+
+MODEL: Final = "mock-model"
+
+
+class KvServer(Controls):
+    """The workers of a harness behind sockets of the loopback. It is a context manager; while it serves, it alone drives the engines.
+
+    Each worker has an HTTP port with the API of the dialect's engine, and each of its ranks an endpoint for KV events and one for replays.
+    One batch of events is one forward pass, and it is on the wire before the first token of it.
+
+    Args:
+        harness: whose workers; its backend must be one of the dialect's engine.
+        dialect: what is spoken: it chooses API, names of metrics and the form of events.
+        model: the name of the model.
+        adapters: names of LoRA adapters, which are models to a client.
+        max_model_len: the most tokens that prompt and output have together; None: what the blocks hold.
+        max_queued: how many requests of a worker wait at most, before it answers that it is busy; None: any number.
+        time_scale: how long a pass takes by the wall, as a share of its virtual time; 0: none. (Measured: within 1 % at 1.0, some
+            10 % off at 0.1, meaningless at 0.01.)
+        host: an address of the loopback.
+        http_port: port of the first worker; those after it have the next ones. 0: the system picks.
+        event_port: likewise, a port a rank.
+        replay_port: likewise, for replays.
+        control_port: port of the control API; 0: the system picks. None: there is none.
+        topic: of events; `{host}`, `{port}` (of HTTP) and `{model}` are filled in: "kv@{host}:{port}@{model}".
+        log: how many requests are remembered; None: all.
+        seed: of what is generated.
+        make_publisher: makes the publisher of a worker, given its id and the options of `KvPublisher`; None: as here.
+
+    Raises:
+        ValueError: a dialect without an engine, an address that is not the loopback, a number out of range, or a harness of another engine.
+        EndpointError: a port that is taken; nothing is left open.
+        ImportError: aiohttp, msgspec or pyzmq is not installed (extra `serve`).
+
+    Attributes:
+        harness: as above.
+        dialect: as above.
+        model: the name of the model.
+        log: the requests.
+    """
+
+    def __init__(
+        self,
+        harness: RouterHarness,
+        dialect: str | Dialect = "vllm-0.33",
+        *,
+        model: str = MODEL,
+        adapters: Sequence[str] = (),
+        max_model_len: int | None = None,
+        max_queued: int | None = None,
+        time_scale: float = 0.0,
+        host: str = LOOPBACK,
+        http_port: int = 0,
+        event_port: int = 0,
+        replay_port: int = 0,
+        control_port: int | None = None,
+        topic: str = "",
+        log: int | None = None,
+        seed: int = 0,
+        make_publisher: Callable[..., KvPublisher] | None = None,
+    ) -> None:
+        self.dialect = find_dialect(dialect)
+        release = release_of(self.dialect.models, self.dialect.backend)
+        if release is None or self.dialect.replay is None:
+            raise ValueError(
+                f"KvServer: dialect {self.dialect.name!r} has no engine that serves HTTP; those of vLLM and SGLang have"
+            )
+        if host not in (LOOPBACK, "localhost"):
+            raise ValueError(f"KvServer: host must be {LOOPBACK} or 'localhost', the loopback, got {host!r:.80}")
+        check_number("KvServer: time_scale", time_scale)
+        for name, value, least in (
+            ("max_model_len", max_model_len, 2),
+            ("max_queued", max_queued, 1),
+            ("log", log, 1),
+            ("control_port", control_port, 0),
+        ):
+            if value is not None:
+                check_integer(f"KvServer: {name}", value, least)
+        if not isinstance(model, str) or not model:
+            raise ValueError(f"KvServer: model must be a name, got {model!r:.80}")
+        if isinstance(adapters, str):
+            raise TypeError(f"KvServer: adapters must be a list of names, got {adapters!r:.80}")
+        self.harness = harness
+        self.model = model
+        self.log = RequestLog(log)
+        self._scale = time_scale
+        self._seed = seed
+        self._texts = Random(f"{seed}:texts")  # noqa: S311 - mock data
+        self._truth = Truth(harness)
+        self._closed = False
+        self._ports: dict[int, WorkerPort] = {}
+        self._control: ControlPort | None = None
+        profile = harness.profile
+        ids = sorted({worker.worker_id for worker in harness.workers.values()})
+        if not ids:
+            raise ValueError("KvServer: the harness has no workers; its profile says how many there are")
+        ranks = profile.dp_size
+        bases = (("http_port", http_port, len(ids)), ("event_port", event_port, len(ids) * ranks))
+        for name, base, count in (*bases, ("replay_port", replay_port, len(ids) * ranks)):
+            if check_integer(f"KvServer: {name}", base, 0) > 2**16 - count:
+                raise ValueError(
+                    f"KvServer: {name} must leave room for {count} ports, at most {2**16 - count}, got {base}"
+                )
+        room = profile.num_blocks * profile.block_size
+        if release.is_sglang:  # a request must leave room there, and its prompt counts as whole pages
+            room -= profile.block_size
+        self._described = Model(
+            model,
+            release,
+            profile.block_size,
+            room if max_model_len is None else max_model_len,
+            tuple(adapters),
+            ranks,
+            int(time.time()),
+        )
+        make = self._publisher if make_publisher is None else make_publisher
+        with ExitStack() as undo:
+            self._thread = LoopThread("KvServer")
+            undo.callback(self._thread.end)
+            for place, worker in enumerate(ids):
+                listening = bound_socket(http_port and http_port + place)
+                undo.callback(listening.close)
+                port = listening.getsockname()[1]
+                publisher = make(
+                    worker,
+                    topic=topic.format(host=LOOPBACK, port=port, model=model) if topic else "",
+                    endpoint=_endpoint(event_port and event_port + place * ranks),
+                    replay=_endpoint(replay_port and replay_port + place * ranks),
+                )
+                undo.callback(publisher.close)
+                undo.callback(harness.publisher.remove_sink, publisher)
+                engines = [self._engine(worker, rank) for rank in range(ranks)]
+                loops = [EngineLoop(harness, engine, publisher, time_scale=time_scale, seed=seed) for engine in engines]
+                self._ports[worker] = WorkerPort(
+                    worker,
+                    self._described,
+                    loops,
+                    publisher,
+                    listening,
+                    note=self._note,
+                    max_queued=max_queued,
+                    seed=seed + place,
+                )
+            self._number_batches()
+            if control_port is not None:
+                self._control = ControlPort(self, bound_socket(control_port))
+                undo.callback(self._control.close)
+            self._thread.start()
+            self._thread.call(self._start())
+            undo.pop_all()
+
+    def __repr__(self) -> str:
+        shown = ", ".join(port.url for port in self._ports.values())
+        return f"<KvServer {self.dialect.name} at {shown}>"
+
+    def _engine(self, worker: int, rank: int) -> HarnessEngine:
+        engine = cast("HarnessEngine", self.harness.engine(worker, rank))
+        wanted = self._described.release.engine
+        if engine.args.engine_type != wanted:
+            raise ValueError(
+                f"KvServer: dialect {self.dialect.name!r} is spoken by engines of type {wanted!r}, worker {worker} is one of "
+                f"type {engine.args.engine_type!r} over {engine.worker.backend!r}"
+            )
+        if engine.driver is not None:
+            raise ValueError(f"KvServer: {engine!r} is driven by {engine.driver} already")
+        return engine
+
+    def _publisher(self, worker: int, **options: Any) -> KvPublisher:
+        ranks = range(self.harness.profile.dp_size)
+        if self.dialect.hashes == "bytes":
+            managers = [self.harness.worker(worker, rank).manager for rank in ranks]
+            options["digests"] = {
+                rank: StreamDigests.of_manager(manager) for rank, manager in zip(ranks, managers, strict=True)
+            }
+        publisher = KvPublisher(self.dialect, ranks=len(ranks), **options)
+        self.harness.add_sink(publisher, worker_id=worker)
+        return publisher
+
+    # ------------------------------------------------------------------------------------------------- the thread
+
+    async def _start(self) -> None:
+        for port in self._ports.values():
+            for loop in port.loops:
+                loop.start()
+            await port.start()
+        if self._control is not None:
+            await self._control.start()
+
+    async def _stop(self) -> None:
+        if self._control is not None:
+            await self._control.stop()
+        for port in self._ports.values():
+            for loop in port.loops:
+                loop.fail("the server ends")
+            await port.stop()
+            for loop in port.loops:
+                await loop.stop()
+
+    def close(self) -> None:
+        """Abort what is open, close all sockets, and end the thread. Twice is no error."""
+        if self._closed:
+            return
+        self._closed = True
+        self._thread.call(self._stop())
+        self._thread.end()
+        for port in self._ports.values():
+            self.harness.publisher.remove_sink(port.publisher)
+            port.publisher.close()
+
+    def close_sockets(self) -> None:
+        """Close what others see, at once, and leave engines and threads as they are: for a process that ends now."""
+
+        async def cut() -> None:
+            for port in self._ports.values():
+                port.cut()
+
+        self._thread.call(cut())
+        for port in self._ports.values():
+            port.publisher.close()
+
+    def __enter__(self) -> Self:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---------------------------------------------------------------------------------------------------- the ports
+
+    @property
+    def workers(self) -> list[int]:
+        """The ids of the workers."""
+        return list(self._ports)
+
+    @property
+    def urls(self) -> list[str]:
+        """Where each worker listens: http://127.0.0.1:PORT."""
+        return [port.url for port in self._ports.values()]
+
+    @property
+    def control_url(self) -> str | None:
+        """Where the control API listens; None: nowhere."""
+        return None if self._control is None else self._control.url
+
+    def url(self, worker: int = 0) -> str:
+        """Where a worker listens.
+
+        Raises:
+            ValueError: there is no such worker.
+        """
+        return self._port(worker).url
+
+    def publisher(self, worker: int = 0) -> KvPublisher:
+        """The publisher of a worker: its endpoints, its faults, who subscribed.
+
+        Raises:
+            ValueError: there is no such worker.
+        """
+        return self._port(worker).publisher
+
+    def ready_line(self) -> dict[str, Any]:
+        """Return what the command prints when it is ready: the addresses of all, and what is served."""
+        model = self._described
+        return {
+            "kvmock_serve": 1,
+            "dialect": self.dialect.name,
+            "model": model.name,
+            "block_size": model.block_size,
+            "num_blocks": self.harness.profile.num_blocks,
+            "max_model_len": model.max_model_len,
+            "tokenizer": "bytes",
+            "control": self.control_url,
+            "workers": [
+                {
+                    "id": worker,
+                    "http": port.url,
+                    "events": list(port.publisher.endpoints),
+                    "replay": list(port.publisher.replay_endpoints),
+                    "topic": port.publisher.topic,
+                }
+                for worker, port in self._ports.items()
+            ],
+        }
+
+    def _number_batches(self) -> None:
+        self._truth.numbered_by(
+            {
+                (worker, rank): port.publisher
+                for worker, port in self._ports.items()
+                for rank in range(port.publisher.ranks)
+            }
+        )
+
+    # ------------------------------------------------------------------------------------------------ what came in
+
+    def _note(self, worker: int, rank: int, call: Call, prompt: Prompt) -> ServedRequest:
+        """Note a prompt that came in, and what every worker holds of it."""
+        size = self._described.block_size
+        row = ServedRequest(
+            self.log.total,
+            worker,
+            rank,
+            call.path,
+            call.headers,
+            prompt.length(size),
+            prompt.length(size) // size,
+            self.held(prompt),
+        )
+        self.log.add(row)
+        return row
+
+    def held(self, prompt: Prompt | TokenIds | str) -> dict[int, int]:
+        """Return how many leading blocks of a prompt each worker holds now, the best rank of each; workers without any are absent.
+
+        Args:
+            prompt: tokens, or a text.
+        """
+        return self._truth.held(_prompt_of(prompt))
+
+    @property
+    def requests(self) -> list[ServedRequest]:
+        """The requests that are remembered, in the order in which they came."""
+        return list(self.log.rows)
+
+    @property
+    def routing(self) -> Routing:
+        """What the routing of these was worth: hit ratio, share of the best held, balance, and assertions."""
+        return Routing(self.log.rows, self._ports, self._described.block_size)
+
+    def text(self, blocks: int = 4, after: str = "") -> str:
+        """Return a text of so many blocks that no other text of this server begins with, after another one.
+
+        Raises:
+            ValueError: `blocks` is no integer of at least 0.
+        """
+        check_integer("text: blocks", blocks, 0)
+        fresh = (self._texts.choice(LETTERS) for _ in range(blocks * self._described.block_size))
+        return after + "".join(fresh)
+
+    # ----------------------------------------------------------------------------------------------------- control
+
+    def wait_subscribed(self, subscribers: int = 1, timeout: float = WAIT_S) -> None:
+        """Wait until so many subscribe to the events of each rank of each worker; see `KvPublisher.wait_subscribed`.
+
+        Raises:
+            WireTimeout: there were not so many in time.
+        """
+        __tracebackhide__ = True
+        for port in self._ports.values():
+            port.publisher.wait_subscribed(subscribers, timeout)
+
+    def expect(self, prompt: Prompt | TokenIds | str) -> dict[str, Any]:
+        """Return what a router should know of a prompt once it has applied what was published so far.
+
+        Returns:
+            `blocks`: of each worker and rank that holds any, how many leading blocks; `last_batch`: of each worker and rank the number
+            of its last batch, -1 where there was none; `tokens`: the prompt's tokens.
+        """
+        return self._truth.expect(_prompt_of(prompt))
+
+    def check(
+        self,
+        prompt: Prompt | TokenIds | str,
+        blocks: Sequence[Mapping[str, int]],
+        last_batch: Sequence[Mapping[str, int]] | None = None,
+    ) -> str | None:
+        """Compare what a router knows of a prompt with the truth.
+
+        Args:
+            prompt: which.
+            blocks: rows as `expect` returns them.
+            last_batch: the batches up to which it is true; None: those of now.
+
+        Returns:
+            What differs, which is kept for the verdict; "" where nothing does; None: more was published since `last_batch`.
+        """
+        return self._truth.check(_prompt_of(prompt), blocks, last_batch)
+
+    @property
+    def differences(self) -> list[str]:
+        """What `check` found to differ."""
+        return list(self._truth.differences)
+
+    # ------------------------------------------------------------------------------------- a router that lives longer
+
+    def use(self, harness: RouterHarness) -> None:
+        """Put the engines of another harness behind the same sockets, for a router that lives longer than a test.
+
+        Open requests are aborted. Then one batch of Removed a rank goes on the wire, children first and each copy, for what the last
+        engines held; it is in no ledger. Numbers of batches go on.
+
+        Raises:
+            ValueError: it has other workers, ranks or sizes; or the dialect has whole digests, whose chains would end.
+        """
+        self._check_open()
+        old = self.harness
+        fields = ("block_size", "num_blocks", "dp_size")
+        differ = [name for name in fields if getattr(old.profile, name) != getattr(harness.profile, name)]
+        ids = sorted({worker.worker_id for worker in harness.workers.values()})
+        if differ or ids != list(self._ports):
+            raise ValueError(
+                f"KvServer.use: workers {list(self._ports)} and {', '.join(fields)} must be those of before, got workers {ids} and "
+                f"{', '.join(f'{name}={getattr(harness.profile, name)}' for name in fields)}"
+            )
+        if self.dialect.hashes == "bytes":
+            raise ValueError(f"KvServer.use: dialect {self.dialect.name!r} has whole digests, which need one harness")
+        self.harness = harness
+        engines = {
+            (worker, rank): self._engine(worker, rank) for worker in ids for rank in range(self._described.ranks)
+        }
+
+        async def exchange() -> None:
+            for worker, port in self._ports.items():
+                port.cut()
+                for loop in port.loops:
+                    loop.fail("the test ended")
+                old.publisher.remove_sink(port.publisher)
+                with port.publisher.step():
+                    for rank, loop in enumerate(port.loops):
+                        with old.publisher.lock:
+                            _let_go(loop.engine)
+                            for event in all_removed(old, worker, rank):
+                                port.publisher.publish(event)
+                for rank, loop in enumerate(port.loops):
+                    loop.use(harness, engines[worker, rank])
+                harness.add_sink(port.publisher, worker_id=worker)
+
+        self._thread.call(exchange())
+        self.log.clear()
+        self._truth = Truth(harness)
+        self._number_batches()
+
+
+def _let_go(engine: HarnessEngine) -> None:
+    engine.close()
+    engine.driver = engine.output_of = None
+
+
+def _prompt_of(prompt: Prompt | TokenIds | str) -> Prompt:
+    return Prompt(encode(prompt)) if isinstance(prompt, str) else Prompt.of(prompt)
+
+
+def _endpoint(port: int) -> str:
+    return f"tcp://{LOOPBACK}:{port}" if port else "tcp"

@@ -1,0 +1,195 @@
+"""What a server notes of each request: where a router sent it, and what every worker held of its prompt then."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pytest_kvmock.fleet.routing_figures import (
+    Choice,
+    assert_at_least,
+    assert_balanced,
+    check_share,
+    max_to_mean,
+    of_best,
+    share,
+    worst_choice,
+)
+
+if TYPE_CHECKING:
+    from pytest_kvmock.router.routing import Worker
+
+
+@dataclass(slots=True, eq=False)
+class ServedRequest:
+    """One prompt that came in over HTTP.
+
+    Attributes:
+        number: its place among all, from 0.
+        worker: where it was sent.
+        rank: the rank that served it.
+        path: of the request.
+        headers: of the request, by names in lower case.
+        prompt_tokens: length of its prompt.
+        blocks: full blocks of its prompt.
+        overlap: how many leading blocks of it each worker held as it arrived, the best rank of each; workers without any are
+            absent.
+        cached_tokens: tokens of the prompt that were cached; None: it was not admitted yet.
+        output_tokens: tokens that were generated.
+        status: of the answer; None: it is not over.
+        aborted: whether the client went before the end.
+    """
+
+    number: int
+    worker: int
+    rank: int
+    path: str
+    headers: Mapping[str, str]
+    prompt_tokens: int
+    blocks: int
+    overlap: dict[int, int] = field(default_factory=dict)
+    cached_tokens: int | None = None
+    output_tokens: int = 0
+    status: int | None = None
+    aborted: bool = False
+
+    @property
+    def choice(self) -> Choice:
+        """What the router chose, and what was there to choose."""
+        return Choice(self.worker, self.overlap.get(self.worker, 0), max(self.overlap.values(), default=0))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        names = ("number", "worker", "rank", "path", "prompt_tokens", "blocks", "cached_tokens", "output_tokens")
+        return {
+            **{name: getattr(self, name) for name in names},
+            "overlap": {str(worker): blocks for worker, blocks in self.overlap.items()},
+            "status": self.status,
+            "aborted": self.aborted,
+            "headers": dict(self.headers),
+        }
+
+
+class Routing:
+    """What the routing of the requests so far was worth, in the words of `FleetReport`.
+
+    Args:
+        requests: the requests.
+        workers: all workers.
+        block_size: tokens a block.
+    """
+
+    def __init__(self, requests: Iterable[ServedRequest], workers: Iterable[int], block_size: int) -> None:
+        self._requests = list(requests)
+        self._choices = [each.choice for each in self._requests]
+        self._block_size = block_size
+        self.requests_by_worker: dict[Worker, float] = dict.fromkeys(workers, 0)
+        for each in self._requests:
+            self.requests_by_worker[each.worker] = self.requests_by_worker.get(each.worker, 0) + 1
+
+    def __repr__(self) -> str:
+        return f"<Routing {self.to_json()}>"
+
+    @property
+    def requests(self) -> int:
+        """How many requests there were."""
+        return len(self._requests)
+
+    @property
+    def hit_ratio(self) -> float | None:
+        """Tokens of prompts that were cached as a share of all, of the requests that were admitted; None where there are none."""
+        admitted = [each for each in self._requests if each.cached_tokens is not None]
+        cached = sum(each.cached_tokens or 0 for each in admitted)
+        return share(cached, sum(each.prompt_tokens for each in admitted))
+
+    @property
+    def of_best(self) -> float | None:
+        """Blocks that the chosen workers held as a share of those that the best ones did; None where no worker held any."""
+        return of_best(self._choices)
+
+    @property
+    def elsewhere(self) -> int:
+        """Requests that were sent to a worker while another one held more of the prompt."""
+        return sum(each.regret > 0 for each in self._choices)
+
+    @property
+    def balance(self) -> float | None:
+        """Requests of the worker with the most, over the mean; None where there are none."""
+        return max_to_mean(self.requests_by_worker)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the figures."""
+        return {
+            "requests": self.requests,
+            "hit_ratio": self.hit_ratio,
+            "of_best": self.of_best,
+            "elsewhere": self.elsewhere,
+            "balance": self.balance,
+            "requests_by_worker": {str(worker): count for worker, count in self.requests_by_worker.items()},
+        }
+
+    def assert_hit_ratio(self, at_least: float | None = None, *, of_best: float | None = None) -> None:
+        """Fail where less was cached than must be.
+
+        Args:
+            at_least: least share of the prompts' tokens that was cached.
+            of_best: least share of the blocks that the best workers held.
+
+        Raises:
+            AssertionError: it was less; with the request that lost most.
+            ValueError: neither is given, one is no share, or there was nothing to count.
+        """
+        __tracebackhide__ = True
+        if at_least is None and of_best is None:
+            raise ValueError("assert_hit_ratio takes at_least=, of_best= or both, got neither")
+        if at_least is not None:
+            assert_at_least("hit_ratio", self.hit_ratio, check_share("at_least", at_least), self._worst())
+        if of_best is not None:
+            assert_at_least("of_best", self.of_best, check_share("of_best", of_best), self._worst())
+
+    def assert_balanced(self, within: float = 2.0) -> None:
+        """Fail where one worker has more than so many times the mean of requests.
+
+        Raises:
+            AssertionError: one has.
+            ValueError: `within` is below 1, or there were no requests.
+        """
+        __tracebackhide__ = True
+        assert_balanced("requests", self.requests_by_worker, within)
+
+    def _worst(self) -> str:
+        at = worst_choice(self._choices)
+        if at is None:
+            return "no request was sent elsewhere than to a worker that held most of it"
+        each = self._requests[at]
+        held = ", ".join(f"worker {worker} held {blocks}" for worker, blocks in sorted(each.overlap.items()))
+        return f"request {each.number} ({each.blocks} blocks) was sent to worker {each.worker}: {held}"
+
+
+class RequestLog:
+    """The last requests.
+
+    Args:
+        most: how many are remembered; None: all.
+    """
+
+    def __init__(self, most: int | None = None) -> None:
+        self.rows: deque[ServedRequest] = deque(maxlen=most)
+        self.total = 0
+
+    def add(self, row: ServedRequest) -> None:
+        """Remember a request."""
+        self.rows.append(row)
+        self.total += 1
+
+    @property
+    def forgotten(self) -> int:
+        """How many requests are remembered no more."""
+        return self.total - len(self.rows)
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.rows.clear()
+        self.total = 0

@@ -1,0 +1,86 @@
+"""The fixtures `kv_server` and `make_kv_server`: the test's own workers behind sockets, with the verdict as ever."""
+
+import pytest
+
+CLIENT = """
+import http.client
+import json
+import pytest
+
+
+def ask(url, body, close=True):
+    connection = http.client.HTTPConnection(url.removeprefix("http://"))
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    if not close:
+        return connection
+    answer = json.loads(connection.getresponse().read())
+    connection.close()
+    return answer
+
+"""
+
+
+@pytest.fixture
+def client(pytester):
+    def write(test):
+        pytester.makepyfile(CLIENT + test)
+
+    return write
+
+
+def test_what_is_served_is_judged(nested, client):
+    client(
+        """
+@pytest.mark.kv_dialects("vllm-0.33", "sglang-0.5.23")
+@pytest.mark.kvmock(workers=2)
+def test_hit(kv_server, kv_events):
+    text = kv_server.text(4)
+    for worker in (0, 0, 1):
+        ask(kv_server.url(worker), {"prompt": text, "max_tokens": 1})
+    assert [each.overlap for each in kv_server.requests] == [{}, {0: 4}, {0: 4}]
+    assert len(set(kv_events.stored_blocks)) == 4
+
+
+@pytest.mark.kv_dialects("vllm-0.33")
+def test_loss(make_kv_server, kv_harness):
+    server = make_kv_server(log=5)
+    kv_harness.drop_next()
+    for _ in range(2):
+        ask(server.url(), {"prompt": server.text(2), "max_tokens": 1})
+
+
+@pytest.fixture
+def opened():
+    connections = []
+    yield connections
+    connections[0].close()
+
+
+@pytest.mark.kv_dialects("vllm-0.33")
+def test_open(opened, kv_server):
+    kv_server.hold()
+    opened.append(ask(kv_server.url(), {"prompt": "abc"}, close=False))
+    kv_server.wait_requests(open=1)
+
+
+@pytest.mark.kv_dialects("vllm-0.33")
+def test_twice(make_kv_server):
+    make_kv_server()
+    make_kv_server()
+
+
+@pytest.mark.kv_dialects("vllm-0.33")
+def test_stepped(kv_server, kv_engine):
+    kv_engine.step()
+"""
+    )
+    result = nested()
+    result.assert_outcomes(passed=3, failed=3)
+    result.stdout.fnmatch_lines_random(
+        [
+            "*event_id_gap*",
+            "*1 leaked_requests*",
+            "*is driven by a KvServer already*",
+            "*step of <MockEngine*: a KvServer drives it while it serves*",
+        ]
+    )

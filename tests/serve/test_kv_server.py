@@ -1,0 +1,430 @@
+"""Mock engines behind HTTP and ZMQ: what a router process and a test have of them."""
+
+import http.client
+import json
+import threading
+from urllib.parse import urlsplit
+
+import pytest
+from served import cached, call, chunks, complete
+
+from pytest_kvmock import EngineProfile, RouterHarness
+from pytest_kvmock.backends import speaker_of
+from pytest_kvmock.engine.worker import RequestError
+from pytest_kvmock.hygiene.problem import EventRulesBroken
+from pytest_kvmock.serve import KvServer
+from pytest_kvmock.wire import find_dialect
+from pytest_kvmock.wire.zmq import EndpointError, KvSubscriber
+
+
+def harness(workers=2, dialect="vllm-0.33", **profile):
+    sizes = {"block_size": 16, "num_blocks": 64, "workers": workers, **profile}
+    return RouterHarness(EngineProfile(**sizes), speaker_of(find_dialect(dialect)))
+
+
+@pytest.fixture
+def kv():
+    with harness() as kv:
+        yield kv
+
+
+@pytest.fixture
+def server(kv):
+    with KvServer(kv, control_port=0) as server:
+        yield server
+
+
+def test_a_prompt_is_cached_where_it_was_served(server):
+    text = server.text(4)
+    first, again = complete(server.url(0), text), complete(server.url(0), text)
+    elsewhere = complete(server.url(1), text)
+    assert [cached(each) for each in (first, again, elsewhere)] == [0, 48, 0]
+    assert first["choices"] == again["choices"] == elsewhere["choices"]  # one prompt, one answer
+    assert [(each.worker, each.overlap, each.cached_tokens) for each in server.requests] == [
+        (0, {}, 0),
+        (0, {0: 4}, 48),
+        (1, {0: 4}, 0),
+    ]
+    assert server.routing.elsewhere == 1
+    assert server.routing.of_best == 0.5
+
+
+def test_a_second_turn_begins_with_the_first_and_its_answer(server):
+    turns = [{"role": "user", "content": server.text(2)}]
+    _, first = call(server.url(0), "/v1/chat/completions", {"messages": turns, "max_tokens": 40})
+    said = first["choices"][0]["message"]["content"]
+    assert len(said) == 40
+    assert said.isalpha()
+    turns += [{"role": "assistant", "content": said}, {"role": "user", "content": "more"}]
+    _, second = call(server.url(0), "/v1/chat/completions", {"messages": turns, "max_tokens": 1})
+    assert cached(second) == (first["usage"]["total_tokens"] - 1) // 16 * 16
+
+
+def test_an_answer_in_parts_has_a_part_a_token_and_ends_as_it_must(server):
+    options = {"max_tokens": 5, "stream": True, "stream_options": {"include_usage": True}}
+    _, text = call(server.url(0), "/v1/completions", {"prompt": "abc", **options})
+    parts, ended = chunks(text)
+    assert ended
+    whole = complete(server.url(0), "abc", 5)
+    assert "".join(each["choices"][0]["text"] for each in parts[:-1]) == whole["choices"][0]["text"]
+    assert [each["choices"][0]["finish_reason"] for each in parts[:-1]] == [None] * 4 + ["length"]
+    assert parts[-1]["choices"] == []
+    assert parts[-1]["usage"] == whole["usage"]
+    _, text = call(server.url(0), "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], **options})
+    parts, ended = chunks(text)
+    assert parts[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert ended
+    assert len(parts) == 1 + 5 + 1
+
+
+def test_choices_come_in_order(server):
+    answer = complete(server.url(0), ["ab", "cd", "efg"], 3, n=2)
+    assert [each["index"] for each in answer["choices"]] == list(range(6))
+    texts = [each["text"] for each in answer["choices"]]
+    assert texts[0] == texts[1] == complete(server.url(0), "ab", 3)["choices"][0]["text"]
+    assert answer["usage"]["prompt_tokens"] == 7
+    assert answer["usage"]["completion_tokens"] == 18
+
+
+def test_one_batch_a_pass_is_on_the_wire_before_the_first_token(kv, server):
+    publisher = server.publisher(0)
+    events = []
+    with KvSubscriber(publisher.endpoints, events.append, dialect=server.dialect) as subscriber:
+        publisher.wait_subscribed()
+        text = server.text(4)
+        complete(server.url(0), text, 1)
+        subscriber.receive(1)
+        assert [len(each.event.data.block_hashes) for each in events] == [4]
+    assert publisher.batches() == 1
+    assert server.expect(text)["last_batch"][0] == {"worker": 0, "rank": 0, "number": 0}
+
+
+def test_adapters_and_salts_share_no_blocks():
+    with harness(1) as kv, KvServer(kv, adapters=["lora"]) as server:
+        text = server.text(3)
+        for more in ({}, {"model": "lora"}, {"cache_salt": "a"}):
+            assert cached(complete(server.url(0), text, **more)) == 0
+        assert cached(complete(server.url(0), text, model="lora")) == 32
+        _, models = call(server.url(0), "/v1/models")
+        assert [(each["id"], each["parent"]) for each in models["data"]] == [
+            ("mock-model", None),
+            ("lora", "mock-model"),
+        ]
+
+
+def test_a_rank_is_asked_for_by_header_or_body():
+    with harness(1, dp_size=2) as kv, KvServer(kv) as server:
+        text = server.text(3)
+        complete(server.url(0), text, data_parallel_rank=1)
+        status, answer = call(
+            server.url(0), "/v1/completions", {"prompt": text, "max_tokens": 1}, headers={"X-data-parallel-rank": "1"}
+        )
+        assert (status, cached(answer)) == (200, 32)
+        assert {each.rank for each in server.requests} == {1}
+        assert [row for row in server.expect(text)["blocks"] if row["rank"] == 0] == []
+        status, answer = call(server.url(0), "/v1/completions", {"prompt": text, "data_parallel_rank": 2})
+        assert status == 400
+        assert "out of range [0, 2)" in answer["error"]["message"]
+
+
+def test_held_requests_pile_up_and_go_on(server):
+    server.hold(0)
+    text, threads, answers = server.text(2), [], []
+    for _ in range(3):
+        threads.append(threading.Thread(target=lambda: answers.append(complete(server.url(0), text, 2))))
+        threads[-1].start()
+    server.wait_requests(open=3)
+    assert "vllm:num_requests_waiting" in call(server.url(0), "/metrics")[1]
+    assert call(server.url(0), "/load")[1] == {"server_load": 3}
+    server.step(1, 0)
+    assert not answers
+    assert call(server.url(0), "/get_load")[1][0]["num_reqs"] == 3
+    server.release(0)
+    for thread in threads:
+        thread.join()
+    assert len(answers) == 3
+    with pytest.raises(TimeoutError, match=r"^0 requests are open after 0.01 s, 2 were waited for$"):
+        server.wait_requests(open=2, timeout=0.01)
+
+
+def test_a_client_that_goes_aborts_its_request(kv, server):
+    server.hold(0)
+    for stream in (True, False):
+        connection = http.client.HTTPConnection(urlsplit(server.url(0)).netloc, timeout=20)
+        body = json.dumps({"prompt": "abc", "max_tokens": 100, "stream": stream})
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        server.wait_requests(open=1)
+        connection.close() if not stream else connection.sock.close()
+        server.wait_requests(open=0)
+    assert [each.aborted for each in server.requests] == [True, True]
+    assert not kv.worker(0).requests
+
+
+def test_a_full_queue_is_busy():
+    with harness(1) as kv, KvServer(kv, max_queued=1) as server:
+        server.hold()
+        thread = threading.Thread(target=complete, args=(server.url(0), "abc"))
+        thread.start()
+        server.wait_requests(open=1)
+        status, answer = call(server.url(0), "/v1/completions", {"prompt": "x"})
+        assert (status, answer["error"]["type"]) == (503, "Service Unavailable")
+        assert answer["error"]["message"].startswith("The engine is currently busy")
+        server.release()
+        thread.join()
+
+
+def test_what_a_router_knows_is_checked(server):
+    text = server.text(2)
+    complete(server.url(1), text)
+    truth = server.expect(text)
+    assert truth["blocks"] == [{"worker": 1, "rank": 0, "blocks": 2}]
+    assert server.check(text, truth["blocks"], truth["last_batch"]) == ""
+    wrong = server.check(text, [{"worker": 0, "rank": 0, "blocks": 2}])
+    assert wrong == (
+        "worker 0 rank 0: the router knows 2 blocks, 0 are held; worker 1 rank 0: the router knows 0 blocks, 2 are held"
+    )
+    complete(server.url(0), text)
+    assert server.check(text, truth["blocks"], truth["last_batch"]) is None
+    assert server.differences == [f"a prompt of 32 tokens: {wrong}"]
+
+
+def test_the_control_api_is_the_methods(server):
+    control = server.control_url
+    text = call(control, "/text", {"blocks": 2})[1]["text"]
+    assert len(text) == 32
+    complete(server.url(0), text)
+    truth = call(control, "/expect", {"prompt": text})[1]
+    assert call(control, "/check", {"prompt": text, **truth})[1] == {"right": True, "differences": ""}
+    assert call(control, "/hold", {"worker": 0}) == (200, {"done": True})
+    assert call(control, "/release", {}) == (200, {"done": True})
+    assert call(control, "/routing")[1]["requests"] == 1
+    assert call(control, "/requests")[1][0]["overlap"] == {}
+    assert call(control, "/fault", {"worker": 0, "rank": 0, "name": "lose"}) == (200, {"done": True})
+    complete(server.url(0), server.text(2))
+    assert call(control, "/reset", {}) == (200, {"success": True})
+    assert call(control, "/check", {"prompt": text, **truth})[0] == 409
+    assert call(control, "/replays")[1] == []
+    verdict = call(control, "/verdict")[1]
+    assert verdict["right"]
+    assert verdict["requests"] == 2
+    for path, body, text in (
+        ("/nothing", {}, "unknown path '/nothing'; known: /ready"),
+        ("/hold", {"worker": 7}, "hold: KvServer: there is no worker 7; there are 0, 1"),
+        ("/check", {"prompt": "x"}, "check: argument 'blocks' is missing"),
+        ("/expect", [1], "expect: a body is an object with arguments, got [1]"),
+        ("/fault", {"worker": 0, "name": "wrong"}, "fault: fault: unknown fault 'wrong'; known: "),
+        ("/step", {"n": 0}, "step: step: n must be"),
+    ):
+        status, answer = call(control, path, body)
+        assert status in (400, 404)
+        assert answer["error"].startswith(text)
+
+
+def test_a_restarted_worker_is_empty_and_its_connections_are_cut(kv, server):
+    text = server.text(2)
+    complete(server.url(0), text)
+    server.hold(0)
+    failed = []
+
+    def ask():
+        try:
+            complete(server.url(0), text)
+        except (OSError, http.client.HTTPException) as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    server.wait_requests(open=1)
+    server.restart(0)
+    thread.join()
+    server.release(0)
+    assert failed
+    assert server.held(text) == {}
+    assert cached(complete(server.url(0), text)) == 0
+    assert server.publisher(0).batches() == 1
+
+
+def test_a_stopped_worker_refuses_and_comes_back_at_its_port(server):
+    url = server.url(0)
+    server.stop(0)
+    with pytest.raises(ConnectionError):
+        call(url, "/health")
+    server.start(0)
+    assert call(url, "/health")[0] == 200
+
+
+def test_while_it_serves_it_alone_drives_the_engines(kv):
+    engine = kv.engine(0)
+    with KvServer(kv):
+        with pytest.raises(RequestError, match="a KvServer drives it while it serves"):
+            engine.step()
+        with pytest.raises(RequestError, match="a KvServer drives it while it serves"):
+            engine.run()
+        with pytest.raises(ValueError, match="is driven by a KvServer already"):
+            KvServer(kv)
+    engine.submit([1] * 16, 1)
+    engine.run()
+
+
+def test_an_event_that_is_lost_fails_the_harness():
+    def lose():
+        with harness(1, num_blocks=8) as kv, KvServer(kv) as server:
+            complete(server.url(0), server.text(6))
+            kv.drop_next(kind="removed")
+            complete(server.url(0), server.text(6))
+
+    with pytest.raises(EventRulesBroken, match="injected: lose"):
+        lose()
+
+
+def test_what_happened_is_recorded_as_passes_and_requests(kv, server):
+    complete(server.url(0), server.text(2), 3)
+    assert [type(each.operation).__name__ for each in kv.recording.recorded()] == ["Submit", "RunPasses"]
+
+
+def test_the_next_harness_serves_behind_the_same_sockets():
+    with harness() as first:
+        server = KvServer(first)
+        publisher, url = server.publisher(0), server.url(0)
+        text = server.text(3)
+        heard = []
+        with KvSubscriber(publisher.endpoints, heard.append, dialect=server.dialect) as subscriber:
+            publisher.wait_subscribed()
+            complete(url, text)
+            subscriber.receive(1)
+            with harness() as second:
+                server.use(second)
+                subscriber.receive(1)
+                stored, removed = (each.event.data.block_hashes for each in heard)
+                assert removed == tuple(reversed(stored))
+                assert publisher.batches() == 2
+                assert cached(complete(url, text)) == 0
+                assert [each.number for each in server.requests] == [0]
+                assert len(second.events) == 1  # what was taken back is in no ledger
+                server.close()
+    with harness(3) as other, harness() as kv, KvServer(kv) as server, pytest.raises(ValueError, match="workers"):
+        server.use(other)
+
+
+def test_only_so_many_requests_are_remembered():
+    with harness(1) as kv, KvServer(kv, log=2, control_port=0) as server:
+        for text in "abc":
+            complete(server.url(0), text)
+        assert [each.number for each in server.requests] == [1, 2]
+        assert call(server.control_url, "/verdict")[1]["forgotten_requests"] == 1
+
+
+def test_assertions_name_the_worst_request(server):
+    text = server.text(4)
+    complete(server.url(0), text)
+    complete(server.url(1), text)
+    with pytest.raises(
+        AssertionError, match=r"of_best is 0, must be at least 0.9\nrequest 1 \(4 blocks\) was sent to worker 1"
+    ):
+        server.routing.assert_hit_ratio(of_best=0.9)
+    server.routing.assert_balanced(within=1.0)
+    with pytest.raises(ValueError, match="got neither"):
+        server.routing.assert_hit_ratio()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"dialect": "dynamo-router-event"}, ValueError, "has no engine that serves HTTP"),
+        (
+            {"dialect": "sglang-0.5.23"},
+            ValueError,
+            "is spoken by engines of type 'sglang', worker 0 is one of type 'vllm'",
+        ),
+        ({"host": "0.0.0.0"}, ValueError, "host must be 127.0.0.1 or 'localhost', the loopback, got '0.0.0.0'"),
+        ({"time_scale": -1}, ValueError, "time_scale"),
+        ({"max_queued": 0}, ValueError, "max_queued"),
+        ({"max_model_len": 1}, ValueError, "max_model_len"),
+        ({"http_port": 65_536}, ValueError, "http_port must leave room for 2 ports"),
+        ({"model": ""}, ValueError, "model must be a name, got ''"),
+        ({"adapters": "lora"}, TypeError, "adapters must be a list of names, got 'lora'"),
+    ],
+)
+def test_bad_input_is_refused(kv, options, error, text):
+    with pytest.raises(error) as caught:
+        KvServer(kv, **options)
+    assert text in str(caught.value)
+    assert kv.engine(0).driver is None
+
+
+def test_a_port_that_is_taken_is_named(kv, server):
+    port = urlsplit(server.url(0)).port
+    with (
+        harness() as other,
+        pytest.raises(EndpointError, match=f"port {port} of 127.0.0.1 cannot be bound: Address already in use"),
+    ):
+        KvServer(other, http_port=port)
+
+
+def test_ports_and_topics_can_be_fixed(kv):
+    for port in range(21_000, 32_000, 97):  # below those that the system picks
+        try:
+            server = KvServer(kv, http_port=port, topic="kv@{host}:{port}@{model}")
+        except EndpointError:
+            continue
+        break
+    with server:
+        ports = [urlsplit(url).port for url in server.urls]
+        assert ports == [port, port + 1]
+        assert [server.publisher(each).topic for each in (0, 1)] == [
+            f"kv@127.0.0.1:{each}@mock-model" for each in ports
+        ]
+
+
+def test_what_is_no_http_and_what_is_no_path(server):
+    connection = http.client.socket.create_connection(("127.0.0.1", urlsplit(server.url(0)).port))
+    with connection:
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")  # as a probe of gRPC does
+        connection.settimeout(20)
+        assert connection.recv(100)
+    assert call(server.url(0), "/nope") == (404, {"detail": "Not Found"})
+    assert call(server.url(0), "/v1/completions", b"", "POST")[0] == 400
+    assert call(server.url(0), "/v1/completions", b"{}", "POST", {"Content-Type": "text/plain"})[0] == 400
+
+
+def test_time_may_pass(kv):
+    with KvServer(kv, time_scale=0.001) as server:
+        assert complete(server.url(0), "abc", 5)["usage"]["completion_tokens"] == 5
+
+
+@pytest.mark.parametrize("dialect", ["sglang-0.5.23", "vllm-0.9", "vllm-0.24"])
+def test_engines_of_other_releases_serve(dialect):
+    with harness(1, dialect) as kv, KvServer(kv, dialect) as server:
+        text = server.text(4)
+        assert cached(complete(server.url(0), text)) == 0
+        assert cached(complete(server.url(0), text)) > 0
+        status, answer = call(server.url(0), "/v1/completions", {"prompt": text * 1000})
+        assert status == 400
+        assert answer["object"] == "error" if dialect != "vllm-0.24" else "error" in answer
+        # The longest request that is taken can be served.
+        most = call(server.url(0), "/tokenize", {"prompt": ""})[1]["max_model_len"]
+        assert complete(server.url(0), [5] * (most - 2), 1)["usage"]["prompt_tokens"] == most - 2
+
+
+def test_sglangs_own_api():
+    with harness(1, "sglang-0.5.23", dp_size=2) as kv, KvServer(kv, "sglang-0.5.23") as server:
+        url, text = server.url(0), server.text(2)
+        asked = {"text": text, "sampling_params": {"max_new_tokens": 3}, "data_parallel_rank": 1}
+        _, answer = call(url, "/generate", asked)
+        assert len(answer["output_ids"]) == len(answer["text"]) == 3
+        assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 3}
+        assert call(url, "/generate", asked)[1]["meta_info"]["cached_tokens"] > 0
+        events, ended = chunks(call(url, "/generate", asked | {"stream": True})[1])
+        assert [each["output_ids"] for each in events] == [answer["output_ids"][: n + 1] for n in range(3)]
+        assert ended
+        _, rows = call(url, "/generate", {"input_ids": [[1, 2], [3]], "sampling_params": {"max_new_tokens": 1}})
+        assert len(rows) == 2
+        for path in ("/server_info", "/get_server_info"):
+            info = call(url, path)[1]
+            assert info["kv_events"]["endpoint_port_base"] == urlsplit(server.publisher(0).endpoints[0]).port
+            assert info["dp_size"] == 2
+        assert call(url, "/model_info")[1]["model_path"] == "mock-model"
+        assert call(url, "/flush_cache")[0] == 200
+        assert call(url, "/detokenize", {"tokens": [104, 105]})[1] == {"text": "hi"}
+        assert call(url, "/generate", {"sampling_params": {}})[0] == 400
+        assert "sglang:num_running_reqs" in call(url, "/metrics")[1]
