@@ -5,7 +5,7 @@ thing in it; `ROUTER_BUGS` has them by name::
 
     router = ROUTER_BUGS["never_freed"].make(range(4))
     report = Fleet(engines, router).run(trace)
-    assert report.beliefs[0].rule == "load_drift"
+    assert report.beliefs[0].rule == ROUTER_BUGS["never_freed"].found_by
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
 from pytest_kvmock.checks import check_integer
 from pytest_kvmock.events import RouterEvent
+from pytest_kvmock.hygiene.rules import LOAD_DRIFT, OVERLAP_DRIFT, WORKER_DRIFT
 from pytest_kvmock.router.index import KvEventError, RadixIndex
 from pytest_kvmock.router.loads import LoadBook
 from pytest_kvmock.tokens import Prompt
@@ -25,7 +26,6 @@ from pytest_kvmock.tokens import Prompt
 if TYPE_CHECKING:
     from pytest_kvmock.router.routing import Candidate, RouterRequest, Worker
 
-FoundBy: TypeAlias = Literal["load_drift", "overlap_drift", "worker_drift", "regret", "promised_not_found"]
 Setting: TypeAlias = Literal["plain", "restart", "join", "crash", "adapters", "ranks", "late"]
 
 
@@ -224,7 +224,7 @@ class RouterBug(NamedTuple):
 
     router: type[RightRouter]
     shows_in: Setting
-    found_by: FoundBy
+    found_by: str
 
     @property
     def text(self) -> str:
@@ -248,23 +248,24 @@ class RouterBug(NamedTuple):
         if not (isinstance(of, type) and issubclass(of, RightRouter)):
             raise TypeError(f"RouterBug.make: of must be RightRouter or a subclass of it, got {of!r:.80}")
         router = self.router if of is RightRouter else type(self.router.__name__, (self.router, of), {})
-        return router(workers, seed, copies=copies)
+        made: RightRouter = router(workers, seed, copies=copies)
+        return made
 
 
 ROUTER_BUGS: Final[Mapping[str, RouterBug]] = MappingProxyType(
     {
-        "stale_index": RouterBug(StaleIndex, "restart", "overlap_drift"),
+        "stale_index": RouterBug(StaleIndex, "restart", OVERLAP_DRIFT),
         "ignores_load": RouterBug(IgnoresLoad, "plain", "regret"),
         "herd": RouterBug(Herd, "plain", "regret"),
-        "never_freed": RouterBug(NeverFreed, "plain", "load_drift"),
+        "never_freed": RouterBug(NeverFreed, "plain", LOAD_DRIFT),
         "empty_scores": RouterBug(EmptyScores, "plain", "regret"),
-        "counted_twice": RouterBug(CountedTwice, "plain", "load_drift"),
-        "new_worker_not_learnt": RouterBug(NewWorkerNotLearnt, "join", "worker_drift"),
-        "dead_worker_kept": RouterBug(DeadWorkerKept, "crash", "worker_drift"),
-        "lora_blind": RouterBug(LoraBlind, "adapters", "overlap_drift"),
+        "counted_twice": RouterBug(CountedTwice, "plain", LOAD_DRIFT),
+        "new_worker_not_learnt": RouterBug(NewWorkerNotLearnt, "join", WORKER_DRIFT),
+        "dead_worker_kept": RouterBug(DeadWorkerKept, "crash", WORKER_DRIFT),
+        "lora_blind": RouterBug(LoraBlind, "adapters", OVERLAP_DRIFT),
         "trusts_late_events": RouterBug(TrustsLateEvents, "late", "promised_not_found"),
-        "ranks_summed": RouterBug(RanksSummed, "ranks", "overlap_drift"),
-        "never_matches": RouterBug(NeverMatches, "plain", "overlap_drift"),
+        "ranks_summed": RouterBug(RanksSummed, "ranks", OVERLAP_DRIFT),
+        "never_matches": RouterBug(NeverMatches, "plain", OVERLAP_DRIFT),
         "dearest": RouterBug(Dearest, "plain", "regret"),
     }
 )

@@ -57,7 +57,9 @@ class RouterContract:
         close = getattr(awaitable, "close", None)
         if close is not None:  # or Python warns that it was never awaited
             close()
-        refuse(self, "the router is async, and a contract has no loop: define run(self, awaitable), which runs it in yours")
+        refuse(
+            self, "the router is async, and a contract has no loop: define run(self, awaitable), which runs it in yours"
+        )
 
     # ------------------------------------------------------------------------------------------- it serves all
 
