@@ -28,6 +28,7 @@ from benchmarks import (
     mooncake,
     plugin_cost,
     reduce,
+    serve,
     tiers,
     tokens,
     verdict,
@@ -53,6 +54,7 @@ GROUPS = {
     "engines": (engines.shared_workload, engines.mooncake, engines.scheduler_matrix),
     "fleet": (fleet.speed, fleet.memory, fleet.one_test),
     "reduce": (reduce.events, reduce.requests),
+    "serve": (serve.ready, serve.traffic),
     "wire": (wire.codec,),
     "clients": (wire_clients.publish_to_applied,),
 }
