@@ -204,15 +204,16 @@ class KvServer(Controls):
         return engine
 
     def _publisher(self, worker: int, **options: Any) -> KvPublisher:
-        ranks = range(self.harness.profile.dp_size)
-        if self.dialect.hashes == "bytes":
-            managers = [self.harness.worker(worker, rank).manager for rank in ranks]
-            options["digests"] = {
-                rank: StreamDigests.of_manager(manager) for rank, manager in zip(ranks, managers, strict=True)
-            }
-        publisher = KvPublisher(self.dialect, ranks=len(ranks), **options)
+        ranks = self.harness.profile.dp_size
+        publisher = KvPublisher(self.dialect, ranks=ranks, digests=self._digests(worker), **options)
         self.harness.add_sink(publisher, worker_id=worker)
         return publisher
+
+    def _digests(self, worker: int) -> dict[int, StreamDigests]:
+        if self.dialect.hashes != "bytes":
+            return {}
+        ranks = range(self.harness.profile.dp_size)
+        return {rank: StreamDigests.of_manager(self.harness.worker(worker, rank).manager) for rank in ranks}
 
     # ------------------------------------------------------------------------------------------------- the thread
 
@@ -430,7 +431,7 @@ class KvServer(Controls):
         engines held; it is in no ledger. Numbers of batches go on.
 
         Raises:
-            ValueError: it has other workers, ranks or sizes; or the dialect has whole digests, whose chains would end.
+            ValueError: it has other workers, ranks or sizes.
         """
         self._check_open()
         old = self.harness
@@ -442,8 +443,6 @@ class KvServer(Controls):
                 f"KvServer.use: workers {list(self._ports)} and {', '.join(fields)} must be those of before, got workers {ids} and "
                 f"{', '.join(f'{name}={getattr(harness.profile, name)}' for name in fields)}"
             )
-        if self.dialect.hashes == "bytes":
-            raise ValueError(f"KvServer.use: dialect {self.dialect.name!r} has whole digests, which need one harness")
         self.harness = harness
         engines = {
             (worker, rank): self._engine(worker, rank) for worker in ids for rank in range(self._described.ranks)
@@ -461,6 +460,7 @@ class KvServer(Controls):
                             _let_go(loop.engine)
                             for event in all_removed(old, worker, rank):
                                 port.publisher.publish(event)
+                port.publisher.use_digests(self._digests(worker))
                 for rank, loop in enumerate(port.loops):
                     loop.use(harness, engines[worker, rank])
                 harness.add_sink(port.publisher, worker_id=worker)

@@ -92,7 +92,7 @@ class Batcher(ABC):
         if self.dialect.is_msgpack:
             load_msgspec()  # what cannot be written is refused here, and not in the middle of a step
         self._timestamp = timestamp
-        self._digests = digests or {}
+        self._digests = dict(digests or {})
         self._writer = BatchWriter(self.dialect, widens=widens)
         self._lock = threading.RLock()
         self._depth = self._sent = self._next_event_id = 0
@@ -248,6 +248,11 @@ class Batcher(ABC):
         with self._lock:
             if not self._closed and dp_rank < self.ranks:
                 self._begin_anew(dp_rank)
+
+    def use_digests(self, digests: Mapping[int, StreamDigests]) -> None:
+        """Take the digests of other managers from now on, for ranks that hold nothing: what they held was removed."""
+        with self._lock:
+            self._digests.update(digests)
 
     def _publish_batch(self, dp_rank: int, events: list[RouterEvent]) -> None:
         timestamp = float(self._sent) if self._timestamp is None else self._timestamp()

@@ -282,9 +282,10 @@ def test_what_happened_is_recorded_as_passes_and_requests(kv, server):
     assert [type(each.operation).__name__ for each in kv.recording.recorded()] == ["Submit", "RunPasses"]
 
 
-def test_the_next_harness_serves_behind_the_same_sockets():
-    with harness() as first:
-        server = KvServer(first)
+@pytest.mark.parametrize("dialect", ["vllm-0.33", "vllm-0.33-bytes"])
+def test_the_next_harness_serves_behind_the_same_sockets(dialect):
+    with harness(dialect=dialect) as first:
+        server = KvServer(first, dialect)
         publisher, url = server.publisher(0), server.url(0)
         text = server.text(3)
         heard = []
@@ -292,7 +293,7 @@ def test_the_next_harness_serves_behind_the_same_sockets():
             publisher.wait_subscribed()
             complete(url, text)
             subscriber.receive(1)
-            with harness() as second:
+            with harness(dialect=dialect) as second:
                 server.use(second)
                 subscriber.receive(1)
                 stored, removed = (each.event.data.block_hashes for each in heard)
@@ -301,6 +302,8 @@ def test_the_next_harness_serves_behind_the_same_sockets():
                 assert cached(complete(url, text)) == 0
                 assert [each.number for each in server.requests] == [0]
                 assert len(second.events) == 1  # what was taken back is in no ledger
+                subscriber.receive(1)
+                assert heard[-1].event.data.block_hashes == stored
                 server.close()
     with harness(3) as other, harness() as kv, KvServer(kv) as server, pytest.raises(ValueError, match="workers"):
         server.use(other)
