@@ -1,4 +1,4 @@
-"""The command, `python -m pytest_kvmock`: check a capture, record an engine, write vectors, list backends and dialects.
+"""The command, `python -m pytest_kvmock`: check a capture, record an engine, serve engines, replay traces, write vectors, list backends.
 
 It exits with 0 where all is well, 1 where a stream has problems or nothing was received, 2 where it was asked for what
 cannot be done, with one line that says why.
@@ -30,6 +30,7 @@ LONG: Final = 8_000_000
 
 def parser() -> argparse.ArgumentParser:
     """The arguments of the command."""
+    from pytest_kvmock.fleet.replay_command import add_parser
     from pytest_kvmock.serve.command import add_parsers
 
     out = argparse.ArgumentParser(
@@ -117,6 +118,7 @@ def parser() -> argparse.ArgumentParser:
     vectors.set_defaults(run=_vectors)
 
     add_parsers(commands, plugins)
+    add_parser(commands, plugins)
 
     backends = commands.add_parser("backends", parents=[plugins], help="list the backends, with what each models")
     backends.set_defaults(run=_backends)

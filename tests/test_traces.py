@@ -2,8 +2,10 @@
 
 import json
 import pickle
+from collections import Counter
 from contextlib import suppress
 from itertools import islice, pairwise
+from statistics import mean, pstdev
 
 import pytest
 from hypothesis import given
@@ -101,16 +103,25 @@ def test_a_request_with_tokens_makes_them_unless_it_is_asked_for_hashes():
 
 
 def test_every_field_is_read():
-    lines = [row(session_id="a"), row(timestamp=1.5, session_id="a", delay=20, hash_ids=[0, 2**64 - 1])]
+    lines = [
+        row(session_id="a"),
+        row(timestamp=1.5, session_id="a", delay=20, hash_ids=[0, 2**64 - 1]),
+        row(priority=-3),
+    ]
     assert [
         TraceRequest(0.0, 600, 5, (0, 1), "a", None),
         TraceRequest(1.5, 600, 5, (0, 2**64 - 1), "a", 20.0),
+        TraceRequest(0.0, 600, 5, (0, 1), priority=-3),
     ] == list(read_mooncake(lines))
 
 
 def test_optional_fields_may_be_absent_or_null_and_unknown_ones_are_ignored():
     bare = TraceRequest(None, 600, 5, (0, 1))
-    lines = [row(timestamp=...), row(timestamp=None, session_id=None, delay=None), row(timestamp=..., turn=3)]
+    lines = [
+        row(timestamp=...),
+        row(timestamp=None, session_id=None, delay=None, priority=None),
+        row(timestamp=..., turn=3),
+    ]
     assert [bare] * 3 == list(read_mooncake(lines))
 
 
@@ -206,6 +217,7 @@ LENGTH = "an integer of at least 0 (tokens) is expected, got "
 TIME = "a finite number of at least 0 (milliseconds) is expected, got "
 REQUIRED = "missing; a request has input_length, output_length and hash_ids"
 ID = "an integer from 0 to 2**64 - 1 is expected, got "
+PRIORITY = "an integer is expected (larger is served first), got "
 FIRST = "a first turn has no turn before it to wait for "
 
 
@@ -258,6 +270,9 @@ BAD_LINES = [
         "delay",
         FIRST + "(session 'a' begins), got 2.5; 0 or no delay is expected",
     ),
+    (row(priority=True), "priority", PRIORITY + "true"),
+    (row(priority="high"), "priority", PRIORITY + '"high"'),
+    (row(priority=1.0), "priority", PRIORITY + "1.0"),
     (row(delay=3), "delay", FIRST + "(this request is a session of its own), got 3; 0 or no delay is expected"),
 ]
 
@@ -495,6 +510,24 @@ def test_by_default_about_half_of_the_blocks_were_there_before():
         assert 4_000 < sum(request.input_length for request in trace) / len(trace) < 5_500
 
 
+def test_so_many_sessions_begin_and_have_all_their_turns():
+    trace = list(synthetic_trace(sessions=40, turns=(3, 3), seed=3))
+    turns = Counter(request.session_id for request in trace)
+    assert len(turns) == 40
+    assert {*turns.values()} == {3}
+    assert [request.timestamp for request in trace] == sorted(request.timestamp for request in trace)
+    assert list(synthetic_trace(5, sessions=1, turns=(3, 3), seed=3)) == list(
+        synthetic_trace(sessions=1, turns=(3, 3), seed=3)
+    )
+
+
+def test_sessions_that_begin_as_a_poisson_process_have_its_mean_and_its_spread():
+    starts = [r.timestamp for r in synthetic_trace(sessions=4_000, arrival="poisson", interval_ms=200, turns=(1, 1))]
+    gaps = [later - earlier for earlier, later in pairwise(starts)]
+    assert 190 < mean(gaps) < 210
+    assert 185 < pstdev(gaps) < 215  # of an exponential distribution it is the mean; of a uniform one 115
+
+
 def test_the_generator_makes_no_more_than_is_asked_for():
     assert 3 == len(list(islice(synthetic_trace(10**12), 3)))
 
@@ -514,6 +547,9 @@ def test_the_generator_makes_no_more_than_is_asked_for():
         ({"turns": (3, 2)}, ValueError, "the highest of turns must be an integer of at least 3 (turns a session), got 2"),
         ({"input_tokens": (0, 9)}, ValueError, "the lowest of input_tokens must be an integer of at least 1 (tokens), got 0"),
         ({"output_tokens": (-1, 9)}, ValueError, "the lowest of output_tokens must be an integer of at least 0 (tokens), got -1"),
+        ({"sessions": 0}, ValueError, "sessions must be an integer of at least 1 (sessions), got 0"),
+        ({"arrival": "often"}, ValueError, "unknown arrival 'often'; known: uniform, poisson"),
+        ({"requests": None}, ValueError, "synthetic_trace takes requests, sessions=, or both, got neither"),
         ({"prefix_blocks": (1, 2, 3)}, TypeError, "prefix_blocks must be a pair of integers (lowest, highest; blocks), got (1, 2, 3)"),
         ({"delay_ms": (0, 1.5)}, TypeError, "the highest of delay_ms must be an integer of at least 0 (milliseconds), got 1.5"),
     ],

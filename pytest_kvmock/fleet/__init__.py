@@ -24,6 +24,7 @@ from pytest_kvmock.fleet.scheduler_cases import (
     SchedulerRequest,
     make_scheduler_requests,
 )
+from pytest_kvmock.fleet.sweep import Sweep, SweepRun, sweep
 
 __all__ = [
     "SCHEDULER_CASES",
@@ -57,6 +58,9 @@ __all__ = [
     "SchedulerDriver",
     "SchedulerRequest",
     "SglangArgs",
+    "Sweep",
+    "SweepRun",
     "make_scheduler_requests",
     "replay",
+    "sweep",
 ]

@@ -243,6 +243,16 @@ class Fleet:
             finish()
         return self._report(run)
 
+    def stop(self) -> None:
+        """End the run under way at its present moment, as `stop_ms` does: what is open is "unfinished". For a router, or the handler of a signal."""
+        if self._run is not None:
+            self._run.stop()
+
+    @property
+    def arrived(self) -> int:
+        """How many requests of the run under way have arrived; 0 without one."""
+        return 0 if self._run is None else self._run.arrived
+
     async def arun(self, trace: Iterable[TraceRequest | FleetRequest], *, name: str | None = None) -> FleetReport:
         """Serve a trace, and await what the router returns where that is awaitable; else as `run`."""
         run, finish = self._begin(trace, name)

@@ -250,7 +250,7 @@ def trace_digest(turns: Iterable[Turn], block_size: int) -> str:
     found = sha256()
     for turn in turns:
         asked, prompt = turn.trace, turn.prompt
-        times = asked.timestamp, asked.delay, asked.session_id, getattr(asked, "priority", 0)
+        times = asked.timestamp, asked.delay, asked.session_id, asked.priority
         sizes = prompt.length(block_size), asked.output_length
         found.update(repr((prompt.sequence_hashes(block_size)[-1:], *sizes, *times)).encode())
     return found.hexdigest()[:8]

@@ -23,7 +23,6 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
-from pytest_kvmock.fleet.arrivals import FleetRequest
 from pytest_kvmock.fleet.beliefs import Beliefs
 from pytest_kvmock.fleet.candidates import Offer
 from pytest_kvmock.fleet.engine_state import EngineStalled
@@ -175,6 +174,10 @@ class FleetRun:
             if incident.kind == "notice":  # of a crash that happened
                 self._knowledge.remove(incident.worker)
 
+    def stop(self) -> None:
+        """Stop the clock at its present moment: passes that are under way end."""
+        self._stop_ms = min(self._stop_ms, self.now_ms)
+
     def _check_served(self) -> None:
         """Raise if requests are left for which nothing happens any more."""
         if self._routed:
@@ -313,7 +316,7 @@ class FleetRun:
             trace.output_length,
             arrival_ms,
             session_id=trace.session_id,
-            priority=trace.priority if isinstance(trace, FleetRequest) else 0,
+            priority=trace.priority,
         )
         self.arrived += 1
         request.now_ms = self.now_ms

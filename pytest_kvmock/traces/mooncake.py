@@ -44,6 +44,7 @@ class TraceRequest:
             to the timestamps.
         with_tokens: whether `prompt` makes tokens where its `tokens` is not given; `kv_trace` sets it by
             `kvmock(trace_tokens=...)`.
+        priority: larger is served first by a fleet, where its engines have priorities; a trace without it has 0.
     """
 
     timestamp: float | None
@@ -53,6 +54,7 @@ class TraceRequest:
     session_id: str | None = None
     delay: float | None = None
     with_tokens: bool = field(default=False, compare=False)
+    priority: int = field(default=0, repr=False)
 
     def prompt(
         self,
@@ -228,7 +230,12 @@ class _Row:
             )
         if session_id is not None:
             sessions.add(session_id)
-        return TraceRequest(timestamp, input_length, output_length, hash_ids, session_id, delay)
+        priority = self._fields.get("priority")
+        if priority is None:
+            priority = 0
+        if type(priority) is not int:  # a bool is none
+            self._wrong(f"an integer is expected (larger is served first), got {_shown(priority)}", "priority")
+        return TraceRequest(timestamp, input_length, output_length, hash_ids, session_id, delay, priority=priority)
 
     def _required(self, field: str) -> Any:
         try:

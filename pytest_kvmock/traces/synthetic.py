@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
-from typing import TypeAlias
+from typing import Final, Literal, TypeAlias
 
-from pytest_kvmock.checks import check_integer
+from pytest_kvmock.checks import check_integer, unknown_text
 from pytest_kvmock.tokens import check_block_size
 from pytest_kvmock.traces.mooncake import MOONCAKE_BLOCK_SIZE, TraceRequest
 
@@ -16,11 +17,19 @@ Range: TypeAlias = tuple[int, int]
 """Lowest and highest value of a uniform draw, both included."""
 
 
+Arrival: TypeAlias = Literal["uniform", "poisson"]
+"""How sessions begin: after times from 0 to twice the mean, or as a Poisson process."""
+
+ARRIVALS: Final = ("uniform", "poisson")
+
+
 def synthetic_trace(
-    requests: int,
+    requests: int | None = None,
     *,
     seed: int = 0,
     block_size: int = MOONCAKE_BLOCK_SIZE,
+    sessions: int | None = None,
+    arrival: Arrival = "uniform",
     groups: int = 8,
     prefix_blocks: Range = (1, 4),
     turns: Range = (1, 3),
@@ -42,16 +51,18 @@ def synthetic_trace(
     one method whose sequence Python guarantees. Memory grows with the sessions that are open, not with the trace.
 
     Args:
-        requests: how many requests, at least 1. More of them continue the same trace.
+        requests: how many requests, at least 1. More of them continue the same trace. None: all of the `sessions`.
         seed: of the generator, from 0.
         block_size: tokens for each hash id.
+        sessions: how many sessions begin, at least 1; the trace ends with the last turn of them. None: as many as `requests` ask for.
+        arrival: how sessions begin.
         groups: number of shared prefixes. The first ones are the most popular: half of the sessions take one of the
             first quarter.
         prefix_blocks: blocks in a group's prefix, drawn once a group; (0, 0) for no shared prefix.
         turns: turns of a session, at least 1.
         input_tokens: new tokens that a turn adds to its prompt, at least 1.
         output_tokens: tokens that a turn generates.
-        interval_ms: mean time from the start of one session to the next, milliseconds.
+        interval_ms: mean time from the start of one session to the next, milliseconds. What a Poisson process draws is rounded to them.
         delay_ms: time from a turn to the next one of its session, milliseconds. Generation counts as instant: the
             timestamp of a later turn is that of the one before, plus its delay.
 
@@ -60,9 +71,17 @@ def synthetic_trace(
 
     Raises:
         TypeError: an argument is not an integer, or not a pair of them.
-        ValueError: an argument is too small, or the first of a pair larger than the second.
+        ValueError: an argument is too small, or the first of a pair larger than the second; neither requests nor sessions are given, or
+            there is no such `arrival`.
     """
-    _check_int("requests", requests, 1, "requests")
+    if requests is None and sessions is None:
+        raise ValueError("synthetic_trace takes requests, sessions=, or both, got neither")
+    if requests is not None:
+        _check_int("requests", requests, 1, "requests")
+    if sessions is not None:
+        _check_int("sessions", sessions, 1, "sessions")
+    if arrival not in ARRIVALS:
+        raise ValueError(unknown_text("arrival", arrival, ARRIVALS))
     _check_int("seed", seed, 0, "of the generator")
     check_block_size(block_size)
     _check_int("groups", groups, 1, "shared prefixes")
@@ -74,7 +93,7 @@ def synthetic_trace(
     _check_range("delay_ms", delay_ms, 0, "milliseconds")
     workload = _Workload(
         Random(seed),  # noqa: S311 - a workload, not a secret
-        block_size, groups, prefix_blocks, turns, input_tokens, output_tokens, interval_ms, delay_ms,
+        block_size, sessions, arrival, groups, prefix_blocks, turns, input_tokens, output_tokens, interval_ms, delay_ms,
     )  # fmt: skip
     return workload.requests(requests)
 
@@ -92,6 +111,8 @@ class _Session:
 class _Workload:
     rng: Random
     block_size: int
+    sessions: int | None
+    arrival: Arrival
     groups: int
     prefix_blocks: Range
     turns: Range
@@ -101,14 +122,17 @@ class _Workload:
     delay_ms: Range
     next_id: int = 0
 
-    def requests(self, count: int) -> Iterator[TraceRequest]:
+    def requests(self, count: int | None) -> Iterator[TraceRequest]:
         prefix_lengths = [self._draw(self.prefix_blocks) for _ in range(self.groups)]
         prefixes: list[list[int]] = [[] for _ in range(self.groups)]  # ids, from the group's first request on
         waiting: list[tuple[int, int, _Session]] = []  # (arrival, session number, session): next turns
-        started = 0
+        started = made = 0
         next_start = 0
-        for _ in range(count):
-            if waiting and waiting[0][0] <= next_start:
+        while made != count:
+            all_began = started == self.sessions
+            if all_began and not waiting:
+                return
+            if waiting and (all_began or waiting[0][0] <= next_start):
                 now, number, session = heapq.heappop(waiting)
             else:
                 now, number = next_start, started
@@ -118,7 +142,8 @@ class _Workload:
                 length = prefix_lengths[group] * self.block_size
                 session = _Session(f"session_{number}", list(prefix), length, self._draw(self.turns))
                 started += 1
-                next_start += self._draw((0, 2 * self.interval_ms))
+                next_start += self._interval()
+            made += 1
             yield self._turn(session, now)
             if session.turns_left:
                 session.delay = self._draw(self.delay_ms)
@@ -138,6 +163,11 @@ class _Workload:
     def _new_ids(self, count: int) -> range:
         first, self.next_id = self.next_id, self.next_id + count
         return range(first, self.next_id)
+
+    def _interval(self) -> int:
+        if self.arrival == "poisson":
+            return round(-math.log(1.0 - self.rng.random()) * self.interval_ms)
+        return self._draw((0, 2 * self.interval_ms))
 
     def _draw(self, bounds: Range) -> int:
         low, high = bounds

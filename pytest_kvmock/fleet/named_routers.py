@@ -1,0 +1,70 @@
+"""Routers by name: those that are there to compare with, and a user's own, for who cannot give an object."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Final, TypeAlias
+
+from pytest_kvmock.checks import unknown_text
+from pytest_kvmock.fleet.router_calls import RouterCalls
+from pytest_kvmock.router.selection import LeastLoaded, MostCached, RoundRobin
+
+MakeRouter: TypeAlias = "str | Callable[[], object]"
+"""A name of `ROUTERS`, "module:name" of a class or function that makes one without arguments, or such a one."""
+
+ROUTERS: Final[Mapping[str, Callable[[], object] | None]] = {
+    "dynamo": None,
+    "round_robin": RoundRobin,
+    "least_loaded": LeastLoaded,
+    "most_cached": MostCached,
+}
+"""Routers by name; "dynamo" is that of the engines' release."""
+
+
+def make_router(given: MakeRouter) -> object | None:
+    """Make a router; None: that of the engines' release.
+
+    Args:
+        given: how it is made.
+
+    Raises:
+        TypeError: it is nothing that makes a router, or what it makes has no `pick(request, candidates)`.
+        ValueError: there is no such name, or it cannot be imported, or made without arguments.
+    """
+    name = given if isinstance(given, str) else getattr(given, "__name__", repr(given))
+    made_by: object
+    if isinstance(given, str):
+        if ":" not in given:
+            if given not in ROUTERS:
+                raise ValueError(f"{unknown_text('router', given, ROUTERS)}; or module:name of one of your own")
+            made_by = ROUTERS[given]
+            if made_by is None:
+                return None
+        else:
+            made_by = _imported(given)
+    else:
+        made_by = given
+    if not callable(made_by):
+        raise TypeError(
+            f"router {name!r} must be a class, or a function that makes a router: each run has one of its own; got {made_by!r:.80}"
+        )
+    try:
+        router: object = made_by()
+    except Exception as error:
+        raise ValueError(
+            f"router {name!r} cannot be made without arguments: {type(error).__name__}: {error}"
+        ) from error
+    RouterCalls(router, 1.0)  # says what it lacks
+    return router
+
+
+def _imported(name: str) -> object:
+    module, _, attribute = name.partition(":")
+    try:
+        found: object = importlib.import_module(module)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except Exception as error:
+        raise ValueError(f"router {name!r} cannot be imported: {type(error).__name__}: {error}") from error
+    return found
