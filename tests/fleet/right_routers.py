@@ -3,16 +3,15 @@
 from functools import cache
 from random import Random
 
-from own_books import OwnBooks
-
 from pytest_kvmock.fleet import Fleet, MockEngine, MockEngineArgs
 from pytest_kvmock.router import LeastLoaded, RoundRobin
+from pytest_kvmock.testing import RightRouter
 from pytest_kvmock.traces import TraceRequest, synthetic_trace
 
 BLOCK = 16
 
 
-class Scorers(OwnBooks):
+class Scorers(RightRouter):
     """llm-d's default: prefix 3, queue 2, KV cache usage 2; each from 0 to 1, the best sum wins."""
 
     def pick(self, request, candidates):
@@ -30,7 +29,7 @@ class Scorers(OwnBooks):
         return self.rng.choice(best)
 
 
-class CacheAware(OwnBooks):
+class CacheAware(RightRouter):
     """SGLang's rule: a tree of what was sent where; the longest match above a half, else the smallest tree; by load where uneven."""
 
     def __init__(self, *args, **options):
@@ -69,7 +68,7 @@ class CacheAware(OwnBooks):
         self.sent.pop(worker, None)
 
 
-ROUTERS = (OwnBooks, Scorers, CacheAware)
+ROUTERS = (RightRouter, Scorers, CacheAware)
 
 
 def tenants(seed, count=400):
@@ -124,7 +123,7 @@ def run(router, setting, seed, count=400):
     """The report of a right router, or of one to compare with, in a setting."""
     rows, workers, blocks, late_ms, incident = SETTINGS[setting]
     args = MockEngineArgs(num_gpu_blocks=blocks, block_size=BLOCK)
-    made = router(range(workers), seed) if issubclass(router, OwnBooks) else router()
+    made = router(range(workers), seed) if issubclass(router, RightRouter) else router()
     fleet = Fleet([MockEngine(args, seed=each) for each in range(workers)], made, event_delay_ms=late_ms)
     if incident is not None:
         getattr(fleet.at(5 * count), incident)(1)
