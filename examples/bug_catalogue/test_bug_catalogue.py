@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 
 # A nested run unloads what it has loaded; what is loaded here stays.
+import pytest_kvmock.fleet
 import pytest_kvmock.harness
 import pytest_kvmock.harness.faults
 import pytest_kvmock.hygiene.log_text
 import pytest_kvmock.hygiene.report
 import pytest_kvmock.plugin.markers
-import pytest_kvmock.plugin.verdict  # noqa: F401 - all of these
+import pytest_kvmock.plugin.tracebacks
+import pytest_kvmock.plugin.verdict
+import pytest_kvmock.router  # noqa: F401 - all of these
 
 HERE = Path(__file__).parent
 BUGS = sorted(HERE.glob("bug_*.py"))

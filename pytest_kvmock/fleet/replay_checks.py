@@ -146,7 +146,7 @@ def turns_of(
                 prompt = _prompt(request, trace_block_size, block_size)
         except (TypeError, ValueError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
-            raise kind(f"{where}: {error}") from error
+            raise kind(f"{where}: {error}") from None
         turns.append(Turn(request, prompt))
     if not turns:
         raise ValueError(f"{who}: there is no request")
@@ -189,7 +189,7 @@ def _prompt(request: TraceRequest, trace_block_size: int | None, block_size: int
         whose = "the engines' block size" if trace_block_size is None else "trace_block_size"
         raise ValueError(
             f"a prompt of {request.input_length} tokens has {count} hash ids, where {whose} of {size} makes {expected}; "
-            "trace_block_size must be the one that the trace was made with (512 in Mooncake traces)"
+            "trace_block_size must be the one that the trace was made with (512 in Mooncake traces and kv_trace)"
         )
     return request.prompt(size, tokens=True if trace_block_size is not None else None)
 

@@ -213,6 +213,10 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
             from pytest_kvmock.plugin.verdict import judge_failed_body
 
             judge_failed_body(case, failure)
+        if "pytest_kvmock.checks" in sys.modules:
+            from pytest_kvmock.plugin.tracebacks import leave_out_ours
+
+            leave_out_ours(item, failure)
         raise
     case = item.stash.get(CASE, None)
     if case is not None:

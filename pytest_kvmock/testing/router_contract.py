@@ -77,8 +77,7 @@ class RouterContract:
 
     def test_workers_that_know_nothing_share_a_burst(self) -> None:
         """Of many requests of one moment whose prompts nobody holds each worker gets some: equal scores are no hot spot."""
-        rows = [TraceRequest(0.0, 2 * self.block_size, 4, (2 * at, 2 * at + 1)) for at in range(12 * _WORKERS)]
-        report = self._played(rows=rows)
+        report = self._played(rows=self._burst(0.0))
         where = "a burst of prompts of which nobody holds a block"
         self._judge(where, report)
         self._each_is_picked(where, report, range(_WORKERS))
@@ -95,9 +94,10 @@ class RouterContract:
         self._judge(f"an unannounced restart of worker 1 at {_AT_MS:g} ms", report)
 
     def test_it_uses_a_worker_that_joins(self) -> None:
-        """A worker that joins is known, and gets requests."""
-        where = f"worker {_WORKERS} joins at {_AT_MS:g} ms"
-        report = self._played(lambda fleet: fleet.at(_AT_MS).join(engine=self._engine()))
+        """A worker that joins is known, and gets some of a burst of prompts of which nobody holds a block."""
+        where = f"worker {_WORKERS} joins at {_AT_MS:g} ms, and a burst of new prompts comes after it"
+        rows = [*self._rows(), *self._burst(10 * _AT_MS)]
+        report = self._played(lambda fleet: fleet.at(_AT_MS).join(engine=self._engine()), rows=rows)
         self._judge(where, report)
         self._each_is_picked(where, report, [_WORKERS])
 
@@ -181,6 +181,11 @@ class RouterContract:
             delay_ms=(5, 50),
         )
         return list(rows)
+
+    def _burst(self, ms: float) -> list[TraceRequest]:
+        """Many requests of one moment whose prompts nobody holds."""
+        ids = [2**40 + 2 * at for at in range(12 * _WORKERS)]
+        return [TraceRequest(ms, 2 * self.block_size, 4, (each, each + 1)) for each in ids]
 
     def _adapters(self) -> list[FleetRequest]:
         prompts = [range(first, first + 6 * self.block_size) for first in (0, 1000)]

@@ -1,0 +1,46 @@
+"""The six policies hold what any router must: they use workers that come, leave out those that go, and let nobody wait for ever.
+
+They count nothing by themselves, so what the contract asks of beliefs is skipped, and says so.
+"""
+
+from aibrix_rule import AibrixRule
+from dynamo_cost import DynamoCost
+from hash_ring import HashRing
+from llm_d_scorers import Scorers
+from sglang_rule import CacheAware
+from two_choices import TwoChoices
+
+from pytest_kvmock.router import DynamoRouter
+from pytest_kvmock.testing import RouterContract
+
+
+class TestTwoChoices(RouterContract):
+    def make_router(self):
+        return TwoChoices()
+
+
+class TestHashRing(RouterContract):
+    def make_router(self):
+        return HashRing()
+
+
+class TestAibrixRule(RouterContract):
+    def make_router(self):
+        return AibrixRule()
+
+
+class TestScorers(RouterContract):
+    def make_router(self):
+        return Scorers()
+
+
+class TestCacheAware(RouterContract):
+    def make_router(self):
+        return CacheAware()
+
+
+class TestDynamoCost(RouterContract):
+    selector = DynamoRouter("1.2.1")
+
+    def make_router(self):
+        return DynamoCost()

@@ -1,0 +1,71 @@
+"""What a failing test shows of our code: where it refuses what a test asked for, nothing. The test's own line and the message say all.
+
+The line at which an error was raised tells whose it is. Where that is a `raise` of ours, or lies in code of the user's that we have
+called, frames of ours between are left out. Any other error in our code is a bug of ours, and is shown whole; so is everything with
+`--full-trace`.
+"""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    import pytest
+
+_OURS: Final = "pytest_kvmock"
+
+
+def leave_out_ours(item: pytest.Item, failure: BaseException) -> None:
+    """Take frames of ours out of the tracebacks of a failure, and of those that it comes from, where they explain nothing.
+
+    Args:
+        item: the test; one that is ours itself, of a contract, is left as it is.
+        failure: what it raised.
+    """
+    function = getattr(item, "function", None)
+    if item.config.getoption("fulltrace", False) or _is_ours(getattr(function, "__module__", _OURS)):
+        return
+    for error in _chain(failure):
+        if error.__traceback__ is not None:
+            error.__traceback__ = _without_ours(error.__traceback__)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and those that are shown with it as its origin."""
+    seen: set[int] = set()
+    shown: BaseException | None = error
+    while shown is not None and id(shown) not in seen:
+        seen.add(id(shown))
+        yield shown
+        shown = shown.__cause__ or (None if shown.__suppress_context__ else shown.__context__)
+
+
+def _is_ours(module: str | None) -> bool:
+    return module is not None and module.partition(".")[0] == _OURS
+
+
+def _without_ours(whole: TracebackType) -> TracebackType:
+    """Return a traceback without frames of ours, if what is left tells where it comes from; else the whole one."""
+    entries: list[TracebackType] = []
+    entry: TracebackType | None = whole
+    while entry is not None:
+        entries.append(entry)
+        entry = entry.tb_next
+    last = entries[-1]
+    kept = [each for each in entries if not _is_ours(each.tb_frame.f_globals.get("__name__"))]
+    if not kept or (kept[-1] is not last and not _is_raise(last)):
+        return whole
+    made: TracebackType | None = None
+    for each in reversed(kept):
+        made = TracebackType(made, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    assert made is not None
+    return made
+
+
+def _is_raise(entry: TracebackType) -> bool:
+    code = entry.tb_frame.f_code
+    line = linecache.getline(code.co_filename, entry.tb_lineno, entry.tb_frame.f_globals)
+    return line.lstrip().startswith("raise")
