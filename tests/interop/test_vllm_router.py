@@ -20,11 +20,28 @@ from pytest_kvmock import EngineProfile, RouterHarness
 from pytest_kvmock.backends import speaker_of
 from pytest_kvmock.serve import KvServer
 from pytest_kvmock.wire import find_dialect
+from pytest_kvmock.wire.table import known_dialects
 
 BINARY = shutil.which("vllm-router", path=str(Path(sys.executable).parent))
 if BINARY is None:
     pytest.skip("needs vllm-router (extra vllm-router)", allow_module_level=True)
-READS = ["vllm-0.24", "vllm-0.33"]  # events as maps; of arrays and of SGLang's it indexes nothing (0.1.17)
+READS = ["vllm-0.24", "vllm-0.28", "vllm-0.33", "vllm-0.24-bytes", "vllm-0.28-bytes", "vllm-0.33-bytes"]
+CANNOT_READ = {  # what its log says then; it goes on, and routes as if it knew nothing (the table in docs/how-to/serve.md)
+    "vllm-0.9": "KV event must be a tagged map",
+    "vllm-0.10.2": "KV event must be a tagged map",
+    "vllm-0.14": "KV event must be a tagged map",
+    "vllm-0.19": "KV event must be a tagged map",
+    "vllm-0.23": "KV event must be a tagged map",
+    "vllm-0.10.2-bytes": "KV event must be a tagged map",
+    "vllm-0.14-bytes": "KV event must be a tagged map",
+    "vllm-0.19-bytes": "KV event must be a tagged map",
+    "vllm-0.23-bytes": "KV event must be a tagged map",
+    "sglang-0.5.9": "KV event must be a tagged map",
+    "sglang-0.5.18": "KV event must be a tagged map",
+    "sglang-0.5.20": "missing KV event field: lora_name",
+    "sglang-0.5.22": "missing KV event field: lora_name",
+    "sglang-0.5.23": "missing KV event field: lora_name",
+}
 
 
 def free_port():
@@ -87,14 +104,61 @@ def wait_applied(server, url, worker):
     server.publisher(worker).settle(finds, timeout=20)
 
 
+@contextmanager
+def behind_router(dialect, tmp_path, num_blocks=1024):
+    """Two workers behind a router, whose log is a file: the server, where the router listens, and the log."""
+    log = tmp_path / "router.log"
+    with (
+        RouterHarness(EngineProfile(workers=2, num_blocks=num_blocks), speaker_of(find_dialect(dialect))) as kv,
+        KvServer(kv, dialect) as server,
+        router_before(server, log) as url,
+    ):
+        yield server, url, log
+
+
+def test_every_dialect_is_in_a_list():
+    of_engines = {name for name in known_dialects() if name.startswith(("vllm", "sglang"))}
+    assert of_engines == {*READS, *CANNOT_READ}
+
+
+@pytest.mark.parametrize("dialect", CANNOT_READ)
+def test_it_says_that_it_cannot_read_a_dialect(dialect, tmp_path):
+    with behind_router(dialect, tmp_path) as (server, _, log):
+        complete(server.url(0), server.text(4))
+        said = f"kv_index decode batch: {CANNOT_READ[dialect]}"
+        server.publisher(0).settle(lambda: said in log.read_text(), timeout=20)
+
+
+def test_it_forgets_what_was_evicted(tmp_path):
+    with behind_router("vllm-0.33", tmp_path, num_blocks=64) as (server, url, _):
+        text = server.text(4)
+        complete(server.url(0), text)
+        wait_applied(server, url, 0)
+        assert routed(server, url, text) == 0
+        while server.held(text):  # others take its place
+            complete(server.url(0), server.text(16))
+        wait_applied(server, url, 0)
+        complete(server.url(1), text)
+        wait_applied(server, url, 1)
+        assert routed(server, url, text) == 1
+        assert server.requests[-1].overlap == {1: 4}
+
+
+def test_a_lost_batch_is_replayed_to_it(tmp_path):
+    with behind_router("vllm-0.33", tmp_path) as (server, url, _):
+        complete(server.url(0), server.text(4))
+        wait_applied(server, url, 0)
+        lost = server.text(4)
+        server.fault(0, "lose")
+        complete(server.url(0), lost)
+        wait_applied(server, url, 0)  # the next batch shows the gap, and it asks
+        assert [worker for worker, _ in server.replays] == [0]
+        assert routed(server, url, lost) == 0
+
+
 @pytest.mark.parametrize("dialect", READS)
 def test_it_sends_each_prompt_to_its_holder(dialect, tmp_path):
-    profile = EngineProfile(workers=2, num_blocks=1024)
-    with (
-        RouterHarness(profile, speaker_of(find_dialect(dialect))) as kv,
-        KvServer(kv, dialect) as server,
-        router_before(server, tmp_path / "router.log") as url,
-    ):
+    with behind_router(dialect, tmp_path) as (server, url, _):
         texts = [server.text(4) for _ in range(20)]
         for number, text in enumerate(texts):
             complete(server.url(number % 2), text)
