@@ -31,8 +31,7 @@ MOST_BODY: Final = 2**26
 
 SILENT: Final = logging.getLogger("pytest_kvmock.serve.silent")
 """Where aiohttp says what it found wrong with a client's bytes, as with a probe of HTTP/2: nobody listens."""
-SILENT.addHandler(logging.NullHandler())
-SILENT.propagate = False
+SILENT.disabled = True  # pytest's capture of logs hears loggers that do not propagate, too
 
 Note = Callable[[int, int, Call, Prompt], ServedRequest]
 """Notes a prompt that came in for a worker and a rank."""

@@ -379,12 +379,13 @@ def test_ports_and_topics_can_be_fixed(kv):
         ]
 
 
-def test_what_is_no_http_and_what_is_no_path(server):
+def test_what_is_no_http_and_what_is_no_path(server, caplog):
     connection = http.client.socket.create_connection(("127.0.0.1", urlsplit(server.url(0)).port))
     with connection:
         connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")  # as a probe of gRPC does
         connection.settimeout(20)
         assert connection.recv(100)
+    assert caplog.records == []
     assert call(server.url(0), "/nope") == (404, {"detail": "Not Found"})
     assert call(server.url(0), "/v1/completions", b"", "POST")[0] == 400
     assert call(server.url(0), "/v1/completions", b"{}", "POST", {"Content-Type": "text/plain"})[0] == 400
