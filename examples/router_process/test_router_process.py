@@ -1,0 +1,87 @@
+"""A router in another process, tested from outside: requests over HTTP, KV events over ZMQ, and where each request went.
+
+The test says nothing to the router: it warms workers directly, asks the router, and looks where `kv_server` saw the request.
+"""
+
+import http.client
+import json
+import subprocess
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+pytestmark = [pytest.mark.kv_dialects("vllm-0.33"), pytest.mark.kvmock(workers=2, num_blocks=256)]
+
+
+def has_selection_service():
+    return find_spec("dynamo") is not None and hasattr(import_module("dynamo._core"), "SelectionService")
+
+
+def complete(port, prompt):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    body = json.dumps({"model": "mock-model", "prompt": prompt, "max_tokens": 1})
+    connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    assert answer.status == 200
+    answer.read()
+    connection.close()
+
+
+def port_of(url):
+    return int(url.rpartition(":")[2])
+
+
+@pytest.fixture(params=["plain_router.py", "dynamo_router.py"])
+def router(request, kv_server):
+    """The port of a router that hears all workers."""
+    if request.param == "dynamo_router.py" and not has_selection_service():
+        pytest.skip("needs ai-dynamo-runtime 1.6")
+    workers = [f"{kv_server.url(each)}={kv_server.publisher(each).endpoint}" for each in kv_server.workers]
+    command = [sys.executable, HERE / request.param, "16", *workers]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        port = int(process.stdout.readline())
+        kv_server.wait_subscribed()
+        yield port
+        process.terminate()
+
+
+def knows(kv_server, router, prompt, worker):
+    """Ask the router until it sends a prompt to a worker: its events may be on their way."""
+
+    def sent_there():
+        complete(router, prompt)
+        return kv_server.requests[-1].worker == worker
+
+    kv_server.publisher(worker).settle(sent_there)
+
+
+def test_each_prompt_goes_to_who_holds_it(kv_server, router):
+    texts = [kv_server.text(blocks=4) for _ in range(8)]
+    for number, text in enumerate(texts):
+        complete(port_of(kv_server.url(number % 2)), text)
+    last = kv_server.text(blocks=4)
+    for worker in (0, 1):
+        complete(port_of(kv_server.url(worker)), last + str(worker) * 16)
+        knows(kv_server, router, last + str(worker) * 16, worker)
+    before = len(kv_server.requests)
+    for text in texts:
+        complete(router, text)
+    assert [each.worker for each in kv_server.requests[before:]] == [0, 1] * 4
+
+
+def test_a_restarted_worker_is_empty(kv_server, router):
+    text = kv_server.text(blocks=4)
+    complete(port_of(kv_server.url(0)), text)
+    knows(kv_server, router, text, 0)
+    kv_server.restart(0)
+    assert kv_server.held(text) == {}
+    complete(
+        port_of(kv_server.url(0)), kv_server.text(blocks=4)
+    )  # its numbers begin anew, which shows that it was restarted
+    complete(port_of(kv_server.url(1)), text)
+    knows(kv_server, router, text, 1)
