@@ -5,10 +5,12 @@ from random import Random
 
 import pytest
 
+from pytest_kvmock import EngineProfile, RouterHarness
 from pytest_kvmock.fleet import Fleet, FleetRequest, MockEngine, MockEngineArgs
 from pytest_kvmock.fleet.fleet_figures import FIGURES
 from pytest_kvmock.fleet.routing_figures import Choice, assert_balanced, jain, max_to_mean, of_best
 from pytest_kvmock.router import DynamoRouter, MostCached, RoundRobin
+from pytest_kvmock.testing import RightRouter
 from pytest_kvmock.traces import TraceRequest, synthetic_trace
 
 ARGS = MockEngineArgs(num_gpu_blocks=96, block_size=4, max_num_batched_tokens=32)
@@ -326,6 +328,8 @@ def test_regret_needs_a_record_and_a_selector():
         report.regret(DynamoRouter())
     with pytest.raises(TypeError, match=r"selector is the class DynamoRouter; it must be an object, DynamoRouter\(\)"):
         report.regret(DynamoRouter)
+    with pytest.raises(TypeError, match=r"selector is the class DynamoRouter; it must be an object"):
+        report.assert_regret(DynamoRouter)
     with pytest.raises(TypeError, match=r"selector must have a method cost\(request, candidate\), got <RoundRobin>"):
         report.assert_regret(RoundRobin())
 
@@ -407,12 +411,20 @@ def test_assertions_on_another_trace_name_both():
         lambda report: report.assert_balanced(),
         lambda report: report.assert_no_worse([report], ttft_p95=1),
         lambda report: report.assert_regret(DynamoRouter()),
+        lambda report: report.assert_no_drift(),
     ],
-    ids=["slo", "hit-ratio", "balanced", "no-worse", "regret"],
+    ids=["slo", "hit-ratio", "balanced", "no-worse", "regret", "no-drift"],
 )
 def test_a_report_without_requests_cannot_be_required_anything(require):
     with pytest.raises(ValueError, match="the report has no requests: none arrived"):
-        require(fleet(stop_ms=0).run(trace()))
+        require(fleet(RightRouter(range(2)), stop_ms=0).run(trace()))
+
+
+def test_nor_in_a_harness():
+    world = RouterHarness(EngineProfile(num_blocks=64, block_size=4, workers=2))
+    report = world.fleet(RoundRobin(), stop_ms=0).run(trace())
+    with pytest.raises(ValueError, match="assert_no_event_errors: the report has no requests: none arrived"):
+        report.assert_no_event_errors()
 
 
 @pytest.mark.parametrize(
@@ -432,9 +444,11 @@ def test_a_report_without_requests_cannot_be_required_anything(require):
         (lambda r: r.assert_no_worse([r], overlap_best=1), r"neither more nor less of overlap_best is better"),
         (lambda r: r.assert_no_event_errors(), r"events of bare engines are not judged; use kv_fleet"),
         (lambda r: r.figure("hits"), r"unknown figure 'hits'"),
+        (lambda r: r.figure(["hit_ratio"]), r"unknown figure \['hit_ratio'\]"),
+        (lambda r: r.assert_regret(DynamoRouter()), r"regret needs the candidates of each pick: .* record=True"),
         (lambda r: r.row(7), r"there is no worker 7; there are 0, 1"),
     ],
-    ids=map(str, range(15)),
+    ids=map(str, range(17)),
 )
 def test_bad_input_is_one_clear_error(require, text):
     with pytest.raises(ValueError, match=text):
