@@ -4,6 +4,7 @@ import json
 from random import Random
 
 import pytest
+from depth import seeds
 
 from pytest_kvmock import EngineProfile, RouterHarness
 from pytest_kvmock.fleet import Fleet, FleetRequest, MockEngine, MockEngineArgs
@@ -93,6 +94,20 @@ def test_figures_by_hand():
     assert 16 / 14 == whole["balance_prompt_tokens"]
     assert whole["balance_open_requests"] is None  # nothing was open when the next came
     assert whole["goodput"] is None
+
+
+@pytest.mark.parametrize("seed", seeds(30))
+@pytest.mark.parametrize("backend", ["lineage", "vllm", "sglang", "mocker_sglang"])
+def test_no_router_is_above_the_ideal(backend, seed):
+    """In whatever order they are served: what is new to one endless cache is new to some engine too."""
+    kind = "sglang" if "sglang" in backend else "vllm"
+    args = MockEngineArgs(num_gpu_blocks=64 if seed % 2 else 400, block_size=4, engine_type=kind)
+    workers = [MockEngine(args, backend=backend) for _ in range(1 + seed % 3)]
+    played = Fleet(workers, MostCached())
+    played.at(100).restart(0)
+    report = played.run(trace(seed=seed))
+    assert len(report.completed) == report.arrived
+    assert 0 < report.figure("of_ideal") <= 1
 
 
 def test_what_was_evicted_counts_by_worker():
