@@ -1,5 +1,6 @@
-"""Six routing policies on one trace, beside round robin."""
+"""Seven routing policies on one trace, beside round robin."""
 
+from functools import partial
 from random import Random
 
 import pytest
@@ -7,6 +8,7 @@ from aibrix_rule import AibrixRule
 from dynamo_cost import DynamoCost
 from hash_ring import HashRing
 from llm_d_scorers import Scorers
+from ray_rule import RayRule
 from sglang_rule import CacheAware
 from two_choices import TwoChoices
 
@@ -15,7 +17,7 @@ from pytest_kvmock.router import DynamoRouter, RoundRobin
 from pytest_kvmock.traces import TraceRequest
 
 BLOCK = 16
-ROUTERS = [TwoChoices, HashRing, AibrixRule, Scorers, CacheAware, DynamoCost]
+ROUTERS = [TwoChoices, HashRing, AibrixRule, Scorers, CacheAware, DynamoCost, RayRule]
 KNOW_PREFIXES = ROUTERS[1:]
 
 
@@ -51,15 +53,25 @@ def test_it_reuses_more_than_turns_do(router):
     made_fleet(router()).run(tenants()).assert_hit_ratio(times=(1.0, turns))
 
 
-@pytest.mark.parametrize("router", ROUTERS)
-def test_it_lives_through_a_crash_a_restart_and_a_join(router):
-    fleet = made_fleet(router())
+def lived_through(router):
+    """How many requests the worker got that joined after a crash and a restart."""
+    fleet = made_fleet(router)
     fleet.at(600).crash(1)
     fleet.at(900).restart(2)
     joined = fleet.at(1200).join(engine=MockEngine(fleet.engines[0].args))
     report = fleet.run(tenants())
     assert len(report.completed) == 200
-    assert joined in {pick.worker for pick in report.picks}
+    return sum(pick.worker == joined for pick in report.picks)
+
+
+@pytest.mark.parametrize("router", [*ROUTERS[:-1], partial(RayRule, imbalanced=4)])
+def test_it_lives_through_a_crash_a_restart_and_a_join(router):
+    assert lived_through(router())
+
+
+def test_by_default_rays_rule_has_nothing_for_a_worker_that_joins():
+    """Every prompt begins with what some worker has seen, and loads do not count."""
+    assert lived_through(RayRule()) == 0
 
 
 def test_no_pick_of_dynamos_cost_was_dearer_than_need_be():

@@ -1,4 +1,4 @@
-"""The six policies hold what any router must: they use workers that come, leave out those that go, and let nobody wait for ever.
+"""The seven policies hold what any router must: they use workers that come, leave out those that go, and let nobody wait for ever.
 
 They count nothing by themselves, so what the contract asks of beliefs is skipped, and says so.
 """
@@ -7,6 +7,7 @@ from aibrix_rule import AibrixRule
 from dynamo_cost import DynamoCost
 from hash_ring import HashRing
 from llm_d_scorers import Scorers
+from ray_rule import RayRule
 from sglang_rule import CacheAware
 from two_choices import TwoChoices
 
@@ -37,6 +38,11 @@ class TestScorers(RouterContract):
 class TestCacheAware(RouterContract):
     def make_router(self):
         return CacheAware()
+
+
+class TestRayRule(RouterContract):
+    def make_router(self):
+        return RayRule()
 
 
 class TestDynamoCost(RouterContract):

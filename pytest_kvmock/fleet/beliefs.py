@@ -130,6 +130,14 @@ class Beliefs:
     ) -> RouterError:
         return RouterError(f"{self._calls.name}.{method}() must return {shape}, got {answer!r:.80}", now_ms, request)
 
+    def _check_names(self, method: str, names: Iterable[object], request: RouterRequest | None, now_ms: float) -> None:
+        """Refuse what is no name of a worker: it would else count as not said."""
+        for name in names:
+            if not (_is_pair(name) or (is_integer(name) and not self._has_ranks)):
+                allowed = "its id and rank, (0, 0)" if self._has_ranks else "its id, 0"
+                text = f"names a worker {name!r:.80}; in this fleet a worker is named by {allowed}"
+                raise RouterError(f"{self._calls.name}.{method}() {text}", now_ms, request)
+
     def _workers(self, request: RouterRequest | None, now_ms: float) -> Calls:
         if "workers" not in self._methods:
             return None
@@ -137,7 +145,9 @@ class Beliefs:
         live = set(self._book.loads)
         if not isinstance(answer, Iterable) or isinstance(answer, str | bytes):
             raise self._fail("workers", "the workers that it knows", answer, request, now_ms)
-        believed = set(by_worker(dict.fromkeys(answer, 0), has_ranks=self._has_ranks))
+        known = list(answer)
+        self._check_names("workers", known, request, now_ms)
+        believed = set(by_worker(dict.fromkeys(known, 0), has_ranks=self._has_ranks))
         if believed == live:
             return None
         missing, extra = [each for each in self._book.loads if each not in believed], sorted(believed - live, key=repr)
@@ -158,8 +168,10 @@ class Beliefs:
             fits = isinstance(each, tuple | list) and len(each) == len(_PARTS)
             if not fits or not all(part is None or _is_number(part) for part in each):
                 raise self._fail("loads", shape, answer, request, now_ms)
+        self._check_names("loads", answer, request, now_ms)
+        said: Mapping[Worker, Any] = by_worker(answer, has_ranks=self._has_ranks)
         for worker, load in self._book.loads.items():
-            believed = tuple(answer.get(worker, (0, 0, 0)))
+            believed = tuple(said.get(worker, (0, 0, 0)))
             right = load.prefill_tokens, load.blocks, load.requests
             also = self._at_pick.loads[worker].prefill_tokens if worker in self._at_pick.loads else right[0]
             wrong = [part is not None and part != expected for part, expected in zip(believed, right, strict=True)]
@@ -182,6 +194,7 @@ class Beliefs:
         if not isinstance(answer, Mapping) or not all(is_integer(each) for each in answer.values()):
             raise self._fail("overlap", "{worker: blocks}", answer, request, now_ms)
         loads = self._book.loads
+        self._check_names("overlap", answer, request, now_ms)
         believed = by_worker(answer, has_ranks=self._has_ranks)
         for worker in loads:
             if worker not in self._untold and believed.get(worker, 0) != self._fresh.get(worker, 0):
@@ -194,6 +207,10 @@ class Beliefs:
 
 def _load(load: tuple[Any, ...]) -> str:
     return ", ".join(f"{part} {name}" for part, name in zip(load, _PARTS, strict=True) if part is not None)
+
+
+def _is_pair(name: object) -> bool:
+    return isinstance(name, tuple) and len(name) == 2 and all(map(is_integer, name))
 
 
 def _is_number(value: object) -> bool:

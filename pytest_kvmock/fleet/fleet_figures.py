@@ -60,7 +60,7 @@ def check_figure(name: str) -> str:
     Raises:
         ValueError: no figure has it.
     """
-    if name not in FIGURES:
+    if not isinstance(name, str) or name not in FIGURES:
         raise ValueError(unknown_text("figure", name, FIGURES))
     return name
 

@@ -260,9 +260,10 @@ class ReportAssertions:
 
         Raises:
             AssertionError: it believed otherwise.
-            ValueError: the router has none of `loads()`, `overlap(request)` and `workers()`.
+            ValueError: the router has none of `loads()`, `overlap(request)` and `workers()`, or no request arrived.
         """
         __tracebackhide__ = True
+        self._need_requests("assert_no_drift")
         beliefs = self._self.beliefs
         if beliefs is None:
             raise ValueError(
@@ -278,9 +279,10 @@ class ReportAssertions:
 
         Raises:
             AssertionError: it has.
-            ValueError: a fleet of bare engines, which nobody judges.
+            ValueError: a fleet of bare engines, which nobody judges, or no request arrived.
         """
         __tracebackhide__ = True
+        self._need_requests("assert_no_event_errors")
         errors = self._self.event_errors
         if errors is None:
             raise ValueError(

@@ -10,6 +10,7 @@ import pytest
 from pytest_kvmock.checks import check_integer
 from pytest_kvmock.fleet import Fleet, FleetRequest, MockEngine, MockEngineArgs, RouterError, RouterStalled
 from pytest_kvmock.fleet.fleet_report import FleetReport
+from pytest_kvmock.fleet.regret import check_selector
 from pytest_kvmock.fleet.router_calls import RouterCalls
 from pytest_kvmock.hygiene.rules import LOAD_DRIFT, OVERLAP_DRIFT, WORKER_DRIFT
 from pytest_kvmock.router.routing import Worker
@@ -148,6 +149,13 @@ class RouterContract:
         """By `selector`, on true loads and true caches, no pick cost more than it had to."""
         if self.selector is None:
             pytest.skip(f"{type(self).__name__}.selector is None: whether a cheaper worker was there was not checked")
+        problem = None
+        try:
+            check_selector(self.selector)
+        except TypeError as error:
+            problem = str(error)
+        if problem is not None:
+            refuse(self, problem)
         for where, happens, options in (
             ("three workers that share prefixes", None, {}),
             (f"a restart of worker 1 at {_AT_MS:g} ms", lambda fleet: fleet.at(_AT_MS).restart(1), {}),

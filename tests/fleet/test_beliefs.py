@@ -376,6 +376,43 @@ def test_beliefs_of_a_wrong_shape_are_said(method, answer, shape):
     assert f"Wrong.{method}() must return {shape}, got {answer!r}" in str(failure.value)
 
 
+@pytest.mark.parametrize(
+    ("method", "answer", "setting", "name", "allowed"),
+    [
+        ("loads", {"0": (0, 0, 0)}, "plain", "'0'", "its id, 0"),
+        ("loads", {(0, 0, 0): (0, 0, 0)}, "plain", "(0, 0, 0)", "its id, 0"),
+        ("loads", {0: (0, 0, 0)}, "ranks", "0", "its id and rank, (0, 0)"),
+        ("overlap", {"0": 1}, "plain", "'0'", "its id, 0"),
+        ("overlap", {0: 1}, "ranks", "0", "its id and rank, (0, 0)"),
+        ("overlap", {True: 1}, "plain", "True", "its id, 0"),
+        ("workers", [[0], [1]], "plain", "[0]", "its id, 0"),
+        ("workers", [(0, [0])], "plain", "(0, [0])", "its id, 0"),
+        ("workers", [0.5], "plain", "0.5", "its id, 0"),
+        ("workers", [0, 1], "ranks", "0", "its id and rank, (0, 0)"),
+    ],
+    ids=map(str, range(10)),
+)
+def test_a_belief_of_what_is_no_worker_is_said(method, answer, setting, name, allowed):
+    class Wrong(RightRouter):
+        pass
+
+    setattr(Wrong, method, lambda self, *request: answer)
+    with pytest.raises(RouterError) as failure:
+        bare(Wrong, setting)
+    text = f"Wrong.{method}() names a worker {name}; in this fleet a worker is named by {allowed} (at 0 ms, <request 0 "
+    assert str(failure.value).startswith(text)
+
+
+def test_loads_of_an_index_key_are_those_of_its_worker():
+    class Keys(RightRouter):
+        """Without ranks (id, 0) is a name too, as in the scores of a RadixIndex."""
+
+        def loads(self):
+            return {(worker, 0): load for worker, load in super().loads().items()}
+
+    assert () == bare(Keys).beliefs
+
+
 def test_a_method_of_the_name_that_is_something_else_is_said():
     class Other(RoundRobin):
         def overlap(self, request, candidate):

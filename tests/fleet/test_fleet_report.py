@@ -4,11 +4,14 @@ import json
 from random import Random
 
 import pytest
+from depth import seeds
 
+from pytest_kvmock import EngineProfile, RouterHarness
 from pytest_kvmock.fleet import Fleet, FleetRequest, MockEngine, MockEngineArgs
 from pytest_kvmock.fleet.fleet_figures import FIGURES
 from pytest_kvmock.fleet.routing_figures import Choice, assert_balanced, jain, max_to_mean, of_best
 from pytest_kvmock.router import DynamoRouter, MostCached, RoundRobin
+from pytest_kvmock.testing import RightRouter
 from pytest_kvmock.traces import TraceRequest, synthetic_trace
 
 ARGS = MockEngineArgs(num_gpu_blocks=96, block_size=4, max_num_batched_tokens=32)
@@ -91,6 +94,20 @@ def test_figures_by_hand():
     assert 16 / 14 == whole["balance_prompt_tokens"]
     assert whole["balance_open_requests"] is None  # nothing was open when the next came
     assert whole["goodput"] is None
+
+
+@pytest.mark.parametrize("seed", seeds(30))
+@pytest.mark.parametrize("backend", ["lineage", "vllm", "sglang", "mocker_sglang"])
+def test_no_router_is_above_the_ideal(backend, seed):
+    """In whatever order they are served: what is new to one endless cache is new to some engine too."""
+    kind = "sglang" if "sglang" in backend else "vllm"
+    args = MockEngineArgs(num_gpu_blocks=64 if seed % 2 else 400, block_size=4, engine_type=kind)
+    workers = [MockEngine(args, backend=backend) for _ in range(1 + seed % 3)]
+    played = Fleet(workers, MostCached())
+    played.at(100).restart(0)
+    report = played.run(trace(seed=seed))
+    assert len(report.completed) == report.arrived
+    assert 0 < report.figure("of_ideal") <= 1
 
 
 def test_what_was_evicted_counts_by_worker():
@@ -326,6 +343,8 @@ def test_regret_needs_a_record_and_a_selector():
         report.regret(DynamoRouter())
     with pytest.raises(TypeError, match=r"selector is the class DynamoRouter; it must be an object, DynamoRouter\(\)"):
         report.regret(DynamoRouter)
+    with pytest.raises(TypeError, match=r"selector is the class DynamoRouter; it must be an object"):
+        report.assert_regret(DynamoRouter)
     with pytest.raises(TypeError, match=r"selector must have a method cost\(request, candidate\), got <RoundRobin>"):
         report.assert_regret(RoundRobin())
 
@@ -407,12 +426,20 @@ def test_assertions_on_another_trace_name_both():
         lambda report: report.assert_balanced(),
         lambda report: report.assert_no_worse([report], ttft_p95=1),
         lambda report: report.assert_regret(DynamoRouter()),
+        lambda report: report.assert_no_drift(),
     ],
-    ids=["slo", "hit-ratio", "balanced", "no-worse", "regret"],
+    ids=["slo", "hit-ratio", "balanced", "no-worse", "regret", "no-drift"],
 )
 def test_a_report_without_requests_cannot_be_required_anything(require):
     with pytest.raises(ValueError, match="the report has no requests: none arrived"):
-        require(fleet(stop_ms=0).run(trace()))
+        require(fleet(RightRouter(range(2)), stop_ms=0).run(trace()))
+
+
+def test_nor_in_a_harness():
+    world = RouterHarness(EngineProfile(num_blocks=64, block_size=4, workers=2))
+    report = world.fleet(RoundRobin(), stop_ms=0).run(trace())
+    with pytest.raises(ValueError, match="assert_no_event_errors: the report has no requests: none arrived"):
+        report.assert_no_event_errors()
 
 
 @pytest.mark.parametrize(
@@ -432,9 +459,11 @@ def test_a_report_without_requests_cannot_be_required_anything(require):
         (lambda r: r.assert_no_worse([r], overlap_best=1), r"neither more nor less of overlap_best is better"),
         (lambda r: r.assert_no_event_errors(), r"events of bare engines are not judged; use kv_fleet"),
         (lambda r: r.figure("hits"), r"unknown figure 'hits'"),
+        (lambda r: r.figure(["hit_ratio"]), r"unknown figure \['hit_ratio'\]"),
+        (lambda r: r.assert_regret(DynamoRouter()), r"regret needs the candidates of each pick: .* record=True"),
         (lambda r: r.row(7), r"there is no worker 7; there are 0, 1"),
     ],
-    ids=map(str, range(15)),
+    ids=map(str, range(17)),
 )
 def test_bad_input_is_one_clear_error(require, text):
     with pytest.raises(ValueError, match=text):

@@ -1,4 +1,4 @@
-"""The real things: `dynamo._core` of ai-dynamo-runtime (extra `interop`), vLLM and SGLang, where they are installed."""
+"""The real things: `dynamo._core` of ai-dynamo-runtime (extra `interop`), vLLM, SGLang and Ray, where they are installed."""
 
 import json
 import logging
@@ -30,8 +30,8 @@ def dynamo_core(*releases):
     return _core
 
 
-def engine(name, *modules):
-    """Return modules of an engine, or skip the module: they cannot be imported here.
+def engine(name, *modules, extra=None):
+    """Return modules of an engine, or of another program, or skip the module: they cannot be imported here.
 
     Engines are no extra: they are gigabytes. Only their block managers are used, which need no GPU.
 
@@ -44,7 +44,8 @@ def engine(name, *modules):
         try:
             found = [import_module(f"{name}.{module}") for module in modules]
         except ImportError as error:
-            pytest.skip(f"needs {name}: {error}", allow_module_level=True)
+            needed = name if extra is None else f"{name} (extra {extra})"
+            pytest.skip(f"needs {needed}: {error}", allow_module_level=True)
     logging.getLogger(name).setLevel(logging.ERROR)
     return found
 

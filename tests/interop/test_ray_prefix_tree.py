@@ -1,91 +1,108 @@
-"""Ray Serve's `PrefixTree` as the heart of a routing policy: it knows what was sent where, and no events.
+"""Ray Serve's PrefixTree itself in the rule of `examples/routing/`: it answers as `SentTexts`, and picks the same workers.
 
-Its rule is that of Ray's `PrefixCacheAffinityRouter`, by its defaults: the longest match above a tenth of the prompt, else who has the
-smallest tree, and by load where that is uneven.
+It needs the extra `ray`, in an environment of its own; no cluster is started. The rule around the tree (`PrefixCacheAffinityRouter`)
+lives in a Ray actor and was read in source, 2.60.
 """
 
+import sys
+from pathlib import Path
+from random import Random
+
 import pytest
+from depth import seeds
+from peer import engine
 
-tree = pytest.importorskip(
-    "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_tree", reason="needs ray[serve] (extra ray)"
-)
+from pytest_kvmock.fleet import Fleet, MockEngine, MockEngineArgs
+from pytest_kvmock.router import LeastLoaded, RoundRobin
+from pytest_kvmock.testing import RouterContract
+from pytest_kvmock.traces import synthetic_trace
 
-from pytest_kvmock.fleet import Fleet, MockEngine, MockEngineArgs  # noqa: E402 - after it is known that Ray is here
-from pytest_kvmock.router import LeastLoaded, RoundRobin  # noqa: E402
-from pytest_kvmock.testing import RouterContract  # noqa: E402
-from pytest_kvmock.traces import synthetic_trace  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "routing"))
 
-BLOCK = 16
+from ray_rule import RayRule, SentTexts
 
-
-class PrefixAffinity:
-    """Ray's policy over its own tree; a block is one letter of a text."""
-
-    def __init__(self, workers, imbalance=10, least_match=0.1, most=4_000):
-        self.tree = tree.PrefixTree()
-        self.tree.add_tenants([str(worker) for worker in workers], 0.0)
-        self.imbalance, self.least_match, self.most = imbalance, least_match, most
-        self.letters = {}
-
-    def text(self, request):
-        return "".join(
-            self.letters.setdefault(each, chr(0x4E00 + len(self.letters))) for each in request.sequence_hashes
-        )
-
-    def pick(self, request, candidates):
-        named = {str(each.worker): each for each in candidates}
-        loads = {name: each.active_requests for name, each in named.items()}
-        if max(loads.values()) - min(loads.values()) <= self.imbalance:
-            text = self.text(request)
-            matched, tenants = self.tree.prefix_match(text, list(named))
-            if text and len(matched) / len(text) < self.least_match:
-                tenants = self.tree.get_smallest_tenants()
-            known = [name for name in tenants or () if name in named]
-            if known:
-                return named[min(known, key=loads.get)].worker
-        return named[min(loads, key=loads.get)].worker
-
-    def dispatched(self, request, worker):
-        name = str(worker)
-        self.tree.insert(self.text(request), name, request.now_ms / 1000)
-        excess = self.tree.tenant_to_char_count[name] - self.most
-        if excess > 0:
-            self.tree.evict_tenant_by_lru(name, excess)
-
-    def worker_added(self, worker):
-        self.tree.add_tenants([str(worker)], 0.0)
-
-    def worker_removed(self, worker):
-        self.tree.remove_tenants([str(worker)])
+(tree,) = engine("ray", "llm._internal.serve.routing_policies.prefix_aware.prefix_tree", extra="ray")
 
 
-class TestPrefixAffinity(RouterContract):
-    def make_router(self, workers):
-        return PrefixAffinity(workers)
+class TestRule(RouterContract):
+    """The rule over Ray's tree holds what any router must."""
+
+    def make_router(self):
+        return RayRule(tree.PrefixTree())
+
+
+@pytest.mark.parametrize("seed", seeds(200))
+def test_its_answers_are_those_of_a_plain_table(seed):
+    rng, trees, now = Random(seed), (tree.PrefixTree(), SentTexts()), 0.0
+    here = ["a", "b"]
+    for each in trees:
+        each.add_tenants(here, now)
+    for _ in range(60):
+        now += 1
+        text = "".join(rng.choices("xyz", k=rng.randint(1, 7)))
+        step = rng.random()
+        if step < 0.5:
+            tenant = rng.choice(here)
+            for each in trees:
+                each.insert(text, tenant, now)
+        elif step < 0.56 and len(here) < 4:
+            here.append(next(name for name in "abcd" if name not in here))
+            for each in trees:
+                each.add_tenants(here, now)
+        elif step < 0.62 and len(here) > 1:
+            gone = here.pop(rng.randrange(len(here)))
+            for each in trees:
+                each.remove_tenants([gone])
+        offered = rng.sample(here, rng.randint(1, len(here)))
+        real, plain = (each.prefix_match(text, offered) for each in trees)
+        assert real == plain
+        assert sorted(trees[0].get_smallest_tenants()) == sorted(trees[1].get_smallest_tenants())
+
+
+def played(router, seed):
+    args = MockEngineArgs(num_gpu_blocks=200, block_size=16)
+    fleet = Fleet([MockEngine(args) for _ in range(4)], router)
+    fleet.at(300).crash(1)
+    fleet.at(500).restart(2)
+    fleet.at(700).join(engine=MockEngine(args))
+    sizes = {"block_size": 16, "prefix_blocks": (2, 8), "input_tokens": (16, 128), "output_tokens": (4, 24)}
+    return fleet.run(synthetic_trace(80, seed=seed, groups=8, turns=(1, 3), interval_ms=15, delay_ms=(5, 50), **sizes))
+
+
+@pytest.mark.parametrize("seed", seeds(40))
+@pytest.mark.parametrize("imbalanced", [float("inf"), 2])
+def test_in_a_fleet_it_picks_as_the_table_does(imbalanced, seed):
+    real = played(RayRule(tree.PrefixTree(), imbalanced=imbalanced), seed)
+    plain = played(RayRule(imbalanced=imbalanced), seed)
+    assert [pick.worker for pick in plain.picks] == [pick.worker for pick in real.picks]
+    assert plain.compare(real).differences == {}
+    assert len(real.completed) == 80
 
 
 def served_by(router):
-    args = MockEngineArgs(num_gpu_blocks=600, block_size=BLOCK)
-    trace = synthetic_trace(
-        300,
-        seed=2,
-        block_size=BLOCK,
-        groups=12,
-        prefix_blocks=(4, 16),
-        turns=(1, 4),
-        input_tokens=(16, 200),
-        output_tokens=(8, 64),
-        interval_ms=40,
-        delay_ms=(200, 2_000),
-    )
+    args = MockEngineArgs(num_gpu_blocks=600, block_size=16)
+    sizes = {"block_size": 16, "prefix_blocks": (4, 16), "input_tokens": (16, 200), "output_tokens": (8, 64)}
+    trace = synthetic_trace(300, seed=2, groups=12, turns=(1, 4), interval_ms=40, delay_ms=(200, 2_000), **sizes)
     return Fleet([MockEngine(args) for _ in range(4)], router).run(trace, name="chats")
 
 
 def test_it_reuses_more_than_turns_and_lets_nobody_wait():
     turns, loads = served_by(RoundRobin()), served_by(LeastLoaded())
-    report = served_by(PrefixAffinity(range(4)))
+    report = served_by(RayRule(tree.PrefixTree(), imbalanced=10))
     report.assert_hit_ratio(times=(1.2, turns))
     report.assert_balanced(within=2.0)
     report.assert_no_worse(than=[turns, loads], ttft_p95=1.15)
-    again = served_by(PrefixAffinity(range(4)))
-    assert again.compare(report).differences == {}
+
+
+class SaysWhatItSent(RayRule):
+    """Takes what it sent for what is held."""
+
+    def overlap(self, request):
+        text = self.text(request)
+        return {int(name): len(self.tree.prefix_match(text, [name])[0]) for name in self.known}
+
+
+def test_as_an_index_it_drifts_as_it_hears_no_events():
+    report = played(SaysWhatItSent(tree.PrefixTree()), 0)
+    (belief,) = report.beliefs
+    assert belief.rule == "overlap_drift"

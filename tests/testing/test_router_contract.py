@@ -112,3 +112,16 @@ def test_a_bug_can_be_planted_in_a_router_of_ones_own():
     assert isinstance(router, Own)
     with pytest.raises(TypeError, match="of must be RightRouter or a subclass of it, got <class 'int'>"):
         ROUTER_BUGS["never_freed"].make(range(2), of=int)
+
+
+@pytest.mark.parametrize(
+    ("selector", "text"),
+    [
+        (DynamoRouter, "selector is the class DynamoRouter; it must be an object, DynamoRouter()"),
+        (3, "selector must have a method cost(request, candidate), got 3"),
+    ],
+    ids=["class", "number"],
+)
+def test_a_selector_that_is_none_is_said(selector, text):
+    wrong = type("Wrong", (OfRight,), {"selector": selector})
+    assert f"Failed: Wrong: {text}" == failure_of(wrong, "test_its_picks_are_among_the_cheapest")

@@ -1,0 +1,80 @@
+"""Ray Serve's prefix-aware rule: a tree of the texts that were sent where, without events; of equal matches the shortest queue.
+
+The tree is Ray's own where Ray is installed: `RayRule(PrefixTree())`, of
+`ray.llm._internal.serve.routing_policies.prefix_aware.prefix_tree` (`pip install "ray[serve]"`). `SentTexts` answers as it does.
+"""
+
+from random import Random
+
+
+class SentTexts:
+    """As much of Ray's PrefixTree as the rule asks for: by worker, every beginning of a text that was sent there."""
+
+    def __init__(self):
+        self.sent = {}
+
+    def add_tenants(self, tenants, time_s):
+        for tenant in tenants:
+            self.sent.setdefault(tenant, set())
+
+    def remove_tenants(self, tenants):
+        for tenant in tenants:
+            self.sent.pop(tenant, None)
+
+    def insert(self, text, tenant, time_s):
+        self.sent[tenant].update(text[:end] for end in range(1, len(text) + 1))
+
+    def prefix_match(self, text, available_tenants):
+        known = {
+            tenant: next((end for end in range(len(text), 0, -1) if text[:end] in self.sent[tenant]), 0)
+            for tenant in available_tenants
+        }
+        longest = max(known.values())
+        return text[:longest], [tenant for tenant in known if known[tenant] == longest]
+
+    def get_smallest_tenants(self):
+        smallest = min(map(len, self.sent.values()))
+        return [tenant for tenant in self.sent if len(self.sent[tenant]) == smallest]
+
+
+class RayRule:
+    """The longest match if it is a tenth of the prompt at least, else the workers of which least is remembered.
+
+    Args:
+        tree: Ray's, or `SentTexts`.
+        seed: of the two workers that are drawn where loads are uneven.
+        imbalanced: above which difference of open requests prefixes do not count; by default they always do.
+        match_rate: the share of a prompt that must match.
+    """
+
+    def __init__(self, tree=None, seed=0, imbalanced=float("inf"), match_rate=0.1):
+        self.tree = SentTexts() if tree is None else tree
+        self.rng = Random(seed)
+        self.imbalanced = imbalanced
+        self.match_rate = match_rate
+        self.letters = {}  # Ray reads texts; here a block is a letter
+        self.known = set()
+
+    def text(self, request):
+        return "".join(self.letters.setdefault(block, chr(0x100 + len(self.letters))) for block in request.local_hashes)
+
+    def pick(self, request, candidates):
+        open_ = {str(each.worker): each.active_requests for each in candidates}
+        workers = {str(each.worker): each.worker for each in candidates}
+        self.tree.add_tenants([name for name in workers if name not in self.known], request.now_ms / 1000)
+        self.known |= workers.keys()
+        if max(open_.values()) - min(open_.values()) > self.imbalanced:
+            chosen = self.rng.sample(list(workers), min(2, len(workers)))
+        else:
+            text = self.text(request)
+            matched, chosen = self.tree.prefix_match(text, list(workers))
+            if not text or len(matched) / len(text) < self.match_rate:
+                chosen = [name for name in self.tree.get_smallest_tenants() if name in workers]
+        return workers[min(chosen or workers, key=open_.get)]
+
+    def dispatched(self, request, worker):
+        self.tree.insert(self.text(request), str(worker), request.now_ms / 1000)
+
+    def worker_removed(self, worker):
+        self.tree.remove_tenants([str(worker)])
+        self.known.discard(str(worker))
