@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from random import Random
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -172,6 +172,10 @@ class HashChain:
     def __init__(self, hasher: BlockHasher) -> None:
         self._hasher = hasher
         self._digests: dict[int, bytes] = {}
+
+    def forget(self, kept: Collection[int]) -> None:
+        """Drop the digests of all names but these: what is stored after another block has no expected name then."""
+        self._digests = {name: digest for name, digest in self._digests.items() if name in kept}
 
     def expected(
         self,

@@ -56,10 +56,14 @@ class Book:
         journal, take = arrived.journal, self.ledger.take
         assert journal is not None
         twins: dict[Problem, Problem] = {}
-        for place, entry in enumerate(journal):
-            found = take(entry)
-            if found:
-                twins.update(zip(found, journal.found[place], strict=True))
+        if journal.is_cut:  # what has arrived is all that was published
+            self.ledger.streams.update((key, stream.twin()) for key, stream in arrived.streams.items())
+            self.ledger.position = arrived.position
+        else:
+            for place, entry in enumerate(journal):
+                found = take(entry)
+                if found:
+                    twins.update(zip(found, journal.found[place], strict=True))
         journal.close()
         self.attribution = Attribution(arrived, self.ledger, twins)
         self.survival: SurvivalOracle | None = None

@@ -137,6 +137,12 @@ class Judge:
             self.book = Book(self.ledger)
         return self.book
 
+    def forget_history(self) -> None:
+        """Drop of all streams what no block which is held needs."""
+        for ledger in (self.ledger, *(() if self.book is None else (self.book.ledger,))):
+            for stream in ledger.streams.values():
+                stream.forget_history()
+
     def survive(self) -> None:
         """Require from here on that the index under test survives faults; what has arrived counts as published."""
         if self._comparison is not None and self._comparison.survival is None:

@@ -99,6 +99,16 @@ class Recording:
                 arrivals.append(event)
         return arrivals[:MOST]
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether events and operations were dropped, so that nothing can be replayed."""
+        return self._journal.is_cut
+
+    def cut(self) -> None:
+        """Drop all events and operations so far."""
+        self._journal.cut()
+        self.operations.clear()
+
     def next_request(self) -> int:
         """Number one more request, from 1."""
         self.requests += 1

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 from pytest_kvmock.backends import BackendSpec, EngineProfile
-from pytest_kvmock.checks import unknown_text
+from pytest_kvmock.checks import check_integer, unknown_text
 from pytest_kvmock.events import Cleared, StorageTier, StreamKey
 from pytest_kvmock.harness.by_hand import ByHand
 from pytest_kvmock.harness.engine_comparison import EngineComparison
@@ -425,6 +425,20 @@ class RouterHarness:
             self.publisher.use_recovery(recovery)
             for event in begun:
                 recovery.keep(event)
+
+    def forget_history(self, *, events: int) -> None:
+        """Drop what happened before the last events, for who runs a harness for hours: what is held, and was wrong, is kept.
+
+        Messages then have less to tell of a block, and nothing is reproduced.
+
+        Args:
+            events: how many of the last events stay in the log.
+        """
+        check_integer("forget_history: events", events, 0)
+        with self.publisher.lock:
+            self.events.keep_last(events)
+            self.recording.cut()
+            self._judge.forget_history()
 
     # ------------------------------------------------------------------------------------------ comparisons
 

@@ -243,12 +243,14 @@ class Journal(list[Entry]):
     Attributes:
         found: the problems that entries showed, by the place of the entry, for a replay.
         is_open: whether nobody has replayed it yet.
+        is_cut: whether entries were dropped, so that it is no whole story any more.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.found: dict[int, Sequence[Problem]] = {}
         self.is_open = True
+        self.is_cut = False
 
     def add(self, entry: Entry, found: Sequence[Problem]) -> None:
         """Add an entry that is no event, and what it has shown."""
@@ -261,6 +263,12 @@ class Journal(list[Entry]):
         """Note what the last entry has shown."""
         if self.is_open:
             self.found[len(self) - 1] = found
+
+    def cut(self) -> None:
+        """Drop all entries so far."""
+        self.is_cut = True
+        self.found.clear()
+        list.clear(self)
 
     def close(self) -> None:
         """Drop what is only for a replay: there was one."""

@@ -5,6 +5,7 @@ The index is built at the first lookup: a stream without a problem pays for a li
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, repeat
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -60,6 +61,14 @@ class History:
         self._last_stored: dict[int, int] = {}
         self._last_removed: dict[int, int] = {}
         self._cleared: list[int] = []
+
+    def forget(self, needed: Iterable[int]) -> None:
+        """Drop the events that no block needs: all but those that last stored one of these. Nothing is known of others then."""
+        stored_at = self._index()
+        places = sorted({stored_at[block] for block in needed if block in stored_at})
+        self.anew = [(bisect_left(places, at), why) for at, why in self.anew]
+        self.events = [self.events[place] for place in places]
+        self._reset_index()
 
     def _index(self) -> dict[int, int]:
         """Read the events since the last lookup; return the place of the Stored that last stored each block."""

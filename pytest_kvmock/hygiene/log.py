@@ -272,6 +272,12 @@ class EventLog:
         self.clear()
         return events
 
+    def keep_last(self, events: int) -> None:
+        """Clear all events from the log but so many."""
+        del self._entries[: max(0, len(self._entries) - events)]
+        first = self._entries[0].position if self._entries else self.total
+        self.notes = [note for note in self.notes if note.at >= first]
+
     def clear(self) -> None:
         """Clear the events from the log; their problems stay on record, and the ledger keeps what workers hold."""
         self._entries.clear()

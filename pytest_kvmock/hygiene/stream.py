@@ -6,6 +6,7 @@ One subject: the state of a stream between two events. The ledger judges what ch
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import deepcopy
 from dataclasses import replace
 from itertools import pairwise, repeat
 from typing import Final
@@ -339,6 +340,28 @@ class Stream(History):
         copy.group_idx = self.group_idx
         copy.recover(self, range(0))
         return copy
+
+    def twin(self) -> Stream:
+        """Return a copy in which the same is missing, too."""
+        twin = self.copy()
+        twin.next_id, twin.restarts = self.next_id, self.restarts
+        twin.hash_chain = deepcopy(self.hash_chain)
+        twin.holes, twin.late, twin.skipped = list(self.holes), list(self.late), list(self.skipped)
+        if self.desync is not None:
+            twin.desync = Desync(self.desync.cause)
+            twin.desync.resynced |= self.desync.resynced
+            twin.desync.below = {tier: set(named) for tier, named in self.desync.below.items()}
+        return twin
+
+    def forget_history(self) -> None:
+        """Drop the events that no block which is held was last stored by."""
+        needed = {*self.implied, *self.forks, *(block for blocks in self.tiers.values() for block in blocks)}
+        self.forget(needed)
+        if hasattr(self.hash_chain, "forget"):  # one that keeps what it was shown
+            self.hash_chain.forget(needed)
+        self.links, self.below = Links(), Below()
+        for part in self.groups.values():
+            part.forget_history()
 
     def recover(self, published: Stream, ids: range) -> None:
         """Take over what the worker has published, now that it was asked for some ids.

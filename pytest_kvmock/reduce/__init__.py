@@ -96,6 +96,8 @@ def reproduce(
             raise NotReduced("there is no problem to reproduce")
     if problem.rule in ROUTER_RULES:
         raise NotReduced(f"{problem.rule} is about a router, and a reproduction has none")
+    if kv.recording.is_cut:
+        raise NotReduced("what happened before was dropped (forget_history, or the log of a server)")
     whole, remade = _whole(kv, problem, make_index)
     levels = _levels(kv, problem) if level is None else (level,)
 

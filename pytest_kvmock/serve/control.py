@@ -135,6 +135,7 @@ def verdict_of(server: Server) -> dict[str, Any]:
         "events": log.total,
         "requests": server.log.total,
         "forgotten_requests": server.log.forgotten,
+        "history_is_cut": server.harness.recording.is_cut,
         "routing": server.routing.to_json(),
     }
 

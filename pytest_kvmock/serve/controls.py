@@ -121,7 +121,7 @@ class Controls:
         faults = self._port(worker).publisher.faults
         known = [each for each in dir(faults) if not each.startswith("_") and each not in _NO_FAULTS]
         if name not in known:
-            raise ValueError(f"fault: unknown fault {name!r:.80}; known: {', '.join(known)}")
+            raise ValueError(f"unknown fault {name!r:.80}; known: {', '.join(known)}")
         getattr(faults, name)(**options)
 
     @property

@@ -40,6 +40,10 @@ if TYPE_CHECKING:
 MODEL: Final = "mock-model"
 
 
+_FORGET_EVERY: Final = 256
+"""How many requests come, at least, before what is remembered no more is dropped: that costs a look at all that is held."""
+
+
 class KvServer(Controls):
     """The workers of a harness behind sockets of the loopback. It is a context manager; while it serves, it alone drives the engines.
 
@@ -61,7 +65,8 @@ class KvServer(Controls):
         replay_port: likewise, for replays.
         control_port: port of the control API; 0: the system picks. None: there is none.
         topic: of events; `{host}`, `{port}` (of HTTP) and `{model}` are filled in: "kv@{host}:{port}@{model}".
-        log: how many requests are remembered; None: all.
+        log: how many requests are remembered; None: all. With a number memory stays flat: of what came before, the verdict is kept, but
+            its story and its reproduction are not (`RouterHarness.forget_history`).
         seed: of what is generated.
         make_publisher: makes the publisher of a worker, given its id and the options of `KvPublisher`; None: as here.
 
@@ -121,6 +126,7 @@ class KvServer(Controls):
         self.harness = harness
         self.model = model
         self.log = RequestLog(log)
+        self._forget_every = max(_FORGET_EVERY, log or 0)
         self._scale = time_scale
         self._seed = seed
         self._texts = Random(f"{seed}:texts")  # noqa: S311 - mock data
@@ -348,7 +354,17 @@ class KvServer(Controls):
             self.held(prompt),
         )
         self.log.add(row)
+        if self.log.forgotten and self.log.total % self._forget_every == 0:
+            self._forget()
         return row
+
+    def _forget(self) -> None:
+        """Drop what happened before the requests that are remembered, so that memory does not grow for ever."""
+        self.harness.forget_history(events=len(self.log.rows))
+        for port in self._ports.values():
+            for loop in port.loops:
+                with self.harness.publisher.lock:
+                    loop.engine.forget_requests()
 
     def held(self, prompt: Prompt | TokenIds | str) -> dict[int, int]:
         """Return how many leading blocks of a prompt each worker holds now, the best rank of each; workers without any are absent.

@@ -317,6 +317,16 @@ def test_only_so_many_requests_are_remembered():
         assert call(server.control_url, "/verdict")[1]["forgotten_requests"] == 1
 
 
+def test_what_is_remembered_no_more_is_dropped():
+    with harness(1) as kv, KvServer(kv, log=2, control_port=0) as server:
+        for _ in range(300):
+            complete(server.url(0), server.text(2))
+        assert call(server.control_url, "/verdict")[1]["history_is_cut"]
+        assert len(kv.events) < kv.events.total
+        assert len(kv.engine().requests) < 100
+        assert kv.judge().errors == []
+
+
 def test_assertions_name_the_worst_request(server):
     text = server.text(4)
     complete(server.url(0), text)
