@@ -212,7 +212,7 @@ def test_the_control_api_is_the_methods(server):
         ("/hold", {"worker": 7}, "hold: KvServer: there is no worker 7; there are 0, 1"),
         ("/check", {"prompt": "x"}, "check: argument 'blocks' is missing"),
         ("/expect", [1], "expect: a body is an object with arguments, got [1]"),
-        ("/fault", {"worker": 0, "name": "wrong"}, "fault: fault: unknown fault 'wrong'; known: "),
+        ("/fault", {"worker": 0, "name": "wrong"}, "fault: unknown fault 'wrong'; known: "),
         ("/step", {"n": 0}, "step: step: n must be"),
     ):
         status, answer = call(control, path, body)
