@@ -573,11 +573,11 @@ class IndexContract(DistinctBlocks):
                             self._check(harness)
                 except Exception as error:
                     profile = f"EngineProfile(block_size={self.block_size}, num_blocks=8, workers=2, dp_size={ranks})"
+                    error.add_note(self._reproduction(harness, spec))
                     error.add_note(
                         f"in traffic over {spec.name}, seed {seed}; play(RouterHarness({profile}, {spec.name!r}, index, "
                         f"sync='every'), program) shows it, where\nprogram = {played!r}"
                     )
-                    error.add_note(self._reproduction(harness, spec))
                     raise
 
     def _reproduction(self, harness: RouterHarness, spec: BackendSpec) -> str:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
@@ -208,8 +209,16 @@ def test_ctrl_c_ends_the_processes_of_a_pool(trace):
     routers = f"{__name__}:InterruptsParent,round_robin"
     command = [sys.executable, "-m", "pytest_kvmock", "replay", trace, "--backend", "lineage", "--router", routers]
     paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    # Of what is started in the background Ctrl-C is ignored, and that is inherited.
+    heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     ended = subprocess.run(
-        [*command, "--jobs", "2"], check=False, capture_output=True, text=True, env=os.environ | paths, timeout=60
+        [*command, "--jobs", "2"],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=os.environ | paths,
+        timeout=60,
+        preexec_fn=heeds,
     )
     assert ended.returncode == 130
     assert ended.stderr.splitlines()[-1].endswith("of 2 runs were made")

@@ -200,7 +200,7 @@ def failed_in_live_traffic(contract):
 
 def test_a_fault_in_live_traffic_is_told_with_its_backend_seed_and_program():
     contract = subject(IndexContract, make_index=lambda self: RadixIndex(), backends=("lru", "vllm"))
-    told = failed_in_live_traffic(contract)[0]
+    told = failed_in_live_traffic(contract)[1]
     assert told.startswith(
         "in traffic over vllm, seed 0; play(RouterHarness(EngineProfile(block_size=4, num_blocks=8, workers=2, dp_size=2), "
         "'vllm', index, sync='every'), program) shows it, where\nprogram = Program(\n    Prefill("
@@ -220,7 +220,7 @@ def test_a_fault_in_live_traffic_is_told_with_its_smallest_reproduction():
             super().__init__()
 
     contract = subject(IndexContract, make_index=lambda self: Needs("something"), backends=("vllm",))
-    told = failed_in_live_traffic(contract)[1]
+    told = failed_in_live_traffic(contract)[0]
     assert told.startswith(
         "the smallest reproduction, cut from 156 events to 3, to be put below TestMine:\nimport pytest\n"
     )
@@ -242,7 +242,7 @@ def test_a_reproduction_of_a_contract_fails_below_it_without_a_fixture_of_the_in
     asserts = "        assert 4 == block_size\n" * (takes != "self")
     asserts += f"        assert {backend == 'vllm'} == self.traits.copies\n"
     contract = subject(IndexContract, make_index=make_index, backends=(backend,))
-    text = failed_in_live_traffic(contract)[1].partition("\n")[2]
+    text = failed_in_live_traffic(contract)[0].partition("\n")[2]
     module = f"""
         from pytest_kvmock import RadixIndex, Removed
         from pytest_kvmock.testing import IndexContract
@@ -275,7 +275,7 @@ def test_a_fault_in_live_traffic_that_cannot_be_reproduced_is_told_why():
                 raise OSError("no second one")
 
     contract = subject(IndexContract, make_index=lambda self: Forgets(), backends=("vllm",))
-    told = failed_in_live_traffic(contract)[1]
+    told = failed_in_live_traffic(contract)[0]
     assert told.startswith(
         "no smaller reproduction: could not rebuild your index for the replay (OSError: no second one)"
     )
