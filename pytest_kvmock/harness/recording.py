@@ -14,7 +14,7 @@ from pytest_kvmock.hygiene import entries
 from pytest_kvmock.programs.operations import Operation, RunPasses
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from pytest_kvmock.backends import BackendSpec
     from pytest_kvmock.engine.args import MockEngineArgs
@@ -98,6 +98,11 @@ class Recording:
             elif isinstance(event, entries.NoEvent):
                 arrivals.append(event)
         return arrivals[:MOST]
+
+    @property
+    def journal(self) -> Sequence[entries.Entry]:
+        """All that the ledger has learned."""
+        return self._journal
 
     def next_request(self) -> int:
         """Number one more request, from 1."""
