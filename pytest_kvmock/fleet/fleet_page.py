@@ -85,7 +85,7 @@ def fleet_data(
         "event_errors": None
         if report.event_errors is None
         else [str(each)[:500] for each in report.event_errors[:100]],
-        "reports": [_summary(report), *(_compared(each) for each in compare)],
+        "reports": [_summary(report), *(beside(each) for each in compare)],
     }
 
 
@@ -288,7 +288,7 @@ def _at(values: Sequence[float], share: float) -> float:
     return values[int((len(values) - 1) * share + 0.5)]
 
 
-def _compared(other: object) -> dict[str, Any]:
+def beside(other: object) -> dict[str, Any]:
     """The same of a report to compare with; JSON has no time of a request, and of a distribution some points."""
     compared = Compared.of(other)
     if not isinstance(other, Mapping):

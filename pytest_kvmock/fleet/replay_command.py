@@ -38,7 +38,7 @@ def replay_traces(given: argparse.Namespace) -> int:
     jobs = len(os.sched_getaffinity(0)) if given.jobs is None else given.jobs
     if jobs < 1:
         raise ValueError(f"--jobs must be at least 1, got {given.jobs}")
-    outputs = [path for path in (given.json,) if path is not None and path != "-"]
+    outputs = [path for path in (given.json, given.html) if path is not None and path != "-"]
     for path in outputs:  # before minutes of work
         if not Path(path).parent.is_dir():
             raise ValueError(f"{path}: no directory {Path(path).parent} to write it in")
@@ -50,6 +50,8 @@ def replay_traces(given: argparse.Namespace) -> int:
             sys.stdout.write(f"{text}\n")
         else:
             Path(given.json).write_text(f"{text}\n")
+    if given.html is not None:
+        _write_pages(found, Path(given.html), before)
     if given.json != "-" and done:
         sys.stdout.write(f"{done[0].text if len(cases) == 1 and not found.errors else found}\n")
     if before is not None:
@@ -73,6 +75,27 @@ def _read_json(path: str) -> Any:
         raise ValueError(f"--compare {path}: no JSON of a replay: {error}") from None
 
 
+def _write_pages(found: Sweep, path: Path, before: Any) -> None:
+    """Write a page for each run, with all others beside it: the first at the path, the others by their numbers after it."""
+    from pytest_kvmock.fleet.fleet_page import beside
+    from pytest_kvmock.pages import render, write_page
+
+    runs = [(run, run.page) for run in found.runs if run.page is not None]
+    parts = [(run.trace, run.backend, run.router) for run, _ in runs]
+    differ = [at for at in range(3) if len({each[at] for each in parts}) > 1] or [2]
+    named = [
+        page["reports"][0] | {"name": ", ".join(each[at] for at in differ)}
+        for (_, page), each in zip(runs, parts, strict=True)
+    ]
+    known = {} if before is None else {run.name: each for run, each in found.before(before)}
+    for number, (run, page) in enumerate(runs, 1):
+        own = named[number - 1]
+        earlier = [beside(known[run.name]) | {"name": "before"}] if run.name in known else []
+        data = page | {"reports": [own, *earlier, *(each for each in named if each is not own)]}
+        where = path if number == 1 else path.with_stem(f"{path.stem}-{number}")
+        write_page(where, render("fleet", run.name, data))
+
+
 def _names(texts: Sequence[str]) -> list[str]:
     names = [name.strip() for text in texts for name in text.split(",") if name.strip()]
     return list(dict.fromkeys(names))
@@ -94,6 +117,7 @@ def _settings(given: argparse.Namespace) -> Settings:
         given.seed,
         {name: value for name, value in engine.items() if value is not None},
         {name: value for name, value in fleet.items() if value is not None},
+        pages=given.html is not None,
     )
 
 
@@ -271,6 +295,9 @@ def add_parser(commands: Any, plugins: argparse.ArgumentParser) -> None:
     replay.add_argument("--jobs", metavar="N", type=int, help="runs side by side (default: one a core)")
     replay.add_argument(
         "--json", metavar="FILE", help="write all figures there; - for standard output, in place of the table"
+    )
+    replay.add_argument(
+        "--html", metavar="FILE", help="write a page; of several runs one each, the further ones as FILE-2 and so on"
     )
     replay.add_argument("--compare", metavar="FILE", help="show what differs from what --json wrote before")
     made_up = replay.add_argument_group(f"the trace {SYNTHETIC!r}")

@@ -49,7 +49,11 @@ _COLUMNS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What all runs of a sweep have in common; see `sweep`."""
+    """What all runs of a sweep have in common; see `sweep`.
+
+    Attributes:
+        pages: whether each run brings the data of its page.
+    """
 
     workers: int = 8
     trace_block_size: int = MOONCAKE_BLOCK_SIZE
@@ -57,6 +61,7 @@ class Settings:
     seed: int = 0
     engine: Mapping[str, Any] = field(default_factory=dict)
     fleet: Mapping[str, Any] = field(default_factory=dict)
+    pages: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +99,10 @@ class SweepCase:
         """
         chosen = self.settings
         router = make_router(self.router[1])
-        return Fleet(self.engines(), router, trace_block_size=chosen.trace_block_size, seed=chosen.seed, **chosen.fleet)
+        options: dict[str, Any] = {"trace_block_size": chosen.trace_block_size, "seed": chosen.seed, **chosen.fleet}
+        if chosen.pages:
+            options["record"] = True
+        return Fleet(self.engines(), router, **options)
 
     def requests(self) -> Iterable[TraceRequest]:
         """The requests of the trace; a file is read.
@@ -121,6 +129,7 @@ class SweepRun:
         report: what `FleetReport.to_json()` returned; None: it failed.
         text: the report, as it is printed; "" where it failed.
         error: why it failed, in one line; "" where it did not.
+        page: the data of its page (`FleetReport.page_data`); None where none is wanted.
     """
 
     trace: str
@@ -129,6 +138,7 @@ class SweepRun:
     report: Mapping[str, Any] | None = None
     text: str = ""
     error: str = ""
+    page: dict[str, Any] | None = field(default=None, repr=False)
 
     @property
     def name(self) -> str:
@@ -189,17 +199,17 @@ class Sweep:
         Raises:
             TypeError: it is neither.
         """
+        return [(run, Comparison(Compared.of(run.report), Compared.of(known))) for run, known in self.before(other)]
+
+    def before(self, other: Mapping[str, Any]) -> list[tuple[SweepRun, Mapping[str, Any]]]:
+        """Return the runs that are also in another sweep, each with its report there; see `compare`."""
         if isinstance(other, Mapping) and "kvmock_sweep" in other:
-            before = {(run["trace"], run["backend"], run["router"]): run.get("report") for run in other["runs"]}
+            known = {(run["trace"], run["backend"], run["router"]): run.get("report") for run in other["runs"]}
         else:
             Compared.of(other)
-            before = {(run.trace, run.backend, run.router): other for run in self.runs}
-        pairs = [(run, before.get((run.trace, run.backend, run.router))) for run in self.runs]
-        return [
-            (run, Comparison(Compared.of(run.report), Compared.of(known)))
-            for run, known in pairs
-            if run.report is not None and known is not None
-        ]
+            known = {(run.trace, run.backend, run.router): other for run in self.runs}
+        pairs = [(run, known.get((run.trace, run.backend, run.router))) for run in self.runs]
+        return [(run, report) for run, report in pairs if run.report is not None and report is not None]
 
 
 def sweep_cases(
@@ -271,7 +281,7 @@ def run_case(case: SweepCase, watch: Callable[[Fleet], None] | None = None) -> S
         report: FleetReport = fleet.run(case.requests(), name=case.trace[0])
     except (RouterError, RouterStalled, EngineStalled, OutOfBlocks, ValueError, TypeError, OSError) as error:
         return SweepRun(*names, error=_one_line(error))
-    return SweepRun(*names, report.to_json(), str(report))
+    return SweepRun(*names, report.to_json(), str(report), page=report.page_data() if case.settings.pages else None)
 
 
 def _one_line(error: BaseException) -> str:

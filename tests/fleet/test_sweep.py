@@ -160,6 +160,30 @@ def test_a_trace_is_made_up_by_shape(capsys):
     assert capsys.readouterr().out == first
 
 
+def pages(directory):
+    found = {}
+    for path in sorted(directory.glob("*.html")):
+        text = path.read_text().partition('<script type="application/json" id="data">')[2].partition("</script>")[0]
+        found[path.name] = json.loads(text)
+    return found
+
+
+def test_each_run_has_a_page_with_all_others_beside_it(trace, tmp_path, capsys):
+    assert (
+        replay(trace, "--router", "round_robin", "--html", tmp_path / "one.html", "--json", tmp_path / "one.json") == 0
+    )
+    (page,) = pages(tmp_path).values()
+    assert page["title"] == "small, lineage, round_robin"
+    assert len(page["requests"]["number"]) == 12
+    assert page["samples"] is not None
+    (tmp_path / "one.html").unlink()
+    routers, before = "round_robin,most_cached", tmp_path / "one.json"
+    assert replay(trace, "--router", routers, "--html", tmp_path / "all.html", "--compare", before) == 0
+    found = {name: [each["name"] for each in page["reports"]] for name, page in pages(tmp_path).items()}
+    turns, cached = "round_robin", "most_cached"  # what differs
+    assert found == {"all.html": [turns, "before", cached], "all-2.html": [cached, turns]}
+
+
 @pytest.mark.parametrize(
     ("args", "text"),
     [
