@@ -5,6 +5,7 @@ One subject: the report. `fleet_figures` has the arithmetic, `report_assertions`
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -18,6 +19,7 @@ from pytest_kvmock.fleet.report_assertions import ReportAssertions
 from pytest_kvmock.fleet.report_compared import Compared, Comparison, figure_text
 from pytest_kvmock.fleet.router_calls import candidates_table
 from pytest_kvmock.fleet.routing_figures import aligned
+from pytest_kvmock.router.selection import DynamoRouter
 
 if TYPE_CHECKING:
     from pytest_kvmock.engine.scheduler import ScheduledRequest
@@ -378,3 +380,46 @@ class FleetReport(ReplayReport, ReportAssertions):
             TypeError: it is neither.
         """
         return Comparison(Compared.of(self), Compared.of(other))
+
+    def to_html(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        compare: FleetReport | Mapping[str, Any] | Sequence[FleetReport | Mapping[str, Any]] = (),
+        selector: Any = None,
+        title: str | None = None,
+    ) -> None:
+        """Write a page that a browser opens from disk: tables, charts over time, a timeline of the requests and their picks.
+
+        Queue, running requests and blocks over time, and the candidates of picks, are there with `record=True`.
+
+        Args:
+            path: the file; one that exists is replaced.
+            compare: other reports, or what their `to_json()` returned, to be shown beside this one.
+            selector: tells the cost of candidates, as for `regret`; None: `DynamoRouter()`. Without a record, regret is in blocks of
+                overlap.
+            title: its heading; None: router and trace.
+
+        Raises:
+            TypeError: what to compare with is no report, or the selector is none.
+            OSError: the file cannot be written.
+        """
+        from pytest_kvmock.pages import render, write_page  # for those who want a page
+
+        write_page(
+            path, render("fleet", title or f"{self.router} on {self.trace_name}", self.page_data(compare, selector))
+        )
+
+    def page_data(
+        self,
+        compare: FleetReport | Mapping[str, Any] | Sequence[FleetReport | Mapping[str, Any]] = (),
+        selector: Any = None,
+    ) -> dict[str, Any]:
+        """Return what `to_html` shows, as plain data."""
+        from pytest_kvmock.fleet.fleet_page import fleet_data  # likewise
+
+        others = compare if isinstance(compare, list | tuple) else (compare,)
+        rows = self._rows()
+        shown = [each for each in LATENCIES if each != "itl"]  # of millions of gaps, which take seconds
+        figures = {worker: rows.row(worker, latencies=shown) for worker in (None, *self.workers)}
+        return fleet_data(self, figures, others, selector or DynamoRouter())

@@ -87,7 +87,7 @@ class Regret:
         else:
             costs = ", ".join(
                 f"{each.worker!r}: {cost:g}"
-                for each, cost in zip(record.candidates, _costs(self._selector, record), strict=True)
+                for each, cost in zip(record.candidates, selector_costs(self._selector, record), strict=True)
             )
             table = f"{record.request!r}\n{candidates_table(record.candidates)}\ncosts {costs}"
         differs = record.shown != tuple(each.overlap for each in record.candidates)
@@ -108,7 +108,7 @@ def check_selector(selector: Any) -> Selector:
     return cast("Selector", selector)
 
 
-def _costs(selector: Selector, record: PickRecord) -> Sequence[float]:
+def selector_costs(selector: Selector, record: PickRecord) -> Sequence[float]:
     costs = getattr(selector, "costs", None)
     if callable(costs):
         return cast("Sequence[float]", costs(record.request, record.candidates))
@@ -117,6 +117,6 @@ def _costs(selector: Selector, record: PickRecord) -> Sequence[float]:
 
 def pick_regret(selector: Selector, record: PickRecord) -> float:
     """Return how much the chosen worker cost beyond the cheapest, by a selector."""
-    costs = _costs(selector, record)
+    costs = selector_costs(selector, record)
     chosen = next(cost for each, cost in zip(record.candidates, costs, strict=True) if each.worker == record.chosen)
     return chosen - min(costs)

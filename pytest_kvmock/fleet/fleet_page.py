@@ -1,0 +1,289 @@
+"""The page of a fleet: a report as plain data, for `pages`.
+
+Times are virtual milliseconds, to a tenth. A request is a row over several columns: when it arrived, and how long each of its
+stretches took. What is left out, as it would make the page too big, is counted in `notes`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from operator import attrgetter, itemgetter
+from typing import TYPE_CHECKING, Any, Final
+
+from pytest_kvmock.fleet.regret import Selector, check_selector, selector_costs
+from pytest_kvmock.fleet.report_compared import Compared
+from pytest_kvmock.pages import MOST_POINTS, MOST_REQUESTS, every, peaks
+
+if TYPE_CHECKING:
+    from pytest_kvmock.fleet.fleet_figures import Figures, Served
+    from pytest_kvmock.fleet.run_notes import PickRecord
+    from pytest_kvmock.router.routing import Worker
+
+MOST_PICKS: Final = 500
+"""Picks whose candidates are all in a page: those of most regret."""
+
+_CURVE: Final = 400
+_POINTS: Final = {"min": 0.0, "median": 0.5, "p75": 0.75, "p90": 0.9, "p95": 0.95, "p99": 0.99, "max": 1.0}
+"""Points of a distribution that the JSON of a report has."""
+
+
+def fleet_data(
+    report: Any, rows: Mapping[Worker | None, Figures], compare: Sequence[object] = (), selector: Selector | None = None
+) -> dict[str, Any]:
+    """Return the data of a page.
+
+    Args:
+        report: a `FleetReport`.
+        rows: the figures of all together, under None, and of each worker; those without a value are no column.
+        compare: other reports, or their JSON.
+        selector: what tells the cost of a candidate, and so the regret of a pick; None: regret is in blocks of overlap.
+
+    Raises:
+        TypeError: the selector is none, or what to compare with is no report.
+    """
+    served, notes = report.served, []
+    names = [_name(worker) for worker in report.workers]
+    place = {worker: at for at, worker in enumerate(report.workers)}
+    regrets, costs = _regrets(report, None if selector is None else check_selector(selector))
+    last = {pick.number: at for at, pick in enumerate(report.picks)}
+    shown = every(served, MOST_REQUESTS)
+    if len(shown) < len(served):
+        notes.append(f"The timeline has {len(shown):,} of {len(served):,} requests, at even distances.")
+    if report.arrived > len(served):
+        notes.append(f"{report.arrived - len(served):,} requests arrived and were never sent to a worker.")
+    if not served:
+        notes.append("This report has no requests.")
+    sessions = _sessions(report)
+    # Those that cost nothing too, where the chosen worker held less than another: what a reader asks about next.
+    given_away = [pick.choice.regret for pick in report.picks]
+    worst = [at for at in range(len(regrets)) if regrets[at] > 0 or given_away[at]]
+    worst = sorted(worst, key=lambda at: (-regrets[at], -given_away[at], at))[:MOST_PICKS]
+    if report.recorder is None:
+        notes.append(
+            "Not recorded: queue, running requests and blocks of each pass, and the candidates of picks (record=True)."
+        )
+    elif len(worst) == MOST_PICKS:
+        notes.append(f"All candidates are shown for the {MOST_PICKS} picks of most regret.")
+    samples = _samples(report, names, notes)
+    return {
+        "router": report.router,
+        "trace": report.trace_name,
+        "workers": names,
+        "block_size": report.run.block_size,
+        "notes": notes,
+        "figures": [{"worker": "all" if worker is None else _name(worker), **row} for worker, row in rows.items()],
+        "requests": _requests(shown, sessions, place, last, regrets),
+        "regret_by": "blocks of overlap" if selector is None or report.recorder is None else type(selector).__name__,
+        "picks": {}
+        if report.recorder is None
+        else {str(at): _pick(report.recorder.pick(at), costs.get(at)) for at in worst},
+        "samples": samples,
+        "marks": _marks(report),
+        "event_errors": None
+        if report.event_errors is None
+        else [str(each)[:500] for each in report.event_errors[:100]],
+        "reports": [_summary(report), *(_compared(each) for each in compare)],
+    }
+
+
+def _name(worker: object) -> str:
+    return str(worker)
+
+
+def _ms(value: float | None) -> float | None:
+    return None if value is None else round(value, 1)
+
+
+def _sessions(report: Any) -> dict[int, str]:
+    """The name of each request's session, by its number."""
+    run = report.run
+    return {number: turn.session_name for number, turn in zip(run.numbers, run.turns, strict=True)}
+
+
+def _regrets(report: Any, selector: Selector | None) -> tuple[list[float], dict[int, Sequence[float]]]:
+    """The regret of each pick, and what its candidates cost; in blocks of overlap, where there is nothing to tell costs."""
+    if report.recorder is None or selector is None:
+        return [pick.choice.regret for pick in report.picks], {}
+    regrets, costs = [], {}
+    for at in range(len(report.recorder)):
+        record = report.recorder.pick(at)
+        costs[at] = found = selector_costs(selector, record)
+        chosen = next(cost for each, cost in zip(record.candidates, found, strict=True) if each.worker == record.chosen)
+        regrets.append(round(chosen - min(found), 6))
+    return regrets, costs
+
+
+def _requests(
+    shown: Sequence[Served],
+    sessions: Mapping[int, str],
+    place: Mapping[Any, int],
+    last: Mapping[int, int],
+    regrets: Sequence[float],
+) -> dict[str, list[Any]]:
+    """Columns of the requests of the timeline; stretches that did not take place are None."""
+    columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
+    add = [column.append for column in columns.values()]
+    for each in shown:
+        request, pick = each.request, each.last
+        tokens, admitted = request.token_ms, request.admitted_ms
+        first = tokens[0] if tokens else None
+        prefill = None if first is None or admitted is None else first - admitted
+        end = tokens[-1] if tokens and request.status == "finished" else request.ended_ms
+        at = last[each.number]
+        row = (
+            each.number,
+            sessions.get(each.number, ""),
+            place[pick.worker],
+            request.status,
+            _ms(request.arrival_ms),
+            _ms(pick.ms - request.arrival_ms),
+            _ms(each.engine_wait_ms),
+            _ms(prefill),
+            None if first is None or end is None else _ms(end - first),
+            request.prompt_tokens,
+            request.generated_tokens,
+            request.first_reused_tokens,
+            each.promised,
+            pick.overlap,
+            pick.best_overlap,
+            round(regrets[at], 3),
+            at,
+            pick.attempt,
+            _stops(request) or 0,
+        )
+        for put, value in zip(add, row, strict=True):
+            put(value)
+    return columns
+
+
+_COLUMNS: Final = (
+    *("number", "session", "worker", "status", "arrival_ms", "router_ms", "engine_ms", "prefill_ms", "decode_ms"),
+    *(
+        "prompt_tokens",
+        "output_tokens",
+        "cached_tokens",
+        "promised_blocks",
+        "overlap",
+        "best_overlap",
+        "regret",
+        "pick",
+    ),
+    *("attempts", "preempted"),
+)
+
+
+def _stops(request: Any) -> list[list[float]]:
+    """When a request was preempted, and for how long: from its last token, or admission, before the next admission."""
+    found: list[list[float]] = []
+    if len(request.admissions) < 2:
+        return found
+    for (before, _), (again, _) in zip(request.admissions, request.admissions[1:], strict=False):
+        token = bisect_left(request.token_ms, again)
+        start = max(before, request.token_ms[token - 1] if token else before)
+        found.append([round(start - request.arrival_ms, 1), round(again - start, 1)])
+    return found
+
+
+def _pick(record: PickRecord, costs: Sequence[float] | None) -> dict[str, Any]:
+    """A pick with all candidates as they truly were, and the overlaps that the router was shown."""
+    rows = [
+        {
+            "worker": _name(each.worker),
+            "cost": None if costs is None else round(costs[at], 3),
+            "overlap": each.overlap,
+            "shown": record.shown[at],
+            "prefill_tokens": each.prefill_tokens,
+            "decode_blocks": each.decode_blocks,
+            "new_blocks": each.new_blocks,
+            "active_requests": each.active_requests,
+            "waiting": each.waiting,
+            "usage": round(each.usage, 3),
+        }
+        for at, each in enumerate(record.candidates)
+    ]
+    return {"chosen": _name(record.chosen), "candidates": rows}
+
+
+def _samples(report: Any, names: Sequence[str], notes: list[str]) -> list[dict[str, list[Any]]] | None:
+    """What each worker ran, by the samples of its passes; None: nothing was recorded."""
+    if report.recorder is None:
+        return None
+    columns = report.recorder.samples
+    wanted = ("ms", "running", "waiting", "active_blocks")
+    by_worker: list[list[tuple[float, int, int, int]]] = [[] for _ in names]
+    for position, *values in zip(columns["position"], *(columns[name] for name in wanted), strict=True):
+        by_worker[position].append(tuple(values))  # type: ignore[arg-type]  # the columns above
+    most = max(map(len, by_worker), default=0)
+    if most > MOST_POINTS:
+        notes.append(
+            f"Charts have at most {MOST_POINTS:,} of up to {most:,} passes a worker: of each stretch the one with the longest queue."
+        )
+    found = []
+    for rows in by_worker:
+        kept = peaks(rows, MOST_POINTS, itemgetter(2, 3))
+        found.append({name: [row[at] for row in kept] for at, name in enumerate(wanted)})
+        found[-1]["ms"] = [round(ms, 1) for ms in found[-1]["ms"]]
+    return found
+
+
+def _marks(report: Any) -> list[dict[str, Any]]:
+    """What happened at a time: incidents, and the first wrong beliefs of the router."""
+    marks = [
+        {"ms": _ms(each.ms), "kind": each.kind, "worker": _name(each.worker), "text": f"{each.lost} requests lost"}
+        for each in report.incidents
+    ]
+    for each in report.beliefs or ():
+        marks.append({"ms": _ms(each.ms), "kind": each.rule, "worker": _name(each.worker), "text": str(each)})
+    return sorted(marks, key=itemgetter("ms"))
+
+
+# ------------------------------------------------------------------------------------------------- several reports
+
+
+def _summary(report: Any) -> dict[str, Any]:
+    """A report beside others: throughput, and times to the first token."""
+    done = report.completed
+    seconds = report.duration_ms / 1000
+    times = sorted(
+        ((request.arrival_ms, request.token_ms[0] - request.arrival_ms) for request in done if request.token_ms),
+    )
+    values = sorted(ttft for _, ttft in times)
+    e2e = sorted(request.token_ms[-1] - request.arrival_ms for request in done if request.token_ms)
+    tokens = sum(map(attrgetter("generated_tokens"), done))
+    return {
+        "name": report.router,
+        "trace": report.trace_name,
+        "throughput": round(tokens / seconds, 3) if seconds else 0.0,
+        "requests_per_s": round(len(done) / seconds, 4) if seconds else 0.0,
+        "ttft": [[round(at / _CURVE, 4), round(_at(values, at / _CURVE), 2)] for at in range(_CURVE + 1)]
+        if values
+        else [],
+        "e2e": [[point, round(_at(e2e, point), 2)] for point in _POINTS.values()] if e2e else [],
+        "ttft_over_time": [[round(ms, 1), round(ttft, 2)] for ms, ttft in every(times, MOST_POINTS)],
+    }
+
+
+def _at(values: Sequence[float], share: float) -> float:
+    """The value at a share of sorted ones, as Dynamo's percentiles are."""
+    return values[int((len(values) - 1) * share + 0.5)]
+
+
+def _compared(other: object) -> dict[str, Any]:
+    """The same of a report to compare with; JSON has no time of a request, and of a distribution some points."""
+    compared = Compared.of(other)
+    if not isinstance(other, Mapping):
+        return _summary(other)
+
+    def points(name: str) -> list[list[float]]:
+        return [[share, other[f"{point}_{name}"]] for point, share in _POINTS.items() if f"{point}_{name}" in other]
+
+    return {
+        "name": compared.router,
+        "trace": compared.trace,
+        "throughput": other.get("output_throughput_tok_s", 0.0),
+        "requests_per_s": other.get("request_throughput_rps", 0.0),
+        "ttft": points("ttft_ms"),
+        "e2e": points("e2e_latency_ms"),
+        "ttft_over_time": [],
+    }

@@ -1,0 +1,95 @@
+"""One page: its data as JSON, and the style and script that show it, all in one file.
+
+Theory of operation. The data of a page is plain (mappings, sequences, strings, numbers, None), so that others can read it:
+it stands in the page as `<script type="application/json" id="data">`. The script makes every text that it shows a text node,
+so that markup in a name stays text. A policy in the head forbids the page to load anything.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Final, Literal, TypeVar
+
+MOST_POINTS: Final = 2_000
+"""Points of one worker in a chart; of more, those stay that stand out."""
+
+MOST_REQUESTS: Final = 20_000
+"""Requests in a timeline; of more, every so many is left."""
+
+_POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+_PAGE: Final = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<title>{title}</title>
+<style>
+{style}
+</style>
+</head>
+<body>
+<main id="page"><h1>{title}</h1><p>This page needs JavaScript. Its data is JSON, in the element with the id "data".</p></main>
+<script type="application/json" id="data">
+{data}
+</script>
+<script>
+{script}
+</script>
+</body>
+</html>
+"""
+
+T = TypeVar("T")
+
+
+def render(kind: Literal["fleet", "test"], title: str, data: Mapping[str, Any]) -> str:
+    """Return a page as HTML.
+
+    Args:
+        kind: what it shows; the script of that name reads the data.
+        title: its heading, any text.
+        data: what it shows; plain, as JSON has it.
+
+    Raises:
+        TypeError: the data has what JSON has not.
+        ValueError: it has a number that is not finite.
+    """
+    home = files(__package__)
+    text = json.dumps({"title": title, **data}, separators=(",", ":"), allow_nan=False)
+    return _PAGE.format(
+        policy=_POLICY,
+        title=escape(title),
+        style=home.joinpath("page.css").read_text(encoding="utf-8"),
+        data=text.replace("<", "\\u003c"),  # no text of it can end the element
+        script="\n".join(home.joinpath(name).read_text(encoding="utf-8") for name in ("page.js", f"{kind}.js")),
+    )
+
+
+def write_page(path: str | os.PathLike[str], html: str) -> None:
+    """Write a page.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    Path(path).write_text(html, encoding="utf-8", newline="\n")
+
+
+def every(items: Sequence[T], most: int) -> list[T]:
+    """Return items at even distances, the first of them with them, at most so many."""
+    count = len(items)
+    return list(items) if count <= most else [items[at * count // most] for at in range(most)]
+
+
+def peaks(items: Sequence[T], most: int, key: Callable[[T], Any]) -> list[T]:
+    """Return of each stretch of items the greatest by a key, at most so many in all."""
+    count = len(items)
+    if count <= most:
+        return list(items)
+    bounds = [at * count // most for at in range(most + 1)]
+    return [max(items[start:end], key=key) for start, end in zip(bounds, bounds[1:], strict=False)]

@@ -1,0 +1,3 @@
+"use strict";
+// The page of a test.
+begin();

@@ -1,0 +1,158 @@
+"""What the page of a fleet shows: its data, from a report."""
+
+import json
+
+import pytest
+
+from pytest_kvmock.fleet import Fleet, FleetRequest, MockEngine, MockEngineArgs, fleet_page
+from pytest_kvmock.router import DynamoRouter, MostCached, RoundRobin
+from pytest_kvmock.traces import synthetic_trace
+
+ARGS = MockEngineArgs(num_gpu_blocks=96, block_size=4, max_num_batched_tokens=32)
+TRACE = [
+    *synthetic_trace(
+        40,
+        seed=3,
+        block_size=4,
+        input_tokens=(4, 24),
+        output_tokens=(1, 12),
+        groups=3,
+        prefix_blocks=(3, 3),
+        interval_ms=10,
+    )
+]
+EVIL = "<img src=x onerror=alert(1)>"
+
+
+def report(router=None, args=ARGS, trace=None, **options):
+    engines = [MockEngine(args, seed=at) for at in range(2)]
+    trace = TRACE if trace is None else trace
+    return Fleet(engines, router, **options).run(trace)
+
+
+def data_of(path):
+    return json.loads(path.read_text(encoding="utf-8").partition('id="data">')[2].partition("</script>")[0])
+
+
+def test_a_page_has_a_row_a_request_and_a_column_a_fact(tmp_path):
+    found = report(record=True)
+    found.to_html(tmp_path / "fleet.html")
+    data = data_of(tmp_path / "fleet.html")
+    requests = data["requests"]
+    assert {len(found.served)} == {len(column) for column in requests.values()}
+    for row, each in enumerate(found.served):
+        first = each.request.token_ms[0] - each.request.arrival_ms
+        stretches = [requests[name][row] for name in ("router_ms", "engine_ms", "prefill_ms")]
+        assert pytest.approx(first, abs=0.2) == sum(stretches)
+        assert found.picks[requests["pick"][row]].number == each.number
+    assert ["0", "1"] == data["workers"]
+    assert ["all", "0", "1"] == [row["worker"] for row in data["figures"]]
+    assert found.figure("ttft_p95") == data["figures"][0]["ttft_p95"]
+    assert "DynamoRouter on" in data["title"]
+
+
+def test_regret_is_that_of_the_selector_and_its_picks_have_all_candidates():
+    found = report(RoundRobin(), record=True)
+    data = found.page_data()
+    regret = found.regret(DynamoRouter())
+    assert {str(each.at) for each in regret.picks} <= set(data["picks"])
+    assert "DynamoRouter" == data["regret_by"]
+    pick = data["picks"][str(regret.worst.at)]
+    costs = {each["worker"]: each["cost"] for each in pick["candidates"]}
+    assert pytest.approx(regret.worst.blocks, abs=0.01) == costs[pick["chosen"]] - min(costs.values())
+
+
+def test_without_a_record_it_says_what_is_missing():
+    data = report().page_data()
+    assert data["samples"] is None
+    assert {} == data["picks"]
+    assert "blocks of overlap" == data["regret_by"]
+    assert any("record=True" in note for note in data["notes"])
+
+
+def test_samples_are_of_their_worker():
+    found = report(record=True)
+    samples = found.page_data()["samples"]
+    assert [found.recorder.samples["position"].count(at) for at in range(2)] == [len(each["ms"]) for each in samples]
+
+
+def test_what_is_thinned_is_said(monkeypatch):
+    monkeypatch.setattr(fleet_page, "MOST_POINTS", 5)
+    monkeypatch.setattr(fleet_page, "MOST_REQUESTS", 10)
+    monkeypatch.setattr(fleet_page, "MOST_PICKS", 2)
+    data = report(RoundRobin(), record=True).page_data()
+    assert 10 == len(data["requests"]["number"])
+    assert 2 == len(data["picks"])
+    assert [5, 5] == [len(each["ms"]) for each in data["samples"]]
+    assert "10 of 40 requests" in " ".join(data["notes"])
+    assert "at most 5 of" in " ".join(data["notes"])
+    assert "2 picks of most regret" in " ".join(data["notes"])
+
+
+def test_compared_are_a_report_and_the_json_of_one(tmp_path):
+    found, other = report(), report(RoundRobin())
+    found.to_html(tmp_path / "a.html", compare=[other, other.to_json()])
+    names = [each["name"] for each in data_of(tmp_path / "a.html")["reports"]]
+    assert ["DynamoRouter", "RoundRobin", "RoundRobin"] == names
+    _, live, read = data_of(tmp_path / "a.html")["reports"]
+    at = dict(map(tuple, live["ttft"]))
+    for share, ms in read["ttft"]:
+        assert pytest.approx(ms, abs=0.01) == at[share]
+    assert pytest.approx(read["throughput"], rel=1e-3) == live["throughput"]
+    assert 2 == len(found.page_data(compare=other)["reports"])
+
+
+@pytest.mark.parametrize("other", [3, {}, [None]])
+def test_what_is_no_report_cannot_be_beside_it(tmp_path, other):
+    with pytest.raises(TypeError, match="must be a FleetReport"):
+        report().to_html(tmp_path / "a.html", compare=other)
+    assert [] == [*tmp_path.iterdir()]
+
+
+def test_a_selector_must_be_one(tmp_path):
+    with pytest.raises(TypeError, match="it must be an object"):
+        report().to_html(tmp_path / "a.html", selector=DynamoRouter)
+
+
+@pytest.mark.parametrize("record", [False, True])
+def test_a_report_without_requests_is_a_page_that_says_so(tmp_path, record):
+    found = report(stop_ms=0, record=record)
+    found.to_html(tmp_path / "empty.html")
+    data = data_of(tmp_path / "empty.html")
+    assert "This report has no requests." in data["notes"]
+    assert [] == data["requests"]["number"]
+
+
+def test_a_page_that_cannot_be_written_is_an_error_of_the_system(tmp_path):
+    with pytest.raises(OSError, match="none"):
+        report().to_html(tmp_path / "none" / "a.html")
+
+
+def test_names_with_markup_stay_text(tmp_path):
+    router = type(EVIL, (MostCached,), {})()
+    trace = [FleetRequest([*range(32)], 2, timestamp=0.0, session_id=EVIL)]
+    found = report(router, trace=trace)
+    found.to_html(tmp_path / "a.html", title=f"of {EVIL}")
+    assert "<img" not in (tmp_path / "a.html").read_text(encoding="utf-8")
+    data = data_of(tmp_path / "a.html")
+    assert (EVIL, [EVIL]) == (data["router"], data["requests"]["session"])
+
+
+def test_incidents_are_marks():
+    engines = [MockEngine(ARGS, seed=at) for at in range(2)]
+    fleet = Fleet(engines)
+    fleet.at(100.0).crash(1)
+    marks = fleet.run(TRACE).page_data()["marks"]
+    assert [(100.0, "crash", "1")] == [(each["ms"], each["kind"], each["worker"]) for each in marks]
+
+
+def test_one_that_was_preempted_says_when():
+    found = report(
+        args=MockEngineArgs(block_size=16, num_gpu_blocks=14),
+        trace=[FleetRequest([*range(at * 100, at * 100 + 48)], 60, timestamp=0.0) for at in range(8)],
+    )
+    assert found.preemptions
+    requests = found.page_data()["requests"]
+    stops = [each for each in requests["preempted"] if each]
+    assert found.preemptions == sum(map(len, stops))
+    assert all(start >= 0 and took >= 0 for each in stops for start, took in each)
