@@ -129,6 +129,7 @@ class Fleet:
         self._speedup = arrival_speedup
         self._trace_block_size = trace_block_size
         self._stop_ms = stop_ms
+        self.report: FleetReport | None = None
         self._plans = plans
         self._ranks = args.dp_size
         if not callable(event_delay_ms):
@@ -344,7 +345,7 @@ class Fleet:
             services,
             self._objectives,
         )
-        return FleetReport.of(
+        self.report = FleetReport.of(
             replay,
             noted,
             picks=tuple(run.notes.picks),
@@ -353,6 +354,7 @@ class Fleet:
             recorder=run.notes.recorder,
             beliefs=None if run.beliefs is None else tuple(run.beliefs.found),
         )
+        return self.report
 
 
 def _named(engines: Iterable[MockEngine] | Mapping[Worker, MockEngine]) -> Sequence[tuple[Worker, MockEngine]]:

@@ -213,7 +213,7 @@ def _samples(report: Any, names: Sequence[str], notes: list[str]) -> list[dict[s
     wanted = ("ms", "running", "waiting", "active_blocks")
     by_worker: list[list[tuple[float, int, int, int]]] = [[] for _ in names]
     for position, *values in zip(columns["position"], *(columns[name] for name in wanted), strict=True):
-        by_worker[position].append(tuple(values))  # type: ignore[arg-type]  # the columns above
+        by_worker[position].append(tuple(values))
     most = max(map(len, by_worker), default=0)
     if most > MOST_POINTS:
         notes.append(
@@ -233,8 +233,10 @@ def _marks(report: Any) -> list[dict[str, Any]]:
         {"ms": _ms(each.ms), "kind": each.kind, "worker": _name(each.worker), "text": f"{each.lost} requests lost"}
         for each in report.incidents
     ]
-    for each in report.beliefs or ():
-        marks.append({"ms": _ms(each.ms), "kind": each.rule, "worker": _name(each.worker), "text": str(each)})
+    marks += [
+        {"ms": _ms(each.ms), "kind": each.rule, "worker": _name(each.worker), "text": str(each)}
+        for each in report.beliefs or ()
+    ]
     return sorted(marks, key=itemgetter("ms"))
 
 

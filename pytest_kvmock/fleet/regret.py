@@ -109,6 +109,7 @@ def check_selector(selector: Any) -> Selector:
 
 
 def selector_costs(selector: Selector, record: PickRecord) -> Sequence[float]:
+    """Return what each candidate of a pick would have cost, by a selector."""
     costs = getattr(selector, "costs", None)
     if callable(costs):
         return cast("Sequence[float]", costs(record.request, record.candidates))

@@ -14,7 +14,7 @@ from pytest_kvmock.hygiene import entries
 from pytest_kvmock.programs.operations import Operation, RunPasses
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from pytest_kvmock.backends import BackendSpec
     from pytest_kvmock.engine.args import MockEngineArgs
@@ -108,6 +108,11 @@ class Recording:
         """Drop all events and operations so far."""
         self._journal.cut()
         self.operations.clear()
+
+    @property
+    def journal(self) -> Sequence[entries.Entry]:
+        """All that the ledger has learned."""
+        return self._journal
 
     def next_request(self) -> int:
         """Number one more request, from 1."""

@@ -141,6 +141,7 @@ class RouterHarness:
         if recovery is not None:
             self.use_recovery(recovery)
         self._faults: Faults | None = None
+        self.fleets: list[Fleet] = []
         if faults:
             self.faults.at_random(faults)
         if survive != ():
@@ -261,9 +262,11 @@ class RouterHarness:
         """
         from pytest_kvmock.harness.routed import make_fleet  # for those who use one
 
-        return make_fleet(
+        made = make_fleet(
             self, self.publisher, self._seed, router, workers=workers, backends=backends, engine=engine, **options
         )
+        self.fleets.append(made)
+        return made
 
     def make_sink(
         self,

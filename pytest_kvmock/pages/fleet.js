@@ -1,5 +1,6 @@
-"use strict";
 // The page of a fleet.
+
+function showFleet(DATA, PAGE, heading) {
 
 const REQ = DATA.requests, COUNT = REQ.number.length;
 const at = (name, row) => REQ[name][row];
@@ -11,8 +12,6 @@ const state = { worker: "", session: "", outcome: "", row: null };
 let END = 1;
 for (let row = 0; row < COUNT; row++) END = Math.max(END, ends(row));
 let START = COUNT ? REQ.arrival_ms.reduce((a, b) => Math.min(a, b)) : 0;
-
-begin();
 
 // ---------------------------------------------------------------------------------------------------- findings
 
@@ -159,11 +158,18 @@ function latencies() {
     { label: "reports beside each other" }));
   if (reports.length > 1) {
     section.append(el("h2", {}, "Throughput and latency"), el("div", { class: "grid" }, ...[["ttft", "TTFT"], ["e2e", "End-to-end latency"]].map(([key, title]) => chart({
-      title: `${title}, p95 in ms, by output tokens/s`, label: "output tokens/s", x: number, silent: true,
+      title: `${title}, p95 in ms, by output tokens/s`, label: "output tokens/s", x: number, silent: true, rangeX: () => around(reports.map((each) => each.throughput)),
+      maxY: 1.3 * Math.max(1, ...reports.map((each) => quantile(each[key], 0.95))),
       series: () => reports.map((each, i) => ({ name: names[i], at: i, dots: 10, text: names[i], points: each[key].length ? [[each.throughput, quantile(each[key], 0.95)]] : [] })),
     }))));
   }
   return section;
+}
+
+// A range with room beside the values.
+function around(values) {
+  const low = Math.min(...values), high = Math.max(...values), room = Math.max((high - low) * 0.25, high * 0.1, 1);
+  return [Math.max(0, low - room), high + room];
 }
 
 // Ticks of a logarithmic axis: 1, 2 and 5 of each power of ten.
@@ -373,7 +379,7 @@ function showWorst() {
       cells: [el("button", { type: "button", onclick: () => open(row, true) }, String(at("number", row))), DATA.workers[at("worker", row)], number(ttft(row)), number(at("regret", row)), number(at("overlap", row)), number(at("best_overlap", row))],
     })), { label: title }));
   };
-  document.getElementById("worst").replaceChildren(el("div", { class: "grid" }, list(`Most regret, by ${DATA.regret_by}`, (row) => at("regret", row)), list("Most blocks of overlap given away", (row) => at("best_overlap", row) - at("overlap", row)), list("Slowest first tokens", (row) => ttft(row) || 0)));
+  document.getElementById("worst").replaceChildren(el("div", { class: "grid" }, list(`Most regret, by ${DATA.regret_by}`, (row) => at("regret", row)), ...(DATA.regret_by === "blocks of overlap" ? [] : [list("Most blocks of overlap given away", (row) => at("best_overlap", row) - at("overlap", row))]), list("Slowest first tokens", (row) => ttft(row) || 0)));
 }
 
 function open(row, move) {
@@ -415,10 +421,10 @@ function errors() {
   return el("section", {}, el("h2", {}, "Event errors"), el("ul", {}, found.map((each) => el("li", { class: "mono" }, each))));
 }
 
-PAGE.append(...[findings(), figures(), overTime(), latencies(), timeline(), errors()].filter((each) => each));
+PAGE.append(...[heading, findings(), figures(), overTime(), latencies(), timeline(), errors()].filter((each) => each));
 view.from = START;
 view.to = END > START ? END : START + 1;
 arrange();
 if (COUNT) filtered();
-redraws.forEach((draw) => draw());
-document.documentElement.dataset.ready = "true";
+Object.assign(window, { openRequest: open, zoomRequests: zoom, wholeRun: whole });
+}

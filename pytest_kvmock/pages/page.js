@@ -58,6 +58,11 @@ function begin() {
   );
 }
 
+function ready() {
+  redraws.forEach((draw) => draw());
+  document.documentElement.dataset.ready = "true";
+}
+
 // ------------------------------------------------------------------------------------------------------ tables
 
 function table(columns, rows, options = {}) {

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
@@ -45,6 +46,11 @@ _PAGE: Final = """<!doctype html>
 </html>
 """
 
+_START: Final = {
+    "fleet": "begin();\nshowFleet(DATA, PAGE);\nready();\n",
+    "test": "begin();\nshowTest(DATA, PAGE);\nif (DATA.fleet) showFleet(DATA.fleet, PAGE, el('h2', { id: 'fleet' }, 'The fleet'));\nready();\n",
+}
+
 T = TypeVar("T")
 
 
@@ -52,7 +58,7 @@ def render(kind: Literal["fleet", "test"], title: str, data: Mapping[str, Any]) 
     """Return a page as HTML.
 
     Args:
-        kind: what it shows; the script of that name reads the data.
+        kind: what it shows; a test may have a fleet too, whose data is under "fleet".
         title: its heading, any text.
         data: what it shows; plain, as JSON has it.
 
@@ -61,13 +67,14 @@ def render(kind: Literal["fleet", "test"], title: str, data: Mapping[str, Any]) 
         ValueError: it has a number that is not finite.
     """
     home = files(__package__)
+    scripts = ("page.js", "fleet.js", "test.js") if kind == "test" else ("page.js", "fleet.js")
     text = json.dumps({"title": title, **data}, separators=(",", ":"), allow_nan=False)
     return _PAGE.format(
         policy=_POLICY,
         title=escape(title),
         style=home.joinpath("page.css").read_text(encoding="utf-8"),
         data=text.replace("<", "\\u003c"),  # no text of it can end the element
-        script="\n".join(home.joinpath(name).read_text(encoding="utf-8") for name in ("page.js", f"{kind}.js")),
+        script="\n".join(home.joinpath(name).read_text(encoding="utf-8") for name in scripts) + _START[kind],
     )
 
 
@@ -92,4 +99,4 @@ def peaks(items: Sequence[T], most: int, key: Callable[[T], Any]) -> list[T]:
     if count <= most:
         return list(items)
     bounds = [at * count // most for at in range(most + 1)]
-    return [max(items[start:end], key=key) for start, end in zip(bounds, bounds[1:], strict=False)]
+    return [max(items[start:end], key=key) for start, end in pairwise(bounds)]

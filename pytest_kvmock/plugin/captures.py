@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 _MOST_NAME: Final = 120
 
 
-def capture_name(nodeid: str) -> str:
-    """The name of a test's file: its id in what every file system takes, and 8 digits of its hash, as two ids may look alike so."""
+def file_name(nodeid: str, kind: str = "jsonl") -> str:
+    """The name of a file of a test: its id in what every file system takes, and 8 digits of its hash, as two ids may look alike so."""
     plain = re.sub(r"[^\w.-]+", "-", nodeid, flags=re.ASCII).strip("-")[-_MOST_NAME:]
-    return f"{plain}-{xxh3_64_hexdigest(nodeid.encode(errors='replace'))[:8]}.jsonl"
+    return f"{plain}-{xxh3_64_hexdigest(nodeid.encode(errors='replace'))[:8]}.{kind}"
 
 
 class TestCapture(HarnessCapture):
@@ -35,7 +35,7 @@ class TestCapture(HarnessCapture):
 
     def __init__(self, item: pytest.Item, profile: EngineProfile) -> None:
         directory = item.config.stash[SETTINGS].get("capture")
-        path = Path(item.config.invocation_params.dir, directory, capture_name(item.nodeid))
+        path = Path(item.config.invocation_params.dir, directory, file_name(item.nodeid))
         try:
             super().__init__(path, profile, item.nodeid)
         except CaptureError as error:

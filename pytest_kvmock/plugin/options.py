@@ -353,6 +353,14 @@ OPTIONS: Final = (
         metavar="DIR",
     ),
     Option(
+        "html",
+        str,
+        "write a page of each failing test into this directory, to be opened in a browser: its events, what ledger and index held "
+        "after each, its fleet, and the smallest reproduction",
+        flag="--kv-html",
+        metavar="DIR",
+    ),
+    Option(
         "seed",
         integer,
         "seed of everything random in the mock engines, together with the test's id (default: 0)",

@@ -106,17 +106,17 @@ _SCREEN_EVENTS: Final = 20
 _SCREEN_REQUESTS: Final = 3
 
 
-def add_reproduction(case: Case, phase: str, problem: Problem) -> None:
-    """Attach the smallest reproduction of a failure, or in a line why there is none.
+def add_reproduction(case: Case, phase: str, problem: Problem) -> str | None:
+    """Attach the smallest reproduction of a failure, or in a line why there is none, and return it; None: none was wanted.
 
-    One whose traffic is less than a screen needs none, unless it is to be saved.
+    One whose traffic is less than a screen needs none, unless it is to be saved, or stands in a page.
     """
     config, kv = case.item.config, case.harness
     settings = config.stash[SETTINGS]
     seconds = settings.get("reduce", REDUCE_SECONDS)
     is_short = kv.events.total <= _SCREEN_EVENTS and kv.recording.requests <= _SCREEN_REQUESTS
-    if not seconds or (is_short and settings.get("save_scenario") is None):
-        return
+    if not seconds or (is_short and settings.get("save_scenario") is None and settings.get("html") is None):
+        return None
     spent = config.stash.get(_SPENT, 0.0)
     if spent >= _SESSION * seconds:
         text = f"none: {spent:.0f} seconds of this run went into those of other tests; run this one alone"
@@ -125,6 +125,7 @@ def add_reproduction(case: Case, phase: str, problem: Problem) -> None:
         text = _reproduction(case, problem, seconds, until=start + seconds)
         config.stash[_SPENT] = spent + time.monotonic() - start
     case.item.add_report_section(phase, "kvmock smallest reproduction", text)
+    return text
 
 
 def _reproduction(case: Case, problem: Problem, seconds: float, until: float) -> str:
@@ -140,6 +141,30 @@ def _reproduction(case: Case, problem: Problem, seconds: float, until: float) ->
     text = found.as_test(awaited_by=_awaited_by(case.item))
     more = "" if found.complete else f"; perhaps not the smallest, because --kv-reduce={seconds:g} ended the search"
     return f"# cut from {found.cut_from:,} {found.level} to {found.size:,}{more}{saved}\n{text.rstrip()}"
+
+
+def add_page(
+    case: Case, phase: str, failure: str, problem: Problem | None = None, reproduction: str | None = None
+) -> None:
+    """Write the page of a test that fails, with --kv-html; a line of the report says where, or why there is none.
+
+    Args:
+        case: the test.
+        phase: of pytest.
+        failure: its message.
+        problem: what it opens at; None: the end of the log.
+        reproduction: the smallest that was found, as text.
+    """
+    directory = case.item.config.stash[SETTINGS].get("html")
+    if directory is None:
+        return
+    from pytest_kvmock.plugin.failure_page import write_failure  # for those who want pages
+
+    try:
+        text = write_failure(case, directory, failure, problem, reproduction)
+    except Exception as error:  # noqa: BLE001 - the failure of the test must be reported all the same
+        text = f"none: --kv-html={directory}: {' '.join(f'{type(error).__name__}: {error}'.split())}"
+    case.item.add_report_section(phase, "kvmock page", text)
 
 
 def _awaited_by(item: pytest.Item) -> str | None:

@@ -69,6 +69,7 @@ def read_settings(config: pytest.Config) -> Settings:
     _check_profile(config, settings)
     _check_trace(config, settings)
     _check_directory(config, settings, "capture", "--kv-capture")
+    _check_directory(config, settings, "html", "--kv-html")
     _check_save_scenario(config, settings)
     return settings
 

@@ -14,7 +14,7 @@ import pytest
 
 from pytest_kvmock.hygiene.rules import LEAKED_REQUESTS, NOT_FLUSHED
 from pytest_kvmock.plugin.options import KvEventWarning
-from pytest_kvmock.plugin.report import add_log, add_reproduction, record_properties
+from pytest_kvmock.plugin.report import add_log, add_page, add_reproduction, record_properties
 
 if TYPE_CHECKING:
     from pytest_kvmock.hygiene.problem import Problem
@@ -81,13 +81,16 @@ def judge_failed_body(case: Case, failure: BaseException) -> None:
     if case.policy.log != "none":
         add_log(case, "call", _first(found))
     if found is None:
+        if not _is_expected(case.item, failure):
+            add_page(case, "call", _said(failure))
         return
     if isinstance(failure, EventRulesBroken):  # of kv_events.check(), say: it is about any of them
         problem = _first(found)
     else:
         problem = next((problem for problem in found.fatal if problem.rule not in _OF_THE_END), None)
-    if problem is not None and not _is_expected(case.item, failure):
-        add_reproduction(case, "call", problem)
+    if not _is_expected(case.item, failure):
+        reproduction = None if problem is None else add_reproduction(case, "call", problem)
+        add_page(case, "call", _said(failure), _first(found), reproduction)
 
 
 def judge_late(case: Case) -> None:
@@ -109,6 +112,7 @@ def judge_failed_teardown(case: Case, failure: BaseException) -> None:
         first = _first(_add_note(case, failure))
         if first is not None and case.policy.log != "none":
             add_log(case, "teardown", first)
+        add_page(case, "teardown", _said(failure), first)
 
 
 def _look(case: Case, phase: str) -> _Findings:
@@ -139,10 +143,14 @@ def _finish(case: Case, found: _Findings, phase: str) -> None:
     log = case.policy.log
     if (log == "all" and not late) or (log != "none" and failure):
         add_log(case, phase, next(iter(found.fatal), None))
-    if found.fatal:
-        add_reproduction(case, phase, found.fatal[0])
+    reproduction = add_reproduction(case, phase, found.fatal[0]) if found.fatal else None
     if failure:
+        add_page(case, phase, failure, _first(found), reproduction)
         pytest.fail(failure, pytrace=False)
+
+
+def _said(failure: BaseException) -> str:
+    return "\n".join((f"{type(failure).__name__}: {failure}", *getattr(failure, "__notes__", ())))
 
 
 def _first(found: _Findings | None) -> Problem | None:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pytest_kvmock.capture import check_file
-from pytest_kvmock.plugin.captures import capture_name
+from pytest_kvmock.plugin.captures import file_name
 
 TESTS = """
 def test_serves(kv_worker, kv_prompt):
@@ -249,7 +249,7 @@ def test_a_file_where_the_directory_should_be_is_refused(nested, pytester):
 
 
 def test_a_directory_that_cannot_be_written_fails_the_test_in_one_line(nested, pytester):
-    name = capture_name("test_it.py::test")
+    name = file_name("test_it.py::test")
     (pytester.path / "out" / name).mkdir(parents=True)
     result = nested("", "--kv-capture=out", "test_it.py", files={"test_it.py": "def test(kv_events): pass"})
     result.assert_outcomes(errors=1)
@@ -259,7 +259,7 @@ def test_a_directory_that_cannot_be_written_fails_the_test_in_one_line(nested, p
 
 def test_two_tests_have_two_names():
     ids = ["t.py::test[a/b]", "t.py::test[a-b]", "t.py::test[a b]", "t.py::test[" + "x" * 500 + "]", "t.py::test[ä]"]
-    names = [capture_name(nodeid) for nodeid in ids]
+    names = [file_name(nodeid) for nodeid in ids]
     assert len(ids) == len({*names})
     assert all(len(name) < 150 and name.isascii() and "/" not in name for name in names)
 

@@ -1,0 +1,127 @@
+"""What `--kv-html` writes: a page of each failing test, with what its books held after each event, and its fleet."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from pytest_kvmock.events import Removed, Stored, block_text
+from pytest_kvmock.hygiene.report import problem_text
+from pytest_kvmock.hygiene.text import event_text
+from pytest_kvmock.pages import render, write_page
+from pytest_kvmock.plugin.captures import file_name
+from pytest_kvmock.reduce.states import states, worker_name
+
+if TYPE_CHECKING:
+    from pytest_kvmock.harness import RouterHarness
+    from pytest_kvmock.hygiene.log_entry import LogEntry
+    from pytest_kvmock.hygiene.problem import Problem
+    from pytest_kvmock.plugin.case import Case
+
+MOST_EVENTS: Final = 2_000
+"""How many events around the problem the log of a page has."""
+
+MOST_BLOCKS: Final = 32
+"""How many blocks of an event it names."""
+
+MOST_PROBLEMS: Final = 200
+
+_SECONDS: Final = 5.0
+"""How long the steps may take."""
+
+
+def write_failure(case: Case, directory: str, failure: str, problem: Problem | None, reproduction: str | None) -> str:
+    """Write the page of a failing test.
+
+    Args:
+        case: the test.
+        directory: where it is written, relative to where pytest was started; it is made.
+        failure: the message.
+        problem: what the page opens at; None: the end of the log.
+        reproduction: the smallest that was found, as text.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = Path(case.item.config.invocation_params.dir, directory, file_name(case.item.nodeid, "html"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = failure_data(case.harness, failure, problem, reproduction)
+    write_page(path, render("test", case.item.nodeid, data))
+    return str(path)
+
+
+def failure_data(
+    kv: RouterHarness, failure: str, problem: Problem | None = None, reproduction: str | None = None
+) -> dict[str, Any]:
+    """Return what the page of a failing test shows, as plain data.
+
+    Args:
+        kv: its harness.
+        failure: the message.
+        problem: what the page opens at; None: the end of the log.
+        reproduction: the smallest that was found, as text.
+    """
+    log = [*kv.events]
+    base = log[0].position if log else 0
+    opens = base + len(log) - 1 if problem is None else problem.position
+    start = max(0, min(opens - base - MOST_EVENTS // 2, len(log) - MOST_EVENTS))
+    shown = log[start : start + MOST_EVENTS]
+    notes = []
+    if len(shown) < len(log):
+        notes.append(f"The log has {len(shown):,} of {len(log):,} events: those around the problem.")
+    until = time.monotonic() + _SECONDS
+    worker = problem.worker_id if problem is not None else shown[-1].event.worker_id if shown else 0
+    found = states(kv, opens, worker, expired=lambda: time.monotonic() > until) if log else None
+    if found is not None:
+        notes += found.pop("notes")
+    reports = [fleet.report for fleet in kv.fleets if fleet.report is not None]
+    if len(reports) > 1:
+        notes.append(f"The test ran {len(reports)} fleets: the last report of the last one is shown.")
+    return {
+        "failure": failure,
+        "opens": opens,
+        "problem": None if problem is None else _problem(problem),
+        "problems": [_problem(each) for each in kv.events.problems[:MOST_PROBLEMS]],
+        "events": [_event(each) for each in shown],
+        "states": found,
+        "reproduction": reproduction,
+        "notes": notes,
+        "fleet": reports[-1].page_data() if reports else None,
+    }
+
+
+def _problem(problem: Problem) -> dict[str, Any]:
+    return {
+        "rule": problem.rule,
+        "is_error": problem.is_error,
+        "worker": worker_name(problem.worker_id, problem.dp_rank),
+        "position": problem.position,
+        "observed": problem.observed,
+        "expected": problem.expected,
+        "block": None if problem.block is None else block_text(problem.block),
+        "follows": problem.cause is not None,
+        "text": problem_text(problem),
+    }
+
+
+def _event(entry: LogEntry) -> dict[str, Any]:
+    event = entry.event
+    data = event.event.data
+    blocks = data.block_hashes if isinstance(data, Stored | Removed) else ()
+    parent = data.parent_hash if isinstance(data, Stored) else None
+    return {
+        "position": entry.position,
+        "worker": worker_name(event.worker_id, event.event.dp_rank),
+        "id": event.event.event_id,
+        "kind": entry.kind,
+        "tier": str(event.storage_tier),
+        "text": event_text(event),
+        "blocks": [block_text(block) for block in blocks[:MOST_BLOCKS]],
+        "more": max(0, len(blocks) - MOST_BLOCKS),
+        "parent": None if parent is None else block_text(parent),
+        "problems": [problem.rule for problem in entry.problems],
+    }

@@ -1,0 +1,215 @@
+"""`--kv-html`: a page of each failing test."""
+
+import json
+import sys
+
+import pytest
+
+TESTS = """
+import pytest
+from pytest_kvmock.router import RadixIndex
+from pytest_kvmock import Removed
+from pytest_kvmock.traces import synthetic_trace
+
+class Forgets(RadixIndex):
+    def apply(self, event):
+        if not isinstance(event.event.data, Removed):
+            super().apply(event)
+
+@pytest.fixture
+def kv_index(request):
+    return Forgets() if request.node.name == "test_drifts" else None
+
+def test_drifts(kv_sink):
+    kv_sink(STORED)
+    kv_sink(STORED_2)
+    kv_sink(REMOVED)
+
+def test_passes(kv_sink):
+    kv_sink(STORED)
+
+def test_fails_by_itself(kv_sink):
+    kv_sink(STORED)
+    assert 0, "<script>own</script>"
+
+def test_uses_nothing():
+    assert 0
+
+@pytest.mark.xfail
+def test_is_expected(kv_sink):
+    kv_sink(STORED)
+    assert 0
+
+@pytest.fixture
+def late(kv_sink):
+    yield
+    kv_sink(BAD)
+
+def test_is_wrong_late(late):
+    pass
+
+@pytest.mark.kvmock(num_blocks=96, block_size=4, workers=2)
+@pytest.mark.kv_backends("lru")
+def test_fleet(kv_fleet):
+    kv_fleet.run(synthetic_trace(6, block_size=4, input_tokens=(4, 24), output_tokens=(1, 4), interval_ms=10, prefix_blocks=(1, 1)))
+    assert 0
+""".replace("STORED_2", "Stored(1, (2,), (12,))").replace("STORED", "Stored(None, (1,), (11,))")
+TESTS = TESTS.replace("REMOVED", "Removed((2,))").replace("BAD", "Removed((7,))")
+TESTS = "from pytest_kvmock import Removed, Stored\n" + TESTS
+FAILING = {"test_drifts", "test_fails_by_itself", "test_is_wrong_late", "test_fleet"}
+
+
+def data_of(path):
+    return json.loads(path.read_text(encoding="utf-8").partition('id="data">')[2].partition("</script>")[0])
+
+
+@pytest.fixture
+def run(pytester):
+    def run(*args, tests=TESTS):
+        pytester.makepyfile(tests)
+        return pytester.runpytest_inprocess(*args)
+
+    return run
+
+
+@pytest.fixture
+def pages(run, pytester):
+    """The data of the pages of all failing tests, by the name of the test."""
+    result = run("--kv-html=deep/pages")
+    result.assert_outcomes(passed=2, failed=4, errors=1, xfailed=1)
+    result.stdout.fnmatch_lines(["*Captured kvmock page call*", "*deep*pages*test_drifts*.html"])
+    found = [data_of(path) for path in pytester.path.joinpath("deep", "pages").iterdir()]
+    return {data["title"].partition("::")[2].partition("[")[0]: data for data in found}
+
+
+def test_each_failing_test_of_ours_has_a_page(pages):
+    assert set(pages) == FAILING
+    assert pages["test_fails_by_itself"]["failure"].startswith("AssertionError: <script>own</script>")
+    assert pages["test_fails_by_itself"]["problem"] is None
+    assert pages["test_is_wrong_late"]["problem"]["rule"] == "block_not_found"
+    assert len(pages["test_fleet"]["fleet"]["requests"]["number"]) == 6
+    assert pages["test_drifts"]["fleet"] is None
+
+
+def held(states, book, steps):
+    """What a book holds after so many steps."""
+    now = set(states["base"][book])
+    for step in states["steps"][:steps]:
+        now = now - set(step[book]["-"]) | set(step[book]["+"])
+    return [states["held"][each][1:] for each in sorted(now)]
+
+
+def test_states_are_those_after_each_event(pages):
+    data = pages["test_drifts"]
+    states = data["states"]
+    assert (2, "index_drift") == (data["opens"], data["problem"]["rule"])
+    assert ["stored", "stored", "removed"] == [event["kind"] for event in data["events"]]
+    assert ["ledger", "reference", "index"] == states["books"]
+    one, two = ["device", "1"], ["device", "2"]
+    for book, last in (("ledger", [one]), ("reference", [one]), ("index", [one, two])):
+        assert [[], [one], [one, two], last] == [held(states, book, steps) for steps in range(4)]
+    assert {"1": None, "2": "1"} == states["parents"]
+    worker = data["events"][0]["worker"]
+    answers = states["steps"][2]["answers"]
+    assert ({worker: 1}, {worker: 2}, "2") == (answers["reference"], answers["index"], answers["block"])
+
+
+def test_the_smallest_reproduction_is_there_however_short_the_test(pages):
+    assert "def test_reproduction(" in pages["test_drifts"]["reproduction"]
+
+
+def test_nothing_is_loaded_or_written_where_no_test_fails(run, pytester, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith(("pytest_kvmock.pages", "pytest_kvmock.reduce"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "pytest_kvmock.plugin.failure_page", raising=False)
+    result = run("--kv-html=pages", "-k", "test_passes")
+    result.assert_outcomes(passed=1, deselected=6)
+    assert not pytester.path.joinpath("pages").exists()
+    assert {"pytest_kvmock.pages", "pytest_kvmock.plugin.failure_page"}.isdisjoint(sys.modules)
+
+
+def test_a_directory_that_cannot_be_written_is_one_line_after_the_failure(run, monkeypatch):
+    from pytest_kvmock.plugin import failure_page
+
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied", "pages")
+
+    monkeypatch.setattr(failure_page, "write_page", refuse)
+    result = run("--kv-html=pages", "-k", "test_fails_by_itself")
+    result.assert_outcomes(failed=1, deselected=6)
+    result.stdout.fnmatch_lines(
+        [
+            "E * AssertionError: <script>own</script>",
+            "*Captured kvmock page call*",
+            "none: --kv-html=pages: PermissionError: * Permission denied: 'pages'",
+        ]
+    )
+    assert 1 == str(result.stdout).count("--kv-html")
+
+
+def test_what_is_no_directory_is_refused(run, pytester):
+    pytester.path.joinpath("file").write_text("", encoding="utf-8")
+    result = run("--kv-html=file")
+    result.stderr.fnmatch_lines(["ERROR: --kv-html: got 'file'; allowed: a directory, which need not exist yet"])
+
+
+@pytest.mark.parametrize(
+    ("index", "note"),
+    [
+        ("class Index:\n    def __init__(self, other): self.other = other\n", "could not rebuild your index"),
+        ("class Index:\n    def __init__(self, other=None): self.other = RadixIndex()\n", "has no dump_events"),
+    ],
+)
+def test_an_index_that_cannot_be_made_anew_or_dumped_is_said(run, pytester, index, note):
+    run(
+        "--kv-html=pages",
+        tests=f"""
+import pytest
+from pytest_kvmock import Stored
+from pytest_kvmock.router import RadixIndex
+
+{index}
+    def apply(self, event): pass
+    def find_matches(self, hashes): return {{}}
+
+@pytest.fixture
+def kv_index():
+    return Index(3)
+
+def test(kv_sink):
+    kv_sink(Stored(None, (1,), (11,)))
+""",
+    )
+    (page,) = pytester.path.joinpath("pages").iterdir()
+    data = data_of(page)
+    assert ["ledger", "reference"] == data["states"]["books"]
+    assert any(note in each for each in data["notes"])
+    asked = data["states"]["steps"][0]["answers"]
+    assert asked.get("index") == ({} if "dump" in note else None)
+
+
+def test_an_async_index_is_awaited(run, pytester):
+    run(
+        "--kv-html=pages",
+        tests="""
+import pytest
+from pytest_kvmock import Stored
+from pytest_kvmock.router import RadixIndex
+
+class Index:
+    def __init__(self): self.index = RadixIndex()
+    async def apply(self, event): self.index.apply(event)
+    async def find_matches(self, hashes): return self.index.find_matches(hashes).scores
+    async def dump_events(self): return self.index.dump_events()
+
+@pytest.fixture
+def kv_index():
+    return Index()
+
+def test(kv_sink):
+    kv_sink(Stored(None, (1,), (11,)))
+""",
+    )
+    (page,) = pytester.path.joinpath("pages").iterdir()
+    states = data_of(page)["states"]
+    assert [["device", "1"]] == held(states, "index", 1)
