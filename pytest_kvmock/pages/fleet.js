@@ -42,7 +42,7 @@ function findings() {
   const errors = DATA.event_errors || [];
   if (errors.length) items.push(el("span", { class: "problem" }, `${quantity(errors.length, "event error")}, the first: ${errors[0]}`));
   items.push(...DATA.notes);
-  return el("section", { class: `panel findings ${wrong.length || errors.length ? "bad" : ""}`, "aria-label": "findings" },
+  return el("section", { class: `panel findings ${wrong.length || errors.length ? "bad" : ""}`, "aria-label": "findings of the fleet" },
     el("p", {}, `${DATA.router}, ${DATA.trace}, ${quantity(DATA.workers.length, "worker")}.`), el("ul", {}, items.map((item) => el("li", {}, item))));
 }
 

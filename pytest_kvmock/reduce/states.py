@@ -57,14 +57,20 @@ def states(
 
     def rebuild(is_over: Callable[[], bool] | None) -> dict[str, Any]:
         with asyncio.Runner() as runner:
-            return _Replay(kv, position, worker, runner, is_over or expired).run()
+            return _Replay(kv, position, worker, is_over or expired, runner).run()
 
-    return in_a_thread(rebuild, expired) if kv.is_async else rebuild(None)
+    # Only an async index needs a loop, and that a thread: the caller's may run one already.
+    return in_a_thread(rebuild, expired) if kv.is_async else _Replay(kv, position, worker, expired).run()
 
 
 class _Replay:
     def __init__(
-        self, kv: RouterHarness, position: int, worker: int, runner: asyncio.Runner, expired: Callable[[], bool]
+        self,
+        kv: RouterHarness,
+        position: int,
+        worker: int,
+        expired: Callable[[], bool],
+        runner: asyncio.Runner | None = None,
     ) -> None:
         self._kv, self._worker, self._runner, self._expired = kv, worker, runner, expired
         self._ledger = Ledger()
@@ -84,7 +90,7 @@ class _Replay:
         kv = self._kv
         try:
             make = MakeIndex(kv.index, kv.profile, is_async=kv.is_async)
-            return IndexUnderTest(self._runner.run(make.amake()))
+            return IndexUnderTest(make() if self._runner is None else self._runner.run(make.amake()))
         except NotReduced as reason:
             why = str(reason)
         except Exception as error:  # noqa: BLE001 - the user's own class
@@ -169,7 +175,7 @@ class _Replay:
         """Call the index under test; None where it raises, which the test has shown."""
         try:
             answer = function(*arguments)
-            return self._runner.run(_awaited(answer)) if isawaitable(answer) else answer
+            return answer if self._runner is None or not isawaitable(answer) else self._runner.run(_awaited(answer))
         except Exception:  # noqa: BLE001 - the user's own
             return None
 

@@ -55,7 +55,6 @@ def test_fleet(kv_fleet):
     assert 0
 """.replace("STORED_2", "Stored(1, (2,), (12,))").replace("STORED", "Stored(None, (1,), (11,))")
 TESTS = TESTS.replace("REMOVED", "Removed((2,))").replace("BAD", "Removed((7,))")
-TESTS = "from pytest_kvmock import Removed, Stored\n" + TESTS
 FAILING = {"test_drifts", "test_fails_by_itself", "test_is_wrong_late", "test_fleet"}
 
 
@@ -64,12 +63,8 @@ def data_of(path):
 
 
 @pytest.fixture
-def run(pytester):
-    def run(*args, tests=TESTS):
-        pytester.makepyfile(tests)
-        return pytester.runpytest_inprocess(*args)
-
-    return run
+def run(nested):
+    return lambda *args, tests=TESTS: nested(tests, *args)
 
 
 @pytest.fixture

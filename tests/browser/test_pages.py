@@ -1,0 +1,210 @@
+"""Pages in a browser: what a reader does with them, and what a checker of accessibility says."""
+
+import json
+from random import Random
+
+import pytest
+
+from pytest_kvmock import Removed, RouterHarness, Stored
+from pytest_kvmock.fleet import Fleet, FleetRequest, MockEngine, MockEngineArgs
+from pytest_kvmock.pages import render, write_page
+from pytest_kvmock.plugin.failure_page import failure_data
+from pytest_kvmock.router import RadixIndex, RoundRobin
+from pytest_kvmock.traces import synthetic_trace
+
+ARGS = MockEngineArgs(num_gpu_blocks=96, block_size=4, max_num_batched_tokens=32)
+EVIL = "<img src=x onerror=alert(1)>"
+LONG = 12_000
+
+
+def report(router=None, count=60, **options):
+    sizes = {"block_size": 4, "input_tokens": (4, 24), "output_tokens": (1, 12)}
+    trace = synthetic_trace(count, seed=3, groups=3, prefix_blocks=(3, 3), interval_ms=10, **sizes)
+    return Fleet([MockEngine(ARGS, seed=at) for at in range(3)], router, **options).run(trace)
+
+
+class Forgets(RadixIndex):
+    """Forgets every third Removed."""
+
+    removed = 0
+
+    def apply(self, event):
+        self.removed += isinstance(event.event.data, Removed)
+        if not isinstance(event.event.data, Removed) or self.removed % 3:
+            super().apply(event)
+
+
+@pytest.fixture(scope="module")
+def fleet_page(tmp_path_factory):
+    path = tmp_path_factory.mktemp("pages") / "fleet.html"
+    first = report(RoundRobin(), record=True)
+    second = report(record=True)
+    first.to_html(path, compare=[second, report().to_json()], title=f"a fleet {EVIL}")
+    return path
+
+
+@pytest.fixture(scope="module")
+def failing_page(tmp_path_factory):
+    path = tmp_path_factory.mktemp("pages") / "test.html"
+    kv = RouterHarness(backend="lru", index=Forgets(), name="a test")
+    for number in range(1, 9):
+        kv.apply([Stored(None, (10 * number, 10 * number + 1), (10 * number, 10 * number + 1))], number % 2)
+        kv.apply([Removed((10 * number + 1,))], number % 2)
+    kv.judge()
+    (problem, *_) = kv.events.errors
+    kv.fleets.append(Fleet([MockEngine(ARGS, seed=at) for at in range(2)]))
+    kv.fleets[0].run([FleetRequest([*range(64)], 3, timestamp=0.0, session_id=EVIL)])
+    write_page(
+        path, render("test", f"a test {EVIL}", failure_data(kv, f"failed {EVIL}", problem, "def test_it(): ...\n"))
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def long_page(tmp_path_factory, fleet_page):
+    """A page of 12,000 requests over 8 workers, from the data of a short one: no fleet is run for it."""
+    path = tmp_path_factory.mktemp("pages") / "long.html"
+    data = json.loads(fleet_page.read_text(encoding="utf-8").partition('id="data">')[2].partition("</script>")[0])
+    rng, requests = Random(1), data["requests"]
+    for name, column in requests.items():
+        requests[name] = [rng.choice(column) for _ in range(LONG)]
+    requests |= {
+        "number": [*range(LONG)],
+        "arrival_ms": [at * 10 for at in range(LONG)],
+        "session": [str(at % 50) for at in range(LONG)],
+    }
+    requests["worker"] = [rng.randrange(8) for _ in range(LONG)]
+    data |= {"workers": [str(at) for at in range(8)], "samples": None, "figures": [data["figures"][0]] * 9}
+    write_page(path, render("fleet", data.pop("title"), data))
+    return path
+
+
+def violations(page):
+    axe = pytest.importorskip(
+        "axe_playwright_python.sync_playwright", reason="the extra 'browser' is not installed"
+    ).Axe
+    found = axe().run(page).response["violations"]
+    return [(each["id"], [node["html"] for node in each["nodes"]][:3]) for each in found]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("name", ["fleet_page", "failing_page"])
+def test_a_checker_of_accessibility_finds_nothing(visit, request, name, scheme):
+    page = visit(request.getfixturevalue(name), color_scheme=scheme)
+    if name == "fleet_page":
+        page.locator("#worst button").first.click()
+    assert [] == violations(page)
+
+
+@pytest.mark.parametrize("name", ["fleet_page", "failing_page"])
+def test_markup_in_names_is_shown_as_text(visit, request, name):
+    page = visit(request.getfixturevalue(name))
+    assert EVIL in page.locator("h1").inner_text()
+    assert 0 == page.locator("img").count()
+
+
+@pytest.mark.parametrize("name", ["fleet_page", "failing_page"])
+def test_text_scales_and_nothing_is_wider_than_a_narrow_window(visit, request, name):
+    page = visit(request.getfixturevalue(name))
+    page.set_viewport_size({"width": 480, "height": 900})
+    page.evaluate("document.documentElement.style.fontSize = '24px'")
+    page.evaluate("dispatchEvent(new Event('resize'))")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 480
+
+
+def test_the_theme_is_switched(visit, fleet_page):
+    page = visit(fleet_page, color_scheme="dark")
+    back = "getComputedStyle(document.body).backgroundColor"
+    dark = page.evaluate(back)
+    page.get_by_role("button", name="Light / dark").click()
+    assert dark != page.evaluate(back)
+
+
+def test_filters_show_how_many_are_left(visit, fleet_page):
+    page = visit(fleet_page)
+    shown = page.locator("#shown")
+    assert "60 of 60 requests" == shown.inner_text()
+    page.select_option("#by-worker", "1")
+    assert "20 of 60 requests" == shown.inner_text()
+    page.select_option("#by-outcome", "rejected") if page.locator(
+        "#by-outcome option[value=rejected]"
+    ).count() else None
+    page.select_option("#by-worker", "")
+    page.fill("#by-session", "no such session")
+    assert "0 of 60 requests" == shown.inner_text()
+
+
+def test_a_request_shows_its_pick_with_all_candidates(visit, fleet_page):
+    page = visit(fleet_page)
+    page.locator("#worst button").first.click()
+    panel = page.locator("#request")
+    assert 3 == panel.locator("tbody tr").count()
+    assert "(chosen)" in panel.inner_text()
+    assert "(least cost)" in panel.inner_text()
+
+
+def test_the_timeline_is_worked_by_keys(visit, fleet_page):
+    page = visit(fleet_page)
+    timeline = page.locator("#timeline")
+    timeline.focus()
+    for _ in range(4):
+        page.keyboard.press("+")
+    page.wait_for_function("Number(document.getElementById('timeline').dataset.shown) < 40")
+    page.keyboard.press("n")
+    assert "Request 0" in page.locator("#request h3").first.inner_text()
+    page.keyboard.press("n")
+    assert "Request 1" in page.locator("#request h3").first.inner_text()
+    page.keyboard.press("Home")
+    page.wait_for_function("Number(document.getElementById('timeline').dataset.shown) === 60")
+
+
+def test_a_click_on_a_bar_opens_its_request(visit, fleet_page):
+    page = visit(fleet_page)
+    page.locator("#timeline").scroll_into_view_if_needed()
+    page.locator("#timeline").click(position={"x": 80, "y": 6})
+    assert "Request" in page.locator("#request h3").first.inner_text()
+
+
+def test_twelve_thousand_requests_can_be_zoomed_and_filtered(visit, long_page):
+    page = visit(long_page)
+    assert long_page.stat().st_size < 3_000_000
+    frames = page.evaluate(
+        """() => new Promise((resolve) => {
+            let frames = 0;
+            const turn = () => { zoomRequests(frames % 2 ? 0.5 : 2, 60000); if (++frames === 20) resolve(frames); else requestAnimationFrame(turn); };
+            requestAnimationFrame(turn);
+        })"""
+    )
+    assert 20 == frames
+    page.fill("#by-session", "49")
+    assert "240 of 12,000 requests" == page.locator("#shown").inner_text()
+
+
+def test_a_failing_test_opens_at_its_problem_and_is_stepped_through(visit, failing_page):
+    page = visit(failing_page)
+    title = page.locator("#event h3")
+    assert title.inner_text().startswith("Entry 5: Removed")
+    assert "only in index" in page.locator("#state .apart").first.inner_text() + page.locator("#state").inner_text()
+    page.get_by_role("button", name="previous event").click()
+    assert title.inner_text().startswith("Entry 4: Stored")
+    page.locator("#log").focus()
+    page.keyboard.press("End")
+    assert title.inner_text().startswith("Entry 15:")
+    page.keyboard.press("p")
+    assert title.inner_text().startswith("Entry 5:")
+
+
+def test_the_reproduction_is_copied(visit, failing_page):
+    page = visit(failing_page)
+    page.get_by_role("button", name="Copy reproduction").click()
+    page.get_by_text("copied", exact=False).wait_for()
+
+
+def test_a_page_is_printed_in_light_colours(visit, failing_page):
+    page = visit(failing_page, color_scheme="dark")
+    page.emulate_media(media="print")
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert "light" == page.evaluate("document.documentElement.dataset.theme")
+    assert not page.locator(".controls").first.is_visible()
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert "dark" == page.evaluate("document.documentElement.dataset.theme")
