@@ -416,10 +416,11 @@ class FleetReport(ReplayReport, ReportAssertions):
         selector: Any = None,
     ) -> dict[str, Any]:
         """Return what `to_html` shows, as plain data."""
-        from pytest_kvmock.fleet.fleet_page import fleet_data  # likewise
+        from pytest_kvmock.fleet.fleet_page import fleet_data, uncollected  # likewise
 
         others = compare if isinstance(compare, list | tuple) else (compare,)
         rows = self._rows()
         shown = [each for each in LATENCIES if each != "itl"]  # of millions of gaps, which take seconds
-        figures = {worker: rows.row(worker, latencies=shown) for worker in (None, *self.workers)}
-        return fleet_data(self, figures, others, selector or DynamoRouter())
+        with uncollected():
+            figures = {worker: rows.row(worker, latencies=shown) for worker in (None, *self.workers)}
+            return fleet_data(self, figures, others, DynamoRouter() if selector is None else selector)
