@@ -44,7 +44,7 @@ def fleet_data(
     Raises:
         TypeError: the selector is none, or what to compare with is no report.
     """
-    served, notes = report.served, []
+    served, notes, trace = report.served, [], report.trace_name
     names = [_name(worker) for worker in report.workers]
     place = {worker: at for at, worker in enumerate(report.workers)}
     regrets, costs = _regrets(report, None if selector is None else check_selector(selector))
@@ -70,7 +70,7 @@ def fleet_data(
     samples = _samples(report, names, notes)
     return {
         "router": report.router,
-        "trace": report.trace_name,
+        "trace": trace,
         "workers": names,
         "block_size": report.run.block_size,
         "notes": notes,
@@ -85,7 +85,7 @@ def fleet_data(
         "event_errors": None
         if report.event_errors is None
         else [str(each)[:500] for each in report.event_errors[:100]],
-        "reports": [_summary(report), *(beside(each) for each in compare)],
+        "reports": [_summary(report, trace), *(beside(each) for each in compare)],
     }
 
 
@@ -260,7 +260,7 @@ def _marks(report: Any) -> list[dict[str, Any]]:
 # ------------------------------------------------------------------------------------------------- several reports
 
 
-def _summary(report: Any) -> dict[str, Any]:
+def _summary(report: Any, trace: str) -> dict[str, Any]:
     """A report beside others: throughput, and times to the first token."""
     done = report.completed
     seconds = report.duration_ms / 1000
@@ -272,7 +272,7 @@ def _summary(report: Any) -> dict[str, Any]:
     tokens = sum(map(attrgetter("generated_tokens"), done))
     return {
         "name": report.router,
-        "trace": report.trace_name,
+        "trace": trace,
         "throughput": round(tokens / seconds, 3) if seconds else 0.0,
         "requests_per_s": round(len(done) / seconds, 4) if seconds else 0.0,
         "ttft": [[round(at / _CURVE, 4), round(_at(values, at / _CURVE), 2)] for at in range(_CURVE + 1)]
@@ -292,7 +292,7 @@ def beside(other: object) -> dict[str, Any]:
     """The same of a report to compare with; JSON has no time of a request, and of a distribution some points."""
     compared = Compared.of(other)
     if not isinstance(other, Mapping):
-        return _summary(other)
+        return _summary(other, compared.trace)
 
     def points(name: str) -> list[list[float]]:
         return [[share, other[f"{point}_{name}"]] for point, share in _POINTS.items() if f"{point}_{name}" in other]

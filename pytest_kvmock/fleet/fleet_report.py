@@ -406,9 +406,8 @@ class FleetReport(ReplayReport, ReportAssertions):
         """
         from pytest_kvmock.pages import render, write_page  # for those who want a page
 
-        write_page(
-            path, render("fleet", title or f"{self.router} on {self.trace_name}", self.page_data(compare, selector))
-        )
+        data = self.page_data(compare, selector)
+        write_page(path, render("fleet", title or f"{self.router} on {data['trace']}", data))
 
     def page_data(
         self,

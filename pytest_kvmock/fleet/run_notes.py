@@ -222,6 +222,7 @@ class PickRecord(NamedTuple):
     shown: tuple[int, ...]
 
 
+# Of a candidate, in its order: what stands before its usage, and `held_blocks`, which is its last.
 _COLUMNS = ("overlap", "prefill_tokens", "decode_blocks", "new_blocks", "active_requests", "waiting", "held_blocks")
 
 
@@ -295,13 +296,11 @@ class Recorder:
         now_ms, attempt, chosen, overlaps = self._at[at]
         request = copy(self._requests[at])
         request.now_ms, request.attempt, request.overlaps, request.status = now_ms, attempt, overlaps, "waiting"
-        rows = range(self._starts[at], self._starts[at + 1])
-        candidates = []
-        for row in rows:
-            worker = self._workers[row]
-            blocks, budget = self._fixed[worker]
-            columns: dict[str, Any] = {name: column[row] for name, column in self._columns.items()}
-            candidates.append(
-                Candidate(worker, usage=self._usage[row], num_blocks=blocks, max_batched_tokens=budget, **columns)
-            )
-        return PickRecord(request, chosen, tuple(candidates), tuple(self._shown[row] for row in rows))
+        rows = slice(self._starts[at], self._starts[at + 1])
+        columns = (column[rows] for column in self._columns.values())
+        make: Any = Candidate
+        candidates = tuple(
+            make(worker, *loads, usage, *self._fixed[worker], held)
+            for worker, usage, *loads, held in zip(self._workers[rows], self._usage[rows], *columns, strict=True)
+        )
+        return PickRecord(request, chosen, candidates, tuple(self._shown[rows]))

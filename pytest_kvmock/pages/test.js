@@ -30,10 +30,11 @@ const step = (position) => (STATES ? STATES.steps[position - STATES.first] : und
 const same = (a, b) => a.size === b.size && [...a].every((each) => b.has(each));
 const answersDiffer = (answers) => answers && answers.index !== undefined && JSON.stringify(answers.index) !== JSON.stringify(answers.reference);
 
-// The first event after which index and reference part.
+// The first event after which index and reference part; -1: they had parted before the first that is stepped through.
 function partsAt() {
   if (!STATES) return null;
   const books = Object.fromEntries(STATES.books.map((book) => [book, new Set(STATES.base[book])]));
+  if (books.index && !same(books.index, books.reference)) return -1;
   for (let i = 0; i < STATES.steps.length; i++) {
     const now = STATES.steps[i];
     for (const book of Object.keys(books)) {
@@ -57,7 +58,9 @@ if (PROBLEM) {
   findings.push(el("li", {}, `Expected: ${PROBLEM.expected}`));
   if (eventAt(PROBLEM.position)) findings.push(el("li", {}, "Found at ", goTo(PROBLEM.position, `entry ${PROBLEM.position}`), ` of the log: ${eventAt(PROBLEM.position).text}`));
 }
-if (parts !== null && eventAt(parts)) findings.push(el("li", {}, "Your index and the reference part after ", goTo(parts, `entry ${parts}`), `: ${eventAt(parts).text}`));
+if (PROBLEM && DATA.opens !== PROBLEM.position && eventAt(DATA.opens)) findings.push(el("li", {}, "The last event that names its block is ", goTo(DATA.opens, `entry ${DATA.opens}`), `: ${eventAt(DATA.opens).text}`));
+if (parts === -1) findings.push(el("li", {}, `Your index and the reference had parted before entry ${STATES.first} of the log, the first that is stepped through.`));
+else if (parts !== null && eventAt(parts)) findings.push(el("li", {}, "Your index and the reference part after ", goTo(parts, `entry ${parts}`), `: ${eventAt(parts).text}`));
 const others = DATA.problems.filter((each) => !PROBLEM || each.text !== PROBLEM.text);
 if (others.length) findings.push(el("li", {}, `${quantity(others.length, "more problem")}: ${[...new Set(others.map((each) => each.rule))].join(", ")}.`));
 DATA.notes.forEach((note) => findings.push(el("li", { class: "soft" }, note)));
@@ -88,7 +91,7 @@ PAGE.append(el("section", {}, el("h2", {}, "Events"),
   canvas,
   el("div", { class: "controls" },
     button("|◀", () => show(0), "first event"), button("◀", () => show(here - 1), "previous event"), button("▶", () => show(here + 1), "next event"),
-    button("▶|", () => show(EVENTS.length - 1), "last event"), PROBLEM ? goTo(PROBLEM.position, "the problem") : null, parts !== null ? goTo(parts, "where they part") : null, slider),
+    button("▶|", () => show(EVENTS.length - 1), "last event"), PROBLEM ? goTo(DATA.opens, "the problem") : null, parts !== null && parts >= 0 ? goTo(parts, "where they part") : null, slider),
   detail), el("section", {}, el("h2", {}, "What is held after this event"), el("div", { class: "controls" }, el("label", {}, showAll, "also the blocks on which all agree")), state));
 slider.addEventListener("input", () => show(Number(slider.value)));
 
@@ -116,7 +119,7 @@ function drawLog() {
     if (event.kind === "stored") pen.fillRect(x - r, y - r, 2 * r, 2 * r);
     else if (event.kind === "removed") { pen.moveTo(x - r, y - r); pen.lineTo(x + r, y - r); pen.lineTo(x, y + r); pen.fill(); }
     else { pen.moveTo(x - r, y - r); pen.lineTo(x + r, y + r); pen.moveTo(x + r, y - r); pen.lineTo(x - r, y + r); pen.stroke(); }
-    if (event.problems.length || (PROBLEM && PROBLEM.position === event.position)) { pen.strokeStyle = ink("bad"); pen.beginPath(); pen.arc(x, y, 1.75 * r, 0, 7); pen.stroke(); }
+    if (event.problems.length || (PROBLEM && DATA.opens === event.position)) { pen.strokeStyle = ink("bad"); pen.beginPath(); pen.arc(x, y, 1.75 * r, 0, 7); pen.stroke(); }
     if (event.tier !== "device") { pen.strokeStyle = ink("text"); pen.lineWidth = 1.5; pen.beginPath(); pen.moveTo(x - r, y + 1.5 * r); pen.lineTo(x + r, y + 1.5 * r); pen.stroke(); }
     if (i === here || event.position % 5 === 0) { pen.fillStyle = ink("soft"); pen.fillText(String(event.position), x, workers.length * lane + bottom / 2); }
   }
@@ -126,7 +129,7 @@ canvas.addEventListener("click", (event) => {
   if (event.offsetX >= left && EVENTS[at]) show(at);
 });
 canvas.addEventListener("keydown", (event) => {
-  const run = { ArrowLeft: () => show(here - 1), ArrowRight: () => show(here + 1), Home: () => show(0), End: () => show(EVENTS.length - 1), p: () => PROBLEM && show(PROBLEM.position - FIRST) }[event.key];
+  const run = { ArrowLeft: () => show(here - 1), ArrowRight: () => show(here + 1), Home: () => show(0), End: () => show(EVENTS.length - 1), p: () => PROBLEM && show(DATA.opens - FIRST) }[event.key];
   if (run) { event.preventDefault(); run(); }
 });
 redraws.push(drawLog);
@@ -160,7 +163,7 @@ function answers(found) {
 function showState() {
   const position = EVENTS[here].position, books = held(position), change = step(position);
   if (!books) {
-    state.replaceChildren(el("p", { class: "soft" }, STATES ? `Only events ${STATES.first} to ${STATES.first + STATES.steps.length - 1} are stepped through.` : "No states were rebuilt."));
+    state.replaceChildren(el("p", { class: "soft" }, STATES && STATES.steps.length ? `Only entries ${STATES.first} to ${STATES.first + STATES.steps.length - 1} of the log are stepped through.` : "No states were rebuilt."));
     return;
   }
   const names = Object.keys(books), came = new Set(), went = new Set();

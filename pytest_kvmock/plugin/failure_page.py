@@ -67,7 +67,7 @@ def failure_data(
     """
     log = [*kv.events]
     base = log[0].position if log else 0
-    opens = base + len(log) - 1 if problem is None else problem.position
+    opens = base + len(log) - 1 if problem is None else _opens(log, problem)
     start = max(0, min(opens - base - MOST_EVENTS // 2, len(log) - MOST_EVENTS))
     shown = log[start : start + MOST_EVENTS]
     notes = []
@@ -92,6 +92,18 @@ def failure_data(
         "notes": notes,
         "fleet": reports[-1].page_data() if reports else None,
     }
+
+
+def _opens(log: list[LogEntry], problem: Problem) -> int:
+    """The number of the event that a problem is about: where a comparison shows it, the last that names its block."""
+    key, block = (problem.worker_id, problem.dp_rank), problem.block
+    if problem.event is None and block is not None:
+        for entry in reversed(log):
+            data = entry.event.data
+            is_its_own = entry.position <= problem.position and entry.event.key == key
+            if is_its_own and isinstance(data, Stored | Removed) and block in data.block_hashes:
+                return entry.position
+    return problem.position
 
 
 def _problem(problem: Problem) -> dict[str, Any]:

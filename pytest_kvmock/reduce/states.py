@@ -33,6 +33,12 @@ AFTER: Final = 50
 MOST_HELD: Final = 10_000
 """How many blocks are told of all workers; of more, those of the problem's worker are."""
 
+MOST_LOOKED: Final = 300_000
+"""How many blocks are looked at, over all steps and books; where many are held, fewer events are stepped through."""
+
+_LEAST: Final = 4
+"""So many events are stepped through in any case."""
+
 _Held: TypeAlias = set[tuple[int, int, str, int]]
 """(worker_id, dp_rank, tier, block hash)."""
 
@@ -75,7 +81,7 @@ class _Replay:
         self._kv, self._worker, self._runner, self._expired = kv, worker, runner, expired
         self._ledger = Ledger()
         self._reference = RadixIndex(semantics=kv.recording.index_semantics)
-        self._first, self._last = max(0, position - BEFORE), position + AFTER
+        self._position, self._first, self._last = position, max(0, position - BEFORE), position + AFTER
         self._notes: list[str] = []
         self._numbers: dict[tuple[int, int, str, int], int] = {}
         self._parents: dict[int, int | None] = {}
@@ -103,25 +109,30 @@ class _Replay:
         held: dict[str, _Held] | None = None
         base: dict[str, list[int]] = {}
         steps: list[dict[str, Any]] = []
-        position = -1
+        position, looked_at = -1, 0
         for entry in self._kv.recording.journal:
             event = entry.event if isinstance(entry, entries.Replayed) else entry
             if isinstance(event, RouterEvent):
                 position += 1
                 if position > self._last:
                     break
-                if self._expired():
+                # From the first look to the problem there are few steps, and these are what the page is for.
+                if not self._first <= position <= self._position and self._expired():
                     self._notes.append(f"The steps end before entry {position} of the log: they took too long.")
                     break
                 if position == self._first:
                     held = self._look()
-                    if len(held["ledger"]) > MOST_HELD:
+                    looked_at = max(looked_at, sum(map(len, held.values())))
+                    if len(held["ledger"]) > MOST_HELD and self._only is None:
                         self._only = self._worker
-                        held = self._look()
                         self._notes.append(
                             f"More than {MOST_HELD:,} blocks are held: those of worker {self._only} are shown."
                         )
-                    base = {book: self._shown(each) for book, each in held.items()}
+                        held = self._look()
+                    if self._narrow(looked_at):
+                        held = None  # it begins later
+                    else:
+                        base = {book: self._shown(each) for book, each in held.items()}
             self._take(entry)
             if held is not None and isinstance(event, RouterEvent):
                 now = self._look()
@@ -147,6 +158,14 @@ class _Replay:
     def _shown(self, held: _Held) -> list[int]:
         numbers = self._numbers
         return [numbers.setdefault(each, len(numbers)) for each in sorted(held)]
+
+    def _narrow(self, held: int) -> bool:
+        """Step through fewer events, where more is held than can be looked at so often; whether the first of them comes later."""
+        looks, first = max(_LEAST, MOST_LOOKED // max(1, held)), self._first
+        if looks < self._last - first:
+            self._first = max(first, self._position - looks * 4 // 5)
+            self._last = self._position + looks // 5
+        return self._first > first
 
     def _take(self, entry: entries.Entry) -> None:
         ledger = self._ledger

@@ -79,6 +79,12 @@ def long_page(tmp_path_factory, fleet_page):
     return path
 
 
+def drawn(page):
+    """How many requests the timeline has drawn, when it has."""
+    page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    return int(page.locator("#timeline").get_attribute("data-shown"))
+
+
 def violations(page):
     axe = pytest.importorskip(
         "axe_playwright_python.sync_playwright", reason="the extra 'browser' is not installed"
@@ -149,13 +155,13 @@ def test_the_timeline_is_worked_by_keys(visit, fleet_page):
     timeline.focus()
     for _ in range(4):
         page.keyboard.press("+")
-    page.wait_for_function("Number(document.getElementById('timeline').dataset.shown) < 40")
+    assert drawn(page) < 40
     page.keyboard.press("n")
     assert "Request 0" in page.locator("#request h3").first.inner_text()
     page.keyboard.press("n")
     assert "Request 1" in page.locator("#request h3").first.inner_text()
     page.keyboard.press("Home")
-    page.wait_for_function("Number(document.getElementById('timeline').dataset.shown) === 60")
+    assert 60 == drawn(page)
 
 
 def test_a_click_on_a_bar_opens_its_request(visit, fleet_page):

@@ -5,6 +5,11 @@ import sys
 
 import pytest
 
+from pytest_kvmock import Removed, RouterHarness, Stored
+from pytest_kvmock.plugin.failure_page import failure_data
+from pytest_kvmock.reduce import states
+from pytest_kvmock.router import RadixIndex
+
 TESTS = """
 import pytest
 from pytest_kvmock.router import RadixIndex
@@ -56,6 +61,14 @@ def test_fleet(kv_fleet):
 """.replace("STORED_2", "Stored(1, (2,), (12,))").replace("STORED", "Stored(None, (1,), (11,))")
 TESTS = TESTS.replace("REMOVED", "Removed((2,))").replace("BAD", "Removed((7,))")
 FAILING = {"test_drifts", "test_fails_by_itself", "test_is_wrong_late", "test_fleet"}
+
+
+class Deaf(RadixIndex):
+    """Hears no Removed."""
+
+    def apply(self, event):
+        if not isinstance(event.event.data, Removed):
+            super().apply(event)
 
 
 def data_of(path):
@@ -208,3 +221,41 @@ def test(kv_sink):
     (page,) = pytester.path.joinpath("pages").iterdir()
     states = data_of(page)["states"]
     assert [["device", "1"]] == held(states, "index", 1)
+
+
+def test_a_problem_that_the_end_shows_opens_at_the_last_event_of_its_block():
+    kv = RouterHarness(backend="lru", index=Deaf(), sync="end")
+    for block in range(1, 40):
+        kv.apply([Stored(None, (block,), (block,)), Removed((block,))])
+    kv.judge()
+    problem = kv.events.errors[0]
+    data = failure_data(kv, "", problem)
+    event = data["events"][data["opens"]]
+    assert ("removed", [data["problem"]["block"]]) == (event["kind"], event["blocks"])
+    assert problem.position > data["opens"]
+
+
+def test_of_much_that_is_held_fewer_events_are_stepped_through(monkeypatch):
+    monkeypatch.setattr(states, "MOST_LOOKED", 3_000)
+    monkeypatch.setattr(states, "MOST_HELD", 50)
+    kv = RouterHarness(backend="lru", index=RadixIndex())
+    for block in range(1, 450):
+        kv.apply([Stored(None, (block,), (block,))], block % 2)
+    found = states.states(kv, 400, 1)
+    assert 390 < found["first"] < 400
+    assert 400 < found["first"] + len(found["steps"]) < 410
+    assert {"1"} == {worker for worker, *_ in found["held"]}
+    assert ["More than 50 blocks are held: those of worker 1 are shown."] == found["notes"]
+    assert [400] == [at for at, step in enumerate(found["steps"], found["first"]) if step["answers"]["block"] == "401"]
+
+
+def test_steps_that_take_too_long_end_behind_the_problem(monkeypatch):
+    monkeypatch.setattr(states, "BEFORE", 10)
+    kv = RouterHarness(backend="lru", index=RadixIndex())
+    for block in range(1, 100):
+        kv.apply([Stored(None, (block,), (block,))])
+    found = states.states(kv, 60, 0, expired=lambda: True)
+    assert ([], True) == (found["steps"], "took too long" in found["notes"][0])
+    asked = iter(range(1_000))
+    found = states.states(kv, 60, 0, expired=lambda: next(asked) > 52)
+    assert (50, 14) == (found["first"], len(found["steps"]))
