@@ -76,7 +76,6 @@ class MockerRadixDriver:
         manager.make_room(upto - before)
         manager.extend(request, upto)
         if self._prefix_caching:
-            manager.publish_pages(request, before)
             manager.checkpoint(request)
 
     def extend(self, request: PageRequest, tokens: Sequence[int]) -> None:

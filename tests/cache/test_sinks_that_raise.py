@@ -95,7 +95,7 @@ def page_calls(manager):
     yield manager.clear
     yield lambda: manager.match(by_hand, 0)
     yield lambda: manager.extend(by_hand, 2 * SIZE)
-    yield lambda: manager.publish_pages(by_hand, 0)
+    yield lambda: manager.checkpoint(by_hand)
     yield lambda: manager.finish(by_hand)
     yield lambda: manager.evict(SIZE)
     yield lambda: manager.allocate(long, 3 * SIZE)

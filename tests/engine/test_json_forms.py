@@ -123,3 +123,4 @@ def test_what_is_read_is_written():
 def test_inert_arguments_are_known_ones():
     with pytest.raises(ValueError, match=rf"^inert must be a mapping of {next(iter(INERT))}"):
         MockEngineArgs(semantics="1.6.1", inert={"x": 1})
+    assert MockEngineArgs(semantics="1.6.1", inert=dict(INERT)).inert == INERT

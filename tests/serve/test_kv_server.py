@@ -317,6 +317,17 @@ def test_only_so_many_requests_are_remembered():
         assert call(server.control_url, "/verdict")[1]["forgotten_requests"] == 1
 
 
+def test_a_stream_that_the_engine_rejects_ends_with_its_error():
+    with harness(1, num_blocks=8) as kv, KvServer(kv, max_model_len=4096) as server:
+        body = {"prompt": "a" * 600, "max_tokens": 1, "stream": True}
+        status, text = call(server.url(0), "/v1/completions", body)
+        assert status == 200
+        (error,), is_whole = chunks(text)
+        assert "600 tokens never fit" in error["error"]["message"]
+        assert is_whole
+        assert call(server.url(0), "/v1/completions", body | {"stream": False})[0] == 500
+
+
 def test_what_is_remembered_no_more_is_dropped():
     with harness(1) as kv, KvServer(kv, log=2, control_port=0) as server:
         for _ in range(300):

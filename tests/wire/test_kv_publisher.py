@@ -14,7 +14,7 @@ import zmq
 import zmq.asyncio
 from sockets import BIG, number, plain_sub, publish_chain, removed, replayed, stored, tasks_wait, tokens_of
 
-from pytest_kvmock import Cleared, EngineProfile, KvCacheEvent, RouterEvent, RouterHarness, Stored
+from pytest_kvmock import Cleared, EngineProfile, KvCacheEvent, Removed, RouterEvent, RouterHarness, Stored
 from pytest_kvmock.wire import DIALECTS, EncodeError, KvWire, decode
 from pytest_kvmock.wire.endpoints import rank_endpoint, rank_endpoints
 from pytest_kvmock.wire.zmq import EndpointError, KvPublisher, KvSubscriber, WireTimeout, block_of, wire_hash
@@ -206,6 +206,16 @@ def test_a_timeout_after_a_restart_says_that_numbers_began_anew(publisher):
     publisher.worker_restarted(0)
     publisher.worker_restarted(0)  # it has published nothing since
     assert began_anew in why(publisher)
+
+
+def test_event_ids_of_what_is_published_by_hand_begin_with_0_after_a_restart():
+    wire = KvWire("dynamo-router-event")
+    for _ in range(2):
+        wire.publish(Stored(None, (1,), (1,)), token_ids=[(1, 2)])
+        wire.publish(Removed((1,)))
+        wire.worker_restarted(0)
+    ids = [event.event.event_id for payload in wire.payloads for event in wire.decode(payload).events]
+    assert ids == [0, 1, 0, 1]
 
 
 # ------------------------------------------------------------------------------------------------ closed, and bound again

@@ -336,16 +336,11 @@ class MockerRadixManager(RadixManager[PageRequest, PageTree]):
 
     # --------------------------------------------------------------------------------------------------- events
 
-    def publish_pages(self, request: PageRequest, first: int) -> None:
+    def _publish_pages(self, request: PageRequest, first: int) -> None:
         """Give the complete pages from token `first` on their hashes, and publish what was not present before.
 
         One Stored begins at the first page whose hash is new, and has all later ones, new or not.
         """
-        self._publish_pages(request, first)
-        if self._publisher.failure is not None:
-            self._publisher.surface()
-
-    def _publish_pages(self, request: PageRequest, first: int) -> None:
         tokens, pages, hashes, copies = request.tokens, request.pages, self._hashes, self._copies
         names: list[int] = []
         places: list[int] = []
