@@ -38,7 +38,11 @@ function findings() {
   }
   const wrong = DATA.marks.filter((mark) => mark.kind.endsWith("_drift"));
   for (const mark of wrong) items.push(el("span", { class: "problem" }, `At ${seconds(mark.ms)}, worker ${mark.worker}: ${mark.text}`));
-  for (const mark of DATA.marks) if (!wrong.includes(mark)) items.push(`At ${seconds(mark.ms)}: ${mark.kind} of worker ${mark.worker}, ${mark.text}.`);
+  const faults = DATA.marks.filter((mark) => mark.kind.startsWith("fault "));
+  if (faults.length) items.push(`${quantity(faults.length, "fault")} injected, the first at ${seconds(faults[0].ms)}: ${faults[0].text}.`);
+  const broken = DATA.marks.filter((mark) => !wrong.includes(mark) && !faults.includes(mark) && !["crash", "restart", "leave", "join"].includes(mark.kind));
+  if (broken.length) items.push(el("span", { class: "problem" }, `The first event that was wrong, at ${seconds(broken[0].ms)}, worker ${broken[0].worker}: ${broken[0].kind}, ${broken[0].text}`));
+  for (const mark of DATA.marks) if (!wrong.includes(mark) && !faults.includes(mark) && !broken.includes(mark)) items.push(`At ${seconds(mark.ms)}: ${mark.kind} of worker ${mark.worker}, ${mark.text}.`);
   const errors = DATA.event_errors || [];
   if (errors.length) items.push(el("span", { class: "problem" }, `${quantity(errors.length, "event error")}, the first: ${errors[0]}`));
   items.push(...DATA.notes);
@@ -266,10 +270,16 @@ function drawTimeline() {
     pen.strokeStyle = ink("text"); pen.lineWidth = 2;
     pen.strokeRect(px(at("arrival_ms", state.row)) - 3, y - 2, px(ends(state.row)) - px(at("arrival_ms", state.row)) + 6, thick + 4);
   }
+  let lastMark = -Infinity, level = 0;
   for (const mark of DATA.marks) {
+    if (mark.ms < view.from || mark.ms > view.to) continue;
     pen.strokeStyle = ink("bad"); pen.setLineDash([5, 3]);
     pen.beginPath(); pen.moveTo(px(mark.ms), 0); pen.lineTo(px(mark.ms), room); pen.stroke(); pen.setLineDash([]);
-    pen.fillStyle = ink("bad"); pen.fillText(`${mark.kind} ${mark.worker}`, px(mark.ms) + 4, unit);
+    pen.fillStyle = ink("bad"); 
+    // Texts that would cover each other stand below each other, and of more than four there is the line alone.
+    level = px(mark.ms) - lastMark < 9 * unit ? level + 1 : 0;
+    lastMark = px(mark.ms);
+    if (level < 4) pen.fillText(`${mark.kind} (${mark.worker})`, px(mark.ms) + 4, (1 + 1.2 * level) * unit);
   }
   pen.restore();
   canvas.dataset.shown = String(hits.length);
