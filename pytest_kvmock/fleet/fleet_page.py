@@ -76,6 +76,7 @@ def fleet_data(
         "router": report.router,
         "trace": trace,
         "workers": names,
+        "there": [[_ms(each.since_ms), _ms(each.until_ms)] for each in report.run.services],
         "block_size": report.run.block_size,
         "notes": notes,
         "figures": [{"worker": "all" if worker is None else _name(worker), **row} for worker, row in rows.items()],

@@ -84,13 +84,15 @@ function hitRatios() {
 
 // The greatest value of each stretch of time; one without a pass has what the pass before it left.
 function greatestOf(name) {
-  return DATA.samples.map((of) => {
+  return DATA.samples.map((of, worker) => {
+    const [since, until] = DATA.there[worker].map(partOf);
     const cells = Array(PARTS).fill(null);
     of.ms.forEach((ms, i) => { const part = partOf(ms); cells[part] = Math.max(cells[part] || 0, of[name][i]); });
     let seen = null;
     for (let part = 0, i = 0; part < PARTS; part++) {
       while (i < of.ms.length && partOf(of.ms[i]) <= part) seen = of[name][i++];
       if (cells[part] === null) cells[part] = seen;
+      if (part < since || part > until) cells[part] = null;
     }
     return cells;
   });
@@ -275,11 +277,14 @@ function drawTimeline() {
     if (mark.ms < view.from || mark.ms > view.to) continue;
     pen.strokeStyle = ink("bad"); pen.setLineDash([5, 3]);
     pen.beginPath(); pen.moveTo(px(mark.ms), 0); pen.lineTo(px(mark.ms), room); pen.stroke(); pen.setLineDash([]);
-    pen.fillStyle = ink("bad"); 
     // Texts that would cover each other stand below each other, and of more than four there is the line alone.
     level = px(mark.ms) - lastMark < 9 * unit ? level + 1 : 0;
     lastMark = px(mark.ms);
-    if (level < 4) pen.fillText(`${mark.kind} (${mark.worker})`, px(mark.ms) + 4, (1 + 1.2 * level) * unit);
+    if (level < 4) {
+      const label = `${mark.kind} (${mark.worker})`, y = (1 + 1.3 * level) * unit;
+      pen.fillStyle = ink("back"); pen.fillRect(px(mark.ms) + 2, y - 0.65 * unit, pen.measureText(label).width + 6, 1.3 * unit);
+      pen.fillStyle = ink("bad"); pen.fillText(label, px(mark.ms) + 5, y);
+    }
   }
   pen.restore();
   canvas.dataset.shown = String(hits.length);

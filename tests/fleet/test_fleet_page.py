@@ -151,7 +151,9 @@ def test_incidents_are_marks():
     engines = [MockEngine(ARGS, seed=at) for at in range(2)]
     fleet = Fleet(engines)
     fleet.at(100.0).crash(1)
-    marks = fleet.run(TRACE).page_data()["marks"]
+    data = fleet.run(TRACE).page_data()
+    marks = data["marks"]
+    assert 100.0 == data["there"][1][1] < data["there"][0][1]
     assert [(100.0, "crash", "1")] == [(each["ms"], each["kind"], each["worker"]) for each in marks]
 
 
