@@ -408,7 +408,7 @@ function open(row, move) {
   const facts = [
     ["outcome", at("status", row) + (at("attempts", row) > 1 ? `, sent ${at("attempts", row)} times` : "")],
     ["session", at("session", row) || "–"], ["arrived", seconds(at("arrival_ms", row))],
-    ...STRETCHES.map(([name, text]) => [text, at(name, row) === null ? "did not take place" : `${number(at(name, row))} ms`]),
+    ...STRETCHES.map(([name, text]) => [name === "router_ms" && at("attempts", row) > 1 ? "until its last pick, on lost workers too" : text, at(name, row) === null ? "did not take place" : `${number(at(name, row))} ms`]),
     ["preempted", at("preempted", row) ? at("preempted", row).map(([start, took]) => `${number(start)} ms after its arrival, for ${number(took)} ms`).join("; ") : "never"],
     ["tokens", `${number(at("prompt_tokens", row))} of the prompt, ${number(at("cached_tokens", row))} of them found cached; ${number(at("output_tokens", row))} generated`],
     ["chosen", `worker ${DATA.workers[at("worker", row)]}, which held ${number(at("overlap", row))} blocks of it; the best held ${number(at("best_overlap", row))}`],
