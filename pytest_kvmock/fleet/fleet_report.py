@@ -407,10 +407,14 @@ class FleetReport(ReplayReport, ReportAssertions):
             TypeError: what to compare with is no report, or the selector is none.
             OSError: the file cannot be written.
         """
-        from pytest_kvmock.pages import render, write_page  # for those who want a page
+        from pytest_kvmock.fleet.fleet_page import uncollected  # for those who want a page
+        from pytest_kvmock.pages import render, write_page  # likewise
 
-        data = self.page_data(compare, selector)
-        write_page(path, render("fleet", title or f"{self.router} on {data['trace']}", data))
+        with uncollected():
+            data = self.page_data(compare, selector)
+            html = render("fleet", title or f"{self.router} on {data['trace']}", data)
+            del data  # before anybody looks through it for cycles
+        write_page(path, html)
 
     def page_data(
         self,
