@@ -351,6 +351,7 @@ class Fleet:
             picks=tuple(run.notes.picks),
             incidents=tuple(run.notes.happened),
             event_errors=self._knowledge.event_errors,
+            marks=tuple(self._knowledge.marks),
             recorder=run.notes.recorder,
             beliefs=None if run.beliefs is None else tuple(run.beliefs.found),
         )

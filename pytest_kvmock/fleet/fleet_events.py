@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from pytest_kvmock.checks import check_number
 from pytest_kvmock.events import RouterEvent
@@ -27,6 +27,24 @@ _T = TypeVar("_T")
 
 EventDelay: TypeAlias = "float | Callable[[RouterEvent], float]"
 """How late events are delivered, in virtual milliseconds, or what says so of each."""
+
+
+class Mark(NamedTuple):
+    """What happened to events at a time of a run.
+
+    Attributes:
+        ms: when it was noted, in virtual milliseconds: at the end of the pass that published, or when a late event was delivered.
+        kind: a fault that was injected, or the rule of an error.
+        worker: the id of the worker.
+        text: what happened.
+        is_error: whether it is an error.
+    """
+
+    ms: float
+    kind: str
+    worker: int
+    text: str
+    is_error: bool = False
 
 
 class Knowledge(Protocol):
@@ -60,6 +78,10 @@ class Knowledge(Protocol):
     @property
     def event_errors(self) -> Sequence[object] | None:
         """What is wrong with the events so far, an error each that no injected fault explains; None: nobody judges them."""
+
+    @property
+    def marks(self) -> Sequence[Mark]:
+        """Faults that were injected in this run, and errors of events, in order."""
 
     def deliver(self, now_ms: float) -> Calls:
         """Deliver the events that were published since, and those that were late, as far as they are due by now."""
@@ -205,6 +227,7 @@ class Heard:
         return self._reference.dump_events()
 
     event_errors: Sequence[object] | None = None
+    marks: Sequence[Mark] = ()
 
     def restart(self, worker: Worker, engine: MockEngine, *, announced: bool) -> None:
         """Restart a worker."""

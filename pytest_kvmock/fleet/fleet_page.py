@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 MOST_PICKS: Final = 500
 """Picks whose candidates are all in a page: those of most regret."""
 
+MOST_MARKS: Final = 200
+"""Faults and errors of events that are marked."""
+
 _CURVE: Final = 400
 _POINTS: Final = {"min": 0.0, "median": 0.5, "p75": 0.75, "p90": 0.9, "p95": 0.95, "p99": 0.99, "max": 1.0}
 """Points of a distribution that the JSON of a report has."""
@@ -68,10 +71,12 @@ def fleet_data(
     elif len(worst) == MOST_PICKS:
         notes.append(f"All candidates are shown for the {MOST_PICKS} picks of most regret.")
     samples = _samples(report, names, notes)
+    marks = _marks(report, notes)
     return {
         "router": report.router,
         "trace": trace,
         "workers": names,
+        "there": [[_ms(each.since_ms), _ms(each.until_ms)] for each in report.run.services],
         "block_size": report.run.block_size,
         "notes": notes,
         "figures": [{"worker": "all" if worker is None else _name(worker), **row} for worker, row in rows.items()],
@@ -81,7 +86,7 @@ def fleet_data(
         if report.recorder is None
         else {str(at): _pick(report.recorder.pick(at), costs.get(at)) for at in worst},
         "samples": samples,
-        "marks": _marks(report),
+        "marks": marks,
         "event_errors": None
         if report.event_errors is None
         else [str(each)[:500] for each in report.event_errors[:100]],
@@ -244,8 +249,8 @@ def _samples(report: Any, names: Sequence[str], notes: list[str]) -> list[dict[s
     return found
 
 
-def _marks(report: Any) -> list[dict[str, Any]]:
-    """What happened at a time: incidents, and the first wrong beliefs of the router."""
+def _marks(report: Any, notes: list[str]) -> list[dict[str, Any]]:
+    """What happened at a time: incidents, the first wrong beliefs of the router, faults, and errors of events."""
     marks = [
         {"ms": _ms(each.ms), "kind": each.kind, "worker": _name(each.worker), "text": f"{each.lost} requests lost"}
         for each in report.incidents
@@ -254,6 +259,17 @@ def _marks(report: Any) -> list[dict[str, Any]]:
         {"ms": _ms(each.ms), "kind": each.rule, "worker": _name(each.worker), "text": str(each)}
         for each in report.beliefs or ()
     ]
+    marks += [
+        {
+            "ms": _ms(each.ms),
+            "kind": each.kind if each.is_error else f"fault {each.kind}",
+            "worker": _name(each.worker),
+            "text": each.text,
+        }
+        for each in report.marks[:MOST_MARKS]
+    ]
+    if len(report.marks) > MOST_MARKS:
+        notes.append(f"Of {len(report.marks):,} faults and errors of events the first {MOST_MARKS} are marked.")
     return sorted(marks, key=itemgetter("ms"))
 
 

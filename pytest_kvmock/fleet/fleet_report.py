@@ -24,6 +24,7 @@ from pytest_kvmock.router.selection import DynamoRouter
 if TYPE_CHECKING:
     from pytest_kvmock.engine.scheduler import ScheduledRequest
     from pytest_kvmock.fleet.arrivals import Turn
+    from pytest_kvmock.fleet.fleet_events import Mark
     from pytest_kvmock.fleet.router_calls import Belief
     from pytest_kvmock.fleet.run_notes import Happened, Pick, Recorder, Service
     from pytest_kvmock.router.routing import Worker
@@ -104,6 +105,7 @@ class FleetReport(ReplayReport, ReportAssertions):
         incidents: what happened to workers, in order.
         event_errors: what the verdict of a harness has against the events of this run, an error each that no injected fault explains
             and no test expects; None: bare engines, which nobody judges.
+        marks: when faults were injected in a harness, and when events were wrong, in order.
         recorder: with `record=True`, `samples` of each real pass (columns by name, in arrays; see `PassSample`) and `pick(at)` with true
             candidates (`PickRecord`); else None.
         beliefs: what the router believed wrongly, the first of each kind; in a harness these are problems of the test too. None: it has
@@ -115,6 +117,7 @@ class FleetReport(ReplayReport, ReportAssertions):
     run: RoutedRun | None = None
     incidents: Sequence[Happened] = ()
     event_errors: Sequence[object] | None = None
+    marks: Sequence[Mark] = ()
     recorder: Recorder | None = field(default=None, repr=False)
     beliefs: Sequence[Belief] | None = None
 
@@ -404,10 +407,14 @@ class FleetReport(ReplayReport, ReportAssertions):
             TypeError: what to compare with is no report, or the selector is none.
             OSError: the file cannot be written.
         """
-        from pytest_kvmock.pages import render, write_page  # for those who want a page
+        from pytest_kvmock.fleet.fleet_page import uncollected  # for those who want a page
+        from pytest_kvmock.pages import render, write_page  # likewise
 
-        data = self.page_data(compare, selector)
-        write_page(path, render("fleet", title or f"{self.router} on {data['trace']}", data))
+        with uncollected():
+            data = self.page_data(compare, selector)
+            html = render("fleet", title or f"{self.router} on {data['trace']}", data)
+            del data  # before anybody looks through it for cycles
+        write_page(path, html)
 
     def page_data(
         self,

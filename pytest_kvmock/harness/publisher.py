@@ -16,6 +16,7 @@ from pytest_kvmock.hygiene.entries import BatchesLost, Skipped, Subscribed
 from pytest_kvmock.sinks import EventSink, GivenSink, event_sink, given_sink, sink_text
 
 if TYPE_CHECKING:
+    from pytest_kvmock.hygiene.injection import Injection
     from pytest_kvmock.wire.receiver import LostBatches
 
 Transport: TypeAlias = Callable[[RouterEvent], Iterable[RouterEvent]]
@@ -44,6 +45,7 @@ class Publisher:
         transport: the last stage, after sinks and faults; None: every event arrives.
         gate: takes each delivery in place of the judge, and gives it to `receive` when it is due; None: it is due at once.
         user_sinks: the sinks that publish here in place of an engine.
+        injections: what faults did to events, in order.
     """
 
     def __init__(self, judge: Judge) -> None:
@@ -52,6 +54,7 @@ class Publisher:
         self.transport: Transport | None = None
         self.gate: Callable[[Delivery], None] | None = None
         self.user_sinks: list[_UserSink] = []
+        self.injections: list[Injection] = []
         self._judge = judge
         self._injector: FaultInjector | None = None
         self._recovery: Recovery | None = None
@@ -139,6 +142,7 @@ class Publisher:
             else:
                 injection, deliveries = injector.publish(Delivery(event, judge.published(event)))
                 if injection is not None:
+                    self.injections.append(injection)
                     judge.injected(injection, event)
                 for delivery in deliveries:
                     self.deliver(delivery)

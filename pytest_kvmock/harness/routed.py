@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from pytest_kvmock.checks import check_integer, check_number
 from pytest_kvmock.fleet.fleet import Fleet
-from pytest_kvmock.fleet.fleet_events import EventDelay, Late, by_worker
+from pytest_kvmock.fleet.fleet_events import EventDelay, Late, Mark, by_worker
 from pytest_kvmock.hygiene.problem import ROUTER_RULES, Problem
 from pytest_kvmock.router.routing import id_of
 from pytest_kvmock.router.selection import DynamoRouter
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.harness.publisher import Publisher
     from pytest_kvmock.harness.workers import WorkerKey
     from pytest_kvmock.hygiene.delivery import Delivery
+    from pytest_kvmock.hygiene.injection import Injection
     from pytest_kvmock.hygiene.log import EventLog
     from pytest_kvmock.router.index import RadixIndex
     from pytest_kvmock.router.routing import RouterRequest, Worker
@@ -70,6 +71,8 @@ class JudgedEvents:
         self._found = 0  # problems before the run
         self._told = 0  # events up to the end of the last run, of all of which the router was told
         self._untold: set[Worker] = set()
+        self._seen = (0, 0)  # injections and problems that have a mark
+        self.marks: list[Mark] = []
 
     def begin(self, calls: RouterCalls) -> None:
         """Begin a run: from now on, what is published is held until it is delivered.
@@ -81,6 +84,7 @@ class JudgedEvents:
             raise TypeError("a fleet asks the index under test for overlaps between two passes; it cannot be async")
         self._calls = calls
         self._found = len(self._harness.events.problems)
+        self._seen, self.marks = (len(self._publisher.injections), self._found), []
         self._publisher.gate = lambda delivery: self._on_the_way.put(delivery.event, delivery)
 
     def end(self) -> None:
@@ -102,6 +106,20 @@ class JudgedEvents:
             self._publisher.receive(delivery)
             if self._calls is not None and self._calls.wants("apply"):
                 yield from self._calls.hook("apply", now_ms, delivery.event)
+        injections, problems = self._publisher.injections, self._harness.events.problems
+        if self._seen != (len(injections), len(problems)) and now_ms < math.inf:
+            self._mark(now_ms, injections, problems)
+
+    def _mark(self, now_ms: float, injections: Sequence[Injection], problems: Sequence[Problem]) -> None:
+        """Note when faults were injected, and errors found that no fault explains."""
+        faults, found = self._seen
+        self._seen = len(injections), len(problems)
+        self.marks += (Mark(now_ms, each.kind, each.worker_id, str(each)) for each in injections[faults:])
+        self.marks += (
+            Mark(now_ms, each.rule, each.worker_id, each.observed, is_error=True)
+            for each in problems[found:]
+            if each.is_error and each.cause is None and each.fault is None and each.rule not in ROUTER_RULES
+        )
 
     def overlaps(self, request: RouterRequest) -> Mapping[Worker, int]:
         """Return how many leading full blocks of a prompt each worker holds, by the index of the harness."""

@@ -38,7 +38,11 @@ function findings() {
   }
   const wrong = DATA.marks.filter((mark) => mark.kind.endsWith("_drift"));
   for (const mark of wrong) items.push(el("span", { class: "problem" }, `At ${seconds(mark.ms)}, worker ${mark.worker}: ${mark.text}`));
-  for (const mark of DATA.marks) if (!wrong.includes(mark)) items.push(`At ${seconds(mark.ms)}: ${mark.kind} of worker ${mark.worker}, ${mark.text}.`);
+  const faults = DATA.marks.filter((mark) => mark.kind.startsWith("fault "));
+  if (faults.length) items.push(`${quantity(faults.length, "fault")} injected, the first at ${seconds(faults[0].ms)}: ${faults[0].text}.`);
+  const broken = DATA.marks.filter((mark) => !wrong.includes(mark) && !faults.includes(mark) && !["crash", "restart", "leave", "join"].includes(mark.kind));
+  if (broken.length) items.push(el("span", { class: "problem" }, `The first event that was wrong, at ${seconds(broken[0].ms)}, worker ${broken[0].worker}: ${broken[0].kind}, ${broken[0].text}`));
+  for (const mark of DATA.marks) if (!wrong.includes(mark) && !faults.includes(mark) && !broken.includes(mark)) items.push(`At ${seconds(mark.ms)}: ${mark.kind} of worker ${mark.worker}, ${mark.text}.`);
   const errors = DATA.event_errors || [];
   if (errors.length) items.push(el("span", { class: "problem" }, `${quantity(errors.length, "event error")}, the first: ${errors[0]}`));
   items.push(...DATA.notes);
@@ -80,13 +84,15 @@ function hitRatios() {
 
 // The greatest value of each stretch of time; one without a pass has what the pass before it left.
 function greatestOf(name) {
-  return DATA.samples.map((of) => {
+  return DATA.samples.map((of, worker) => {
+    const [since, until] = DATA.there[worker].map(partOf);
     const cells = Array(PARTS).fill(null);
     of.ms.forEach((ms, i) => { const part = partOf(ms); cells[part] = Math.max(cells[part] || 0, of[name][i]); });
     let seen = null;
     for (let part = 0, i = 0; part < PARTS; part++) {
       while (i < of.ms.length && partOf(of.ms[i]) <= part) seen = of[name][i++];
       if (cells[part] === null) cells[part] = seen;
+      if (part < since || part > until) cells[part] = null;
     }
     return cells;
   });
@@ -266,10 +272,19 @@ function drawTimeline() {
     pen.strokeStyle = ink("text"); pen.lineWidth = 2;
     pen.strokeRect(px(at("arrival_ms", state.row)) - 3, y - 2, px(ends(state.row)) - px(at("arrival_ms", state.row)) + 6, thick + 4);
   }
+  let lastMark = -Infinity, level = 0;
   for (const mark of DATA.marks) {
+    if (mark.ms < view.from || mark.ms > view.to) continue;
     pen.strokeStyle = ink("bad"); pen.setLineDash([5, 3]);
     pen.beginPath(); pen.moveTo(px(mark.ms), 0); pen.lineTo(px(mark.ms), room); pen.stroke(); pen.setLineDash([]);
-    pen.fillStyle = ink("bad"); pen.fillText(`${mark.kind} ${mark.worker}`, px(mark.ms) + 4, unit);
+    // Texts that would cover each other stand below each other, and of more than four there is the line alone.
+    level = px(mark.ms) - lastMark < 9 * unit ? level + 1 : 0;
+    lastMark = px(mark.ms);
+    if (level < 4) {
+      const label = `${mark.kind} (${mark.worker})`, y = (1 + 1.3 * level) * unit;
+      pen.fillStyle = ink("back"); pen.fillRect(px(mark.ms) + 2, y - 0.65 * unit, pen.measureText(label).width + 6, 1.3 * unit);
+      pen.fillStyle = ink("bad"); pen.fillText(label, px(mark.ms) + 5, y);
+    }
   }
   pen.restore();
   canvas.dataset.shown = String(hits.length);
@@ -393,7 +408,7 @@ function open(row, move) {
   const facts = [
     ["outcome", at("status", row) + (at("attempts", row) > 1 ? `, sent ${at("attempts", row)} times` : "")],
     ["session", at("session", row) || "–"], ["arrived", seconds(at("arrival_ms", row))],
-    ...STRETCHES.map(([name, text]) => [text, at(name, row) === null ? "did not take place" : `${number(at(name, row))} ms`]),
+    ...STRETCHES.map(([name, text]) => [name === "router_ms" && at("attempts", row) > 1 ? "until its last pick, on lost workers too" : text, at(name, row) === null ? "did not take place" : `${number(at(name, row))} ms`]),
     ["preempted", at("preempted", row) ? at("preempted", row).map(([start, took]) => `${number(start)} ms after its arrival, for ${number(took)} ms`).join("; ") : "never"],
     ["tokens", `${number(at("prompt_tokens", row))} of the prompt, ${number(at("cached_tokens", row))} of them found cached; ${number(at("output_tokens", row))} generated`],
     ["chosen", `worker ${DATA.workers[at("worker", row)]}, which held ${number(at("overlap", row))} blocks of it; the best held ${number(at("best_overlap", row))}`],

@@ -65,6 +65,9 @@ def states(
         with asyncio.Runner() as runner:
             return _Replay(kv, position, worker, is_over or expired, runner).run()
 
+    if kv.recording.is_cut:
+        why = "The history of this harness was dropped: what was held cannot be rebuilt."
+        return {"first": 0, "books": [], "base": {}, "steps": [], "held": [], "parents": {}, "notes": [why]}
     # Only an async index needs a loop, and that a thread: the caller's may run one already.
     return in_a_thread(rebuild, expired) if kv.is_async else _Replay(kv, position, worker, expired).run()
 
@@ -86,6 +89,11 @@ class _Replay:
         self._numbers: dict[tuple[int, int, str, int], int] = {}
         self._parents: dict[int, int | None] = {}
         self._only: int | None = None
+        self._watched = {(each.worker_id, each.dp_rank) for each in kv.workers.values() if each.is_watched}
+        if any(isinstance(entry, entries.Injected) for entry in kv.recording.journal) and kv.index is not kv.reference:
+            self._notes.append(
+                "Your index is given here what the reference is: a fault of its input alone is not in its steps."
+            )
         self._index = None if kv.index is kv.reference else self._second()
         self._dump = None if self._index is None else getattr(self._index.index, "dump_events", None)
         if self._index is not None and not callable(self._dump):
@@ -174,6 +182,8 @@ class _Replay:
             data = entry.event.data
             if isinstance(data, Stored):
                 self._parents.update(zip(data.block_hashes, (data.parent_hash, *data.block_hashes), strict=False))
+            if entry.key in self._watched:  # no index was given it
+                return
             with suppress(KvEventError):  # the ledger has found it
                 self._reference.apply(ledger.uncounted(entry))
             if self._index is not None:

@@ -5,7 +5,9 @@ import shutil
 import pytest
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(
+    scope="module"
+)  # while it is there an event loop runs, beside which no async test of another module can
 def chromium():
     """Chromium, headless."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="the extra 'browser' is not installed")

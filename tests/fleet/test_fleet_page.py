@@ -1,11 +1,13 @@
 """What the page of a fleet shows: its data, from a report."""
 
+import gc
 import json
 
 import pytest
 
+from pytest_kvmock import EngineProfile, Removed, RouterHarness
 from pytest_kvmock.fleet import Fleet, FleetRequest, MockEngine, MockEngineArgs, fleet_page
-from pytest_kvmock.router import DynamoRouter, MostCached, RoundRobin
+from pytest_kvmock.router import DynamoRouter, MostCached, RadixIndex, RoundRobin
 from pytest_kvmock.traces import synthetic_trace
 
 ARGS = MockEngineArgs(num_gpu_blocks=96, block_size=4, max_num_batched_tokens=32)
@@ -22,6 +24,14 @@ TRACE = [
     )
 ]
 EVIL = "<img src=x onerror=alert(1)>"
+
+
+class Deaf(RadixIndex):
+    """Hears no Removed."""
+
+    def apply(self, event):
+        if not isinstance(event.event.data, Removed):
+            super().apply(event)
 
 
 def report(router=None, args=ARGS, trace=None, **options):
@@ -142,7 +152,9 @@ def test_incidents_are_marks():
     engines = [MockEngine(ARGS, seed=at) for at in range(2)]
     fleet = Fleet(engines)
     fleet.at(100.0).crash(1)
-    marks = fleet.run(TRACE).page_data()["marks"]
+    data = fleet.run(TRACE).page_data()
+    marks = data["marks"]
+    assert 100.0 == data["there"][1][1] < data["there"][0][1]
     assert [(100.0, "crash", "1")] == [(each["ms"], each["kind"], each["worker"]) for each in marks]
 
 
@@ -156,3 +168,36 @@ def test_one_that_was_preempted_says_when():
     stops = [each for each in requests["preempted"] if each]
     assert found.preemptions == sum(map(len, stops))
     assert all(start >= 0 and took >= 0 for each in stops for start, took in each)
+
+
+def test_faults_and_errors_of_events_are_marks(monkeypatch):
+    def run():
+        kv = RouterHarness(EngineProfile(block_size=4, num_blocks=96, workers=2), backend="lru", name="marks")
+        kv.faults.lose(3, kind="stored")
+        fleet = kv.fleet(workers=2)
+        found = fleet.run(TRACE)
+        assert found is fleet.report is kv.fleets[0].report
+        return found
+
+    data = run().page_data()
+    faults = [each for each in data["marks"] if each["kind"] == "fault lose"]
+    assert 3 == len(faults)
+    assert all(each["text"].startswith("lose, event ") and each["ms"] >= 0 for each in faults)
+    assert sorted(data["marks"], key=lambda each: each["ms"]) == data["marks"]
+    monkeypatch.setattr(fleet_page, "MOST_MARKS", 2)
+    data = run().page_data()
+    assert 2 == len(data["marks"])
+    assert any("the first 2 are marked" in note for note in data["notes"])
+
+
+def test_what_is_wrong_with_events_has_a_mark_with_its_time():
+    kv = RouterHarness(EngineProfile(block_size=4, num_blocks=96, workers=2), backend="lru", index=Deaf())
+    marks = kv.fleet(workers=2).run(TRACE).page_data()["marks"]
+    assert "index_drift" in {each["kind"] for each in marks}
+
+
+def test_the_collector_of_cycles_is_left_as_it_was():
+    assert gc.isenabled()
+    with pytest.raises(TypeError):
+        report().page_data(compare=3)
+    assert gc.isenabled()

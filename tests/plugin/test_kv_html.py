@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from pytest_kvmock import Removed, RouterHarness, Stored
+from pytest_kvmock import EngineProfile, Removed, RouterHarness, Stored
 from pytest_kvmock.plugin.failure_page import failure_data
 from pytest_kvmock.reduce import states
 from pytest_kvmock.router import RadixIndex
@@ -259,3 +259,19 @@ def test_steps_that_take_too_long_end_behind_the_problem(monkeypatch):
     asked = iter(range(1_000))
     found = states.states(kv, 60, 0, expired=lambda: next(asked) > 52)
     assert (50, 14) == (found["first"], len(found["steps"]))
+
+
+def test_a_history_that_was_dropped_is_said():
+    kv = RouterHarness(backend="lru")
+    kv.apply([Stored(None, (1,), (1,))])
+    kv.recording.cut()
+    assert ["The history of this harness was dropped: what was held cannot be rebuilt."] == failure_data(kv, "")[
+        "notes"
+    ]
+
+
+def test_what_no_index_is_given_is_in_the_ledger_alone():
+    kv = RouterHarness(EngineProfile(prefix_caching=False), backend="lru", judge_unpublished=True)
+    kv.worker(0).serve(kv.prompt(blocks=2), 1)
+    found = failure_data(kv, "")["states"]
+    assert [2, 0] == [len(held(found, book, len(found["steps"]))) for book in ("ledger", "reference")]
