@@ -515,14 +515,20 @@ class Prompt:
 
 
 class _Hashes:
-    """The three parallel lists of one prompt at one block size; the last is made when it is asked for."""
+    """The three parallel lists of one prompt at one block size; the last two are made when they are asked for."""
 
-    __slots__ = ("_lineage", "local", "sequence")
+    __slots__ = ("_lineage", "_sequence", "local")
 
     def __init__(self, local: list[int]) -> None:
         self.local = local
-        self.sequence = sequence_hashes(local)
+        self._sequence: list[int] | None = None
         self._lineage: list[int] | None = None
+
+    @property
+    def sequence(self) -> list[int]:
+        if self._sequence is None:
+            self._sequence = sequence_hashes(self.local)
+        return self._sequence
 
     @property
     def lineage(self) -> list[int]:

@@ -73,7 +73,6 @@ class HashedTokens:
         num_prompt_tokens: length of the prompt.
         num_tokens: tokens so far.
         names: name of each complete block, as the engine publishes it; not to be changed.
-        local_hashes: the router's hash of each complete block; not to be changed.
         tokens: all tokens so far; None where only the prompt's hashes are known.
         keys: what the prompt carries beside its tokens; None: nothing.
     """
@@ -82,10 +81,11 @@ class HashedTokens:
         "_grown",
         "_hasher",
         "_last",
+        "_local",
+        "_prompt",
         "_rng",
         "block_size",
         "keys",
-        "local_hashes",
         "names",
         "num_prompt_tokens",
         "num_tokens",
@@ -102,14 +102,26 @@ class HashedTokens:
         self.tokens: Sequence[int] | None = prompt.tokens
         self._grown = False  # until then it has the prompt's own tuple and lists: most requests are served without
         self.names: list[int] = []
-        self.local_hashes: list[int] = []
+        self._prompt = prompt
+        self._local: list[int] | None = None if hasher is not None else []
         self._last: bytes | int | None = None
         if hasher is not None:
             self.names, self._last = prompt.kept((block_size, hasher), lambda: _named(prompt, block_size, hasher))
-            self.local_hashes = prompt.block_hashes(block_size)
 
     def __len__(self) -> int:
         return self.num_tokens
+
+    @property
+    def local_hashes(self) -> list[int]:
+        """The router's hash of each complete block; not to be changed. They are made when they are asked for."""
+        local, size = self._local, self.block_size
+        if local is None:
+            local = self._prompt.block_hashes(size)
+            local = self._local = local.copy() if self._grown else local
+        if self.tokens is not None and len(local) < len(self.names):
+            start, end = len(local), len(self.names)
+            local += keyed_block_hashes(self.tokens[start * size : end * size], size, self.keys, start)
+        return local
 
     def append(self, token: int) -> None:
         """Add one token; a block that it completes has its name at once."""
@@ -121,7 +133,8 @@ class HashedTokens:
         if not self._grown:
             self._grown = True
             self.tokens = None if self.tokens is None else list(self.tokens)
-            self.local_hashes, self.names = self.local_hashes.copy(), self.names.copy()
+            self.names = self.names.copy()
+            self._local = self._local and self._local.copy()
         first = self.num_tokens // size
         self.num_tokens += len(tokens)
         if self.tokens is not None:
@@ -133,17 +146,16 @@ class HashedTokens:
         if self.tokens is None:
             assert not isinstance(before, bytes)
             local = [self._rng.getrandbits(64) for _ in range(count)]
+            self.local_hashes.extend(local)
             chain = sequence_hashes(local, parent=before)
             names = _as_published(chain, hasher)
             self._last = chain[-1]
         else:
             assert not isinstance(before, int)
             blocks = self.tokens[first * size : (first + count) * size]
-            local = keyed_block_hashes(blocks, size, self.keys, first)
             digests = hasher.digests(blocks, size, first, before)
             names = list(map(hasher.name, digests))
             self._last = digests[-1]
-        self.local_hashes += local
         self.names += names
 
     def block_tokens(self, start: int, end: int) -> BlockTokens | None:
