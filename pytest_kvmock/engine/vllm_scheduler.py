@@ -9,6 +9,7 @@ import math
 from bisect import bisect_left
 from typing import TYPE_CHECKING, Final, cast
 
+from pytest_kvmock.engine.decode_times import DecodeTimes
 from pytest_kvmock.engine.performance import PolynomialModel
 from pytest_kvmock.engine.scheduler import ForwardPass, Scheduled, ScheduledRequest, Scheduler
 from pytest_kvmock.engine.timing import moments, rounded_ms
@@ -77,6 +78,10 @@ class VllmScheduler(Scheduler):
         self._chunked = args.enable_chunked_prefill
         self._oldest_first = args.preemption_mode == "fifo"
         self._decodes = args.worker_type != "prefill"
+        manager = driver.manager
+        self._decode_times = DecodeTimes(
+            args.performance, manager.max_capacity * manager.block_size, self._decode_speedup
+        )
         # Of the pass that is under way.
         self._pass = ForwardPass(0.0)
         self._used: dict[ScheduledRequest, int] = {}
@@ -343,7 +348,8 @@ class VllmScheduler(Scheduler):
         length = sum(map(len, running))
         mean = length // len(running)
         if self._release.prefill_generates:
-            return self._growing_ends(now_ms, until_ms, range(length, length + count * len(running), len(running)))
+            lengths = range(length, length + count * len(running), len(running))
+            return self._decode_times.ends(now_ms, until_ms, lengths)
         # This one does not look at the mean length, which grows by a token a pass.
         if isinstance(model, PolynomialModel):
             step = rounded_ms(model.decode_ms(active, total, mean), self._decode_speedup)
@@ -353,18 +359,6 @@ class VllmScheduler(Scheduler):
         ends, end = [], now_ms
         while len(ends) < count and end < until_ms:
             end += rounded_ms(model.decode_ms(active, total, mean + len(ends)), self._decode_speedup)
-            ends.append(end)
-        return ends
-
-    def _growing_ends(self, now_ms: float, until_ms: float, lengths: range) -> list[float]:
-        """When passes end that only decode, by the lengths of all their requests together."""
-        manager, speedup, count = self._driver.manager, self._decode_speedup, len(self._running)
-        total, decode_ms = manager.max_capacity * manager.block_size, self._performance.decode_ms
-        ends, end = [], now_ms
-        for length in lengths:
-            if end >= until_ms:
-                break
-            end += rounded_ms(decode_ms(length, total, length // count), speedup)
             ends.append(end)
         return ends
 
@@ -428,7 +422,8 @@ class VllmScheduler(Scheduler):
 
     def _decode_ms(self, lengths: list[int]) -> float:
         manager, length = self._driver.manager, sum(lengths)
+        if self._release.prefill_generates:
+            return self._decode_times.ms(length, len(lengths))
         size = manager.block_size
-        active = length if self._release.prefill_generates else self._pass.active_blocks * size
-        total = manager.max_capacity * size
+        active, total = self._pass.active_blocks * size, manager.max_capacity * size
         return rounded_ms(self._performance.decode_ms(active, total, length // len(lengths)), self._decode_speedup)

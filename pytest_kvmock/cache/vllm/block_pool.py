@@ -404,7 +404,7 @@ class BlockPoolManager(RequestLevel):
         request.num_cached_blocks = end
         self._changes += 1
         publisher = self._publisher
-        if publisher.sink is not None:
+        if publisher.sink is not None and not publisher.passes_over(1):
             # The parent is that of the names: it is cached, perhaps in another block than the one that is held.
             parent = tokens.names[start - 1] if start else None
             data = Stored(parent, tuple(new), tuple(tokens.local_hashes[start:end]))

@@ -318,6 +318,7 @@ class _Tokens(dict[int, bytes]):
 
 
 _TOKENS: Final = _Tokens()
+_FEW: Final = 8
 _FULL_HEAD: Final = _head(_UNSIGNED, 2**32 - 1)[:1]
 
 
@@ -325,12 +326,14 @@ def _encoded(tokens: Sequence[int]) -> bytes:
     """Token ids as CBOR, one after the other.
 
     Two kinds of made ones need no look at each: one id again and again, as Dynamo's loader of traces has it, and ids above any
-    vocabulary, as engines generate them: all of these are a head and four bytes.
+    vocabulary, as engines generate them: all of these are a head and four bytes. Where one kind follows the other, halves are.
     """
-    first, count = tokens[0], len(tokens)
-    if first == tokens[-1] and tokens.count(first) == count:
-        return _TOKENS[first] * count
-    if first >= _Tokens.KEPT and min(tokens) >= 2**16 and max(tokens) < 2**32:
+    last, count = tokens[-1], len(tokens)
+    if last == tokens[0] and tokens.count(last) == count:
+        return _TOKENS[last] * count
+    if last < _Tokens.KEPT:
+        return b"".join(map(_TOKENS.__getitem__, tokens))
+    if min(tokens) >= 2**16 and max(tokens) < 2**32:
         plain = array("I", tokens)
         if sys.byteorder == "little":
             plain.byteswap()
@@ -339,6 +342,8 @@ def _encoded(tokens: Sequence[int]) -> bytes:
         for place in range(4):
             out[place + 1 :: 5] = digits[place::4]
         return bytes(out)
+    if count > _FEW:
+        return _encoded(tokens[: count // 2]) + _encoded(tokens[count // 2 :])
     return b"".join(map(_TOKENS.__getitem__, tokens))
 
 
