@@ -9,6 +9,7 @@ import math
 from bisect import bisect_left
 from typing import TYPE_CHECKING, Final, cast
 
+from pytest_kvmock.engine.decode_ahead import decode_ahead, passes_that_fit
 from pytest_kvmock.engine.decode_times import DecodeTimes
 from pytest_kvmock.engine.performance import PolynomialModel
 from pytest_kvmock.engine.scheduler import ForwardPass, Scheduled, ScheduledRequest, Scheduler
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
 
 _BLOCKED: Final = -1
 _PREEMPTED: Final = -2
+
+_LEAST_SIZE: Final = 4
+"""In smaller blocks, what somebody generates may by chance be what a waiting request begins with."""
 
 
 def _decodes(request: ScheduledRequest) -> bool:
@@ -81,6 +85,9 @@ class VllmScheduler(Scheduler):
         manager = driver.manager
         self._decode_times = DecodeTimes(
             args.performance, manager.max_capacity * manager.block_size, self._decode_speedup
+        )
+        self._decodes_ahead = (
+            release.last_token_free and type(args.performance) is PolynomialModel and manager.block_size >= _LEAST_SIZE
         )
         # Of the pass that is under way.
         self._pass = ForwardPass(0.0)
@@ -317,8 +324,30 @@ class VllmScheduler(Scheduler):
             request.computed_tokens += count
             request.token_ms += ends
 
+    def run_ahead(self, now_ms: float, until_ms: float) -> list[float]:
+        """Run passes that only decode, blocks included, as long as each starts before a moment, and return when they end."""
+        most = self._decode_passes() if self._decodes_ahead and now_ms < until_ms else 0
+        if most <= 0:
+            return [] if self._decodes_ahead else super().run_ahead(now_ms, until_ms)
+        driver, running = cast("PoolSchedulerDriver", self._driver), self._running
+        ends = self._decode_ends(now_ms, until_ms, most)
+        del ends[passes_that_fit(driver, running, len(ends)) :]
+        if ends:
+            decode_ahead(driver, running, ends)
+            self._left_nobody = not self._waiting
+        return ends
+
     def _quiet_passes(self) -> int:
         """How many passes from now on do nothing but decode every running request, within the blocks that it has."""
+        count = self._decode_passes()
+        for request in self._running:
+            if count <= 0:
+                return 0
+            count = min(count, self._driver.quiet_tokens(request.state))
+        return count
+
+    def _decode_passes(self) -> int:
+        """How many passes from now on decode every running request and end none, if there are blocks for all."""
         running, waiting = self._running, self._waiting
         if self._parking is not None and not self._parking.is_quiet:
             return 0
@@ -334,8 +363,8 @@ class VllmScheduler(Scheduler):
             # One token is left to compute, and it is none of the prompt, which would be prefill.
             if not generated or request.computed_tokens != request.prompt_tokens + generated - 1:
                 return 0
-            quiet = min(self._driver.quiet_tokens(request.state), request.max_output_tokens - generated - 1)
-            count = quiet if count is None else min(count, quiet)
+            left = request.max_output_tokens - generated - 1
+            count = left if count is None else min(count, left)
             if count <= 0:
                 return 0
         return count or 0
