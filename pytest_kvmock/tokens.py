@@ -320,6 +320,10 @@ class TokenBlockSequence:
 # ---------------------------------------------------------------------------------------------------- prompts
 
 
+class CheckedTokens(list[int]):
+    """Token ids of whom it is known that each is one."""
+
+
 class Prompt:
     """The input of one request: its token ids, or the hashes of its blocks alone, and what it carries beside them.
 
@@ -380,7 +384,8 @@ class Prompt:
                 raise TypeError("num_tokens goes with hashes=; tokens have a length of their own")
             if hasattr(tokens, "__next__"):
                 tokens = tuple(tokens)
-            _token_bytes(tokens)
+            if not isinstance(tokens, CheckedTokens):
+                _token_bytes(tokens)
             self.tokens = tuple(tokens)
             self.num_tokens = len(self.tokens)
             if self.keys is not None:
