@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from random import Random
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from pytest_kvmock.events import BlockTokens, Stored
+from pytest_kvmock.events import BlockTokens, HashedBlocks, Stored, own_blocks
 from pytest_kvmock.prompt_keys import names_blocks
 from pytest_kvmock.tokens import Prompt, keyed_block_hashes, sequence_hashes
 
@@ -78,6 +78,7 @@ class HashedTokens:
     """
 
     __slots__ = (
+        "_digests",
         "_grown",
         "_hasher",
         "_last",
@@ -104,9 +105,11 @@ class HashedTokens:
         self.names: list[int] = []
         self._prompt = prompt
         self._local: list[int] | None = None if hasher is not None else []
+        self._digests: list[bytes] = []  # of each block, where tokens are known
         self._last: bytes | int | None = None
         if hasher is not None:
-            self.names, self._last = prompt.kept((block_size, hasher), lambda: _named(prompt, block_size, hasher))
+            made = prompt.kept((block_size, hasher), lambda: _named(prompt, block_size, hasher))
+            self.names, self._digests, self._last = made
 
     def __len__(self) -> int:
         return self.num_tokens
@@ -133,7 +136,7 @@ class HashedTokens:
         if not self._grown:
             self._grown = True
             self.tokens = None if self.tokens is None else list(self.tokens)
-            self.names = self.names.copy()
+            self.names, self._digests = self.names.copy(), self._digests.copy()
             self._local = self._local and self._local.copy()
         first = self.num_tokens // size
         self.num_tokens += len(tokens)
@@ -156,14 +159,24 @@ class HashedTokens:
             digests = hasher.digests(blocks, size, first, before)
             names = list(map(hasher.name, digests))
             self._last = digests[-1]
+            self._digests += digests
         self.names += names
 
-    def block_tokens(self, start: int, end: int) -> BlockTokens | None:
+    def block_tokens(self, start: int, end: int) -> list[tuple[int, ...]] | None:
         """Token ids of the complete blocks from `start` to `end`, as they travel with an event; None if unknown."""
         if self.tokens is None:
             return None
         size, tokens = self.block_size, self.tokens
         return [tuple(tokens[at : at + size]) for at in range(start * size, end * size, size)]
+
+    def stored(self, start: int, end: int) -> tuple[Stored, BlockTokens | None]:
+        """The Stored of the complete blocks from `start` to `end`, and their token ids, as they travel with it."""
+        parent = self.names[start - 1] if start else None
+        data = Stored(parent, tuple(self.names[start:end]), tuple(self.local_hashes[start:end]))
+        tokens = self.block_tokens(start, end)
+        if tokens is not None and self.keys is None:
+            tokens = HashedBlocks(tokens, data, self._digests[start:end], self._hasher)
+        return data, tokens
 
     def carried(self, start: int, end: int) -> dict[str, Any] | None:
         """What travels beside an event that stores the blocks from `start` to `end`; None for nothing."""
@@ -212,6 +225,10 @@ class HashChain:
         before = None if parent is None else self._digests.get(parent)
         if not token_ids or block_size is None or (parent is not None and before is None):
             return None
+        own = own_blocks(data, token_ids, block_size, extra)
+        if own is not None and own.hasher == self._hasher:
+            self._digests.update(zip(own.names, own.digests, strict=True))
+            return own.names
         flat = list(_flat(token_ids))
         hasher, position = self._hasher, 0 if parent is None else 1
         if extra is not None and names_blocks(extra):
@@ -253,13 +270,13 @@ class HashChain:
         return hasher.name(hasher.digests(tokens, block_size, position, before)[0])
 
 
-def _named(prompt: Prompt, block_size: int, hasher: BlockHasher) -> tuple[list[int], bytes | int | None]:
-    """The names of a prompt's complete blocks, and what the next one is chained to."""
+def _named(prompt: Prompt, block_size: int, hasher: BlockHasher) -> tuple[list[int], list[bytes], bytes | int | None]:
+    """The names of a prompt's complete blocks, their digests where it has tokens, and what the next one is chained to."""
     if prompt.tokens is None:
         chain = prompt.sequence_hashes(block_size)
-        return _as_published(chain, hasher), chain[-1] if chain else None
+        return _as_published(chain, hasher), [], chain[-1] if chain else None
     digests = hasher.digests(prompt.tokens, block_size, 0, None)
-    return list(map(hasher.name, digests)), digests[-1] if digests else None
+    return list(map(hasher.name, digests)), digests, digests[-1] if digests else None
 
 
 def _as_published(chain: list[int], hasher: BlockHasher) -> list[int]:

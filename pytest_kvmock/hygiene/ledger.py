@@ -484,7 +484,10 @@ class Ledger:
         if stream is None or stream.spec.residency == "unique" or not isinstance(data, Removed):
             return event
         held = stream.groups.get(group_of(event.extra), stream).held(event.storage_tier)
-        removed = tuple(block for block in dict.fromkeys(data.block_hashes) if block not in held)
+        blocks = data.block_hashes
+        if held.keys().isdisjoint(blocks) and (len(blocks) == 1 or len(set(blocks)) == len(blocks)):
+            return event
+        removed = tuple(block for block in dict.fromkeys(blocks) if block not in held)
         return dataclasses.replace(event, event=dataclasses.replace(event.event, data=Removed(removed)))
 
     def _published(self, entry: entries.IdsPublished) -> _Answer:
