@@ -290,6 +290,13 @@ class Ledger:
         hashes, tier = data.block_hashes, event.storage_tier
         on_device = tier is StorageTier.DEVICE
         held = stream.device if on_device else stream.held(tier)
+        if len(hashes) == 1 and on_device and stream.is_plain:
+            # vLLM's stream is these: one block a Removed, and nothing to look up for it but the block and its child.
+            child = held.get(hashes[0])
+            if child is not None and (child == LAST or (child < LAST and child not in held)):
+                del held[hashes[0]]
+                stream.events.append(event)
+                return []
         after = stream.remove(tier, held, hashes)
         first = after[0] if after else LAST
         # Tail first, as all engines do it, each block is the child of the next: one comparison for all of them.
