@@ -320,6 +320,10 @@ class TokenBlockSequence:
 # ---------------------------------------------------------------------------------------------------- prompts
 
 
+class CheckedTokens(list[int]):
+    """Token ids of whom it is known that each is one."""
+
+
 class Prompt:
     """The input of one request: its token ids, or the hashes of its blocks alone, and what it carries beside them.
 
@@ -380,7 +384,8 @@ class Prompt:
                 raise TypeError("num_tokens goes with hashes=; tokens have a length of their own")
             if hasattr(tokens, "__next__"):
                 tokens = tuple(tokens)
-            _token_bytes(tokens)
+            if not isinstance(tokens, CheckedTokens):
+                _token_bytes(tokens)
             self.tokens = tuple(tokens)
             self.num_tokens = len(self.tokens)
             if self.keys is not None:
@@ -515,14 +520,20 @@ class Prompt:
 
 
 class _Hashes:
-    """The three parallel lists of one prompt at one block size; the last is made when it is asked for."""
+    """The three parallel lists of one prompt at one block size; the last two are made when they are asked for."""
 
-    __slots__ = ("_lineage", "local", "sequence")
+    __slots__ = ("_lineage", "_sequence", "local")
 
     def __init__(self, local: list[int]) -> None:
         self.local = local
-        self.sequence = sequence_hashes(local)
+        self._sequence: list[int] | None = None
         self._lineage: list[int] | None = None
+
+    @property
+    def sequence(self) -> list[int]:
+        if self._sequence is None:
+            self._sequence = sequence_hashes(self.local)
+        return self._sequence
 
     @property
     def lineage(self) -> list[int]:

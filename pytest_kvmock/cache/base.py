@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Final, NoReturn
 
 from pytest_kvmock.checks import check_integer, check_time, is_integer
@@ -58,10 +59,13 @@ class Publisher:
         failure: what the sink raised first in this call; None: nothing.
     """
 
-    __slots__ = ("_depth", "dp_rank", "failure", "next_event_id", "sink")
+    __slots__ = ("_depth", "_passes_over", "dp_rank", "failure", "next_event_id", "sink")
 
     def __init__(self, sink: Sink | None, dp_rank: int) -> None:
         self.sink = None if sink is None else adapted(sink)
+        # Of a worker's recorder only: a mock of a sink has any method that it is asked for.
+        passes_over = getattr(type(self.sink), "passes_over", None)
+        self._passes_over: Callable[[int], bool] | None = passes_over and partial(passes_over, self.sink)
         self.dp_rank = dp_rank
         self.next_event_id = 0
         self.failure: Exception | None = None
@@ -72,6 +76,18 @@ class Publisher:
         event_id = self.next_event_id
         self.next_event_id += 1
         return event_id
+
+    def passes_over(self, events: int, removed: int = 0) -> bool:
+        """Whether so many events need not be made, as nobody would see them: a worker's sink with nothing behind it says so.
+
+        Args:
+            events: how many; their ids are consumed then.
+            removed: how many blocks of the device they remove.
+        """
+        if self._passes_over is None or not self._passes_over(removed):
+            return False
+        self.next_event_id += events
+        return True
 
     def publish(
         self,
@@ -92,9 +108,9 @@ class Publisher:
         except Exception as error:  # noqa: BLE001 - whatever a sink does, the move is completed
             self._not_taken(event, error)
 
-    def publish_removed(self, blocks: Iterable[int], tier: StorageTier = StorageTier.DEVICE) -> None:
+    def publish_removed(self, blocks: Sequence[int], tier: StorageTier = StorageTier.DEVICE) -> None:
         """Publish one Removed a block, for engines that publish each by itself: most of their events."""
-        if self.sink is None:
+        if self.sink is None or self.passes_over(len(blocks), len(blocks) if tier is StorageTier.DEVICE else 0):
             return
         publish, dp_rank, new = self.sink.publish, self.dp_rank, object.__new__
         for block in blocks:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from random import Random
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from pytest_kvmock.events import BlockTokens, Stored
+from pytest_kvmock.events import BlockTokens, HashedBlocks, Stored, own_blocks
 from pytest_kvmock.prompt_keys import names_blocks
 from pytest_kvmock.tokens import Prompt, keyed_block_hashes, sequence_hashes
 
@@ -73,19 +73,20 @@ class HashedTokens:
         num_prompt_tokens: length of the prompt.
         num_tokens: tokens so far.
         names: name of each complete block, as the engine publishes it; not to be changed.
-        local_hashes: the router's hash of each complete block; not to be changed.
         tokens: all tokens so far; None where only the prompt's hashes are known.
         keys: what the prompt carries beside its tokens; None: nothing.
     """
 
     __slots__ = (
+        "_digests",
         "_grown",
         "_hasher",
         "_last",
+        "_local",
+        "_prompt",
         "_rng",
         "block_size",
         "keys",
-        "local_hashes",
         "names",
         "num_prompt_tokens",
         "num_tokens",
@@ -102,14 +103,28 @@ class HashedTokens:
         self.tokens: Sequence[int] | None = prompt.tokens
         self._grown = False  # until then it has the prompt's own tuple and lists: most requests are served without
         self.names: list[int] = []
-        self.local_hashes: list[int] = []
+        self._prompt = prompt
+        self._local: list[int] | None = None if hasher is not None else []
+        self._digests: list[bytes] = []  # of each block, where tokens are known
         self._last: bytes | int | None = None
         if hasher is not None:
-            self.names, self._last = prompt.kept((block_size, hasher), lambda: _named(prompt, block_size, hasher))
-            self.local_hashes = prompt.block_hashes(block_size)
+            made = prompt.kept((block_size, hasher), lambda: _named(prompt, block_size, hasher))
+            self.names, self._digests, self._last = made
 
     def __len__(self) -> int:
         return self.num_tokens
+
+    @property
+    def local_hashes(self) -> list[int]:
+        """The router's hash of each complete block; not to be changed. They are made when they are asked for."""
+        local, size = self._local, self.block_size
+        if local is None:
+            local = self._prompt.block_hashes(size)
+            local = self._local = local.copy() if self._grown else local
+        if self.tokens is not None and len(local) < len(self.names):
+            start, end = len(local), len(self.names)
+            local += keyed_block_hashes(self.tokens[start * size : end * size], size, self.keys, start)
+        return local
 
     def append(self, token: int) -> None:
         """Add one token; a block that it completes has its name at once."""
@@ -121,7 +136,8 @@ class HashedTokens:
         if not self._grown:
             self._grown = True
             self.tokens = None if self.tokens is None else list(self.tokens)
-            self.local_hashes, self.names = self.local_hashes.copy(), self.names.copy()
+            self.names, self._digests = self.names.copy(), self._digests.copy()
+            self._local = self._local and self._local.copy()
         first = self.num_tokens // size
         self.num_tokens += len(tokens)
         if self.tokens is not None:
@@ -133,25 +149,34 @@ class HashedTokens:
         if self.tokens is None:
             assert not isinstance(before, bytes)
             local = [self._rng.getrandbits(64) for _ in range(count)]
+            self.local_hashes.extend(local)
             chain = sequence_hashes(local, parent=before)
             names = _as_published(chain, hasher)
             self._last = chain[-1]
         else:
             assert not isinstance(before, int)
             blocks = self.tokens[first * size : (first + count) * size]
-            local = keyed_block_hashes(blocks, size, self.keys, first)
             digests = hasher.digests(blocks, size, first, before)
             names = list(map(hasher.name, digests))
             self._last = digests[-1]
-        self.local_hashes += local
+            self._digests += digests
         self.names += names
 
-    def block_tokens(self, start: int, end: int) -> BlockTokens | None:
+    def block_tokens(self, start: int, end: int) -> list[tuple[int, ...]] | None:
         """Token ids of the complete blocks from `start` to `end`, as they travel with an event; None if unknown."""
         if self.tokens is None:
             return None
         size, tokens = self.block_size, self.tokens
         return [tuple(tokens[at : at + size]) for at in range(start * size, end * size, size)]
+
+    def stored(self, start: int, end: int) -> tuple[Stored, BlockTokens | None]:
+        """The Stored of the complete blocks from `start` to `end`, and their token ids, as they travel with it."""
+        parent = self.names[start - 1] if start else None
+        data = Stored(parent, tuple(self.names[start:end]), tuple(self.local_hashes[start:end]))
+        tokens = self.block_tokens(start, end)
+        if tokens is not None and self.keys is None:
+            tokens = HashedBlocks(tokens, data, self._digests[start:end], self._hasher)
+        return data, tokens
 
     def carried(self, start: int, end: int) -> dict[str, Any] | None:
         """What travels beside an event that stores the blocks from `start` to `end`; None for nothing."""
@@ -204,6 +229,10 @@ class HashChain:
         before = None if parent is None else self._digests.get(parent)
         if not token_ids or block_size is None or (parent is not None and before is None):
             return None
+        own = own_blocks(data, token_ids, block_size, extra)
+        if own is not None and own.hasher == self._hasher:
+            self._digests.update(zip(own.names, own.digests, strict=True))
+            return own.names
         flat = list(_flat(token_ids))
         hasher, position = self._hasher, 0 if parent is None else 1
         if extra is not None and names_blocks(extra):
@@ -245,13 +274,13 @@ class HashChain:
         return hasher.name(hasher.digests(tokens, block_size, position, before)[0])
 
 
-def _named(prompt: Prompt, block_size: int, hasher: BlockHasher) -> tuple[list[int], bytes | int | None]:
-    """The names of a prompt's complete blocks, and what the next one is chained to."""
+def _named(prompt: Prompt, block_size: int, hasher: BlockHasher) -> tuple[list[int], list[bytes], bytes | int | None]:
+    """The names of a prompt's complete blocks, their digests where it has tokens, and what the next one is chained to."""
     if prompt.tokens is None:
         chain = prompt.sequence_hashes(block_size)
-        return _as_published(chain, hasher), chain[-1] if chain else None
+        return _as_published(chain, hasher), [], chain[-1] if chain else None
     digests = hasher.digests(prompt.tokens, block_size, 0, None)
-    return list(map(hasher.name, digests)), digests[-1] if digests else None
+    return list(map(hasher.name, digests)), digests, digests[-1] if digests else None
 
 
 def _as_published(chain: list[int], hasher: BlockHasher) -> list[int]:

@@ -120,6 +120,10 @@ class BlockPoolDriver:
         request.tokens.append(token)
         return True
 
+    def generate_ahead(self, request: PoolRequest, tokens: Sequence[int]) -> None:
+        """Append tokens, which are computed later."""
+        request.tokens.extend(tokens)
+
     def quiet_tokens(self, request: PoolRequest) -> int:
         """Tokens that are computed, from the last one on, before one needs a block or fills one."""
         size, length = self.manager.block_size, len(request)

@@ -182,6 +182,9 @@ class PoolSchedulerDriver(SchedulerDriver, Protocol):
     def step_inside(self, request: Any, upto: int) -> bool:
         """Count the tokens up to one as computed, if that needs no block and fills none; False: it does."""
 
+    def generate_ahead(self, request: Any, tokens: Sequence[int]) -> None:
+        """Append tokens, which are computed later."""
+
     def needs_no_output(self, request: Any) -> None:
         """Note that a request asks for no output: all of its prompt may be cached, its last token included."""
 

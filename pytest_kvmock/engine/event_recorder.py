@@ -72,6 +72,23 @@ class EventRecorder:
     def __exit__(self, *raised: object) -> None:
         self._requests -= 1
 
+    @property
+    def is_heard(self) -> bool:
+        """Whether events go anywhere."""
+        return self.sink is not None or self.stored is not None
+
+    def passes_over(self, removed: int) -> bool:
+        """Whether events of a manager are of no use to anybody, so that it need not make them.
+
+        Args:
+            removed: how many blocks of the device the next ones remove.
+        """
+        if self.is_heard:
+            return False
+        self.published = True
+        self.removed += removed
+        return True
+
     def publish(
         self,
         event: KvCacheEvent,

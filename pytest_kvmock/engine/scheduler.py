@@ -434,3 +434,13 @@ class Scheduler(ABC):
     @abstractmethod
     def run_plan(self, ends: list[float]) -> None:
         """Run passes that were planned, the first of them or all; nothing happened here since."""
+
+    def run_ahead(self, now_ms: float, until_ms: float) -> list[float]:
+        """Run passes that only decode, as long as each starts before a moment, and return when they end.
+
+        Where nobody receives the events of the engine; they may open and fill blocks.
+        """
+        ends = self.plan(now_ms, until_ms)
+        if ends:
+            self.run_plan(ends)
+        return ends

@@ -9,6 +9,8 @@ import math
 from bisect import bisect_left
 from typing import TYPE_CHECKING, Final, cast
 
+from pytest_kvmock.engine.decode_ahead import decode_ahead, passes_that_fit
+from pytest_kvmock.engine.decode_times import DecodeTimes
 from pytest_kvmock.engine.performance import PolynomialModel
 from pytest_kvmock.engine.scheduler import ForwardPass, Scheduled, ScheduledRequest, Scheduler
 from pytest_kvmock.engine.timing import moments, rounded_ms
@@ -39,6 +41,9 @@ if TYPE_CHECKING:
 
 _BLOCKED: Final = -1
 _PREEMPTED: Final = -2
+
+_LEAST_SIZE: Final = 4
+"""In smaller blocks, what somebody generates may by chance be what a waiting request begins with."""
 
 
 def _decodes(request: ScheduledRequest) -> bool:
@@ -77,6 +82,13 @@ class VllmScheduler(Scheduler):
         self._chunked = args.enable_chunked_prefill
         self._oldest_first = args.preemption_mode == "fifo"
         self._decodes = args.worker_type != "prefill"
+        manager = driver.manager
+        self._decode_times = DecodeTimes(
+            args.performance, manager.max_capacity * manager.block_size, self._decode_speedup
+        )
+        self._decodes_ahead = (
+            release.last_token_free and type(args.performance) is PolynomialModel and manager.block_size >= _LEAST_SIZE
+        )
         # Of the pass that is under way.
         self._pass = ForwardPass(0.0)
         self._used: dict[ScheduledRequest, int] = {}
@@ -312,8 +324,30 @@ class VllmScheduler(Scheduler):
             request.computed_tokens += count
             request.token_ms += ends
 
+    def run_ahead(self, now_ms: float, until_ms: float) -> list[float]:
+        """Run passes that only decode, blocks included, as long as each starts before a moment, and return when they end."""
+        most = self._decode_passes() if self._decodes_ahead and now_ms < until_ms else 0
+        if most <= 0:
+            return [] if self._decodes_ahead else super().run_ahead(now_ms, until_ms)
+        driver, running = cast("PoolSchedulerDriver", self._driver), self._running
+        ends = self._decode_ends(now_ms, until_ms, most)
+        del ends[passes_that_fit(driver, running, len(ends)) :]
+        if ends:
+            decode_ahead(driver, running, ends)
+            self._left_nobody = not self._waiting
+        return ends
+
     def _quiet_passes(self) -> int:
         """How many passes from now on do nothing but decode every running request, within the blocks that it has."""
+        count = self._decode_passes()
+        for request in self._running:
+            if count <= 0:
+                return 0
+            count = min(count, self._driver.quiet_tokens(request.state))
+        return count
+
+    def _decode_passes(self) -> int:
+        """How many passes from now on decode every running request and end none, if there are blocks for all."""
         running, waiting = self._running, self._waiting
         if self._parking is not None and not self._parking.is_quiet:
             return 0
@@ -329,8 +363,8 @@ class VllmScheduler(Scheduler):
             # One token is left to compute, and it is none of the prompt, which would be prefill.
             if not generated or request.computed_tokens != request.prompt_tokens + generated - 1:
                 return 0
-            quiet = min(self._driver.quiet_tokens(request.state), request.max_output_tokens - generated - 1)
-            count = quiet if count is None else min(count, quiet)
+            left = request.max_output_tokens - generated - 1
+            count = left if count is None else min(count, left)
             if count <= 0:
                 return 0
         return count or 0
@@ -343,7 +377,8 @@ class VllmScheduler(Scheduler):
         length = sum(map(len, running))
         mean = length // len(running)
         if self._release.prefill_generates:
-            return self._growing_ends(now_ms, until_ms, range(length, length + count * len(running), len(running)))
+            lengths = range(length, length + count * len(running), len(running))
+            return self._decode_times.ends(now_ms, until_ms, lengths)
         # This one does not look at the mean length, which grows by a token a pass.
         if isinstance(model, PolynomialModel):
             step = rounded_ms(model.decode_ms(active, total, mean), self._decode_speedup)
@@ -353,18 +388,6 @@ class VllmScheduler(Scheduler):
         ends, end = [], now_ms
         while len(ends) < count and end < until_ms:
             end += rounded_ms(model.decode_ms(active, total, mean + len(ends)), self._decode_speedup)
-            ends.append(end)
-        return ends
-
-    def _growing_ends(self, now_ms: float, until_ms: float, lengths: range) -> list[float]:
-        """When passes end that only decode, by the lengths of all their requests together."""
-        manager, speedup, count = self._driver.manager, self._decode_speedup, len(self._running)
-        total, decode_ms = manager.max_capacity * manager.block_size, self._performance.decode_ms
-        ends, end = [], now_ms
-        for length in lengths:
-            if end >= until_ms:
-                break
-            end += rounded_ms(decode_ms(length, total, length // count), speedup)
             ends.append(end)
         return ends
 
@@ -428,7 +451,8 @@ class VllmScheduler(Scheduler):
 
     def _decode_ms(self, lengths: list[int]) -> float:
         manager, length = self._driver.manager, sum(lengths)
+        if self._release.prefill_generates:
+            return self._decode_times.ms(length, len(lengths))
         size = manager.block_size
-        active = length if self._release.prefill_generates else self._pass.active_blocks * size
-        total = manager.max_capacity * size
+        active, total = self._pass.active_blocks * size, manager.max_capacity * size
         return rounded_ms(self._performance.decode_ms(active, total, length // len(lengths)), self._decode_speedup)

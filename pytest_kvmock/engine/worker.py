@@ -385,6 +385,12 @@ class KvWorker:
         return self._driver.traits
 
     @property
+    def is_heard(self) -> bool:
+        """Whether anybody receives its events now."""
+        recorder = self._recorder if self.publishes else self._watch
+        return recorder is not None and recorder.is_heard
+
+    @property
     def has_published(self) -> bool:
         """Whether a manager of it ever published anything, before a restart too."""
         return self._recorder.published

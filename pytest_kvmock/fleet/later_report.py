@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from operator import sub
+from itertools import chain, islice, repeat
+from operator import sub, truediv
 from typing import TYPE_CHECKING, Any, Final
 
 from pytest_kvmock.fleet.report import ReplayReport, statistics
@@ -163,10 +164,14 @@ class LaterReplayReport(ReplayReport):
         out |= statistics("ttft_ms", [tokens[0] - arrival for arrival, tokens in times])
         out |= statistics("ttst_ms", [tokens[1] - tokens[0] for tokens in later])
         out |= statistics("tpot_ms", [(tokens[-1] - tokens[0]) / (len(tokens) - 1) for tokens in later])
-        gaps = [max(0.0, gap) for tokens in later for gap in map(sub, islice(tokens, 1, None), tokens)]
+        gaps = array("d", chain.from_iterable(map(sub, islice(tokens, 1, None), tokens) for tokens in later))
+        if gaps and min(gaps) < 0.0:
+            gaps = array("d", (max(0.0, gap) for gap in gaps))
         out |= by_sketch("itl_ms", gaps)
         out |= statistics("e2e_latency_ms", [tokens[-1] - arrival for arrival, tokens in times])
-        out |= by_sketch("output_token_throughput_per_user", [1000.0 / gap for gap in gaps if gap])
+        out |= by_sketch(
+            "output_token_throughput_per_user", array("d", map(truediv, repeat(1000.0), filter(None, gaps)))
+        )
         return out
 
     @property
@@ -260,11 +265,12 @@ def _share(parts: Iterable[int], whole: int) -> float:
     return sum(parts) / whole if whole else 0.0
 
 
-def by_sketch(name: str, values: list[float]) -> dict[str, float]:
+def by_sketch(name: str, values: Sequence[float]) -> dict[str, float]:
     """Statistics whose percentiles are sketched; mean and deviation, least and greatest value are not."""
-    out = statistics(name, values)
-    if values:
-        out |= {f"{key}_{name}": value for key, value in sketched(values, _SKETCHED).items()}
+    counted = Counter(values)
+    out = statistics(name, values, counted)
+    if counted:
+        out |= {f"{key}_{name}": value for key, value in sketched(counted, _SKETCHED).items()}
     return out
 
 
@@ -285,15 +291,17 @@ def sketched(values: Iterable[float], percentiles: Mapping[str, float]) -> dict[
     """Return percentiles of values of at least 0, by name.
 
     Args:
-        values: at least one.
+        values: at least one; or how often each is there.
         percentiles: from 0 to 100, by name.
     """
-    values = list(values)
-    count = len(values)
+    counted = values if isinstance(values, Counter) else Counter(values)
+    count = counted.total()
     if count == 1:
-        return dict.fromkeys(percentiles, values[0])
+        return dict.fromkeys(percentiles, next(iter(counted)))
     ceil, log = math.ceil, math.log
-    buckets = Counter(ceil(log(value) * _PER_KEY) if value > _LEAST else None for value in values)
+    buckets: Counter[int | None] = Counter()
+    for value, times in counted.items():
+        buckets[ceil(log(value) * _PER_KEY) if value > _LEAST else None] += times
     zeros = buckets.pop(None, 0)
     ordered = sorted(key for key in buckets if key is not None)
     wanted = sorted((_element(count, share), name) for name, share in percentiles.items())

@@ -482,11 +482,15 @@ class MockEngine:
         Returns:
             The end of the last one, which is the engine's time now; `now_ms` where there was none.
         """
-        ends = self.plan(now_ms, until_ms)
-        if not ends:
-            return now_ms
-        self.run_plan(ends)
-        return ends[-1]
+        if self.worker.is_heard or self._listeners:
+            ends = self.plan(now_ms, until_ms)
+            if ends:
+                self.scheduler.run_plan(ends)
+        else:
+            ends = self.scheduler.run_ahead(now_ms, until_ms)
+        if ends:
+            self._went_on(ends)
+        return self.now_ms if ends else now_ms
 
     def plan(self, now_ms: float, until_ms: float = math.inf) -> list[float]:
         """Return when the passes end that can be run in one go, as nobody could tell them apart; nothing is done yet."""
@@ -495,6 +499,9 @@ class MockEngine:
     def run_plan(self, ends: list[float]) -> None:
         """Run passes that were planned, the first of them or all."""
         self.scheduler.run_plan(ends)
+        self._went_on(ends)
+
+    def _went_on(self, ends: list[float]) -> None:
         self.now_ms = ends[-1]
         self.passes += len(ends)
         self._idle_passes = 0

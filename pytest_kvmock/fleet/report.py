@@ -167,14 +167,20 @@ def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-def statistics(name: str, values: Sequence[float]) -> dict[str, float]:
-    """Return mean, least, greatest, exact percentiles and deviation of values, by Dynamo's keys; 0 where there are none."""
+def statistics(name: str, values: Sequence[float], counted: Counter[float] | None = None) -> dict[str, float]:
+    """Return mean, least, greatest, exact percentiles and deviation of values, by Dynamo's keys; 0 where there are none.
+
+    Args:
+        name: what the keys end with.
+        values: the values, in their order.
+        counted: how often each is there, where that is known.
+    """
     count = len(values)
     if not count:
         keys = ["mean", "min", "max", *(key for key, _ in _PERCENTILES), "std"]
         return {f"{key}_{name}": 0.0 for key in keys}
     # Gaps between tokens are millions, of a few thousand values: these are counted, as a sorted list would take much memory.
-    tally = Counter(values) if count > _MOST_SORTED else None
+    tally = (Counter(values) if counted is None else counted) if count > _MOST_SORTED else None
     if tally is None or len(tally) > _MOST_SORTED:
         ordered = sorted(values)
         out = {f"mean_{name}": sum(values) / count, f"min_{name}": ordered[0], f"max_{name}": ordered[-1]}

@@ -201,7 +201,7 @@ class Judge:
             book.receiving(delivery)
         if self.pending_recoveries:
             self.apply_pending_recoveries()
-        entry, ledger = self.log.append(event), self.ledger
+        position, ledger = self.log.append(event), self.ledger
         problems: list[Problem] = []
         refused = False
         if ledger.is_replay(event):
@@ -215,7 +215,7 @@ class Judge:
             except KvEventError:  # the ledger has found it already
                 refused = True
         if self._comparison is not None:
-            self._compare_at(QueuedEvent(event, entry.position, problems, refused), self._comparison)
+            self._compare_at(QueuedEvent(event, position, problems, refused), self._comparison)
         if book is not None:
             book.received(delivery)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
-from pytest_kvmock.events import BlockTokens, RouterEvent, Stored, block_text
+from pytest_kvmock.events import BlockTokens, RouterEvent, Stored, block_text, own_blocks
 from pytest_kvmock.prompt_keys import hash_options, names_blocks, part_of
 from pytest_kvmock.tokens import block_hashes, chained_hash, sequence_hashes
 
@@ -240,9 +240,10 @@ def wrong_hash(
         parents: blocks that may be the right parent of a block, if the one that the event has is wrong.
     """
     tokens = event.token_ids
-    if tokens is not None and (size is None or sparse(event, data, size) is not None):
+    own = own_blocks(data, tokens, size, event.extra) is not None
+    if tokens is not None and not own and (size is None or sparse(event, data, size) is not None):
         tokens = ()
-    if tokens and size is not None:
+    if tokens and size is not None and not own:
         flat = [token for ids in tokens for token in ids]
         made_of = (
             block_hashes(flat, size) if event.extra is None else block_hashes(flat, size, **hash_options(event.extra))

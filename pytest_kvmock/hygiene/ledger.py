@@ -290,6 +290,13 @@ class Ledger:
         hashes, tier = data.block_hashes, event.storage_tier
         on_device = tier is StorageTier.DEVICE
         held = stream.device if on_device else stream.held(tier)
+        if len(hashes) == 1 and on_device and stream.is_plain:
+            # vLLM's stream is these: one block a Removed, and nothing to look up for it but the block and its child.
+            child = held.get(hashes[0])
+            if child is not None and (child == LAST or (child < LAST and child not in held)):
+                del held[hashes[0]]
+                stream.events.append(event)
+                return []
         after = stream.remove(tier, held, hashes)
         first = after[0] if after else LAST
         # Tail first, as all engines do it, each block is the child of the next: one comparison for all of them.
@@ -484,7 +491,10 @@ class Ledger:
         if stream is None or stream.spec.residency == "unique" or not isinstance(data, Removed):
             return event
         held = stream.groups.get(group_of(event.extra), stream).held(event.storage_tier)
-        removed = tuple(block for block in dict.fromkeys(data.block_hashes) if block not in held)
+        blocks = data.block_hashes
+        if held.keys().isdisjoint(blocks) and (len(blocks) == 1 or len(set(blocks)) == len(blocks)):
+            return event
+        removed = tuple(block for block in dict.fromkeys(blocks) if block not in held)
         return dataclasses.replace(event, event=dataclasses.replace(event.event, data=Removed(removed)))
 
     def _published(self, entry: entries.IdsPublished) -> _Answer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from pytest_kvmock.checks import check_integer
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, Stored
@@ -82,7 +82,10 @@ class EventLog:
     """
 
     def __init__(self, flush: Callable[[], None] | None = None, *, allow: Collection[str] = ()) -> None:
-        self._entries: list[LogEntry] = []
+        # Of each event its entry, or the event itself until somebody looks at it: nobody does at most of them.
+        self._lines: list[Any] = []
+        self._made = 0  # so many of them are entries
+        self._first = 0  # position of the first
         self._flush = flush
         self._allow = allow
         self.problems: list[Problem] = []
@@ -99,7 +102,7 @@ class EventLog:
         self._counts: Counter[tuple[int, int, type]] = Counter()  # events by worker, rank and kind
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._lines)
 
     def __iter__(self) -> Iterator[LogEntry]:
         return iter(self._entries)
@@ -112,14 +115,22 @@ class EventLog:
 
     # ------------------------------------------------------------------------------------------------ filling
 
-    def append(self, event: RouterEvent) -> LogEntry:
-        """Add an event that arrived."""
-        entry = LogEntry(self.total, event)
+    def append(self, event: RouterEvent) -> int:
+        """Add an event that arrived; return its position."""
+        position = self.total
         self.total += 1
-        self._entries.append(entry)
+        self._lines.append(event)
         inner = event.event
         self._counts[event.worker_id, inner.dp_rank, type(inner.data)] += 1
-        return entry
+        return position
+
+    @property
+    def _entries(self) -> list[LogEntry]:
+        lines, end = self._lines, len(self._lines)
+        for at in range(self._made, end):
+            lines[at] = LogEntry(self._first + at, lines[at])
+        self._made = end
+        return lines
 
     def find(self, events: Iterable[RouterEvent]) -> list[LogEntry]:
         """The entries of these events, in the order of the log; an event that was cleared has none.
@@ -148,10 +159,9 @@ class EventLog:
             self._count_restarts(problem)
             if problem.of_batches:
                 self._note_batches(problem)
-        first = self._entries[0].position if self._entries else self.total
         for problem in problems:
-            if problem.event is not None and problem.position >= first:
-                entry = self._entries[problem.position - first]
+            if problem.event is not None and problem.position >= self._first and self._lines:
+                entry = self._entries[problem.position - self._first]
                 if entry.event is problem.event:
                     entry.problems = (*entry.problems, problem)
 
@@ -257,7 +267,8 @@ class EventLog:
 
         part = EventLog(self._flush, allow=self._allow)
         part.waive, part.warnings_fail = self.waive, self.warnings_fail
-        part._entries = [e for e in self._entries if asked_for(e.event.worker_id, e.event.event.dp_rank)]
+        part._lines = [e for e in self._entries if asked_for(e.event.worker_id, e.event.event.dp_rank)]
+        part._made = len(part._lines)
         part.problems = [p for p in self.problems if asked_for(p.worker_id, p.dp_rank)]
         part.notes = [
             n for n in self.notes if n.worker_id == worker_id and (None in (dp_rank, n.dp_rank) or n.dp_rank == dp_rank)
@@ -280,7 +291,8 @@ class EventLog:
 
     def clear(self) -> None:
         """Clear the events from the log; their problems stay on record, and the ledger keeps what workers hold."""
-        self._entries.clear()
+        self._lines.clear()
+        self._made, self._first = 0, self.total
         self.notes.clear()
 
     # ------------------------------------------------------------------------------------------------ judging

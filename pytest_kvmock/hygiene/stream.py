@@ -147,6 +147,19 @@ class Stream(History):
         self.drifted: set[tuple[StorageTier, int]] = set()
         self.emptied: tuple[int, ...] = ()
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is known of it but what it holds: no copies, no fault, and nothing that the next event may undo."""
+        return not (
+            self.copies
+            or self.unpublished
+            or self.restored
+            or self.removed_but_resident
+            or self.drifted
+            or self.implied
+            or self.desync
+        )
+
     def held(self, tier: StorageTier) -> dict[int, int]:
         """The blocks that are held in a tier: see `tiers`."""
         return self.device if tier is StorageTier.DEVICE else self.tiers.setdefault(tier, {})

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from pytest_kvmock.checks import check_integer, integer_text
-from pytest_kvmock.tokens import Prompt, check_block_size
+from pytest_kvmock.tokens import CheckedTokens, Prompt, check_block_size
 
 MOONCAKE_BLOCK_SIZE: Final = 512
 """Tokens for each hash id in the Mooncake traces."""
@@ -89,10 +89,12 @@ class TraceRequest:
                 f"one for each {trace_block_size} tokens (trace_block_size), of which the last may be partial"
             )
         if tokens:
-            made: list[int] = []
+            made = CheckedTokens()
             for hash_id in self.hash_ids:
                 made += [hash_id & _TOKEN] * trace_block_size
-            return Prompt(made if whole_blocks else made[: self.input_length])
+            if not whole_blocks:
+                del made[self.input_length :]
+            return Prompt(made)
         if whole_blocks:
             return Prompt(hashes=self.hash_ids)
         return Prompt(hashes=self.hash_ids[: self.input_length // trace_block_size], num_tokens=self.input_length)

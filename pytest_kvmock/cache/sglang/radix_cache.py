@@ -51,8 +51,9 @@ class _Pages(Protocol):
     """Pages as they are stored: `RadixKey`, or the tokens of a request."""
 
     names: list[int]
-    local_hashes: list[int]
 
+    @property
+    def local_hashes(self) -> list[int]: ...
     def block_tokens(self, start: int, end: int) -> BlockTokens | None: ...
     def carried(self, start: int, end: int) -> dict[str, Any] | None: ...
 

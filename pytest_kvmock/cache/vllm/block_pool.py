@@ -16,7 +16,7 @@ from pytest_kvmock.cache.base import LOG, RequestLevel
 from pytest_kvmock.cache.cache_trace import TRACE_LEVEL, trace
 from pytest_kvmock.cache.hashed import HashedTokens
 from pytest_kvmock.cache.vllm.hashes import ExtraKeys, VllmHasher, vllm_version
-from pytest_kvmock.events import Cleared, StorageTier, Stored
+from pytest_kvmock.events import Cleared, StorageTier
 from pytest_kvmock.tokens import Prompt, TokenIds
 
 if TYPE_CHECKING:
@@ -404,11 +404,9 @@ class BlockPoolManager(RequestLevel):
         request.num_cached_blocks = end
         self._changes += 1
         publisher = self._publisher
-        if publisher.sink is not None:
+        if publisher.sink is not None and not publisher.passes_over(1):
             # The parent is that of the names: it is cached, perhaps in another block than the one that is held.
-            parent = tokens.names[start - 1] if start else None
-            data = Stored(parent, tuple(new), tuple(tokens.local_hashes[start:end]))
-            token_ids = tokens.block_tokens(start, end)
+            data, token_ids = tokens.stored(start, end)
             if tokens.keys is None:
                 publisher.publish(data, token_ids)
             else:

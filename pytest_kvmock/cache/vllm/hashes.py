@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import sys
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -273,10 +275,9 @@ class VllmHasher:
                 before = digest(self._dump((before, tuple(tokens[end - block_size : end]), keys)))
                 out.append(before)
             return out
-        begins, head, encoded = self._begins, _head(_ARRAY, block_size), _TOKENS.__getitem__
+        begins, head = self._begins, _head(_ARRAY, block_size)
         for end in ends:
-            block = b"".join(map(encoded, tokens[end - block_size : end]))
-            before = digest(begins + before + head + block + _NULL)
+            before = digest(begins + before + head + _encoded(tokens[end - block_size : end]) + _NULL)
             out.append(before)
         return out
 
@@ -307,16 +308,43 @@ def _head(major: int, value: int) -> bytes:
 class _Tokens(dict[int, bytes]):
     """Token ids as CBOR; those of any vocabulary are kept."""
 
-    _KEPT: Final = 2**18
+    KEPT: Final = 2**18
 
     def __missing__(self, token: int) -> bytes:
         encoded = _head(_UNSIGNED, token)
-        if token < self._KEPT:
+        if token < self.KEPT:
             self[token] = encoded
         return encoded
 
 
 _TOKENS: Final = _Tokens()
+_FEW: Final = 8
+_FULL_HEAD: Final = _head(_UNSIGNED, 2**32 - 1)[:1]
+
+
+def _encoded(tokens: Sequence[int]) -> bytes:
+    """Token ids as CBOR, one after the other.
+
+    Two kinds of made ones need no look at each: one id again and again, as Dynamo's loader of traces has it, and ids above any
+    vocabulary, as engines generate them: all of these are a head and four bytes. Where one kind follows the other, halves are.
+    """
+    last, count = tokens[-1], len(tokens)
+    if last == tokens[0] and tokens.count(last) == count:
+        return _TOKENS[last] * count
+    if last < _Tokens.KEPT:
+        return b"".join(map(_TOKENS.__getitem__, tokens))
+    if min(tokens) >= 2**16 and max(tokens) < 2**32:
+        plain = array("I", tokens)
+        if sys.byteorder == "little":
+            plain.byteswap()
+        digits, out = plain.tobytes(), bytearray(5 * count)
+        out[::5] = _FULL_HEAD * count
+        for place in range(4):
+            out[place + 1 :: 5] = digits[place::4]
+        return bytes(out)
+    if count > _FEW:
+        return _encoded(tokens[: count // 2]) + _encoded(tokens[count // 2 :])
+    return b"".join(map(_TOKENS.__getitem__, tokens))
 
 
 def _cbor(value: object) -> bytes:

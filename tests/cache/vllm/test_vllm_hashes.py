@@ -1,10 +1,16 @@
 """Block hashes of vLLM: those that its own functions gave, and what is refused."""
 
+import pickle
+from copy import deepcopy
+from random import Random
+
 import pytest
+from depth import seeds
 
 from pytest_kvmock.cache.hashed import HashChain, HashedTokens
+from pytest_kvmock.cache.vllm import hashes
 from pytest_kvmock.cache.vllm.hashes import ALGORITHMS, VERSIONS, ExtraKeys, VllmHasher
-from pytest_kvmock.events import Stored
+from pytest_kvmock.events import Stored, own_blocks
 from pytest_kvmock.prompt_keys import MultimodalItem
 from pytest_kvmock.tokens import Prompt
 
@@ -70,6 +76,21 @@ def test_plain_blocks_are_written_as_cbor2_writes_them(algorithm, block_size):
     assert hasher.none_hash == hasher._digest(cbor2.dumps("0", canonical=True))
 
 
+@pytest.mark.parametrize("seed", seeds(200))
+def test_tokens_of_any_vocabulary_are_written_alike(seed):
+    """Repeated ids, ids above any vocabulary and what is mixed of both are written at once; with keys, one by one."""
+    rng = Random(seed)
+    tokens = []
+    for _ in range(40):
+        count, most = rng.randint(1, 40), rng.choice([23, 24, 255, 256, 2**16 - 1, 2**16, 2**18, 2**32 - 1])
+        tokens += rng.choice([[rng.randint(0, most)] * count, [rng.randint(0, most) for _ in range(count)]])
+    hasher, parent = VllmHasher(), None
+    for digest in hasher.digests(tokens, 16, 0, None):
+        block, tokens = tuple(tokens[:16]), tokens[16:]
+        parent = hasher._digest(hashes._cbor((parent or hasher.none_hash, block, None)))
+        assert parent == digest
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("keys", [None, KEYS["lora"]], ids=["plain", "lora"])
 def test_a_chain_that_goes_on_is_the_chain_at_once(algorithm, keys):
@@ -121,6 +142,24 @@ def test_the_chain_of_a_stream_finds_a_name_that_is_not_that_of_its_tokens():
     assert tokens.names[:1] != chain.expected(first, [(0, 1, 2, 4)], 4)
     assert None is HashChain(hasher).expected(rest, tokens.block_tokens(1, 3), 4)  # nobody knows what it is chained to
     assert None is chain.expected(rest, (), 4)
+
+
+def test_what_a_worker_has_just_hashed_is_not_hashed_again_and_what_was_changed_since_is():
+    hasher = VllmHasher()
+    data, tokens = HashedTokens(Prompt(range(12)), 4, hasher, None).stored(0, 3)
+    assert own_blocks(data, tokens, 4, None) is tokens == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)]
+    assert data.block_hashes is HashChain(hasher).expected(data, tokens, 4)
+    assert data.block_hashes != HashChain(VllmHasher(seed="1")).expected(data, tokens, 4)
+    other = Stored(None, tuple(map(int, data.block_hashes)), data.tokens_hashes)
+    for changed in (other, Stored(7, data.block_hashes, data.tokens_hashes)):
+        assert None is own_blocks(changed, tokens, 4, None)
+    assert None is own_blocks(data, list(tokens), 4, None)
+    assert None is own_blocks(data, tokens, 2, None)
+    assert None is own_blocks(data, tokens, 4, {"lora_name": "a"})
+    assert list is type(deepcopy(tokens)) is type(pickle.loads(pickle.dumps(tokens)))
+    tokens[1] = (4, 5, 6, 8)
+    assert None is own_blocks(data, tokens, 4, None)
+    assert data.block_hashes != HashChain(hasher).expected(data, tokens, 4)
 
 
 # ---------------------------------------------------------------------------------------------------- bad input
