@@ -14,7 +14,7 @@ import pytest
 
 HERE = Path(__file__).parent
 
-pytestmark = [pytest.mark.kv_dialects("vllm-0.33"), pytest.mark.kvmock(workers=2, num_blocks=256)]
+pytestmark = [pytest.mark.kv_dialects("vllm-0.33"), pytest.mark.kvmock(workers=2, num_blocks=1024)]
 
 
 def has_selection_service():
@@ -52,38 +52,50 @@ def router(request, kv_server):
         process.terminate()
 
 
-def knows(kv_server, router, prompt, worker):
-    """Ask the router until it sends a prompt to a worker: its events may be on their way."""
+def sent_to(kv_server, router, prompt):
+    """Ask the router, and return to whom it sent the prompt."""
+    complete(router, prompt)
+    return kv_server.requests[-1].worker
 
-    def sent_there():
-        complete(router, prompt)
-        return kv_server.requests[-1].worker == worker
 
-    kv_server.publisher(worker).settle(sent_there)
+def wait_applied(kv_server, router, worker):
+    """Return when the router has applied the events of a worker so far: it finds what was served there after them, again and again.
+
+    Each prompt is asked for once, and a while after it was served: who is sent a prompt holds it from then on.
+    """
+    served, right = [], 0
+
+    def finds():
+        nonlocal right
+        served.append(kv_server.text(blocks=4))
+        complete(port_of(kv_server.url(worker)), served[-1])
+        if len(served) > 2:
+            right = right + 1 if sent_to(kv_server, router, served.pop(0)) == worker else 0
+        return right >= 6
+
+    kv_server.publisher(worker).settle(finds, timeout=20)
 
 
 def test_each_prompt_goes_to_who_holds_it(kv_server, router):
     texts = [kv_server.text(blocks=4) for _ in range(8)]
     for number, text in enumerate(texts):
         complete(port_of(kv_server.url(number % 2)), text)
-    last = kv_server.text(blocks=4)
     for worker in (0, 1):
-        complete(port_of(kv_server.url(worker)), last + str(worker) * 16)
-        knows(kv_server, router, last + str(worker) * 16, worker)
-    before = len(kv_server.requests)
-    for text in texts:
-        complete(router, text)
-    assert [each.worker for each in kv_server.requests[before:]] == [0, 1] * 4
+        wait_applied(kv_server, router, worker)
+    assert [sent_to(kv_server, router, text) for text in texts] == [0, 1] * 4
 
 
+@pytest.mark.parametrize(
+    "router", ["plain_router.py"], indirect=True
+)  # Dynamo's service is told of restarts, and not by events
 def test_a_restarted_worker_is_empty(kv_server, router):
     text = kv_server.text(blocks=4)
-    complete(port_of(kv_server.url(0)), text)
-    knows(kv_server, router, text, 0)
-    kv_server.restart(0)
-    assert kv_server.held(text) == {}
-    complete(
-        port_of(kv_server.url(0)), kv_server.text(blocks=4)
-    )  # its numbers begin anew, which shows that it was restarted
     complete(port_of(kv_server.url(1)), text)
-    knows(kv_server, router, text, 1)
+    wait_applied(kv_server, router, 1)
+    assert sent_to(kv_server, router, text) == 1
+    kv_server.restart(1)
+    assert kv_server.held(text) == {}
+    complete(port_of(kv_server.url(0)), text)
+    for worker in (1, 0):  # the numbers of worker 1 begin anew, which shows that it was restarted
+        wait_applied(kv_server, router, worker)
+    assert sent_to(kv_server, router, text) == 0
