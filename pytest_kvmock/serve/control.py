@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from aiohttp import web
 
 from pytest_kvmock.serve.api import to_json
-from pytest_kvmock.serve.worker_port import LOOPBACK, SILENT
+from pytest_kvmock.serve.worker_port import LOOPBACK, SILENT, cut_all, large_request
 
 if TYPE_CHECKING:
     import socket
@@ -35,6 +35,7 @@ class ControlPort:
         self._listening = listening
         self.port: int = listening.getsockname()[1]
         self._runner: web.ServerRunner | None = None
+        self._accepting: web.Server | None = None
 
     @property
     def url(self) -> str:
@@ -43,13 +44,17 @@ class ControlPort:
 
     async def start(self) -> None:
         """Listen."""
-        self._runner = web.ServerRunner(web.Server(self._handle, access_log=None, logger=SILENT), shutdown_timeout=0.0)
+        self._accepting = web.Server(
+            self._handle, request_factory=large_request, handler_cancellation=True, access_log=None, logger=SILENT
+        )
+        self._runner = web.ServerRunner(self._accepting, shutdown_timeout=0.0)
         await self._runner.setup()
         await web.SockSite(self._runner, self._listening).start()
 
     async def stop(self) -> None:
-        """Listen no more."""
+        """Listen no more; who waits for an answer gets none."""
         if self._runner is not None:
+            cut_all(self._accepting)
             await self._runner.cleanup()
 
     def close(self) -> None:

@@ -404,7 +404,7 @@ class KvServer(Controls):
         """
         __tracebackhide__ = True
         for port in self._ports.values():
-            port.publisher.wait_subscribed(subscribers, timeout)
+            self._thread.call(port.publisher.await_subscribed(subscribers, timeout))
 
     def expect(self, prompt: Prompt | TokenIds | str) -> dict[str, Any]:
         """Return what a router should know of a prompt once it has applied what was published so far.

@@ -253,6 +253,46 @@ def test_a_stopped_worker_refuses_and_comes_back_at_its_port(server):
     assert call(url, "/health")[0] == 200
 
 
+@pytest.mark.parametrize(
+    ("method", "arguments"),
+    [("wait_requests", {"open": 3, "timeout": 3600}), ("wait_subscribed", {"timeout": 3600})],
+)
+def test_who_waits_for_a_server_that_is_closed_waits_no_longer(kv, method, arguments):
+    server = KvServer(kv, control_port=0)
+    ends, asked = [], threading.Event()
+
+    def wait():
+        asked.set()
+        try:
+            getattr(server, method)(**arguments)
+        except ValueError as error:
+            ends.append(str(error))
+
+    def ask():
+        with pytest.raises((OSError, http.client.HTTPException)):
+            call(server.control_url, f"/{method}", arguments)
+
+    threads = [threading.Thread(target=each, daemon=True) for each in (wait, ask)]
+    for each in threads:
+        each.start()
+    asked.wait()
+    server.close()
+    for each in threads:
+        each.join(20)
+    assert [each.is_alive() for each in threads] == [False, False]
+    assert ends[0] in ("this KvServer is closed", "this KvServer was closed meanwhile")
+    with pytest.raises(ValueError, match="this KvServer is closed"):
+        getattr(server, method)(**arguments)
+
+
+@pytest.mark.parametrize("method", ["hold", "release", "step", "reset", "restart", "stop", "start"])
+def test_a_closed_server_says_so(kv, method):
+    server = KvServer(kv)
+    server.close()
+    with pytest.raises(ValueError, match="this KvServer is closed"):
+        getattr(server, method)(*([0] if method in ("restart", "stop", "start") else []))
+
+
 def test_while_it_serves_it_alone_drives_the_engines(kv):
     engine = kv.engine(0)
     with KvServer(kv):
