@@ -213,11 +213,32 @@ def test_the_control_api_is_the_methods(server):
         ("/check", {"prompt": "x"}, "check: argument 'blocks' is missing"),
         ("/expect", [1], "expect: a body is an object with arguments, got [1]"),
         ("/fault", {"worker": 0, "name": "wrong"}, "fault: unknown fault 'wrong'; known: "),
-        ("/step", {"n": 0}, "step: step: n must be"),
+        (
+            "/fault",
+            {"worker": 0, "name": "lose", "batch": 1},
+            "fault: lose: unknown option 'batch'; did you mean 'batches'?",
+        ),
+        ("/step", {"n": 0}, "step: n must be"),
+        ("/hold", {"wroker": 0}, "hold: unknown argument 'wroker'; did you mean 'worker'?"),
+        ("/hold", {"worker": True}, "hold: KvServer: there is no worker True; there are 0, 1"),
+        ("/wait_requests", {}, "wait_requests: argument 'open' is missing"),
+        ("/reset", {"all": 1}, "reset: unknown argument 'all'; known: worker"),
+        ("/text", {"after": 5}, "text: after must be a text, got 5"),
+        ("/hold", b"{", "hold: the body is no JSON: "),
+        ("/hold", b"[" * 100_000, "hold: the body is no JSON: maximum recursion depth"),
+        ("/check", {"prompt": "x", "blocks": {"0": 4}}, "check: blocks must be rows as expect returns them, "),
+        ("/check", {"prompt": "x", "blocks": None}, "check: blocks must be rows as expect returns them, "),
+        ("/check", {"prompt": "x", "blocks": [{"worker": 0}]}, "check: a row of blocks must be as in "),
+        ("/check", {"prompt": "x", "blocks": [{"worker": "0", "blocks": 1}]}, "check: a row of blocks must be as in "),
+        ("/check", {"prompt": "x", "blocks": [{"worker": 0, "blocks": -1}]}, "check: a row of blocks must be as in "),
+        ("/check", {"prompt": "x", "blocks": [], "last_batch": [1]}, "check: a row of last_batch must be as in "),
     ):
         status, answer = call(control, path, body)
         assert status in (400, 404)
         assert answer["error"].startswith(text)
+    assert server.differences == []
+    large = [5] * 1_000_000  # a megabyte, and more
+    assert len(call(control, "/expect", {"prompt": large})[1]["tokens"]) == len(large)
 
 
 def test_a_restarted_worker_is_empty_and_its_connections_are_cut(kv, server):
@@ -406,6 +427,11 @@ def test_assertions_name_the_worst_request(server):
         ({"max_model_len": 1}, ValueError, "max_model_len"),
         ({"http_port": 65_536}, ValueError, "http_port must leave room for 2 ports"),
         ({"model": ""}, ValueError, "model must be a name, got ''"),
+        ({"topic": "kv@{name}"}, ValueError, "topic must be a text in which {host}, {port} and {model} are filled in"),
+        ({"topic": "kv@{host"}, ValueError, "topic must be a text in which"),
+        ({"topic": "{0}"}, ValueError, "topic must be a text in which"),
+        ({"topic": "{host.x}"}, ValueError, "topic must be a text in which"),
+        ({"topic": 5}, ValueError, "topic must be a text in which"),
         ({"adapters": "lora"}, TypeError, "adapters must be a list of names, got 'lora'"),
     ],
 )
