@@ -282,6 +282,8 @@ class Fleet:
             start_ms=start_ms,
         )
         self._trace = name, tuple(turns)
+        managers = [engine.worker.manager for engine in engines]
+        self._held_before = sum(each.num_active_blocks + each.num_inactive_blocks for each in managers)
         seats = seats_of(self.engines, in_lock_step=self._ranks > 1 and self._release.ranks_in_lock_step)
         self._start_ms = start_ms
         run = FleetRun(
@@ -344,6 +346,7 @@ class Fleet:
             tuple(run.turns),
             services,
             self._objectives,
+            self._held_before,
         )
         self.report = FleetReport.of(
             replay,

@@ -64,6 +64,7 @@ class RoutedRun:
         turns: of each, its place in the trace.
         services: what each worker did.
         objectives: what counts as good.
+        held_before: blocks that the engines held as the run began.
     """
 
     router: str
@@ -75,6 +76,7 @@ class RoutedRun:
     turns: Sequence[Turn]
     services: Sequence[Service]
     objectives: Objectives
+    held_before: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +153,8 @@ class FleetReport(ReplayReport, ReportAssertions):
     def to_json(self) -> dict[str, Any]:
         """Return all figures as JSON: at the top those of Dynamo's replay, by its keys; under "fleet" those of routing.
 
-        "fleet" has `router`, `trace` (its name) and `trace_digest`, `picks_digest` (equal where all picks are), `all` (the figures without
-        latencies, which are at the top), `workers` (a list: `worker`, `since_ms`, `until_ms`, and its figures, without gaps between
+        "fleet" has `router`, `trace` (its name) and `trace_digest`, `picks_digest` (equal where all picks are), `held_before` (blocks that
+        the engines held as the run began), `all` (the figures without latencies, which are at the top), `workers` (a list: `worker`, `since_ms`, `until_ms`, and its figures, without gaps between
         tokens), `incidents` (`ms`, `kind`, `worker`, `lost`), `event_errors` (how many, or None) and `beliefs` (rows of `Belief`,
         or None).
         """
@@ -173,6 +175,7 @@ class FleetReport(ReplayReport, ReportAssertions):
                 "trace": self._run.trace,
                 "trace_digest": self.trace_digest,
                 "picks_digest": self.picks_digest,
+                "held_before": self.held_before,
                 "all": rows.row(latencies=()),
                 "workers": workers,
                 "incidents": [each._asdict() for each in self.incidents],
@@ -244,6 +247,11 @@ class FleetReport(ReplayReport, ReportAssertions):
     def picks_digest(self) -> str:
         """Eight digits that two runs share if the router picked the same."""
         return sha256(repr([(pick.number, pick.worker) for pick in self.picks]).encode()).hexdigest()[:8]
+
+    @property
+    def held_before(self) -> int:
+        """Blocks that the engines held as the run began: the router found them there, and `ideal_hit_ratio` knows none of them."""
+        return self._run.held_before
 
     @property
     def workers(self) -> list[Worker]:
@@ -367,10 +375,14 @@ class FleetReport(ReplayReport, ReportAssertions):
             f"requests {figure_text(whole['balance_requests'])}, of prompt tokens computed "
             f"{figure_text(whole['balance_prompt_tokens'])}, of open requests at picks {figure_text(whole['balance_open_requests'])}"
         )
+        if self.held_before:
+            parts.append(
+                f"the engines held {self.held_before} blocks before this run: their hits count, and the ideal knows none of them"
+            )
         parts += [f"{each.ms:g} ms: {each.kind} of worker {each.worker!r}, {each.lost} lost" for each in self.incidents]
         parts += map(str, self.beliefs or ())
         if self.event_errors:
-            parts.append(f"{len(self.event_errors)} errors of events")
+            parts.append(f"errors of events: {len(self.event_errors)}")
         return "\n".join(parts)
 
     def compare(self, other: FleetReport | Mapping[str, Any]) -> Comparison:

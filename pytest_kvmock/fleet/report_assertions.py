@@ -133,7 +133,9 @@ class ReportAssertions:
             least = factor * (theirs or 0.0)
             if value is None or value < least:
                 what = f"hit_ratio, which is {theirs or 0.0:.4g} with {other.router},"
-                assert_at_least(what, value, least, f"{report.table_row(None)}\n{self._worst_pick()}")
+                assert_at_least(
+                    what, value, least, f"{self._start(other)}{report.table_row(None)}\n{self._worst_pick()}"
+                )
 
     def assert_balanced(self, within: float = 2.0, of: str = "requests") -> None:
         """Require that no worker has more than so many times the mean, by the time that each was there.
@@ -216,8 +218,13 @@ class ReportAssertions:
             number = max(late, key=_latency).number
         raise AssertionError(
             f"{name} is {value:.4g}, must be {must} {factor:g} times {best:.4g}, that of {other.router}\n"
-            f"{self._self.table_row(None)}\n{self._worst_pick(number)}"
+            f"{self._start(other)}{self._self.table_row(None)}\n{self._worst_pick(number)}"
         )
+
+    def _start(self, other: Compared) -> str:
+        """A line that says so where the other run began with other caches; else nothing."""
+        text = Compared.of(self).other_start(other)
+        return f"note: {text}\n" if text else ""
 
     def _same_trace(self, what: str, other: object) -> Compared:
         report = self._self
@@ -290,7 +297,7 @@ class ReportAssertions:
             )
         if errors:
             more = f"\nand {len(errors) - 5} more" if len(errors) > 5 else ""
-            raise AssertionError(f"{len(errors)} errors of events:\n" + "\n".join(map(str, errors[:5])) + more)
+            raise AssertionError(f"errors of events: {len(errors)}\n" + "\n".join(map(str, errors[:5])) + more)
 
 
 def _latency(served: Served) -> float:

@@ -35,6 +35,8 @@ class Reported(Protocol):
     @property
     def picks_digest(self) -> str: ...  # noqa: D102 - likewise
     @property
+    def held_before(self) -> int: ...  # noqa: D102 - likewise
+    @property
     def served(self) -> list[Served]: ...  # noqa: D102 - likewise
 
     def row(self, worker: Worker | None = None) -> Figures: ...  # noqa: D102 - likewise
@@ -60,6 +62,7 @@ class Compared:
         trace: what the trace is called.
         digest: digits of the trace.
         picks: digits of the picks.
+        held_before: blocks that the engines held as the run began.
     """
 
     def __init__(self, report: Reported | None, data: Mapping[str, Any]) -> None:
@@ -69,6 +72,7 @@ class Compared:
         self.router: str = data["router"]
         self.digest: str = data["trace_digest"]
         self.picks: str = data["picks_digest"]
+        self.held_before: int = data.get("held_before", 0)
         self.trace: str = data["trace"] or f"trace {self.digest} of {self.arrived} requests"
 
     @classmethod
@@ -85,6 +89,7 @@ class Compared:
                 "trace": other.trace_name,
                 "trace_digest": other.trace_digest,
                 "picks_digest": other.picks_digest,
+                "held_before": other.held_before,
             }
             return cls(other, names)
         fleet = other.get("fleet") if isinstance(other, Mapping) else None
@@ -93,6 +98,15 @@ class Compared:
         ):
             raise TypeError(f"other must be a FleetReport, or what its to_json() returned, got {other!r:.80}")
         return cls(None, {**fleet, "top": other})
+
+    def other_start(self, other: Compared) -> str:
+        """Return that the two began with caches that are not alike, as text; "" where they did not."""
+        if self.held_before == other.held_before:
+            return ""
+        return (
+            f"{self.router} began with {self.held_before} blocks in its engines, {other.router} with {other.held_before}: what an "
+            "earlier run left there is a hit for the later one"
+        )
 
     def figure(self, name: str) -> float | None:
         """Return one figure of all together."""
@@ -131,6 +145,8 @@ class Comparison(Mapping[str, "tuple[float | None, float | None]"]):
                 f"the same trace and {one.router} twice, yet other picks: unless its options or the fleet's are others, it draws "
                 "randomness that is not seeded alike, or keeps what it learnt (ties alone are worth some 5 % of latencies)"
             )
+        if start := one.other_start(other):
+            self.notes.append(start)
 
     def __getitem__(self, name: str) -> tuple[float | None, float | None]:
         return self._values[name]

@@ -6,14 +6,16 @@ Each path is a method of `KvServer`; a body is its arguments. What is refused is
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from aiohttp import web
 
+from pytest_kvmock.checks import unknown_text
 from pytest_kvmock.serve.api import to_json
-from pytest_kvmock.serve.worker_port import LOOPBACK, SILENT
+from pytest_kvmock.serve.worker_port import LOOPBACK, SILENT, cut_all, large_request
 
 if TYPE_CHECKING:
     import socket
@@ -35,6 +37,7 @@ class ControlPort:
         self._listening = listening
         self.port: int = listening.getsockname()[1]
         self._runner: web.ServerRunner | None = None
+        self._accepting: web.Server | None = None
 
     @property
     def url(self) -> str:
@@ -43,13 +46,17 @@ class ControlPort:
 
     async def start(self) -> None:
         """Listen."""
-        self._runner = web.ServerRunner(web.Server(self._handle, access_log=None, logger=SILENT), shutdown_timeout=0.0)
+        self._accepting = web.Server(
+            self._handle, request_factory=large_request, handler_cancellation=True, access_log=None, logger=SILENT
+        )
+        self._runner = web.ServerRunner(self._accepting, shutdown_timeout=0.0)
         await self._runner.setup()
         await web.SockSite(self._runner, self._listening).start()
 
     async def stop(self) -> None:
-        """Listen no more."""
+        """Listen no more; who waits for an answer gets none."""
         if self._runner is not None:
+            cut_all(self._accepting)
             await self._runner.cleanup()
 
     def close(self) -> None:
@@ -61,19 +68,40 @@ class ControlPort:
         method = _METHODS.get(name)
         if method is None:
             return _json(404, {"error": f"unknown path {request.path!r}; known: /{', /'.join(_METHODS)}"})
-        body = await request.read()
         try:
-            given = json.loads(body) if body else {}
+            body = await request.read()
+            given = _read(body)
             if not isinstance(given, dict):
                 raise TypeError(f"a body is an object with arguments, got {given!r:.80}")  # noqa: TRY301 - answered below
             # A method waits for the loop of the server, which is the one that runs here: so it has a thread of its own.
             answer = await asyncio.get_running_loop().run_in_executor(None, lambda: method(self._server, given))
-        except (ValueError, TypeError, KeyError, OSError, TimeoutError) as error:
-            text = f"{name}: argument {error} is missing" if isinstance(error, KeyError) else f"{name}: {error}"
-            return _json(400, {"error": text})
+        except web.HTTPRequestEntityTooLarge as error:
+            return _json(413, {"error": f"{name}: {error.text}"})
+        except (ValueError, TypeError, KeyError, OSError) as error:
+            text = f"argument {error} is missing" if isinstance(error, KeyError) else str(error)
+            return _json(400, {"error": f"{name}: {text.removeprefix(f'{name}: ')}"})
         if isinstance(answer, web.Response):
             return answer
         return _json(200, answer)
+
+
+def _read(body: bytes) -> Any:
+    try:
+        return json.loads(body) if body else {}
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the body is no JSON: {error}") from None
+
+
+def _call(method: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """Call a method with arguments by name, if it takes them."""
+    takes = inspect.signature(method).parameters
+    for name in given:
+        if name not in takes:
+            raise TypeError(unknown_text("argument", name, list(takes)))
+    for name, each in takes.items():
+        if each.default is each.empty and name not in given:
+            raise KeyError(name)
+    return method(**given)
 
 
 def _json(status: int, value: Any) -> web.Response:
@@ -98,7 +126,7 @@ def _doing(name: str) -> Callable[[Server, dict[str, Any]], dict[str, bool]]:
     """Return what calls a method that returns nothing."""
 
     def do(server: Server, given: dict[str, Any]) -> dict[str, bool]:
-        getattr(server, name)(**given)
+        _call(getattr(server, name), given)
         return {"done": True}
 
     return do
@@ -154,9 +182,9 @@ _METHODS: Final[dict[str, Callable[[Server, dict[str, Any]], Any]]] = {
     "restart": _doing("restart"),
     "stop": _doing("stop"),
     "start": _doing("start"),
-    "reset": lambda server, given: {"success": server.reset(**given)},
+    "reset": lambda server, given: {"success": _call(server.reset, given)},
     "requests": lambda server, _: [each.to_json() for each in server.requests],
     "routing": lambda server, _: server.routing.to_json(),
-    "text": lambda server, given: {"text": server.text(**given)},
+    "text": lambda server, given: {"text": _call(server.text, given)},
     "verdict": lambda server, _: verdict_of(server),
 }

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from typing import TYPE_CHECKING, Any, Final
 
-from pytest_kvmock.checks import check_integer, check_number
+from pytest_kvmock.checks import check_integer, check_number, is_integer, unknown_text
 
 if TYPE_CHECKING:
     from pytest_kvmock.harness import RouterHarness
@@ -37,7 +38,7 @@ class Controls:
 
     def _port(self, worker: int) -> WorkerPort:
         self._check_open()
-        found = self._ports.get(worker) if isinstance(worker, int) else None
+        found = self._ports.get(worker) if is_integer(worker) else None
         if found is None:
             raise ValueError(
                 f"KvServer: there is no worker {worker!r:.80}; there are {', '.join(map(str, self._ports))}"
@@ -122,7 +123,12 @@ class Controls:
         known = [each for each in dir(faults) if not each.startswith("_") and each not in _NO_FAULTS]
         if name not in known:
             raise ValueError(f"unknown fault {name!r:.80}; known: {', '.join(known)}")
-        getattr(faults, name)(**options)
+        fault = getattr(faults, name)
+        takes = list(inspect.signature(fault).parameters)
+        for each in options:
+            if each not in takes:
+                raise TypeError(f"{name}: {unknown_text('option', each, takes)}")
+        fault(**options)
 
     @property
     def replays(self) -> list[tuple[int, Replay]]:

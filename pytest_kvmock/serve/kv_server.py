@@ -121,6 +121,12 @@ class KvServer(Controls):
                 check_integer(f"KvServer: {name}", value, least)
         if not isinstance(model, str) or not model:
             raise ValueError(f"KvServer: model must be a name, got {model!r:.80}")
+        try:
+            topic.format(host=LOOPBACK, port=0, model=model)
+        except (AttributeError, KeyError, IndexError, ValueError, MemoryError):
+            raise ValueError(
+                f"KvServer: topic must be a text in which {{host}}, {{port}} and {{model}} are filled in, got {topic!r:.80}"
+            ) from None
         if isinstance(adapters, str):
             raise TypeError(f"KvServer: adapters must be a list of names, got {adapters!r:.80}")
         self.harness = harness
@@ -389,8 +395,11 @@ class KvServer(Controls):
 
         Raises:
             ValueError: `blocks` is no integer of at least 0.
+            TypeError: `after` is no text.
         """
         check_integer("text: blocks", blocks, 0)
+        if not isinstance(after, str):
+            raise TypeError(f"text: after must be a text, got {after!r:.80}")
         fresh = (self._texts.choice(LETTERS) for _ in range(blocks * self._described.block_size))
         return after + "".join(fresh)
 
@@ -404,7 +413,7 @@ class KvServer(Controls):
         """
         __tracebackhide__ = True
         for port in self._ports.values():
-            port.publisher.wait_subscribed(subscribers, timeout)
+            self._thread.call(port.publisher.await_subscribed(subscribers, timeout))
 
     def expect(self, prompt: Prompt | TokenIds | str) -> dict[str, Any]:
         """Return what a router should know of a prompt once it has applied what was published so far.
@@ -430,6 +439,9 @@ class KvServer(Controls):
 
         Returns:
             What differs, which is kept for the verdict; "" where nothing does; None: more was published since `last_batch`.
+
+        Raises:
+            TypeError: what is given are no such rows.
         """
         return self._truth.check(_prompt_of(prompt), blocks, last_batch)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable
-from typing import TypeVar
+from collections.abc import Coroutine
+from concurrent.futures import CancelledError
+from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 
@@ -34,28 +35,41 @@ class LoopThread:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
 
-    def call(self, awaitable: Awaitable[_T]) -> _T:
+    def call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         """Run something in the loop, and wait for it.
 
         Raises:
             RuntimeError: it is called in the loop itself, where it would wait for ever.
+            ValueError: the thread has ended, or ends meanwhile.
             Exception: whatever that raises.
         """
-        if threading.current_thread() is self._thread:
+        thread = self._thread
+        if thread is None or threading.current_thread() is thread:
+            coroutine.close()
+            if thread is None:
+                raise ValueError(f"this {self._name} is closed")
             raise RuntimeError(f"{self._name}: this waits for its own event loop; call it in another thread")
-
-        async def run() -> _T:
-            return await awaitable
-
-        return asyncio.run_coroutine_threadsafe(run(), self.loop).result()
+        try:
+            return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+        except CancelledError:
+            raise ValueError(f"this {self._name} was closed meanwhile") from None
 
     def end(self) -> None:
-        """End the loop, and wait for the thread. Twice is no error."""
+        """End the loop, and wait for the thread; who waits for something there waits no longer. Twice is no error."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self.loop.call_soon_threadsafe(self.loop.stop)
             thread.join()
         if not self.loop.is_closed():
+            self.loop.run_until_complete(_cancel_all())
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
             self.loop.run_until_complete(self.loop.shutdown_default_executor())
             self.loop.close()
+
+
+async def _cancel_all() -> None:
+    """End all other tasks of the loop that runs."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

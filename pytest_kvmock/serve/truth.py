@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pytest_kvmock.checks import is_integer
 from pytest_kvmock.events import KvCacheEvent, Removed, RouterEvent
 
 if TYPE_CHECKING:
@@ -61,12 +62,13 @@ class Truth:
         self, prompt: Prompt, blocks: Sequence[Mapping[str, int]], last_batch: Sequence[Mapping[str, int]] | None
     ) -> str | None:
         """Compare what a router knows with the truth; see `KvServer.check`."""
+        known = _checked("blocks", blocks, "blocks", least=0)
+        told = None if last_batch is None else _checked("last_batch", last_batch, "number", least=-1)
         with self._harness.publisher.lock:
             expected = self.expect(prompt)
-            numbers = _by_rank(expected["last_batch"], "number")
-            if last_batch is not None and _by_rank(last_batch, "number") != numbers:
+            if told is not None and told != _by_rank(expected["last_batch"], "number"):
                 return None
-        known, true = _by_rank(blocks, "blocks"), _by_rank(expected["blocks"], "blocks")
+        true = _by_rank(expected["blocks"], "blocks")
         text = "; ".join(
             f"worker {key[0]} rank {key[1]}: the router knows {known.get(key, 0)} blocks, {true.get(key, 0)} are held"
             for key in sorted(known.keys() | true.keys())
@@ -75,6 +77,26 @@ class Truth:
         if text:
             self.differences.append(f"a prompt of {len(expected['tokens'])} tokens: {text}")
         return text
+
+
+def _checked(name: str, rows: object, value: str, least: int) -> dict[tuple[int, int], int]:
+    """Return rows of numbers by worker and rank.
+
+    Raises:
+        TypeError: they are something else.
+    """
+    shape = f'[{{"worker": 0, "rank": 0, "{value}": 4}}]'
+    if not isinstance(rows, list | tuple):
+        raise TypeError(f"check: {name} must be rows as expect returns them, {shape}, got {rows!r:.80}")
+    for row in rows:
+        fits = isinstance(row, Mapping) and {"worker", value} <= set(row)
+        if (
+            not fits
+            or not all(map(is_integer, (row["worker"], row.get("rank", 0))))
+            or not is_integer(row[value], least)
+        ):
+            raise TypeError(f"check: a row of {name} must be as in {shape}, got {row!r:.80}")
+    return _by_rank(rows, value)
 
 
 def _by_rank(rows: Sequence[Mapping[str, int]], value: str) -> dict[tuple[int, int], int]:

@@ -100,7 +100,7 @@ class WorkerPort:
         self._listening = None
         server = self._server = web.Server(
             self._handle,
-            request_factory=self._request,
+            request_factory=large_request,
             handler_cancellation=True,
             access_log=None,
             logger=SILENT,
@@ -109,11 +109,6 @@ class WorkerPort:
         self._runner = web.ServerRunner(server, shutdown_timeout=0.0)
         await self._runner.setup()
         await web.SockSite(self._runner, listening).start()
-
-    @staticmethod
-    def _request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
-        loop = asyncio.get_running_loop()
-        return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=MOST_BODY)
 
     async def stop(self) -> None:
         """Listen no more; open connections are cut."""
@@ -128,9 +123,7 @@ class WorkerPort:
 
     def cut(self) -> None:
         """Cut all connections, as a process that dies does."""
-        for handler in list(self._server.connections) if self._server is not None else ():
-            if handler.transport is not None:
-                handler.transport.abort()
+        cut_all(self._server)
 
     # --------------------------------------------------------------------------------------------------- the engine
 
@@ -248,6 +241,19 @@ class WorkerPort:
                 break
         await response.write_eof()
         return response
+
+
+def large_request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
+    """Return a request whose body may have `MOST_BODY` bytes."""
+    loop = asyncio.get_running_loop()
+    return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=MOST_BODY)
+
+
+def cut_all(server: web.Server | None) -> None:
+    """Cut all connections of a server, as a process that dies does; None: there is none."""
+    for handler in list(server.connections) if server is not None else ():
+        if handler.transport is not None:
+            handler.transport.abort()
 
 
 def bound_socket(port: int) -> socket.socket:

@@ -252,6 +252,26 @@ def test_two_runs_of_a_router_that_draws_are_noted():
     assert note.startswith("the same trace and DynamoRouter twice, yet other picks")
 
 
+def test_caches_that_an_earlier_run_filled_are_noted():
+    served = fleet(RoundRobin())
+    first, second = served.run(trace()), served.run(trace())
+    assert 0 == first.held_before < second.held_before
+    note = f"RoundRobin began with 0 blocks in its engines, RoundRobin with {second.held_before}"
+    assert note in str(first.compare(second))
+    assert note in str(first.compare(json.loads(json.dumps(second.to_json()))))
+    assert f"the engines held {second.held_before} blocks before this run" in str(second)
+    assert "before this run" not in str(first)
+    for require in (
+        lambda: first.assert_hit_ratio(times=(1.0, second)),
+        lambda: first.assert_no_worse(than=second, hit_ratio=1.0),
+    ):
+        with pytest.raises(AssertionError, match=f"note: {note}"):
+            require()
+    with pytest.raises(AssertionError) as failure:
+        first.assert_hit_ratio(times=(2.0, first))
+    assert "note" not in str(failure.value)
+
+
 def test_two_traces_are_noted():
     one, other = fleet().run(trace(), name="mine"), fleet().run(trace(seed=1), name="yours")
     assert ["these are two traces: mine, and yours"] == one.compare(other).notes

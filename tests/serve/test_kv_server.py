@@ -213,11 +213,32 @@ def test_the_control_api_is_the_methods(server):
         ("/check", {"prompt": "x"}, "check: argument 'blocks' is missing"),
         ("/expect", [1], "expect: a body is an object with arguments, got [1]"),
         ("/fault", {"worker": 0, "name": "wrong"}, "fault: unknown fault 'wrong'; known: "),
-        ("/step", {"n": 0}, "step: step: n must be"),
+        (
+            "/fault",
+            {"worker": 0, "name": "lose", "batch": 1},
+            "fault: lose: unknown option 'batch'; did you mean 'batches'?",
+        ),
+        ("/step", {"n": 0}, "step: n must be"),
+        ("/hold", {"wroker": 0}, "hold: unknown argument 'wroker'; did you mean 'worker'?"),
+        ("/hold", {"worker": True}, "hold: KvServer: there is no worker True; there are 0, 1"),
+        ("/wait_requests", {}, "wait_requests: argument 'open' is missing"),
+        ("/reset", {"all": 1}, "reset: unknown argument 'all'; known: worker"),
+        ("/text", {"after": 5}, "text: after must be a text, got 5"),
+        ("/hold", b"{", "hold: the body is no JSON: "),
+        ("/hold", b"[" * 100_000, "hold: the body is no JSON: maximum recursion depth"),
+        ("/check", {"prompt": "x", "blocks": {"0": 4}}, "check: blocks must be rows as expect returns them, "),
+        ("/check", {"prompt": "x", "blocks": None}, "check: blocks must be rows as expect returns them, "),
+        ("/check", {"prompt": "x", "blocks": [{"worker": 0}]}, "check: a row of blocks must be as in "),
+        ("/check", {"prompt": "x", "blocks": [{"worker": "0", "blocks": 1}]}, "check: a row of blocks must be as in "),
+        ("/check", {"prompt": "x", "blocks": [{"worker": 0, "blocks": -1}]}, "check: a row of blocks must be as in "),
+        ("/check", {"prompt": "x", "blocks": [], "last_batch": [1]}, "check: a row of last_batch must be as in "),
     ):
         status, answer = call(control, path, body)
         assert status in (400, 404)
         assert answer["error"].startswith(text)
+    assert server.differences == []
+    large = [5] * 1_000_000  # a megabyte, and more
+    assert len(call(control, "/expect", {"prompt": large})[1]["tokens"]) == len(large)
 
 
 def test_a_restarted_worker_is_empty_and_its_connections_are_cut(kv, server):
@@ -251,6 +272,46 @@ def test_a_stopped_worker_refuses_and_comes_back_at_its_port(server):
         call(url, "/health")
     server.start(0)
     assert call(url, "/health")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments"),
+    [("wait_requests", {"open": 3, "timeout": 3600}), ("wait_subscribed", {"timeout": 3600})],
+)
+def test_who_waits_for_a_server_that_is_closed_waits_no_longer(kv, method, arguments):
+    server = KvServer(kv, control_port=0)
+    ends, asked = [], threading.Event()
+
+    def wait():
+        asked.set()
+        try:
+            getattr(server, method)(**arguments)
+        except ValueError as error:
+            ends.append(str(error))
+
+    def ask():
+        with pytest.raises((OSError, http.client.HTTPException)):
+            call(server.control_url, f"/{method}", arguments)
+
+    threads = [threading.Thread(target=each, daemon=True) for each in (wait, ask)]
+    for each in threads:
+        each.start()
+    asked.wait()
+    server.close()
+    for each in threads:
+        each.join(20)
+    assert [each.is_alive() for each in threads] == [False, False]
+    assert ends[0] in ("this KvServer is closed", "this KvServer was closed meanwhile")
+    with pytest.raises(ValueError, match="this KvServer is closed"):
+        getattr(server, method)(**arguments)
+
+
+@pytest.mark.parametrize("method", ["hold", "release", "step", "reset", "restart", "stop", "start"])
+def test_a_closed_server_says_so(kv, method):
+    server = KvServer(kv)
+    server.close()
+    with pytest.raises(ValueError, match="this KvServer is closed"):
+        getattr(server, method)(*([0] if method in ("restart", "stop", "start") else []))
 
 
 def test_while_it_serves_it_alone_drives_the_engines(kv):
@@ -366,6 +427,11 @@ def test_assertions_name_the_worst_request(server):
         ({"max_model_len": 1}, ValueError, "max_model_len"),
         ({"http_port": 65_536}, ValueError, "http_port must leave room for 2 ports"),
         ({"model": ""}, ValueError, "model must be a name, got ''"),
+        ({"topic": "kv@{name}"}, ValueError, "topic must be a text in which {host}, {port} and {model} are filled in"),
+        ({"topic": "kv@{host"}, ValueError, "topic must be a text in which"),
+        ({"topic": "{0}"}, ValueError, "topic must be a text in which"),
+        ({"topic": "{host.x}"}, ValueError, "topic must be a text in which"),
+        ({"topic": 5}, ValueError, "topic must be a text in which"),
         ({"adapters": "lora"}, TypeError, "adapters must be a list of names, got 'lora'"),
     ],
 )

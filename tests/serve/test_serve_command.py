@@ -92,6 +92,10 @@ def test_it_ends_with_a_signal_and_does_not_look_at_dev_null(number):
         ),
         (["--dialect", "vllm-9"], "serve: unknown dialect 'vllm-9'"),
         (["--workers", "0"], "serve: --workers must be at least 1, got 0"),
+        (
+            ["--topic", "kv@{name}"],
+            "serve: KvServer: topic must be a text in which {host}, {port} and {model} are filled in",
+        ),
         (["--block-size", "0"], "serve: block_size must be"),
     ],
 )
