@@ -30,7 +30,9 @@ class _UserSink(Protocol):
     """What is asked of a `KvSink` here."""
 
     events: list[KvCacheEvent]
-    is_compared: bool
+
+    @property
+    def is_compared(self) -> bool: ...
 
 
 class Publisher:
@@ -74,7 +76,7 @@ class Publisher:
 
     @property
     def num_uncompared_sinks(self) -> int:
-        """Sinks of `make_kv_sink` that have published, and whose engine nobody has compared."""
+        """Sinks of `make_kv_sink` that have published, and whose engine nobody has compared in each rank and tier."""
         return sum(bool(sink.events) and not sink.is_compared for sink in self.user_sinks)
 
     @property

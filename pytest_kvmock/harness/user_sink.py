@@ -83,7 +83,6 @@ class KvSink:
         worker_id: the worker's id; the first from 2**16 on that was free, unless another was asked for.
         events: the events so far, in order.
         chained: whether hashes must be Dynamo's chain; None: that is detected, see `FoundChain`.
-        is_compared: whether `compare` was given what its engine holds.
         is_removed: whether the router has removed the worker, and nothing was published since; another sink may have its
             id then.
     """
@@ -100,17 +99,23 @@ class KvSink:
         self.worker_id = worker_id
         self.chained = chained
         self.events: list[KvCacheEvent] = []
-        self.is_compared = False
         self.is_removed = False
         self._publisher = publisher
         self._judge_hashes = judge_hashes
         self._compare_with = compare_with
+        self._published: set[tuple[int, StorageTier]] = set()  # ranks and tiers whose blocks it has told of
+        self._compared: set[tuple[int, StorageTier]] = set()
         self._chain = FoundChain()
         self._unjudged: list[RouterEvent] = []  # every Stored before the chain was found
         self._looked_at = 0  # how many of those there were at the last lookup of resident blocks
 
     def __repr__(self) -> str:
         return f"<KvSink worker {self.worker_id}, {len(self.events)} events>"
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether `compare` was given what its engine holds, in each rank and tier whose blocks were published."""
+        return bool(self._compared) and self._published <= self._compared
 
     def publish(
         self,
@@ -146,6 +151,8 @@ class KvSink:
                     f"got {event!r:.80} ({type(event).__name__})"
                 )
             self.events.append(event)
+            if not isinstance(event.data, Cleared):  # which is of no tier
+                self._published.add((event.dp_rank, tier))
             self.is_removed = False
             addressed.chained = self._must_chain(addressed)
             self._publisher.publish(addressed)
@@ -222,4 +229,4 @@ class KvSink:
         if not callable(resident):
             raise TypeError(f"compare takes a callable that returns the resident block hashes, got {resident!r:.80}")
         self._compare_with(self.worker_id, dp_rank, storage_tier, partial(self._looked_up, resident))
-        self.is_compared = True
+        self._compared.add((dp_rank, StorageTier.of(storage_tier)))

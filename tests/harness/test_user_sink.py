@@ -178,6 +178,27 @@ def test_ranks_and_tiers_are_compared_by_themselves(kv, sink):
     kv.assert_in_sync()
 
 
+def test_a_sink_is_compared_when_each_rank_and_tier_that_it_published_is(kv, sink):
+    sink(one_block(1))
+    assert 1 == kv.publisher.num_uncompared_sinks
+    sink.compare(lambda: [1])
+    assert 0 == kv.publisher.num_uncompared_sinks
+    sink(KvCacheEvent(0, one_block(2), 1))
+    assert 1 == kv.publisher.num_uncompared_sinks
+    sink.compare(lambda: [2], dp_rank=1)
+    sink(one_block(3), StorageTier.DISK)
+    assert 1 == kv.publisher.num_uncompared_sinks
+    sink.compare(lambda: [3], storage_tier="g3")
+    assert 0 == kv.publisher.num_uncompared_sinks
+
+
+def test_a_cleared_asks_for_the_comparison_of_no_tier_where_another_is_compared(kv, sink):
+    sink(Cleared())
+    assert 1 == kv.publisher.num_uncompared_sinks
+    sink.compare(lambda: [3], storage_tier=StorageTier.DISK)
+    assert 0 == kv.publisher.num_uncompared_sinks
+
+
 def test_what_cannot_be_called_cannot_be_compared(sink):
     with pytest.raises(TypeError, match=r"compare takes a callable that returns the resident block hashes, got \[1\]"):
         sink.compare([1])
