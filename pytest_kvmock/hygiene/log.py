@@ -285,9 +285,10 @@ class EventLog:
 
     def keep_last(self, events: int) -> None:
         """Clear all events from the log but so many."""
-        del self._entries[: max(0, len(self._entries) - events)]
-        first = self._entries[0].position if self._entries else self.total
-        self.notes = [note for note in self.notes if note.at >= first]
+        gone = max(0, len(self._lines) - events)
+        del self._lines[:gone]
+        self._made, self._first = max(0, self._made - gone), self._first + gone
+        self.notes = [note for note in self.notes if note.at >= self._first]
 
     def clear(self) -> None:
         """Clear the events from the log; their problems stay on record, and the ledger keeps what workers hold."""
