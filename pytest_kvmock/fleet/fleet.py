@@ -282,7 +282,7 @@ class Fleet:
             start_ms=start_ms,
         )
         self._trace = name, tuple(turns)
-        managers = [engine.worker.manager for engine in engines]
+        managers = [engine.worker.manager for engine in engines if engine.args.enable_prefix_caching]
         self._held_before = sum(each.num_active_blocks + each.num_inactive_blocks for each in managers)
         seats = seats_of(self.engines, in_lock_step=self._ranks > 1 and self._release.ranks_in_lock_step)
         self._start_ms = start_ms
