@@ -15,7 +15,7 @@ from aiohttp import web
 
 from pytest_kvmock.checks import unknown_text
 from pytest_kvmock.serve.api import to_json
-from pytest_kvmock.serve.worker_port import LOOPBACK, SILENT, cut_all, large_request
+from pytest_kvmock.serve.worker_port import LOOPBACK, SILENT, end_listening, large_request
 
 if TYPE_CHECKING:
     import socket
@@ -55,9 +55,8 @@ class ControlPort:
 
     async def stop(self) -> None:
         """Listen no more; who waits for an answer gets none."""
-        if self._runner is not None:
-            cut_all(self._accepting)
-            await self._runner.cleanup()
+        if self._runner is not None and self._accepting is not None:
+            await end_listening(self._runner, self._accepting, self._listening)
 
     def close(self) -> None:
         """Close the socket of one that never listened."""

@@ -1,7 +1,7 @@
 """The faces of vLLM and SGLang: which path takes what, and what is answered; see `api`. No socket is opened here.
 
 One subject: the paths. vLLM 0.29's answers were recorded; what other releases and SGLang have is as read
-(docs/reference/served-api.md). Requests of prefill and decode pairs (`kv_transfer_params`, `bootstrap_*`) are taken, and no transfer is modelled.
+(docs/how-to/serve.md). Requests of prefill and decode pairs (`kv_transfer_params`, `bootstrap_*`) are taken, and no transfer is modelled.
 """
 
 from __future__ import annotations
@@ -332,8 +332,7 @@ class Face:
         if api == "completions" and body.get("prompt") == []:
             raise BadRequest("You must pass at least one prompt")
         assert count is not None
-        if count < 1:
-            raise BadRequest(f"n must be at least 1, got {count}.")
+        checks.check_choices(count)
         rank = call.headers.get("x-data-parallel-rank", body.get("data_parallel_rank"))
         name = call.headers.get("x-request-id") or self._random_id()
         return Generate(
@@ -427,6 +426,9 @@ class Face:
         asked = checks.integer(options, "max_new_tokens", _SGLANG_OUTPUT)
         assert asked is not None
         self._check_output(asked)
+        count = checks.integer(options, "n", 1)
+        assert count is not None
+        checks.check_choices(count)
         name = "text" if body.get("text") is not None else "input_ids"
         given = body.get(name)
         if given in (None, "", []):
@@ -444,7 +446,7 @@ class Face:
             self.model.name,
             tuple(self._tokens(each, asked) for each in prompts),
             asked,
-            n=checks.integer(options, "n", 1) or 1,
+            n=count,
             is_list=is_list,
             stream=checks.boolean(body, "stream"),
             lora_name=lora if isinstance(lora, str) and lora in self.model.adapters else None,

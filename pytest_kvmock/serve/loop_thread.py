@@ -24,6 +24,7 @@ class LoopThread:
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
         self._thread: threading.Thread | None = None
+        self._ending = threading.Lock()
         self._name = name
 
     def start(self) -> None:
@@ -43,20 +44,23 @@ class LoopThread:
             ValueError: the thread has ended, or ends meanwhile.
             Exception: whatever that raises.
         """
-        thread = self._thread
-        if thread is None or threading.current_thread() is thread:
-            coroutine.close()
-            if thread is None:
-                raise ValueError(f"this {self._name} is closed")
-            raise RuntimeError(f"{self._name}: this waits for its own event loop; call it in another thread")
+        with self._ending:
+            thread = self._thread
+            if thread is None or threading.current_thread() is thread:
+                coroutine.close()
+                if thread is None:
+                    raise ValueError(f"this {self._name} is closed")
+                raise RuntimeError(f"{self._name}: this waits for its own event loop; call it in another thread")
+            found = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         try:
-            return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+            return found.result()
         except CancelledError:
             raise ValueError(f"this {self._name} was closed meanwhile") from None
 
     def end(self) -> None:
         """End the loop, and wait for the thread; who waits for something there waits no longer. Twice is no error."""
-        thread, self._thread = self._thread, None
+        with self._ending:  # what was given to the loop before is there when it stops
+            thread, self._thread = self._thread, None
         if thread is not None:
             self.loop.call_soon_threadsafe(self.loop.stop)
             thread.join()

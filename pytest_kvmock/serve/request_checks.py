@@ -17,6 +17,9 @@ from pytest_kvmock.checks import is_integer
 DEFAULT_OUTPUT: Final = 16
 """Tokens of output of a completion that names none."""
 
+MOST_CHOICES: Final = 16384
+"""Choices of one prompt, at most (vLLM's `VLLM_MAX_N_SEQUENCES`)."""
+
 _REDUCE: Final = "Please reduce the length of the input prompt or the number of requested output tokens."
 
 
@@ -63,7 +66,11 @@ def body_of(content_type: str, body: bytes) -> dict[str, Any]:
         raise validation_error(_wrong("missing", ("body",), "Field required", None))
     try:
         found = json.loads(body)
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        if (
+            rb"\ud" in body.lower()
+        ):  # half a pair of UTF-16, which is no text, may be among these: as with any such byte, a "?"
+            found = json.loads(json.dumps(found, ensure_ascii=False).encode("utf-8", "replace"))
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or an integer of thousands of digits
         place, why = (error.pos, error.msg) if isinstance(error, json.JSONDecodeError) else (0, str(error))
         raise validation_error(_wrong("json_invalid", ("body", place), "JSON decode error", {}, error=why)) from None
     if not isinstance(found, dict):
@@ -246,6 +253,18 @@ def check_output(max_tokens: int, most: int) -> None:
             f"Please request fewer output tokens. (parameter=max_tokens, value={max_tokens})",
             "max_tokens",
         )
+
+
+def check_choices(count: int) -> None:
+    """Check how many choices of a prompt are asked for.
+
+    Raises:
+        BadRequest: fewer than 1, or more than `MOST_CHOICES`.
+    """
+    if count < 1:
+        raise BadRequest(f"n must be at least 1, got {count}.")
+    if count > MOST_CHOICES:
+        raise BadRequest(f"n must be at most {MOST_CHOICES}, got {count}.")
 
 
 def check_text_length(prompt: str, output: int, most: int) -> None:

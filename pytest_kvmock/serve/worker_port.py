@@ -96,8 +96,8 @@ class WorkerPort:
         """
         if self._runner is not None:
             return
-        listening = self._listening or bound_socket(self.port)
-        self._listening = None
+        if self._listening is None:
+            self._listening = bound_socket(self.port)
         server = self._server = web.Server(
             self._handle,
             request_factory=large_request,
@@ -108,18 +108,16 @@ class WorkerPort:
         )
         self._runner = web.ServerRunner(server, shutdown_timeout=0.0)
         await self._runner.setup()
-        await web.SockSite(self._runner, listening).start()
+        await web.SockSite(self._runner, self._listening).start()
 
     async def stop(self) -> None:
         """Listen no more; open connections are cut."""
         runner, self._runner = self._runner, None
-        if runner is None:
-            if self._listening is not None:
-                self._listening.close()
-                self._listening = None
-            return
-        self.cut()
-        await runner.cleanup()
+        listening, self._listening = self._listening, None
+        if listening is not None and runner is not None and self._server is not None:
+            await end_listening(runner, self._server, listening)
+        elif listening is not None:
+            listening.close()
 
     def cut(self) -> None:
         """Cut all connections, as a process that dies does."""
@@ -163,7 +161,10 @@ class WorkerPort:
             body = await request.read()
         except web.HTTPRequestEntityTooLarge:
             return _response(self._face.refusal(BadRequest("Request body is too large", status=413)))
-        headers = {name.lower(): value for name, value in request.headers.items()}
+        except web.RequestPayloadError as error:  # compressed, it says, and is not
+            return _response(self._face.refusal(BadRequest(f"The body cannot be read: {error}")))
+        # Bytes that are no UTF-8 would be half a pair of UTF-16, which no answer can hold.
+        headers = {name.lower(): value.encode("utf-8", "replace").decode() for name, value in request.headers.items()}
         call = Call(request.method, request.path, headers, body)
         found = self._face.answer(call)
         if isinstance(found, Answer):
@@ -254,6 +255,18 @@ def cut_all(server: web.Server | None) -> None:
     for handler in list(server.connections) if server is not None else ():
         if handler.transport is not None:
             handler.transport.abort()
+
+
+async def end_listening(runner: web.ServerRunner, server: web.Server, listening: socket.socket) -> None:
+    """Listen no more, and cut all connections.
+
+    One that is being accepted is waited for: asyncio, closed meanwhile, would leave it open and its client waiting (CPython's issue 109564).
+    """
+    asyncio.get_running_loop().remove_reader(listening.fileno())
+    for _ in range(3):  # steps of the loop from a connection that was accepted to one that the server knows
+        await asyncio.sleep(0)
+    cut_all(server)
+    await runner.cleanup()
 
 
 def bound_socket(port: int) -> socket.socket:

@@ -478,6 +478,31 @@ def test_what_is_no_http_and_what_is_no_path(server, caplog):
     assert call(server.url(0), "/v1/completions", b"{}", "POST", {"Content-Type": "text/plain"})[0] == 400
 
 
+@pytest.mark.parametrize("dialect", ["vllm-0.33", "sglang-0.5.23"])
+def test_odd_bytes_are_answered_and_never_an_error_of_ours(dialect):
+    half = "\ud800"  # half a pair of UTF-16: JSON can name it, and no text has it
+    asked = {
+        "prompt": half,
+        "messages": [{"role": "user", "content": half}],
+        "max_tokens": 1,
+        "tokens": [1],
+        "text": half,
+    }
+    with harness(1, dialect) as kv, KvServer(kv, dialect, control_port=0) as server:
+        url = server.url(0)
+        for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+            for more in ({}, {"model": half}, {"cache_salt": half}, {"data_parallel_rank": half}, {"n": 10**9}):
+                assert call(url, path, asked | more)[0] in (200, 400, 404)
+            assert call(url, path, b'{"max_tokens":' + b"9" * 5000 + b"}")[0] == 400
+            assert call(url, path, b"{}", headers={"Content-Encoding": "gzip"})[0] == 400
+        for count in (0, -1, 10**9) if dialect.startswith("sglang") else ():
+            options = {"n": count, "max_new_tokens": 1}
+            assert call(url, "/generate", {"text": "a", "sampling_params": options})[0] == 400
+        odd = {"X-Request-Id": b"\xff", "X-data-parallel-rank": b"0"}
+        assert call(url, "/v1/completions", {"prompt": "a"}, headers=odd)[0] == 200
+        assert call(server.control_url, "/requests")[1][-1]["headers"]["x-request-id"] == "?"
+
+
 def test_time_may_pass(kv):
     with KvServer(kv, time_scale=0.001) as server:
         assert complete(server.url(0), "abc", 5)["usage"]["completion_tokens"] == 5
