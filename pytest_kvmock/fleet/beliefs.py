@@ -16,6 +16,7 @@ from pytest_kvmock.fleet.fleet_events import by_worker
 from pytest_kvmock.fleet.router_calls import Belief, RouterError
 from pytest_kvmock.hygiene.rules import LOAD_DRIFT, OVERLAP_DRIFT, WORKER_DRIFT
 from pytest_kvmock.router.loads import LoadBook
+from pytest_kvmock.router.routing import id_of
 
 if TYPE_CHECKING:
     from pytest_kvmock.fleet.fleet_events import Knowledge
@@ -50,6 +51,7 @@ class Beliefs:
         self._fresh: Mapping[Worker, int] = {}
         self._untold = knowledge.untold
         self._told: dict[Worker, str] = {}
+        self._removed: dict[Worker, str] = {}
         self._parted: dict[str, str] = {}
         self.found: list[Belief] = []
 
@@ -67,6 +69,7 @@ class Beliefs:
             self._at_pick.add_worker(argument)
         elif hook == "worker_removed":
             self._at_pick.loads.pop(argument, None)
+            self._removed[argument] = f"worker_removed({argument!r}) {at}"
         elif hook == "dispatched" and worker is not None:
             if worker not in self._at_pick.loads:
                 self._at_pick.add_worker(worker)
@@ -111,6 +114,9 @@ class Beliefs:
                 if rule == OVERLAP_DRIFT:
                     after = self._told.get(worker)
                     hook = "" if after is None else f"; the last that it was told of that worker is {after}"
+                    removed = self._removed.get(worker)
+                    if removed is not None and removed not in hook:
+                        hook += f", and before that {removed}: what it held until then is gone"
                 else:
                     hook = "" if after is None else f"; they part after {after}"
                 where = f"before the pick for request {request.number} at {request.now_ms:g} ms"
@@ -182,7 +188,7 @@ class Beliefs:
                 return (
                     worker,
                     f"{self._calls.name}.loads() says {_load(believed)} of worker {worker!r}",
-                    _load(right),
+                    _load(tuple(None if part is None else true for part, true in zip(believed, right, strict=True))),
                     follows,
                 )
         return None
@@ -201,6 +207,9 @@ class Beliefs:
                 said, right = believed.get(worker, 0), self._fresh.get(worker, 0)
                 whole = len(request.local_hashes)
                 observed = f"{self._calls.name}.overlap() says {said} of {whole} blocks on worker {worker!r}"
+                ranks = [each for each in loads if each != worker and id_of(each) == id_of(worker)]
+                holds = next((each for each in ranks if self._fresh.get(each, 0) == said > right), None)
+                observed += "" if holds is None else f", which {holds!r} holds, another rank,"
                 return worker, observed, f"{right}, by the reference index of the same events", False
         return None
 

@@ -38,8 +38,8 @@ class ServedRequest:
             absent.
         cached_tokens: tokens of the prompt that were cached; None: it was not admitted yet.
         output_tokens: tokens that were generated.
-        status: of the answer; None: it is not over.
-        aborted: whether the client went before the end.
+        status: of the answer; None: it is not over, or was cut off.
+        aborted: whether it was cut off: its client went before the end, or its engine restarted or stopped.
     """
 
     number: int

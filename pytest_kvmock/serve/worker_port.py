@@ -192,9 +192,9 @@ class WorkerPort:
                 return await self._stream(request, job, encoder)
             return _response(await self._whole(job, encoder))
         finally:
+            for row in rows:
+                row.aborted = row.status is None  # the client went, or an engine that restarts or stops cut it off
             if not job.is_over:
-                for row in rows:
-                    row.aborted = True
                 loop.abort(job)
 
     def _refused(self, rows: Sequence[ServedRequest], error: BadRequest) -> Answer:

@@ -318,6 +318,44 @@ def test_a_wrong_overlap_names_what_was_told_last_of_the_worker():
     assert belief.expected.endswith(", by the reference index of the same events")
 
 
+def test_a_wrong_overlap_names_the_restart_that_was_before_that():
+    class AllToOne(StaleIndex):
+        def pick(self, request, candidates):
+            return 1
+
+    rows = [FleetRequest(Prompt(range(start, start + 24)), 2, at) for start, at in ((0, 0.0), (100, 300.0), (0, 600.0))]
+    (belief, *_) = bare(AllToOne, "restart", rows=rows).beliefs
+    assert 2 == belief.number
+    text = r"of worker 1 before .* told of that worker is apply\(\) of Stored event \d+ at [\d.]+ ms, and before that worker_removed\(1\) at 200 ms: "
+    assert re.search(text.removeprefix("of "), belief.observed)
+    assert belief.observed.endswith("what it held until then is gone")
+
+
+def test_an_overlap_that_another_rank_has_is_said_so():
+    class BestOfRanks(RightRouter):
+        def overlap(self, request):
+            found = super().overlap(request)
+            return {
+                (worker, rank): max(found.get((worker, each), 0) for each in (0, 1)) for worker, rank in self.workers()
+            }
+
+    (belief, *_) = bare(BestOfRanks, "ranks").beliefs
+    worker, rank = belief.worker
+    assert (
+        f"blocks on worker {(worker, rank)}, which {(worker, 1 - rank)} holds, another rank, before the pick"
+        in belief.observed
+    )
+
+
+def test_a_part_that_a_router_does_not_count_is_not_expected():
+    class RequestsOnly(NeverFreed):
+        def loads(self):
+            return {worker: (None, None, requests) for worker, (*_, requests) in super().loads().items()}
+
+    (belief, *_) = bare(RequestsOnly).beliefs
+    assert re.fullmatch(r"\d+ requests", belief.expected)
+
+
 def test_a_part_that_a_router_does_not_count_is_not_compared():
     class RequestsOnly(CountedTwice):
         def loads(self):

@@ -260,6 +260,7 @@ def test_a_restarted_worker_is_empty_and_its_connections_are_cut(kv, server):
     thread.join()
     server.release(0)
     assert failed
+    assert [(each.status, each.aborted) for each in server.requests] == [(200, False), (None, True)]
     assert server.held(text) == {}
     assert cached(complete(server.url(0), text)) == 0
     assert server.publisher(0).batches() == 1
