@@ -353,6 +353,7 @@ class Fleet:
             noted,
             picks=tuple(run.notes.picks),
             incidents=tuple(run.notes.happened),
+            missed=run.missed,
             event_errors=self._knowledge.event_errors,
             marks=tuple(self._knowledge.marks),
             recorder=run.notes.recorder,

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.engine.scheduler import ScheduledRequest
     from pytest_kvmock.fleet.arrivals import Turn
     from pytest_kvmock.fleet.fleet_events import Mark
+    from pytest_kvmock.fleet.incidents import Incident
     from pytest_kvmock.fleet.router_calls import Belief
     from pytest_kvmock.fleet.run_notes import Happened, Pick, Recorder, Service
     from pytest_kvmock.router.routing import Worker
@@ -105,6 +106,7 @@ class FleetReport(ReplayReport, ReportAssertions):
         picks: the choices of the router, in order.
         run: how it was run.
         incidents: what happened to workers, in order.
+        missed: what was planned to happen to workers after the run had ended, and did not.
         event_errors: what the verdict of a harness has against the events of this run, an error each that no injected fault explains
             and no test expects; None: bare engines, which nobody judges.
         marks: when faults were injected in a harness, and when events were wrong, in order.
@@ -118,6 +120,7 @@ class FleetReport(ReplayReport, ReportAssertions):
     picks: Sequence[Pick] = ()
     run: RoutedRun | None = None
     incidents: Sequence[Happened] = ()
+    missed: Sequence[Incident] = ()
     event_errors: Sequence[object] | None = None
     marks: Sequence[Mark] = ()
     recorder: Recorder | None = field(default=None, repr=False)
@@ -380,6 +383,9 @@ class FleetReport(ReplayReport, ReportAssertions):
                 f"the engines held {self.held_before} blocks before this run: their hits count, and the ideal knows none of them"
             )
         parts += [f"{each.ms:g} ms: {each.kind} of worker {each.worker!r}, {each.lost} lost" for each in self.incidents]
+        parts += [
+            f"the run ended before {each.ms:g} ms: no {each.kind} of worker {each.worker!r}" for each in self.missed
+        ]
         parts += map(str, self.beliefs or ())
         if self.event_errors:
             parts.append(f"errors of events: {len(self.event_errors)}")

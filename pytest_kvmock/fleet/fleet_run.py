@@ -465,6 +465,11 @@ class FleetRun:
             yield from self._do(heappop(self._incidents)[2])
             yield from self._ask_again()
 
+    @property
+    def missed(self) -> tuple[Incident, ...]:
+        """The incidents for which the run was over too soon, by time."""
+        return tuple(each for _, _, each in sorted(self._incidents) if each.kind != "notice")
+
     def _do(self, incident: Incident) -> Calls:
         worker = incident.worker
         ranks = self._ranks_of(worker)

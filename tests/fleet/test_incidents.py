@@ -249,6 +249,17 @@ def test_to_a_worker_with_ranks_all_happens_at_once(semantics, backend, happen):
     assert 24 == len(fleet.run(requests(24)).completed)  # who is left serves on
 
 
+def test_what_comes_after_the_end_is_said_not_to_have_happened():
+    fleet = Fleet(engines(), Watched())
+    fleet.at(1e6).restart(1)
+    fleet.at(20).restart(0)
+    report = fleet.run(requests())
+    assert [(each.kind, each.worker) for each in report.incidents] == [("restart", 0)]
+    assert [(each.ms, each.kind, each.worker) for each in report.missed] == [(1e6, "restart", 1)]
+    assert "the run ended before 1e+06 ms: no restart of worker 1" in str(report)
+    assert () == fleet.run(requests()).missed
+
+
 @pytest.mark.parametrize("seed", seeds(40))
 @pytest.mark.parametrize("backend", ["lineage", "vllm", "mocker_sglang", "mocker_sglang_1_6"])
 def test_with_and_without_plans_incidents_are_the_same(backend, seed):
