@@ -146,10 +146,6 @@ class MockEngine:
         """Whether a pass was started and has not ended."""
         return self._under_way is not None
 
-    def forget_requests(self) -> None:
-        """Drop the requests that are over: its report has them no more."""
-        self.requests = [each for each in self.requests if each.is_open]
-
     def on_pass(self, listener: Callable[[ForwardPass], None]) -> None:
         """Call a listener after each forward pass; while there is one, no passes are run in one go."""
         self._listeners.append(listener)

@@ -370,7 +370,7 @@ class KvServer(Controls):
         for port in self._ports.values():
             for loop in port.loops:
                 with self.harness.publisher.lock:
-                    loop.engine.forget_requests()
+                    loop.engine.requests = [each for each in loop.engine.requests if each.is_open]
 
     def held(self, prompt: Prompt | TokenIds | str) -> dict[int, int]:
         """Return how many leading blocks of a prompt each worker holds now, the best rank of each; workers without any are absent.
