@@ -8,12 +8,10 @@ import textwrap
 import warnings
 from functools import partial
 from importlib import metadata
-from types import ModuleType
 
 import msgspec  # noqa: F401 - to have it imported
 import pytest
 import zmq  # noqa: F401 - so that all runs in this process share its error classes
-from _pytest.fixtures import FixtureManager
 
 import pytest_kvmock
 
@@ -32,6 +30,11 @@ GOOD = Stored(None, (2,), (2,))
 TWICE = Stored(None, (2,), (2,))    # after GOOD: a duplicate, which is a warning
 
 """
+
+
+# Plugins of pytest that no test here needs: a run loads each, asks each hook of it, and searches it for fixtures.
+UNUSED = ("faulthandler", "legacypath", "pastebin", "stepwise", "setuponly", "setupplan")
+WITHOUT = [part for name in (*UNUSED, "randomly", "cacheprovider") for part in ("-p", f"no:{name}")]
 
 
 class ShortInterrupt:
@@ -54,29 +57,6 @@ def installed():
     return found
 
 
-@pytest.fixture(scope="session", autouse=True)
-def searched_once():
-    """The modules of pytest that have no fixture are searched for some once, and not by every nested run.
-
-    A third of the time of a short run goes into that. They stay loaded, and as they are. (In pytest 8 a fixture is a
-    function like others; there all are searched.)
-    """
-    search, kind, without = FixtureManager.parsefactories, type(pytest.fixture(lambda: None)), {}
-
-    def parsefactories(self, *args, **kwargs):
-        module = kwargs.get("holder")
-        if isinstance(module, ModuleType) and module.__name__.startswith("_pytest."):
-            if module not in without:
-                without[module] = not any(isinstance(each, kind) for each in vars(module).values())
-            if without[module]:
-                return
-        search(self, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(FixtureManager, "parsefactories", parsefactories)
-        yield
-
-
 @pytest.fixture
 def nested(pytester, monkeypatch, installed):
     """Write a test module and run it: `nested(source, *args, plugins=(), files={}, subprocess=False)`."""
@@ -96,7 +76,7 @@ def nested(pytester, monkeypatch, installed):
         quiet = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
         if "pytest_asyncio.plugin" in plugins:
             quiet += ["-o", "asyncio_default_fixture_loop_scope=function"]
-        command = [*loaded, "-p", "no:randomly", "-p", "no:cacheprovider", *quiet, *map(str, args)]
+        command = [*loaded, *WITHOUT, *quiet, *map(str, args)]
         if subprocess:
             result = pytester.runpytest_subprocess(*command)
         else:
