@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from pytest_kvmock.checks import check_integer, check_number, is_integer, unknown_text
@@ -30,6 +31,7 @@ class Controls:
     harness: RouterHarness
     _ports: dict[int, WorkerPort]
     _thread: LoopThread
+    _open_changed: asyncio.Event
     _closed = False
 
     def _check_open(self) -> None:
@@ -102,12 +104,12 @@ class Controls:
         check_number("wait_requests: timeout", timeout)
 
         async def wait() -> bool:
-            deadline = self._thread.loop.time() + timeout
-            while self.num_open != open:
-                if self._thread.loop.time() >= deadline:
-                    return False
-                await asyncio.sleep(0.001)
-            return True
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout):
+                    while self.num_open != open:
+                        self._open_changed.clear()
+                        await self._open_changed.wait()
+            return self.num_open == open
 
         if not self._thread.call(wait()):
             raise TimeoutError(f"{self.num_open} requests are open after {timeout:g} s, {open} were waited for")

@@ -85,6 +85,7 @@ class EngineLoop:
         publisher: where its events are sent.
         time_scale: how long a pass takes by the wall, as a share of its virtual time; 0: none.
         seed: of what is generated.
+        open_changed: set whenever a choice opens, or is over.
 
     Attributes:
         engine: as above.
@@ -95,7 +96,14 @@ class EngineLoop:
     """
 
     def __init__(
-        self, harness: RouterHarness, engine: HarnessEngine, publisher: KvPublisher, *, time_scale: float, seed: int
+        self,
+        harness: RouterHarness,
+        engine: HarnessEngine,
+        publisher: KvPublisher,
+        *,
+        time_scale: float,
+        seed: int,
+        open_changed: asyncio.Event,
     ) -> None:
         self.state = RankState()
         self.held = False
@@ -104,6 +112,7 @@ class EngineLoop:
         self._publisher = publisher
         self._scale = time_scale
         self._seed = seed
+        self._open_changed = open_changed
         self._running: dict[Any, _Running] = {}  # by `EngineRequest`
         self._wake = asyncio.Event()
         self._stepped = asyncio.Event()
@@ -166,6 +175,7 @@ class EngineLoop:
                     given.append(request)
                     source = letters_of(self._seed, asked.prompts[position])
                     self._running[request] = _Running(job, choice, job.rows[position], source)
+                    self._open_changed.set()
             except BaseException:
                 for request in given:
                     del self._running[request]
@@ -181,6 +191,7 @@ class EngineLoop:
                 if request.is_open:
                     self.engine.abort(request)
                 self.state.finished["abort"] += 1
+        self._open_changed.set()
         self._wake.set()
 
     def fail(self, reason: str) -> None:
@@ -192,6 +203,7 @@ class EngineLoop:
                     with suppress(RequestError):
                         self.engine.abort(request)
             self._running.clear()
+        self._open_changed.set()
         for job in jobs:
             job.failure = reason
             job.changed.set()
@@ -277,6 +289,7 @@ class EngineLoop:
             running.job.changed.set()
         for request in done.rejected:
             running = open_requests.pop(request, None)
+            self._open_changed.set()
             if running is not None:
                 running.job.failure = f"the engine rejected the request: {request.prompt_tokens} tokens never fit"
                 running.job.changed.set()
@@ -292,6 +305,7 @@ class EngineLoop:
 
     def _finished(self, request: Any, running: _Running, reason: str) -> None:
         del self._running[request]
+        self._open_changed.set()
         self.state.finished[reason] += 1
         self.state.e2e.add((request.token_ms[-1] - request.arrival_ms) / 1000)
         running.choice.finish_reason = reason

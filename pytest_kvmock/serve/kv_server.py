@@ -7,6 +7,7 @@ clock. The harness stays the test's own: ledger, verdict, captures and faults wo
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -133,7 +134,7 @@ class KvServer(Controls):
         self.model = model
         self.log = RequestLog(log)
         self._forget_every = max(_FORGET_EVERY, log or 0)
-        self._scale = time_scale
+        self._open_changed = asyncio.Event()
         self._seed = seed
         self._texts = Random(f"{seed}:texts")  # noqa: S311 - mock data
         self._truth = Truth(harness)
@@ -180,7 +181,12 @@ class KvServer(Controls):
                 undo.callback(publisher.close)
                 undo.callback(harness.publisher.remove_sink, publisher)
                 engines = [self._engine(worker, rank) for rank in range(ranks)]
-                loops = [EngineLoop(harness, engine, publisher, time_scale=time_scale, seed=seed) for engine in engines]
+                loops = [
+                    EngineLoop(
+                        harness, engine, publisher, time_scale=time_scale, seed=seed, open_changed=self._open_changed
+                    )
+                    for engine in engines
+                ]
                 self._ports[worker] = WorkerPort(
                     worker,
                     self._described,
