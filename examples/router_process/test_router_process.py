@@ -87,7 +87,7 @@ def test_each_prompt_goes_to_who_holds_it(kv_server, router):
 
 @pytest.mark.parametrize(
     "router", ["plain_router.py"], indirect=True
-)  # Dynamo's service is told of restarts, and not by events
+)  # Dynamo's service learns of restarts from its control plane, and not from events
 def test_a_restarted_worker_is_empty(kv_server, router):
     text = kv_server.text(blocks=4)
     complete(port_of(kv_server.url(1)), text)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, Final
 
-from pytest_kvmock.fleet.regret import Selector, check_selector, selector_costs
+from pytest_kvmock.fleet.regret import Selector, check_selector, regret_of, selector_costs
 from pytest_kvmock.fleet.report_compared import Compared
 from pytest_kvmock.pages import MOST_POINTS, MOST_REQUESTS, every, peaks
 
@@ -131,8 +131,7 @@ def _regrets(report: Any, selector: Selector | None) -> tuple[list[float], dict[
     for at in range(len(report.recorder)):
         record = report.recorder.pick(at)
         costs[at] = found = selector_costs(selector, record)
-        chosen = next(cost for each, cost in zip(record.candidates, found, strict=True) if each.worker == record.chosen)
-        regrets.append(round(chosen - min(found), 6))
+        regrets.append(round(regret_of(record, found), 6))
     return regrets, costs
 
 

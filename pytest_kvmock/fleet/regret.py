@@ -118,6 +118,10 @@ def selector_costs(selector: Selector, record: PickRecord) -> Sequence[float]:
 
 def pick_regret(selector: Selector, record: PickRecord) -> float:
     """Return how much the chosen worker cost beyond the cheapest, by a selector."""
-    costs = selector_costs(selector, record)
+    return regret_of(record, selector_costs(selector, record))
+
+
+def regret_of(record: PickRecord, costs: Sequence[float]) -> float:
+    """Return how much the chosen worker cost beyond the cheapest, by what each candidate cost."""
     chosen = next(cost for each, cost in zip(record.candidates, costs, strict=True) if each.worker == record.chosen)
     return chosen - min(costs)

@@ -43,7 +43,7 @@ def replay_traces(given: argparse.Namespace) -> int:
         if not Path(path).parent.is_dir():
             raise ValueError(f"{path}: no directory {Path(path).parent} to write it in")
     done, interrupted = _run(cases, min(jobs, len(cases)))
-    found = Sweep(done, len(cases))
+    found = Sweep(done)
     if given.json is not None:
         text = json.dumps(found.to_json(), indent=1)
         if given.json == "-":

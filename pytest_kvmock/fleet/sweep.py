@@ -165,11 +165,9 @@ class Sweep:
 
     Attributes:
         runs: in the order of traces, backends, routers; those that were not made are left out.
-        planned: how many there were to be.
     """
 
     runs: Sequence[SweepRun]
-    planned: int
 
     @property
     def errors(self) -> list[SweepRun]:
@@ -355,9 +353,5 @@ def sweep(
     """
     chosen = Settings(workers, trace_block_size, limit, seed, dict(engine or {}), fleet)
     cases = sweep_cases(traces, backends, routers, chosen)
-    return collected(len(cases), run_cases(cases, executor))
-
-
-def collected(planned: int, runs: Iterable[tuple[int, SweepRun]]) -> Sweep:
-    """Return runs that come in any order, in that of the cases."""
-    return Sweep([run for _, run in sorted(runs, key=lambda each: each[0])], planned)
+    done = dict(run_cases(cases, executor))
+    return Sweep([done[at] for at in sorted(done)])

@@ -103,7 +103,7 @@ class KvSink:
         self._publisher = publisher
         self._judge_hashes = judge_hashes
         self._compare_with = compare_with
-        self._published: set[tuple[int, StorageTier]] = set()  # ranks and tiers whose blocks it has told of
+        self._published: set[tuple[int, StorageTier]] = set()  # ranks and tiers of the blocks in its events
         self._compared: set[tuple[int, StorageTier]] = set()
         self._chain = FoundChain()
         self._unjudged: list[RouterEvent] = []  # every Stored before the chain was found

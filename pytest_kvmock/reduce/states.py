@@ -31,7 +31,7 @@ AFTER: Final = 50
 """How many after it."""
 
 MOST_HELD: Final = 10_000
-"""How many blocks are told of all workers; of more, those of the problem's worker are."""
+"""How many blocks of all workers are shown; of more, those of the problem's worker."""
 
 MOST_LOOKED: Final = 300_000
 """How many blocks are looked at, over all steps and books; where many are held, fewer events are stepped through."""

@@ -63,10 +63,10 @@ class Truth:
     ) -> str | None:
         """Compare what a router knows with the truth; see `KvServer.check`."""
         known = _checked("blocks", blocks, "blocks", least=0)
-        told = None if last_batch is None else _checked("last_batch", last_batch, "number", least=-1)
+        numbers = None if last_batch is None else _checked("last_batch", last_batch, "number", least=-1)
         with self._harness.publisher.lock:
             expected = self.expect(prompt)
-            if told is not None and told != _by_rank(expected["last_batch"], "number"):
+            if numbers is not None and numbers != _by_rank(expected["last_batch"], "number"):
                 return None
         true = _by_rank(expected["blocks"], "blocks")
         text = "; ".join(
