@@ -350,8 +350,9 @@ def own_blocks(
     data: Stored, token_ids: BlockTokens | None, block_size: int | None, extra: EventExtra | None
 ) -> HashedBlocks | None:
     """The blocks of an event that are proved to be as its engine made them; None: whoever judges it has to hash them."""
-    proved = extra is None and type(token_ids) is HashedBlocks and token_ids.proves(data, block_size)
-    return token_ids if proved else None  # type: ignore[return-value]  # it is one
+    if extra is None and type(token_ids) is HashedBlocks and token_ids.proves(data, block_size):
+        return token_ids
+    return None
 
 
 _new: Final = object.__new__

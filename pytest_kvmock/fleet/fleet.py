@@ -74,6 +74,10 @@ class Fleet:
     Raises:
         TypeError: an argument is not of its type.
         ValueError: an argument out of range, or engines that cannot serve together.
+
+    Attributes:
+        engines: by the names of their workers; those that joined too, without those that are gone.
+        report: of the last run; None before the first.
     """
 
     def __init__(
