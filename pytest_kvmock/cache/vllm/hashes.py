@@ -294,6 +294,7 @@ def _pickled(value: object) -> bytes:
 
 _UNSIGNED, _NEGATIVE, _BYTES, _TEXT, _ARRAY = 0, 1, 2, 3, 4  # major types
 _NULL: Final = b"\xf6"
+_SIZES: Final = (1, 1, 2, 4, 4, 8, 8, 8, 8)  # bytes that an argument is written in, by the bytes that it has
 
 
 def _head(major: int, value: int) -> bytes:
@@ -301,7 +302,7 @@ def _head(major: int, value: int) -> bytes:
     first = major << 5
     if value < 24:
         return bytes((first | value,))
-    size = next(size for size in (1, 2, 4, 8) if value < 256**size)
+    size = _SIZES[(value.bit_length() + 7) // 8]
     return bytes((first | 23 + size.bit_length(),)) + value.to_bytes(size, "big")
 
 
