@@ -15,10 +15,11 @@ from pytest_kvmock.cache.dynamo.eviction.policy import EvictionPolicy, Slot
 from pytest_kvmock.cache.dynamo.names import Names
 from pytest_kvmock.cache.dynamo.offloading import Offloading
 from pytest_kvmock.cache.dynamo.pool import BlockPool, PendingEvents, PoolMetrics
+from pytest_kvmock.cache.dynamo.runs import Runs, Used
 from pytest_kvmock.cache.dynamo.short_forms import LineageShortForms
 from pytest_kvmock.cache.manager import PrefillCost, SequenceBlocks
 from pytest_kvmock.cache.offload import BlockDetails, OffloadEngine
-from pytest_kvmock.events import Cleared, StorageTier, Stored, value_text
+from pytest_kvmock.events import Cleared, Removed, StorageTier, Stored, value_text
 from pytest_kvmock.moves import Block, Deref, Destroy, Move, MoveError, Promote, Use
 from pytest_kvmock.sinks import Sink
 
@@ -29,6 +30,9 @@ from pytest_kvmock.sinks import Sink
 # others that come with the same PLH; its Removed names the first. `Names` keeps who holds what. Nearly always a slot is
 # held by its own name alone; while there are others, aliases, blocks are taken one by one.
 # What a Use publishes of all this, and when: see `PendingEvents` in pool.py.
+#
+# With `lineage` and `lru` a manager begins in another form, `Runs`, which is quick, and knows none of these oddities. With
+# the first move that is not for it the manager leaves that form, and goes on here.
 
 
 class LogicalManager(Offloading, LineageShortForms, ManagerBase):
@@ -72,6 +76,8 @@ class LogicalManager(Offloading, LineageShortForms, ManagerBase):
         self._references = 0
         self._num_inactive = 0
         self._freed: list[Slot] = []  # inactive, and the policy does not know it yet
+        # While there are runs, they have what is cached or in use, and the counts of it.
+        self._runs = Runs(self._pool) if vars(type(eviction)).get("_in_runs") else None
         if offload is not None:
             self.attach_offload(offload)
 
@@ -85,28 +91,39 @@ class LogicalManager(Offloading, LineageShortForms, ManagerBase):
     @property
     def num_active_block_refs(self) -> int:
         """References to blocks in use; a partial block has one."""
+        if self._runs is not None:
+            return len(self._runs.partials) + self._runs.references
         return len(self._partials) + self._references
 
     @property
     def num_inactive_blocks(self) -> int:
         """Cached blocks that nobody uses."""
+        if self._runs is not None:
+            return self._runs.num_inactive
         return self._num_inactive + len(self._freed)
 
     @property
     def active_blocks(self) -> Mapping[Block, int]:
         """References to each block in use, partial ones included."""
-        blocks: dict[Block, int] = dict.fromkeys(self._partials, 1)
-        blocks.update(self._names.references().items())
+        blocks: dict[Block, int]
+        if self._runs is not None:
+            blocks = dict.fromkeys(self._runs.partials, 1)
+            blocks.update({name: run.refs for name, run in self._runs.blocks().items() if run.refs})
+        else:
+            blocks = dict.fromkeys(self._partials, 1)
+            blocks.update(self._names.references().items())
         return blocks
 
     def references(self, block: Block) -> int:
         """References to one block now; 0 for what is not in use."""
         if isinstance(block, UUID):
-            return int(block in self._partials)
-        return self._names.references_of(block)
+            return int(block in (self._partials if self._runs is None else self._runs.partials))
+        return self._names.references_of(block) if self._runs is None else self._runs.references_of(block)
 
     def inactive_blocks(self) -> list[int]:
         """Cached blocks that nobody uses, in the order in which they would be evicted. May cost a sort."""
+        if self._runs is not None:
+            return [name for run in self._runs.idle() for name in reversed(run.names)]
         self._flush_freed()
         return [slot.name for slot in self._pool.inactive.order()]
 
@@ -114,18 +131,20 @@ class LogicalManager(Offloading, LineageShortForms, ManagerBase):
         """Sequence hashes of what is physically cached in a tier; a block has the one it was stored under."""
         if tier != StorageTier.DEVICE:
             return self._resident_below(tier)
+        if self._runs is not None:
+            return self._runs.blocks().keys()
         return [slot.name for slot in self._pool.registered.values()]
 
     def check_presence(self, plhs: Iterable[int]) -> list[tuple[int, bool]]:
         """Return each lineage hash with whether a block is cached under exactly it. Changes nothing."""
-        registered = self._pool.registered
-        return [(plh, plh in registered) for plh in plhs]
+        caches = self._pool.registered.__contains__ if self._runs is None else self._runs.has_plh
+        return [(plh, caches(plh)) for plh in plhs]
 
     def metrics(self) -> PoolMetrics:
         """Take a snapshot of the pool's counters and gauges."""
         return self._pool.metrics(
-            mutable=len(self._partials) + self._num_outside,
-            immutable=self._references,
+            mutable=len(self._partials if self._runs is None else self._runs.partials) + self._num_outside,
+            immutable=self._references if self._runs is None else self._runs.references,
             inactive=self.num_inactive_blocks,
         )
 
@@ -135,11 +154,15 @@ class LogicalManager(Offloading, LineageShortForms, ManagerBase):
         A block counts as cached when its name is in use, or when the manager has an entry of its lineage hash: a
         block that was evicted and stored again in one Use has none.
         """
-        blocks = sequence.unique_blocks
-        registered, unknown, held_by = self._pool.registered, self._pool.unknown, self._names.held_by
+        blocks, plhs = sequence.unique_blocks, sequence.positional_lineage_hashes
         overlap = 0
-        if sequence.enable_prefix_caching:
-            for block, plh in zip(blocks, sequence.positional_lineage_hashes, strict=False):
+        if not sequence.enable_prefix_caching:
+            pass
+        elif self._runs is not None:
+            overlap = self._runs.overlap(blocks, plhs)
+        else:
+            registered, unknown, held_by = self._pool.registered, self._pool.unknown, self._names.held_by
+            for block, plh in zip(blocks, plhs, strict=False):
                 slot = registered.get(plh)
                 if (slot is None or slot in unknown) and (isinstance(block, UUID) or held_by(block) is None):
                     break
@@ -167,8 +190,15 @@ class LogicalManager(Offloading, LineageShortForms, ManagerBase):
         return answer
 
     def _use(self, move: Use) -> int:
-        leading, pending, pool = move_checks.check_use(move), PendingEvents(move.parent), self._pool
+        leading, runs = move_checks.check_use(move), self._runs
+        if runs is not None:
+            used = runs.use(move, leading)
+            if used is not None:
+                self._publish(move, used)
+                return used.served
+        move_checks.check_use_plhs(move)
         self._flush_freed()
+        pending, pool = PendingEvents(move.parent), self._pool
         served = 0
         # In bulk while every name can only mean the slot that was stored under it.
         if leading and not self._names.alias_slots and not self._names.homonyms:
@@ -186,6 +216,23 @@ class LogicalManager(Offloading, LineageShortForms, ManagerBase):
         if victims:
             self._hand_over(victims, pending)
         return served
+
+    def _publish(self, move: Use, used: Used) -> None:
+        """Publish what a Use in runs stored, then what it evicted."""
+        is_traced = LOG.isEnabledFor(TRACE_LEVEL)
+        if used.stored:
+            start, end = used.hits, used.hits + used.stored
+            names: tuple[int, ...] = tuple(move.blocks[start:end])  # type: ignore[arg-type]  # they are full ones
+            anchor: int | None = move.blocks[start - 1] if start else move.parent  # type: ignore[assignment]  # as above
+            local_hashes = tuple(move.local_hashes[start:end]) or (0,) * used.stored
+            token_ids = move.token_ids[start:end] if move.token_ids else None
+            self._publisher.publish(Stored(anchor, names, local_hashes), token_ids)
+        if used.removed:
+            self._publisher.publish(Removed(tuple(used.removed)))
+        if is_traced and (used.stored or used.removed):
+            stored: Sequence[int] = move.blocks[used.hits : used.hits + used.stored]  # type: ignore[assignment]  # as above
+            trace(self, "allocation", stored, form=OF_1_2_1)
+            trace(self, "eviction", used.removed, form=OF_1_2_1)
 
     def _hold_leading(self, move: Use, pending: PendingEvents) -> int:
         """Hold the leading blocks that are cached, up to the first that is not: they are most of most Uses."""
@@ -363,6 +410,14 @@ class LogicalManager(Offloading, LineageShortForms, ManagerBase):
         return victims
 
     def _deref(self, blocks: Sequence[Block]) -> int:
+        if self._runs is not None:
+            try:
+                if self._runs.deref(blocks):
+                    return 1
+            except TypeError:  # what is no list, or no block, is refused by the check
+                pass
+            move_checks.check_held(blocks, self.references)
+            self._leave_runs()
         if self._names.alias_slots or self._pool.inactive._collisions:
             return self._deref_one_by_one(blocks)
         own = self._names.own
@@ -393,8 +448,28 @@ class LogicalManager(Offloading, LineageShortForms, ManagerBase):
         self._freed += idle
         return 1
 
+    def _leave_runs(self) -> None:
+        """Go on block by block, for good."""
+        runs, self._runs = self._runs, None
+        if runs is None:
+            return
+        own, registered, policy = self._names.own, self._pool.registered, self._pool.inactive
+        blocks = runs.blocks()
+        plhs = {name: plh for run in set(blocks.values()) for name, plh in zip(run.names, runs.plhs(run), strict=True)}
+        for name, run in blocks.items():
+            own[name] = registered[plhs[name]] = slot = Slot()
+            slot.name, slot.plh, slot.refs = name, plhs[name], run.refs
+        policy._on_register(list(own.values()))
+        policy.insert([own[name] for run in runs.idle() for name in reversed(run.names)])
+        self._partials = {name: Slot() for name in runs.partials}
+        self._references, self._num_inactive = runs.references, runs.num_inactive
+
     def _flush_freed(self) -> None:
-        """Insert what was freed since the last time into the policy: schedulers free block by block, it takes many at once."""
+        """Insert what was freed since the last time into the policy: schedulers free block by block, it takes many at once.
+
+        Whoever calls this goes on with slots.
+        """
+        self._leave_runs()
         freed = self._freed
         if freed:
             self._pool.inactive.insert(freed)
@@ -416,8 +491,14 @@ class LogicalManager(Offloading, LineageShortForms, ManagerBase):
         return 1
 
     def _promote(self, move: Promote) -> int:
-        move_checks.check_promote(move, self._partials)
+        move_checks.check_promote(move, self._partials if self._runs is None else self._runs.partials)
         name, plh, pool = move.block, move_checks.check_promote_plh(move), self._pool
+        if self._runs is not None:
+            is_new = self._runs.promote(move)
+            if is_new is not None:
+                if is_new:
+                    self._publish_promoted(move)
+                return 1
         self._flush_freed()
         mutable = self._partials.pop(move.partial)
         self._references += 1
@@ -444,11 +525,14 @@ class LogicalManager(Offloading, LineageShortForms, ManagerBase):
         pool.registrations += 1
         if self._offload is not None:
             self._details[plh] = BlockDetails(name, plh, move.parent, move.local_hash, move.token_ids)
-        beside = None if move.token_ids is None else [move.token_ids]
-        self._publisher.publish(Stored(move.parent, (name,), (move.local_hash,)), beside)
-        if LOG.isEnabledFor(TRACE_LEVEL):
-            trace(self, "allocation", (name,), form=OF_1_2_1)
+        self._publish_promoted(move)
         return 1
+
+    def _publish_promoted(self, move: Promote) -> None:
+        beside = None if move.token_ids is None else [move.token_ids]
+        self._publisher.publish(Stored(move.parent, (move.block,), (move.local_hash,)), beside)
+        if LOG.isEnabledFor(TRACE_LEVEL):
+            trace(self, "allocation", (move.block,), form=OF_1_2_1)
 
     # ---------------------------------------------------------------------------------------------- the rest
 
@@ -457,15 +541,27 @@ class LogicalManager(Offloading, LineageShortForms, ManagerBase):
 
         Transfers under way are cancelled, and the further tier is emptied too.
         """
-        if self._references or self._partials:
+        if self.num_active_block_refs:
             return False
-        self._flush_freed()
-        self.cancel_offload()
-        self._details.clear()
-        self._pool.drain()
-        self._names = Names()
-        self._num_inactive = 0
+        if self._runs is not None:
+            self._runs.clear()
+        else:
+            self._flush_freed()
+            self.cancel_offload()
+            self._details.clear()
+            self._pool.drain()
+            self._names = Names()
+            self._num_inactive = 0
         self._publisher.publish(Cleared())
         if self._publisher.failure is not None:
             self._publisher.surface()
         return True
+
+    def _plh_of(self, name: int) -> int | None:
+        if self._runs is not None:
+            return self._runs.plh_of(name)
+        slot = self._names.held_by(name) or self._names.own.get(name)
+        if slot is None and self._names.homonyms:
+            same = (slot for slot in self._pool.registered.values() if slot.name == name)
+            slot = next(same, None)
+        return None if slot is None else slot.plh

@@ -82,23 +82,38 @@ def _are_u64(values: Sequence[Any]) -> bool:
 
 
 def check_use(move: Use) -> int:
-    """Check a Use; returns how many full blocks it begins with, nearly always all but a partial one at the end.
+    """Check a Use, but for its lineage hashes; returns how many full blocks it begins with.
+
+    That is nearly always all of them but a partial one at the end.
 
     Raises:
         MoveError: the Use breaks a rule.
     """
-    leading, num_full = check_names(move)
     blocks, plhs, local_hashes, token_ids = move.blocks, move.plhs, move.local_hashes, move.token_ids
+    if type(blocks) is type(plhs) is type(local_hashes) is list and len(plhs) == len(blocks) == len(local_hashes):
+        # Nearly every Use, with fewer calls.
+        is_sound = token_ids is None and (move.parent is None or is_full(move.parent))
+        if is_sound and _are_u64(blocks) and _are_u64(local_hashes):
+            return len(blocks)
+    leading, num_full = check_names(move)
     if len(plhs) != num_full:
         raise MoveError(lengths("plhs", len(plhs), num_full, blocks))
     if local_hashes and len(local_hashes) != num_full:
         raise MoveError(lengths("local_hashes", len(local_hashes), num_full, blocks, "none, or "))
     if token_ids is not None and len(token_ids) != num_full:
         raise MoveError(lengths("token_ids", len(token_ids), num_full, blocks, "None, or "))
-    if not are_plhs(plhs):
-        bad = next(plh for plh in plhs if not are_plhs((plh,)))
-        raise MoveError(f"{use_of(blocks)}: {bad!r} is no lineage hash, an integer of 128 bits")
     return leading
+
+
+def check_use_plhs(move: Use) -> None:
+    """Check the lineage hashes of a Use.
+
+    Raises:
+        MoveError: one is none.
+    """
+    if not are_plhs(move.plhs):
+        bad = next(plh for plh in move.plhs if not are_plhs((plh,)))
+        raise MoveError(f"{use_of(move.blocks)}: {bad!r} is no lineage hash, an integer of 128 bits")
 
 
 def check_names(move: Use) -> tuple[int, int]:

@@ -91,8 +91,9 @@ class Offloading:
         """
         if self._offload is not None:
             raise ValueError(f"{self!r} has an offload engine already: {self._offload!r}")
-        if self._pool.registered or self._partials:
+        if self._pool.reset_len < self._pool.total:
             raise ValueError(f"an offload engine is attached to a manager that is empty, not to {self!r}")
+        self._flush_freed()
         self._offload = engine
 
     def tick(self, now: float) -> None:

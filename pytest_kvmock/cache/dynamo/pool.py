@@ -96,6 +96,17 @@ class BlockPool:
         self.allocations_from_reset += len(slots)
         return slots
 
+    def count_taken(self, count: int) -> int:
+        """Take up to `count` empty slots of which nobody asks which they are; returns how many there were."""
+        taken = min(count, self.total - self._fresh)
+        self._fresh += taken
+        self.allocations_from_reset += taken
+        return taken
+
+    def count_given_back(self, count: int) -> None:
+        """Put back slots of which nobody asks which they are."""
+        self._fresh -= count
+
     def give_back(self, slot: Slot) -> None:
         """Put an emptied slot at the tail of the reset pool."""
         self._reset.append(slot)

@@ -6,10 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from uuid import UUID
 
-from pytest_kvmock.cache.dynamo.eviction.policy import Slot
 from pytest_kvmock.cache.dynamo.move_checks import check_full, flatten
-from pytest_kvmock.cache.dynamo.names import Names
-from pytest_kvmock.cache.dynamo.pool import BlockPool
 from pytest_kvmock.events import block_text, value_text
 from pytest_kvmock.moves import Block, Deref, Move, MoveError, Promote, Use
 from pytest_kvmock.plh import lineage_fragment, lineage_hash, lineage_position
@@ -87,21 +84,21 @@ class ShortForms(ABC):
 class LineageShortForms(ShortForms):
     """The short forms of a manager that caches by lineage hash."""
 
-    _names: Names
-    _pool: BlockPool
+    @abstractmethod
+    def _plh_of(self, name: int) -> int | None:
+        """Return the lineage hash of the block that a name holds, else of one stored under it; None if none is cached."""
 
     def _caches(self, block: int) -> bool:
-        return self._find(block) is not None
+        return self._plh_of(block) is not None
 
     def _lineage(self, names: Sequence[int], parent: int | None) -> list[int]:
         """Lineage hashes of `names`, each below the one before it, unless it has one; the first is below `parent`."""
-        slot = None if parent is None else self._find(parent)
-        above = None if slot is None else slot.plh
+        above = None if parent is None else self._plh_of(parent)
         plhs: list[int] = []
         for name in names:
-            slot = self._find(name)
-            if slot is not None:
-                above = slot.plh
+            known = self._plh_of(name)
+            if known is not None:
+                above = known
             elif above is None:
                 above = lineage_hash(name, None, 0)
             else:
@@ -109,11 +106,3 @@ class LineageShortForms(ShortForms):
                 above = lineage_hash(name, lineage_fragment(above), lineage_position(above) + 1)
             plhs.append(above)
         return plhs
-
-    def _find(self, name: int) -> Slot | None:
-        """Return the slot that a name holds; else the one that was stored under it."""
-        slot = self._names.held_by(name) or self._names.own.get(name)
-        if slot is None and self._names.homonyms:
-            same = (slot for slot in self._pool.registered.values() if slot.name == name)
-            slot = next(same, None)
-        return slot

@@ -703,7 +703,7 @@ def test_short_forms_play_the_master_example():
     assert 3 == manager.use([10, 11, 12])
     assert 1 == manager.use([13])
     assert [[4, 3, 6], [5]] == [row[2] for row in take(manager) if row[0] == "R"]
-    assert chain_plh(9) == manager._names.own[9].plh
+    assert [(chain_plh(9), True)] == manager.check_presence([chain_plh(9)])
 
 
 def test_a_missing_local_hash_is_the_block_itself(make_manager):
@@ -742,7 +742,7 @@ def test_a_promoted_block_stands_below_its_parent(make_manager):
     manager.use([1, P1])
     manager.promote(P1, 2, parent=1)
     assert ["S", 1, 1, [[2, 2]]] == take(manager)[1]
-    assert lineage_hash(2, 1, 1) == manager._names.own[2].plh
+    assert [(lineage_hash(2, 1, 1), True)] == manager.check_presence([lineage_hash(2, 1, 1)])
 
 
 @pytest.mark.parametrize("parent", [99, P1, "x"], ids=str)

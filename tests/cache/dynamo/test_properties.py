@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pytest_kvmock.backends import BACKENDS
 from pytest_kvmock.cache.dynamo.logical import LogicalManager
-from pytest_kvmock.cache.dynamo.move_checks import check_use
+from pytest_kvmock.cache.dynamo.move_checks import check_use, check_use_plhs
 from pytest_kvmock.cache.dynamo.pool import PendingEvents
 from pytest_kvmock.moves import Deref, MoveError, Promote, Use
 from pytest_kvmock.plh import lineage_hash
@@ -178,10 +178,15 @@ def test_short_forms_do_what_the_moves_do_that_they_stand_for(backend, capacity,
 
 
 class CarefulManager(LogicalManager):
-    """Goes block by block, and never in bulk."""
+    """Goes block by block, never in runs and never in bulk."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self._leave_runs()
 
     def _use(self, move):
         check_use(move)
+        check_use_plhs(move)
         self._flush_freed()
         pending = PendingEvents(move.parent)
         served = self._use_one_by_one(move, 0, pending)
@@ -227,6 +232,8 @@ def play_on_both(backend, capacity, moves):
 
 
 def entries_in(manager):
+    if (runs := manager._runs) is not None:
+        return {runs.plh_of(name): (name, False, run.refs, 0) for name, run in runs.blocks().items()}
     return {
         plh: (slot.name, slot in manager._pool.unknown, slot.refs, slot.aliases)
         for plh, slot in manager._pool.registered.items()
@@ -278,6 +285,107 @@ def test_requests_in_bulk_do_what_they_do_block_by_block(backend, capacity, prog
             moves += last
             last = []
     play_on_both(backend, capacity, [lambda _, move=move: move for move in moves])
+
+
+# What a scheduler does: requests come with a chain, grow by generated blocks, and go; chunk by chunk, freed whole, one by
+# one or in part, and used again.
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["admit", "admit", "chunk", "grow", "grow", "free", "free one by one", "free some", "same"]),
+        st.integers(0, 200),
+        st.integers(0, 5),
+    ),
+    max_size=60,
+)
+
+
+class Scheduler:
+    """Moves of requests, as `steps` say; each ends with at most one partial block."""
+
+    def __init__(self):
+        self.running = []  # the blocks that each holds
+        self.waiting = []  # what is left of a chain, behind what is held
+        self.generated = 0
+
+    def moves(self, kind, number, cut):
+        if kind in ("admit", "same") or not self.running:
+            chain = chain_to(number % 26 if kind == "same" else number)
+            first = max(1, len(chain) - cut)
+            self.running.append(chain[:first])
+            self.waiting.append(chain[first:])
+            yield self.use(self.running[-1], 0)
+            return
+        index = number % len(self.running)
+        held, rest = self.running[index], self.waiting[index]
+        if kind == "chunk" and rest:
+            start = len(held)
+            held += rest[: cut + 1]
+            del rest[: cut + 1]
+            yield self.use(held, start)
+        elif kind == "grow":
+            rest.clear()
+            if isinstance(held[-1], UUID):
+                # Two requests may generate the same.
+                name = 1000 * (cut // 2) + 300 + held[-2] if len(held) > 1 else 300
+                depth = len(held) - 1
+                parent = held[-2] if depth else None
+                yield Promote(held.pop(), name, parent, name, lineage_hash(name, parent, depth))
+                held.append(name)
+            self.generated += 1
+            held.append(UUID(int=self.generated, version=4))
+            yield Use(held[-1:])
+        elif kind == "free some" and len(held) > cut + 1:
+            freed = held[-cut - 1 :]
+            del held[-cut - 1 :]
+            rest.clear()
+            yield Deref(freed[::-1])
+        elif kind.startswith("free"):
+            del self.running[index], self.waiting[index]
+            if kind == "free":
+                yield Deref(held[::-1])
+            else:
+                yield from (Deref([block]) for block in reversed(held))
+
+    @staticmethod
+    def use(blocks, start):
+        plhs = [lineage_hash(block, blocks[depth - 1] if depth else None, depth) for depth, block in enumerate(blocks)]
+        return Use(blocks[start:], blocks[start:], plhs[start:], None, blocks[start - 1] if start else None)
+
+
+@settings(max_examples=examples(400), deadline=None)
+@given(st.sampled_from(["lineage", "lru"]), st.integers(1, 40), steps)
+def test_what_schedulers_do_is_the_same_in_runs_and_block_by_block(backend, capacity, program):
+    scheduler = Scheduler()
+    in_runs = new_manager(backend, capacity)
+    careful = CarefulManager(
+        backend=backend, eviction=POLICIES[backend](capacity), num_blocks=capacity, sink=CapturingSink()
+    )
+    for step in program:
+        for move in scheduler.moves(*step):
+            served = careful.process(move)
+            assert served == in_runs.process(move)
+            if isinstance(move, Use) and served < len(move.blocks):  # it keeps what it got
+                held = scheduler.running[-1 if step[0] in ("admit", "same") else step[1] % len(scheduler.running)]
+                del held[len(held) - len(move.blocks) + served :]
+                if not held:
+                    index = next(i for i, other in enumerate(scheduler.running) if other is held)
+                    del scheduler.running[index], scheduler.waiting[index]
+                break
+            if not isinstance(move, Deref) or len(move.blocks) > 1:  # those that come one by one are looked at later
+                assert entries_in(careful) == entries_in(in_runs)
+                assert state_of(careful) == state_of(in_runs)
+    assert in_runs._runs is not None
+    assert list(careful.resident()) == list(in_runs.resident())
+    assert state_of(careful) == state_of(in_runs)
+    assert careful.metrics() == in_runs.metrics()
+    assert careful.sink.router_events == in_runs.sink.router_events
+    in_runs._leave_runs()
+    assert entries_in(careful) == entries_in(in_runs)
+    assert state_of(careful) == state_of(in_runs)
+    roots = list(range(5000, 5000 + in_runs.num_inactive_blocks + 1))
+    move = Use(roots, roots, [lineage_hash(root, None, 0) for root in roots])
+    assert careful.process(move) == in_runs.process(move)
+    assert careful.sink.router_events == in_runs.sink.router_events
 
 
 @pytest.mark.parametrize("reverse", [True, False])

@@ -1,0 +1,463 @@
+"""Cached blocks in runs, while a manager is used as schedulers use it: the quick form of `lineage` and `lru`.
+
+One subject: a structure, and the moves on it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
+from uuid import UUID
+
+from pytest_kvmock.cache.dynamo.pool import BlockPool
+from pytest_kvmock.moves import Block, Promote, Use
+from pytest_kvmock.plh import MAX_POSITION, lineage_hash, lineage_hashes
+
+# Theory of operation
+#
+# Schedulers hold the blocks of a request from its first one on, and free them from its last one on. As long as all do,
+# a cache is simple:
+#
+# 1. What is cached is a forest, and a block's lineage hash follows from the names on the way to it.
+# 2. The parent of a block that is in use is in use. So an inactive block has inactive children only, which became so
+#    before it.
+# 3. Hence the block that became inactive longest ago is always a leaf: `lineage` and `lru` evict the same blocks in the
+#    same order, which is one queue.
+#
+# A *run* is a piece of a chain whose blocks have the same references, with children below its last block only. It is
+# split where a request leaves it, and where a free ends inside it. A request's names are compared with those of a run
+# in one comparison of lists, and references and turns are a run's. A run whose turn has come is evicted from its last
+# block on.
+#
+# Each move is looked at before anything changes. One that would break a rule, or bring two blocks to one place of the
+# forest (their names share the bits that every lineage hash keeps), is not carried out here: the manager then goes on
+# block by block, for good (`LogicalManager._leave_runs`). Which form is at work shows in nothing but the time it takes.
+#
+# Runs are found by those bits of a name, not by the whole of it. So the one look-up that is made anyway finds names that
+# are cached and names that could collide, and no lineage hash is kept.
+#
+# Blocks may be freed one by one, as real schedulers do: the run in which this goes on is open, and it is split only when
+# something else happens first.
+
+_BITS: Final = 2**51 - 1  # of a sequence hash, which its lineage hash keeps at any position
+
+
+class Run:
+    """A piece of a chain.
+
+    Attributes:
+        names: its blocks, in order; at least one.
+        parent: the run whose last block is the parent of the first one; None for a root.
+        position: how many blocks stand before the first.
+        refs: references to each block.
+        children: how many runs have this one as their parent.
+        held_below: the sum of their references.
+        numbers: the number of each block, from 0, by name; None until somebody asks, and after each change of `names`.
+    """
+
+    __slots__ = ("children", "held_below", "names", "numbers", "parent", "position", "refs")
+
+    def __init__(self, names: list[int], parent: Run | None, position: int, refs: int) -> None:
+        self.names = names
+        self.parent = parent
+        self.position = position
+        self.refs = refs
+        self.children = 0
+        self.held_below = 0
+        self.numbers: dict[int, int] | None = None
+
+    @property
+    def end(self) -> int:
+        """How many blocks stand before one below the last."""
+        return self.position + len(self.names)
+
+
+class Used(NamedTuple):
+    """What a Use did.
+
+    Attributes:
+        served: how many of its blocks are held now.
+        hits: how many of these were cached; they come first.
+        stored: how many were stored; they are next.
+        removed: the blocks that were evicted, in order.
+    """
+
+    served: int
+    hits: int
+    stored: int
+    removed: list[int]
+
+
+class Runs:
+    """The blocks of a manager, in runs.
+
+    Args:
+        pool: counts slots, and what happens; the blocks that it could hold are here.
+
+    Attributes:
+        partials: the partial blocks in use.
+        references: to full blocks.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._runs: dict[int, Run] = {}  # of each block, by the low bits of its name
+        self._idle: OrderedDict[Run, None] = OrderedDict()  # those without references, the next to be evicted first
+        self._num_idle = 0
+        self._open: Run | None = None  # its blocks from number `_open_from` on were freed one by one
+        self._open_from = 0
+        self.partials: dict[UUID, None] = {}
+        self.references = 0
+
+    # ------------------------------------------------------------------------------------------------- queries
+
+    @property
+    def num_inactive(self) -> int:
+        """Cached blocks that nobody uses."""
+        self._settle()
+        return self._num_idle
+
+    def blocks(self) -> dict[int, Run]:
+        """The run of each block, in the order in which they were stored."""
+        self._settle()
+        names = {name & _BITS: name for run in set(self._runs.values()) for name in run.names}
+        return {names[key]: run for key, run in self._runs.items()}
+
+    def idle(self) -> Iterator[Run]:
+        """The runs that nobody uses, the next to be evicted first."""
+        self._settle()
+        return iter(self._idle)
+
+    def find(self, name: int) -> tuple[Run, int] | None:
+        """Return the run that has a block, and the block's number in it; None if it is not cached."""
+        self._settle()
+        run = self._runs.get(name & _BITS)
+        if run is None:
+            return None
+        if run.numbers is None:
+            run.numbers = {of: number for number, of in enumerate(run.names)}
+        number = run.numbers.get(name)
+        return None if number is None else (run, number)
+
+    def references_of(self, name: int) -> int:
+        """References to one full block."""
+        found = self.find(name)
+        return 0 if found is None else found[0].refs
+
+    def plh_of(self, name: int) -> int | None:
+        """The lineage hash of a block; None if it is not cached."""
+        found = self.find(name)
+        return None if found is None else self._plh(*found)
+
+    def has_plh(self, plh: int) -> bool:
+        """Return whether a block is cached under exactly this lineage hash."""
+        self._settle()
+        run = self._runs.get(plh & _BITS)
+        if run is None:
+            return False
+        return any(plh == self._plh(run, i) for i, name in enumerate(run.names) if not (name ^ plh) & _BITS)
+
+    def overlap(self, blocks: Sequence[Block], plhs: Sequence[int]) -> int:
+        """Count the leading blocks that are in use by this name, or cached under this lineage hash."""
+        self._settle()
+        count, most = 0, min(len(blocks), len(plhs))
+        last: Run | None = None
+        while count < most:  # run by run, as in `use`
+            name = blocks[count]
+            run = None if isinstance(name, UUID) else self._runs.get(name & _BITS)
+            if run is None or run.parent is not last:
+                break
+            end = min(count + len(run.names), most)
+            if blocks[count:end] != run.names[: end - count] or plhs[count:end] != self.plhs(run)[: end - count]:
+                break
+            count, last = end, run
+        while count < most:
+            name = blocks[count]
+            if not self.has_plh(plhs[count]) and (isinstance(name, UUID) or not self.references_of(name)):
+                break
+            count += 1
+        return count
+
+    def _plh(self, run: Run, number: int) -> int:
+        if number:
+            parent: int | None = run.names[number - 1]
+        else:
+            parent = None if run.parent is None else run.parent.names[-1]
+        return lineage_hash(run.names[number], parent, run.position + number)
+
+    def plhs(self, run: Run) -> list[int]:
+        """Lineage hash of each block of a run."""
+        parent = None if run.parent is None else run.parent.names[-1]
+        return lineage_hashes(run.names, parent=parent, start=run.position)
+
+    # ------------------------------------------------------------------------------------------------- changes
+
+    def _split(self, run: Run, number: int) -> Run:
+        """Split a run before this block of it, neither its first nor beyond its last; returns the new run above.
+
+        The lower one stays where it is: it has the turn, and the children.
+        """
+        names = run.names[:number]
+        above = Run(names, run.parent, run.position, run.refs)
+        above.children = 1
+        above.held_below = run.refs
+        del run.names[:number]
+        run.numbers = None
+        run.parent = above
+        run.position += number
+        self._runs.update(dict.fromkeys([name & _BITS for name in names], above))
+        return above
+
+    def _hold(self, run: Run) -> None:
+        if not run.refs:
+            count = len(run.names)
+            self._idle.pop(run, None)  # the upper part of one that was split is not there
+            self._num_idle -= count
+            self._pool.match_hashes_requested += count
+            self._pool.match_blocks_returned += count
+        run.refs += 1
+        if run.parent is not None:
+            run.parent.held_below += 1
+
+    def _release(self, run: Run) -> None:
+        run.refs -= 1
+        if run.parent is not None:
+            run.parent.held_below -= 1
+        if not run.refs:
+            self._idle[run] = None
+            self._num_idle += len(run.names)
+
+    def _is_held(self, run: Run) -> bool:
+        """Whether a reference to a run can be dropped: it has one, and a block below it does not need it."""
+        return run.refs > 1 or (run.refs == 1 and not run.held_below)
+
+    def _settle(self) -> None:
+        """Write down what was freed one by one."""
+        run = self._open
+        if run is not None:
+            self._open = None
+            if self._open_from < len(run.names):
+                self._split(run, self._open_from)
+                self._release(run)
+
+    def _append(self, names: list[int], keys: list[int], parent: Run | None, position: int) -> None:
+        """Store blocks below a run that is in use, with one reference each."""
+        if parent is not None and parent.refs == 1 and not parent.children:
+            parent.names += names
+            parent.numbers = None
+            run = parent
+        else:
+            run = Run(names, parent, position, 1)
+            if parent is not None:
+                parent.children += 1
+                parent.held_below += 1
+        self._runs.update(dict.fromkeys(keys, run))
+        self._pool.registrations += len(names)
+        self.references += len(names)
+
+    def _give_back(self, partial: UUID) -> None:
+        del self.partials[partial]
+        self._pool.count_given_back(1)
+
+    def _allocate(self, count: int, removed: list[int]) -> int:
+        """Take slots, first empty ones, then by evicting; returns how many there were."""
+        taken = self._pool.count_taken(count)
+        while taken < count and self._idle:
+            run = next(iter(self._idle))
+            names, wanted = run.names, count - taken
+            if len(names) <= wanted:
+                del self._idle[run]
+                if run.parent is not None:
+                    run.parent.children -= 1
+                gone = names[::-1]
+            else:
+                gone = names[: -wanted - 1 : -1]
+                del names[-wanted:]
+                run.numbers = None
+            for key in [name & _BITS for name in gone]:
+                del self._runs[key]
+            removed += gone
+            taken += len(gone)
+            self._num_idle -= len(gone)
+        return taken
+
+    def _below(self, name: Block | None) -> tuple[Run | None, int] | None:
+        """Return the run that ends with a block in use, and the position below it; None if there is none such."""
+        if name is None:
+            return None, 0
+        run = self._runs.get(name & _BITS)  # type: ignore[operator]  # a partial one is refused by who checks the move
+        if run is None or not run.refs or run.names[-1] != name:
+            return None
+        return run, run.end
+
+    # --------------------------------------------------------------------------------------------------- moves
+
+    def use(self, move: Use, leading: int) -> Used | None:
+        """Carry out a Use that was checked, but for its lineage hashes.
+
+        Args:
+            move: the Use.
+            leading: how many full blocks it begins with.
+
+        Returns:
+            None if nothing was done, as it is none of those that can be carried out here.
+        """
+        self._settle()
+        blocks = move.blocks
+        partial: UUID | None = None
+        if leading < len(blocks):
+            if leading + 1 < len(blocks):
+                return None
+            partial = blocks[leading]  # type: ignore[assignment]  # it is no full one
+        names: list[int] = list(blocks[:leading])  # type: ignore[arg-type]  # they are full ones
+        below = self._below(move.parent) if names else (None, 0)
+        if below is None or below[1] + leading > MAX_POSITION:
+            return None
+        if lineage_hashes(names, parent=move.parent, start=below[1]) != list(move.plhs):  # type: ignore[arg-type]  # as above
+            return None
+        runs = self._runs
+        held: list[Run] = []
+        hits = rest = 0  # of the last run that is hit, `rest` blocks are
+        last, position = below
+        while hits < leading:
+            run = runs.get(names[hits] & _BITS)
+            if run is None:
+                break
+            own = run.names
+            if run.parent is not last or own[0] != names[hits]:
+                return None
+            end = hits + len(own)
+            held.append(run)
+            if own == names[hits:end]:
+                hits, last = end, run
+                continue
+            rest, most = 1, min(leading - hits, len(own))
+            while rest < most and own[rest] == names[hits + rest]:
+                rest += 1
+            hits += rest
+            break
+        new = names[hits:]
+        keys = [name & _BITS for name in new]
+        if new and (len(set(keys)) < len(keys) or not runs.keys().isdisjoint(keys)):
+            return None
+
+        if rest:
+            last = held[-1] = self._split(held[-1], rest)
+        for run in held:
+            self._hold(run)
+        self.references += hits
+        removed: list[int] = []
+        stored = 0
+        if new:
+            stored = self._allocate(len(new), removed)
+            is_refused = stored < len(new)
+            self._pool.match_hashes_requested += stored + is_refused
+            if is_refused:
+                new, keys, partial = new[:stored], keys[:stored], None
+            if new:
+                self._append(new, keys, last, position + hits)
+        served = hits + stored
+        if partial is not None and (partial in self.partials or self._allocate(1, removed)):
+            self.partials[partial] = None
+            served += 1
+        self._pool.evictions += len(removed)
+        return Used(served, hits, stored, removed)
+
+    def deref(self, blocks: Sequence[Block]) -> bool:
+        """Carry out a Deref; returns False if it was not, as it is none of those that can be carried out here.
+
+        Raises:
+            TypeError: the same, as something is no list or no block.
+        """
+        if len(blocks) == 1:
+            run, start = self._open, self._open_from
+            if run is None or start == 1 or run.names[start - 1] != blocks[0]:
+                return self._deref_one(blocks[0])
+            self._open_from = start - 1
+            self.references -= 1
+            return True
+        self._settle()
+        partials: list[UUID] = []
+        while len(partials) < len(blocks) and isinstance(block := blocks[len(partials)], UUID):
+            partials.append(block)
+        names: list[int] = list(blocks[len(partials) :])  # type: ignore[arg-type]  # else it is refused below
+        if partials and (len(set(partials)) < len(partials) or not self.partials.keys() >= set(partials)):
+            return False
+        runs: list[Run] = []
+        start = count = 0
+        while start < len(names):
+            run = self._runs.get(names[start] & _BITS)
+            if run is None or not run.refs or run in runs:
+                return False
+            count = min(len(run.names), len(names) - start)
+            if names[start : start + count] != run.names[: -count - 1 : -1]:
+                return False
+            runs.append(run)
+            start += count
+        held_below = {run: run.held_below for run in runs}
+        for run in runs:
+            if run.refs == 1 and held_below[run]:
+                return False
+            if run.parent in held_below:
+                held_below[run.parent] -= 1
+        if runs and count < len(runs[-1].names):
+            self._split(runs[-1], len(runs[-1].names) - count)
+        for run in runs:
+            self._release(run)
+        self.references -= len(names)
+        for partial in partials:
+            self._give_back(partial)
+        return True
+
+    def _deref_one(self, block: Block) -> bool:
+        run, start = self._open, self._open_from
+        if run is None or run.names[start - 1] != block:
+            self._settle()
+            if isinstance(block, UUID):
+                if block not in self.partials:
+                    return False
+                self._give_back(block)
+                return True
+            run = self._runs.get(block & _BITS)
+            if run is None or run.names[-1] != block or not self._is_held(run):
+                return False
+            self._open, start = run, len(run.names)
+        self.references -= 1
+        self._open_from = start = start - 1
+        if not start:
+            self._release(run)
+            above = self._open = run.parent if run.parent is not None and self._is_held(run.parent) else None
+            self._open_from = 0 if above is None else len(above.names)
+        return True
+
+    def promote(self, move: Promote) -> bool | None:
+        """Carry out a Promote that was checked, but for its lineage hash.
+
+        Returns:
+            Whether a block was stored; None if nothing was done, as it is none of those that can be carried out here.
+        """
+        self._settle()
+        name = move.block
+        below = self._below(move.parent)
+        if below is None or below[1] >= MAX_POSITION or move.plh != lineage_hash(name, move.parent, below[1]):
+            return None
+        run = self._runs.get(name & _BITS)
+        if run is not None and (run.parent is not below[0] or run.names[0] != name):
+            return None
+        if run is None:
+            del self.partials[move.partial]  # the slot stays, with another name
+            self._pool.match_hashes_requested += 1
+            self._append([name], [name & _BITS], *below)
+            return True
+        self._give_back(move.partial)
+        self._hold(run if len(run.names) == 1 else self._split(run, 1))
+        self.references += 1
+        return False
+
+    def clear(self) -> None:
+        """Drop all blocks, of which none is in use."""
+        self._pool.count_given_back(len(self._runs))
+        self._runs.clear()
+        self._idle.clear()
+        self._num_idle = 0
