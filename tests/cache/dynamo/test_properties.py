@@ -16,6 +16,7 @@ from pytest_kvmock.cache.dynamo.pool import PendingEvents
 from pytest_kvmock.moves import Deref, MoveError, Promote, Use
 from pytest_kvmock.plh import lineage_hash
 from pytest_kvmock.sinks import CapturingSink
+from pytest_kvmock.tokens import sequence_hashes
 
 # Blocks of a small tree: block n > 0 hangs below n // 3; block 0 and every multiple of 7 are roots. Other blocks get
 # the lineage hash of one of them under a name of their own (from 100), or share its place with another parent (200).
@@ -325,10 +326,9 @@ class Scheduler:
         elif kind == "grow":
             rest.clear()
             if isinstance(held[-1], UUID):
-                # Two requests may generate the same.
-                name = 1000 * (cut // 2) + 300 + held[-2] if len(held) > 1 else 300
                 depth = len(held) - 1
                 parent = held[-2] if depth else None
+                name = sequence_hashes((cut // 2,), parent=parent)[0]  # two requests may generate the same
                 yield Promote(held.pop(), name, parent, name, lineage_hash(name, parent, depth))
                 held.append(name)
             self.generated += 1
