@@ -15,7 +15,16 @@ MAX_POSITION: Final = 2**24 - 1
 
 _FRAGMENT_BITS: Final = (59, 55, 51)  # by mode; the position has 8, 16 and 24 bits
 _MASK59: Final = 2**59 - 1
-_POSITIONS: Final = [position << 118 for position in range(255)]
+
+
+# Positions whose hashes are alike: the first, the one after the last, mode, bits of the parent's fragment and the own one's.
+_STRETCHES: Final = (
+    (0, 2**8 - 1, 0, 59, 59),
+    (2**8 - 1, 2**8, 0, 59, 55),
+    (2**8, 2**16 - 1, 1, 55, 55),
+    (2**16 - 1, 2**16, 1, 55, 51),
+    (2**16, 2**24, 2, 51, 51),
+)
 
 
 def _mode(position: int) -> int:
@@ -48,13 +57,24 @@ def lineage_hash(current: int, parent: int | None, position: int) -> int:
 def lineage_hashes(sequence_hashes: Sequence[int], *, parent: int | None = None, start: int = 0) -> list[int]:
     """Lineage hashes of consecutive blocks, of which the first stands at position `start` after block `parent`."""
     end = start + len(sequence_hashes)
-    if start < 0 or end > 255:
+    if start < 0 or end > MAX_POSITION + 1:  # lineage_hash says which position is out of range
         above = [parent, *sequence_hashes[:-1]]
         return list(map(lineage_hash, sequence_hashes, above, range(start, end)))
-    # As in lineage_hash, without the call; + is quicker than |.
-    own = [current & _MASK59 for current in sequence_hashes]
-    rows = zip(_POSITIONS[start:end], [(parent or 0) & _MASK59, *own], own, strict=False)
-    return [position + (above << 59) + current for position, above, current in rows]
+    plhs: list[int] = []
+    before = parent or 0
+    for first, last, mode, bits, own_bits in _STRETCHES:
+        low, high = max(first, start), min(last, end)
+        if low >= high:
+            continue
+        # As in lineage_hash, without a call for each; + is quicker than |.
+        mask = (1 << own_bits) - 1
+        own = [current & mask for current in sequence_hashes[low - start : high - start]]
+        step = 1 << (2 * bits)
+        positions = range((mode << 126) + low * step, (mode << 126) + high * step, step)
+        rows = zip(positions, [before & ((1 << bits) - 1), *own], own, strict=False)
+        plhs += [position + (above << bits) + current for position, above, current in rows]
+        before = sequence_hashes[high - start - 1]
+    return plhs
 
 
 def lineage_position(plh: int) -> int:
