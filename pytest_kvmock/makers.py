@@ -16,14 +16,14 @@ def lineage(*, tiers: Any = None, **sizes: Any) -> KvManager:
     """Make a `LogicalManager` that evicts leaves first."""
     from pytest_kvmock.cache.dynamo.eviction.lineage import LineagePolicy
 
-    return _logical(tiers, backend="lineage", eviction=LineagePolicy(), **sizes)
+    return _logical(tiers, backend="lineage", eviction=LineagePolicy(), in_runs=True, **sizes)
 
 
 def lru(*, tiers: Any = None, **sizes: Any) -> KvManager:
     """Make a `LogicalManager` that evicts the least recently used block."""
     from pytest_kvmock.cache.dynamo.eviction.lru import LruPolicy
 
-    return _logical(tiers, backend="lru", eviction=LruPolicy(), **sizes)
+    return _logical(tiers, backend="lru", eviction=LruPolicy(), in_runs=True, **sizes)
 
 
 def multi_lru(*, num_blocks: int, tiers: Any = None, **sizes: Any) -> KvManager:

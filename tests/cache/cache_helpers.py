@@ -23,7 +23,11 @@ POLICIES = {
 }
 
 
-def new_manager(backend, num_blocks, block_size=16, *, silent=False, **options):
+IN_RUNS = ("lineage", "lru")  # the backends whose managers begin in runs
+
+
+def new_manager(backend, num_blocks, block_size=16, *, silent=False, in_runs=True, **options):
+    """A manager as the backend makes it; with `in_runs=False` one that goes block by block from the start."""
     sink = None if silent else CapturingSink()
     return LogicalManager(
         backend=backend,
@@ -31,6 +35,7 @@ def new_manager(backend, num_blocks, block_size=16, *, silent=False, **options):
         num_blocks=num_blocks,
         block_size=block_size,
         sink=sink,
+        in_runs=in_runs and backend in IN_RUNS,
         **options,
     )
 

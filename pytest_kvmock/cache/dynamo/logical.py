@@ -31,8 +31,8 @@ from pytest_kvmock.sinks import Sink
 # held by its own name alone; while there are others, aliases, blocks are taken one by one.
 # What a Use publishes of all this, and when: see `PendingEvents` in pool.py.
 #
-# With `lineage` and `lru` a manager begins in another form, `Runs`, which is quick, and knows none of these oddities. With
-# the first move that is not for it the manager leaves that form, and goes on here.
+# The managers of `lineage` and `lru` begin in another form, `Runs`, which is quick, and knows none of these oddities. With
+# the first move that is not for it a manager leaves that form, and goes on here.
 
 
 class LogicalManager(Offloading, LineageShortForms, ManagerBase):
@@ -46,6 +46,8 @@ class LogicalManager(Offloading, LineageShortForms, ManagerBase):
         dp_rank: data-parallel rank that events name.
         sink: where events are published; None: nowhere, and no event id is consumed.
         offload: what keeps evicted blocks in a further tier; None: nothing does. See `attach_offload`.
+        in_runs: whether it begins in the form of `Runs`, which is quicker and asks no policy. Only for the policies of
+            `lineage` and `lru`, as they are: they evict what that form evicts.
 
     Raises:
         ValueError: a number is not what it must be.
@@ -61,6 +63,7 @@ class LogicalManager(Offloading, LineageShortForms, ManagerBase):
         dp_rank: int = 0,
         sink: Sink | None = None,
         offload: OffloadEngine | None = None,
+        in_runs: bool = False,
     ) -> None:
         super().__init__(
             backend=backend,
@@ -77,7 +80,7 @@ class LogicalManager(Offloading, LineageShortForms, ManagerBase):
         self._num_inactive = 0
         self._freed: list[Slot] = []  # inactive, and the policy does not know it yet
         # While there are runs, they have what is cached or in use, and the counts of it.
-        self._runs = Runs(self._pool) if vars(type(eviction)).get("_in_runs") else None
+        self._runs = Runs(self._pool) if in_runs else None
         if offload is not None:
             self.attach_offload(offload)
 

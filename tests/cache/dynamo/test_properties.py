@@ -181,10 +181,6 @@ def test_short_forms_do_what_the_moves_do_that_they_stand_for(backend, capacity,
 class CarefulManager(LogicalManager):
     """Goes block by block, never in runs and never in bulk."""
 
-    def __init__(self, **options):
-        super().__init__(**options)
-        self._leave_runs()
-
     def _use(self, move):
         check_use(move)
         check_use_plhs(move)

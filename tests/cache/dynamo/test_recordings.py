@@ -28,10 +28,12 @@ FILES = (
 )
 
 
+@pytest.mark.parametrize("in_runs", [True, False])
 @pytest.mark.parametrize("file", FILES)
-def test_a_recorded_program_gives_the_recorded_answers_events_and_counts(recording, file):
+def test_a_recorded_program_gives_the_recorded_answers_events_and_counts(recording, file, in_runs):
     for program in recording(f"{file}.json.gz")["programs"]:
-        player = Player(new_manager(program["backend"], program["capacity"], program["block_size"]))
+        sizes = (program["backend"], program["capacity"], program["block_size"])
+        player = Player(new_manager(*sizes, in_runs=in_runs))
         for number, (operation, *expected) in enumerate(program["steps"]):
             where = (program["backend"], program.get("name", program.get("seed")), number, operation)
             if isinstance(expected[0], dict):  # the real manager panicked

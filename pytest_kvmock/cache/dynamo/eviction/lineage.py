@@ -71,7 +71,6 @@ class LineagePolicy(EvictionPolicy):
     same cached block, as in Dynamo 1.2.1; two such blocks, both active, cannot become inactive both.
     """
 
-    _in_runs = True
     _finds_by_place = True
 
     def __init__(self) -> None:

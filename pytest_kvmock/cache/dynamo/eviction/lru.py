@@ -20,8 +20,6 @@ class LruPolicy(EvictionPolicy):
     # A slot stands in the queue once for each time it was inserted, `slot.place` times by now; its last entry counts while
     # it is inactive (`slot.above`). So `remove` need not look for it.
 
-    _in_runs = True
-
     def __init__(self) -> None:
         self._queue: deque[Slot] = deque()
         self._limit = _SLACK

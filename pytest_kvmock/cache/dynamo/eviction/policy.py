@@ -52,7 +52,6 @@ class EvictionPolicy(ABC):
     _finds_by_place: bool = (
         False  # whether `_find` and `_free_places` are to be asked about unregistered lineage hashes
     )
-    _in_runs: bool = False  # whether it evicts as `Runs` does while that is possible; counts for the class itself, not for derived ones
     _collisions: int = (
         0  # registered slots that are at odds with another one; while it is 0, `_first_refused` is not asked
     )
