@@ -42,7 +42,7 @@ GROUPS = {
     "import": (plugin_cost.import_cost,),
     "unused": (plugin_cost.unused_cost,),
     "used": (plugin_cost.used_cost,),
-    "manager": (manager.speed, manager.memory),
+    "manager": (manager.speed, manager.beside_rust, manager.memory),
     "block_manager": (block_manager.speed, block_manager.memory),
     "workers": (workers.speed, workers.beside_real_engines, workers.memory),
     "verdict": (verdict.with_ledger_and_index, verdict.with_an_index_asked_after_every_event),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import statistics
+import subprocess
 import tempfile
 import tracemalloc
 from functools import partial
@@ -37,6 +39,45 @@ def replay():
     args = core.MockEngineArgs(block_size=workload.BLOCK_SIZE, num_gpu_blocks=workload.CAPACITY)
     options = {"replay_concurrency": 1, "trace_block_size": workload.BLOCK_SIZE}
     return directory, partial(core.run_mocker_trace_replay, str(path), args, **options), version
+
+
+RUST = "KVMOCK_RUST_MANAGER"
+RUST_BARS = {"lineage": (1.5, 4.0), "lru": (1.5, 4.0), "multi_lru": (1.0, 1.5)}
+
+
+def rust_rates() -> dict[str, float]:
+    """M blocks/s of Dynamo's manager, by backend; empty where no program is given."""
+    program = os.environ.get(RUST)
+    if not program:
+        return {}
+    lines = subprocess.run([program], check=True, capture_output=True, text=True).stdout.splitlines()
+    rows = [line.split() for line in lines if " events=true " in line]
+    return {row[0]: float(row[2]) for row in rows}
+
+
+def beside_rust():
+    """Dynamo's manager in Rust on the same workload, in alternating runs.
+
+    The program of `KVMOCK_RUST_MANAGER` prints a line a backend, "lineage events=true 0.58 M blocks/s": each request is a
+    Use with hashes that were made before, and 32 Derefs, events captured (dynamo-mocker 1.2.1, optimised).
+    """
+    if not os.environ.get(RUST):
+        raise NotHere(f"{RUST} names no program that measures Dynamo's manager")
+    forms = {"32 Derefs a request": workload.moves, "one Deref a request": workload.moves_of_a_worker}
+    for (number, (form, of)), (backend, bars) in product(enumerate(forms.items()), RUST_BARS.items()):
+        of()
+        mine, theirs = [], []
+        for _ in range(5):
+            mine.append(TOTAL / cpu_seconds(partial(run, backend, of)) / 1e6)
+            theirs.append(rust_rates()[backend])
+        ours, other, bar = statistics.median(mine), statistics.median(theirs), bars[number]
+        yield Figure(
+            f"manager with a capturing sink beside Dynamo's in Rust, {backend}, {form}",
+            f"{bar} ×",
+            f"{ours / other:.2f} × ({ours:.2f} M/s blocks)",
+            ours >= bar * other,
+            f"dynamo-mocker 1.2.1, optimised: {other:.2f} M/s",
+        )
 
 
 def speed():
