@@ -342,6 +342,14 @@ class Scheduler:
             else:
                 yield from (Deref([block]) for block in reversed(held))
 
+    def fall_short(self, step, missing):
+        """The request of this step keeps what it got, and gets no more."""
+        index = len(self.running) - 1 if step[0] in ("admit", "same") else step[1] % len(self.running)
+        del self.running[index][-missing:]
+        self.waiting[index].clear()
+        if not self.running[index]:
+            del self.running[index], self.waiting[index]
+
     @staticmethod
     def use(blocks, start):
         plhs = [lineage_hash(block, blocks[depth - 1] if depth else None, depth) for depth, block in enumerate(blocks)]
@@ -360,12 +368,8 @@ def test_what_schedulers_do_is_the_same_in_runs_and_block_by_block(backend, capa
         for move in scheduler.moves(*step):
             served = careful.process(move)
             assert served == in_runs.process(move)
-            if isinstance(move, Use) and served < len(move.blocks):  # it keeps what it got
-                held = scheduler.running[-1 if step[0] in ("admit", "same") else step[1] % len(scheduler.running)]
-                del held[len(held) - len(move.blocks) + served :]
-                if not held:
-                    index = next(i for i, other in enumerate(scheduler.running) if other is held)
-                    del scheduler.running[index], scheduler.waiting[index]
+            if isinstance(move, Use) and served < len(move.blocks):
+                scheduler.fall_short(step, len(move.blocks) - served)
                 break
             if not isinstance(move, Deref) or len(move.blocks) > 1:  # those that come one by one are looked at later
                 assert entries_in(careful) == entries_in(in_runs)
