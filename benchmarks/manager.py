@@ -45,11 +45,8 @@ RUST = "KVMOCK_RUST_MANAGER"
 RUST_BARS = {"lineage": (1.5, 4.0), "lru": (1.5, 4.0), "multi_lru": (1.0, 1.5)}
 
 
-def rust_rates() -> dict[str, float]:
-    """M blocks/s of Dynamo's manager, by backend; empty where no program is given."""
-    program = os.environ.get(RUST)
-    if not program:
-        return {}
+def rust_rates(program: str) -> dict[str, float]:
+    """M blocks/s of Dynamo's manager, by backend."""
     lines = subprocess.run([program], check=True, capture_output=True, text=True).stdout.splitlines()
     rows = [line.split() for line in lines if " events=true " in line]
     return {row[0]: float(row[2]) for row in rows}
@@ -61,7 +58,8 @@ def beside_rust():
     The program of `KVMOCK_RUST_MANAGER` prints a line a backend, "lineage events=true 0.58 M blocks/s": each request is a
     Use with hashes that were made before, and 32 Derefs, events captured (dynamo-mocker 1.2.1, optimised).
     """
-    if not os.environ.get(RUST):
+    program = os.environ.get(RUST)
+    if not program:
         raise NotHere(f"{RUST} names no program that measures Dynamo's manager")
     forms = {"32 Derefs a request": workload.moves, "one Deref a request": workload.moves_of_a_worker}
     for (number, (form, of)), (backend, bars) in product(enumerate(forms.items()), RUST_BARS.items()):
@@ -69,7 +67,7 @@ def beside_rust():
         mine, theirs = [], []
         for _ in range(5):
             mine.append(TOTAL / cpu_seconds(partial(run, backend, of)) / 1e6)
-            theirs.append(rust_rates()[backend])
+            theirs.append(rust_rates(program)[backend])
         ours, other, bar = statistics.median(mine), statistics.median(theirs), bars[number]
         yield Figure(
             f"manager with a capturing sink beside Dynamo's in Rust, {backend}, {form}",

@@ -79,8 +79,8 @@ class LogicalManager(Offloading, LineageShortForms, ManagerBase):
         self._references = 0
         self._num_inactive = 0
         self._freed: list[Slot] = []  # inactive, and the policy does not know it yet
-        # While there are runs, they have what is cached or in use, and the counts of it.
-        self._runs = Runs(self._pool) if in_runs else None
+        # While there are runs, they have the full blocks, and count them.
+        self._runs = Runs(self._pool, self._partials) if in_runs else None
         if offload is not None:
             self.attach_offload(offload)
 
@@ -94,9 +94,7 @@ class LogicalManager(Offloading, LineageShortForms, ManagerBase):
     @property
     def num_active_block_refs(self) -> int:
         """References to blocks in use; a partial block has one."""
-        if self._runs is not None:
-            return len(self._runs.partials) + self._runs.references
-        return len(self._partials) + self._references
+        return len(self._partials) + (self._references if self._runs is None else self._runs.references)
 
     @property
     def num_inactive_blocks(self) -> int:
@@ -108,19 +106,17 @@ class LogicalManager(Offloading, LineageShortForms, ManagerBase):
     @property
     def active_blocks(self) -> Mapping[Block, int]:
         """References to each block in use, partial ones included."""
-        blocks: dict[Block, int]
-        if self._runs is not None:
-            blocks = dict.fromkeys(self._runs.partials, 1)
-            blocks.update({name: run.refs for name, run in self._runs.blocks().items() if run.refs})
-        else:
-            blocks = dict.fromkeys(self._partials, 1)
+        blocks: dict[Block, int] = dict.fromkeys(self._partials, 1)
+        if self._runs is None:
             blocks.update(self._names.references().items())
+        else:
+            blocks.update({name: run.refs for name, run in self._runs.blocks().items() if run.refs})
         return blocks
 
     def references(self, block: Block) -> int:
         """References to one block now; 0 for what is not in use."""
         if isinstance(block, UUID):
-            return int(block in (self._partials if self._runs is None else self._runs.partials))
+            return int(block in self._partials)
         return self._names.references_of(block) if self._runs is None else self._runs.references_of(block)
 
     def inactive_blocks(self) -> list[int]:
@@ -146,7 +142,7 @@ class LogicalManager(Offloading, LineageShortForms, ManagerBase):
     def metrics(self) -> PoolMetrics:
         """Take a snapshot of the pool's counters and gauges."""
         return self._pool.metrics(
-            mutable=len(self._partials if self._runs is None else self._runs.partials) + self._num_outside,
+            mutable=len(self._partials) + self._num_outside,
             immutable=self._references if self._runs is None else self._runs.references,
             inactive=self.num_inactive_blocks,
         )
@@ -222,20 +218,17 @@ class LogicalManager(Offloading, LineageShortForms, ManagerBase):
 
     def _publish(self, move: Use, used: Used) -> None:
         """Publish what a Use in runs stored, then what it evicted."""
-        is_traced = LOG.isEnabledFor(TRACE_LEVEL)
-        if used.stored:
-            start, end = used.hits, used.hits + used.stored
-            names: tuple[int, ...] = tuple(move.blocks[start:end])  # type: ignore[arg-type]  # they are full ones
-            anchor: int | None = move.blocks[start - 1] if start else move.parent  # type: ignore[assignment]  # as above
-            local_hashes = tuple(move.local_hashes[start:end]) or (0,) * used.stored
+        stored, removed = used.stored, used.removed
+        if stored:
+            start, end = used.hits, used.hits + len(stored)
+            local_hashes = tuple(move.local_hashes[start:end]) or (0,) * len(stored)
             token_ids = move.token_ids[start:end] if move.token_ids else None
-            self._publisher.publish(Stored(anchor, names, local_hashes), token_ids)
-        if used.removed:
-            self._publisher.publish(Removed(tuple(used.removed)))
-        if is_traced and (used.stored or used.removed):
-            stored: Sequence[int] = move.blocks[used.hits : used.hits + used.stored]  # type: ignore[assignment]  # as above
+            self._publisher.publish(Stored(used.anchor, tuple(stored), local_hashes), token_ids)
+        if removed:
+            self._publisher.publish(Removed(tuple(removed)))
+        if (stored or removed) and LOG.isEnabledFor(TRACE_LEVEL):
             trace(self, "allocation", stored, form=OF_1_2_1)
-            trace(self, "eviction", used.removed, form=OF_1_2_1)
+            trace(self, "eviction", removed, form=OF_1_2_1)
 
     def _hold_leading(self, move: Use, pending: PendingEvents) -> int:
         """Hold the leading blocks that are cached, up to the first that is not: they are most of most Uses."""
@@ -464,7 +457,6 @@ class LogicalManager(Offloading, LineageShortForms, ManagerBase):
             slot.name, slot.plh, slot.refs = name, plhs[name], run.refs
         policy._on_register(list(own.values()))
         policy.insert([own[name] for run in runs.idle() for name in reversed(run.names)])
-        self._partials = {name: Slot() for name in runs.partials}
         self._references, self._num_inactive = runs.references, runs.num_inactive
 
     def _flush_freed(self) -> None:
@@ -494,7 +486,7 @@ class LogicalManager(Offloading, LineageShortForms, ManagerBase):
         return 1
 
     def _promote(self, move: Promote) -> int:
-        move_checks.check_promote(move, self._partials if self._runs is None else self._runs.partials)
+        move_checks.check_promote(move, self._partials)
         name, plh, pool = move.block, move_checks.check_promote_plh(move), self._pool
         if self._runs is not None:
             is_new = self._runs.promote(move)

@@ -10,9 +10,11 @@ from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 from uuid import UUID
 
+from pytest_kvmock.cache.dynamo.eviction.policy import Slot
+from pytest_kvmock.cache.dynamo.move_checks import are_plhs
 from pytest_kvmock.cache.dynamo.pool import BlockPool
 from pytest_kvmock.moves import Block, Promote, Use
-from pytest_kvmock.plh import MAX_POSITION, lineage_hash, lineage_hashes
+from pytest_kvmock.plh import MAX_POSITION, lineage_hash, lineage_hashes, lineage_position
 
 # Theory of operation
 #
@@ -79,13 +81,15 @@ class Used(NamedTuple):
     Attributes:
         served: how many of its blocks are held now.
         hits: how many of these were cached; they come first.
-        stored: how many were stored; they are next.
+        anchor: the block before the first that was stored; None for a root.
+        stored: the blocks that were stored; they come after the hits.
         removed: the blocks that were evicted, in order.
     """
 
     served: int
     hits: int
-    stored: int
+    anchor: int | None
+    stored: list[int]
     removed: list[int]
 
 
@@ -94,20 +98,20 @@ class Runs:
 
     Args:
         pool: counts slots, and what happens; the blocks that it could hold are here.
+        partials: the manager's partial blocks in use, which are changed here.
 
     Attributes:
-        partials: the partial blocks in use.
         references: to full blocks.
     """
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, partials: dict[UUID, Slot]) -> None:
         self._pool = pool
+        self._partials = partials
         self._runs: dict[int, Run] = {}  # of each block, by the low bits of its name
         self._idle: OrderedDict[Run, None] = OrderedDict()  # those without references, the next to be evicted first
         self._num_idle = 0
         self._open: Run | None = None  # its blocks from number `_open_from` on were freed one by one
         self._open_from = 0
-        self.partials: dict[UUID, None] = {}
         self.references = 0
 
     # ------------------------------------------------------------------------------------------------- queries
@@ -132,7 +136,10 @@ class Runs:
     def find(self, name: int) -> tuple[Run, int] | None:
         """Return the run that has a block, and the block's number in it; None if it is not cached."""
         self._settle()
-        run = self._runs.get(name & _BITS)
+        try:
+            run = self._runs.get(name & _BITS)
+        except TypeError:  # it is no block at all
+            return None
         if run is None:
             return None
         if run.numbers is None:
@@ -152,11 +159,14 @@ class Runs:
 
     def has_plh(self, plh: int) -> bool:
         """Return whether a block is cached under exactly this lineage hash."""
+        if not are_plhs((plh,)):
+            return False
         self._settle()
         run = self._runs.get(plh & _BITS)
         if run is None:
             return False
-        return any(plh == self._plh(run, i) for i, name in enumerate(run.names) if not (name ^ plh) & _BITS)
+        number = lineage_position(plh) - run.position
+        return 0 <= number < len(run.names) and plh == self._plh(run, number)
 
     def overlap(self, blocks: Sequence[Block], plhs: Sequence[int]) -> int:
         """Count the leading blocks that are in use by this name, or cached under this lineage hash."""
@@ -169,7 +179,11 @@ class Runs:
             if run is None or run.parent is not last:
                 break
             end = min(count + len(run.names), most)
-            if blocks[count:end] != run.names[: end - count] or plhs[count:end] != self.plhs(run)[: end - count]:
+            names = run.names[: end - count]
+            parent = None if last is None else last.names[-1]
+            if blocks[count:end] != names:
+                break
+            if plhs[count:end] != lineage_hashes(names, parent=parent, start=run.position):
                 break
             count, last = end, run
         while count < most:
@@ -248,7 +262,7 @@ class Runs:
             parent.numbers = None
             run = parent
         else:
-            run = Run(names, parent, position, 1)
+            run = Run(names.copy(), parent, position, 1)
             if parent is not None:
                 parent.children += 1
                 parent.held_below += 1
@@ -257,7 +271,7 @@ class Runs:
         self.references += len(names)
 
     def _give_back(self, partial: UUID) -> None:
-        del self.partials[partial]
+        del self._partials[partial]
         self._pool.count_given_back(1)
 
     def _allocate(self, count: int, removed: list[int]) -> int:
@@ -282,11 +296,11 @@ class Runs:
             self._num_idle -= len(gone)
         return taken
 
-    def _below(self, name: Block | None) -> tuple[Run | None, int] | None:
+    def _below(self, name: int | None) -> tuple[Run | None, int] | None:
         """Return the run that ends with a block in use, and the position below it; None if there is none such."""
         if name is None:
             return None, 0
-        run = self._runs.get(name & _BITS)  # type: ignore[operator]  # a partial one is refused by who checks the move
+        run = self._runs.get(name & _BITS)
         if run is None or not run.refs or run.names[-1] != name:
             return None
         return run, run.end
@@ -304,17 +318,19 @@ class Runs:
             None if nothing was done, as it is none of those that can be carried out here.
         """
         self._settle()
-        blocks = move.blocks
+        blocks, parent = move.blocks, move.parent
+        assert not isinstance(parent, UUID)
         partial: UUID | None = None
         if leading < len(blocks):
-            if leading + 1 < len(blocks):
+            last_block = blocks[leading]
+            if leading + 1 < len(blocks) or not isinstance(last_block, UUID):
                 return None
-            partial = blocks[leading]  # type: ignore[assignment]  # it is no full one
+            partial = last_block
         names: list[int] = list(blocks[:leading])  # type: ignore[arg-type]  # they are full ones
-        below = self._below(move.parent) if names else (None, 0)
+        below = self._below(parent) if names else (None, 0)
         if below is None or below[1] + leading > MAX_POSITION:
             return None
-        if lineage_hashes(names, parent=move.parent, start=below[1]) != list(move.plhs):  # type: ignore[arg-type]  # as above
+        if lineage_hashes(names, parent=parent, start=below[1]) != list(move.plhs):
             return None
         runs = self._runs
         held: list[Run] = []
@@ -348,21 +364,20 @@ class Runs:
             self._hold(run)
         self.references += hits
         removed: list[int] = []
-        stored = 0
         if new:
-            stored = self._allocate(len(new), removed)
-            is_refused = stored < len(new)
-            self._pool.match_hashes_requested += stored + is_refused
+            count = self._allocate(len(new), removed)
+            is_refused = count < len(new)
+            self._pool.match_hashes_requested += count + is_refused
             if is_refused:
-                new, keys, partial = new[:stored], keys[:stored], None
+                new, keys, partial = new[:count], keys[:count], None
             if new:
                 self._append(new, keys, last, position + hits)
-        served = hits + stored
-        if partial is not None and (partial in self.partials or self._allocate(1, removed)):
-            self.partials[partial] = None
+        served = hits + len(new)
+        if partial is not None and (partial in self._partials or self._allocate(1, removed)):
+            self._partials.setdefault(partial, Slot())
             served += 1
         self._pool.evictions += len(removed)
-        return Used(served, hits, stored, removed)
+        return Used(served, hits, names[hits - 1] if hits else parent, new, removed)
 
     def deref(self, blocks: Sequence[Block]) -> bool:
         """Carry out a Deref; returns False if it was not, as it is none of those that can be carried out here.
@@ -382,7 +397,7 @@ class Runs:
         while len(partials) < len(blocks) and isinstance(block := blocks[len(partials)], UUID):
             partials.append(block)
         names: list[int] = list(blocks[len(partials) :])  # type: ignore[arg-type]  # else it is refused below
-        if partials and (len(set(partials)) < len(partials) or not self.partials.keys() >= set(partials)):
+        if partials and (len(set(partials)) < len(partials) or not self._partials.keys() >= set(partials)):
             return False
         runs: list[Run] = []
         start = count = 0
@@ -415,7 +430,7 @@ class Runs:
         if run is None or run.names[start - 1] != block:
             self._settle()
             if isinstance(block, UUID):
-                if block not in self.partials:
+                if block not in self._partials:
                     return False
                 self._give_back(block)
                 return True
@@ -446,7 +461,7 @@ class Runs:
         if run is not None and (run.parent is not below[0] or run.names[0] != name):
             return None
         if run is None:
-            del self.partials[move.partial]  # the slot stays, with another name
+            del self._partials[move.partial]  # the slot stays, with another name
             self._pool.match_hashes_requested += 1
             self._append([name], [name & _BITS], *below)
             return True
