@@ -28,6 +28,7 @@ import time
 import tomllib
 from bisect import bisect
 from collections import Counter, defaultdict
+from contextlib import suppress
 from difflib import SequenceMatcher
 from itertools import accumulate, count
 from math import inf
@@ -283,22 +284,24 @@ class Tree:
 
     def ask(self, plan: dict[str, object]) -> tuple[int, str]:
         """Have tests run in a fork of the process that has collected all; its exit status, and which test failed."""
-        address = self.root.parent / "server"
         if self.server is None:
+            connection, theirs = socket.socketpair()
             options = ["-x", f"--basetemp={self.root.parent / 'basetemp'}"]
             self.output = (self.root.parent / "output").open("wb")
-            self.server = self.start(["-m", "pytest", *options, *COMMAND, *TESTS], {"serve": str(address)}, self.output)
-            while not address.exists():
-                if self.server.poll() is not None:
-                    print(Path(self.output.name).read_text())
-                    raise SystemExit(2)
-                time.sleep(0.1)
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.connect(str(address))
-            with connection.makefile("rw") as stream:
-                stream.write(json.dumps(plan | {"failed": str(self.root.parent / "failed")}) + "\n")
-                stream.flush()
-                answer = json.loads(stream.readline())
+            command = ["-m", "pytest", *options, *COMMAND, *TESTS]
+            with theirs:
+                self.server = self.start(command, {"serve": theirs.fileno()}, self.output, theirs.fileno())
+            with connection:
+                self.stream = connection.makefile("rw")
+        line = ""
+        with suppress(ConnectionError):
+            self.stream.write(json.dumps(plan | {"failed": str(self.root.parent / "failed")}) + "\n")
+            self.stream.flush()
+            line = self.stream.readline()
+        if not line:  # it has ended, as it could not collect the tests
+            print(Path(self.output.name).read_text())
+            raise SystemExit(2)
+        answer = json.loads(line)
         return answer["status"], answer["failed"]
 
     def close(self) -> None:
@@ -319,8 +322,10 @@ class Tree:
                 return TIMEOUT, ""
             return process.returncode, Path(output.name).read_text(errors="replace")
 
-    def start(self, command: list[str], plan: dict[str, object], output: IO[bytes]) -> subprocess.Popen[bytes]:
-        """Start Python in the copy."""
+    def start(
+        self, command: list[str], plan: dict[str, object], output: IO[bytes], *inherited: int
+    ) -> subprocess.Popen[bytes]:
+        """Start Python in the copy; it inherits these files."""
         file = self.root.parent / f"plan-{next(self.plans)}.json"
         file.write_text(json.dumps(plan))
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV"))}
@@ -336,6 +341,7 @@ class Tree:
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            pass_fds=inherited,
         )
 
 

@@ -1,7 +1,7 @@
 """A plugin for the runs of `mutate.py`: notes which test runs which lines, or runs the tests that it is given.
 
 `KVMOCK_MUTATION` names a JSON file. `{"note": FILE}`: the seconds of each test are noted there (the lines are noted by
-coverage, under the name of each test). `{"serve": SOCKET}`: all tests are collected once, and each plan that arrives
+coverage, under the name of each test). `{"serve": FD}`, an open socket: all tests are collected once, and each plan that arrives
 there is carried out in a fork, in which the functions of a module have the code of its changed text. Else it is itself
 a plan: the tests to run, in order, with their limits in seconds, and files of which all tests are to be run but for
 those that are known.
@@ -82,13 +82,11 @@ def serve(session):
             functions[each.__code__.co_filename].append(each)
     gc.collect()
     gc.freeze()
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(SERVE)
-        listener.listen()
-        while True:
-            connection, _ = listener.accept()
-            with connection, connection.makefile("rw") as stream:
-                plan = json.loads(stream.readline())
+    with socket.socket(fileno=SERVE) as connection:
+        stream = connection.makefile("rw")
+        with stream:
+            for line in iter(stream.readline, ""):
+                plan = json.loads(line)
                 failed = Path(plan["failed"])
                 failed.unlink(missing_ok=True)
                 child = os.fork()
@@ -114,6 +112,7 @@ def serve(session):
                     os.killpg(child, signal.SIGKILL)  # what its tests have started
                 answer = {"status": status, "failed": failed.read_text() if failed.exists() else ""}
                 stream.write(json.dumps(answer) + "\n")
+                stream.flush()
 
 
 def replace(functions, old, new, path):
