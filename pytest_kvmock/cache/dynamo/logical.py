@@ -417,19 +417,22 @@ class LogicalManager(Offloading, LineageShortForms, ManagerBase):
         if self._names.alias_slots or self._pool.inactive._collisions:
             return self._deref_one_by_one(blocks)
         own = self._names.own
+        slots: list[Slot] = []
         try:
             if len(blocks) == 1:  # as the real scheduler sends them
                 slot = own[blocks[0]]  # type: ignore[index]  # a partial block is a KeyError
                 refs = slot.refs
-                if not refs:
-                    return self._deref_one_by_one(blocks)
-                slot.refs = refs - 1
-                self._references -= 1
-                if refs == 1:
-                    self._freed.append(slot)
-                return 1
-            slots = list(map(own.__getitem__, blocks))  # type: ignore[arg-type]  # likewise
+                if refs:
+                    slot.refs = refs - 1
+                    self._references -= 1
+                    if refs == 1:
+                        self._freed.append(slot)
+                    return 1
+            else:
+                slots = list(map(own.__getitem__, blocks))  # type: ignore[arg-type]  # likewise
         except (KeyError, TypeError):  # a partial block, or one that is not there
+            pass
+        if not slots:
             return self._deref_one_by_one(blocks)
         idle: list[Slot] = []
         for i, slot in enumerate(slots):

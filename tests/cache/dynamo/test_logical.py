@@ -47,6 +47,7 @@ def refuse(manager, move, *words):
     with pytest.raises(MoveError) as error:
         manager.process(move)
     assert before == state_of(manager)
+    assert error.value.__context__ is None  # pytest would print that before it
     for word in words:
         assert word in str(error.value)
 
@@ -812,3 +813,11 @@ def test_a_policy_that_evicts_wrongly_is_named(policy):
     manager.deref([3, 2, 1])
     with pytest.raises(RuntimeError, match=rf"^the eviction policy {policy.__name__} is wrong: evict\(2\) gave .*; 2 "):
         manager.use([4, 5])
+
+
+def test_what_is_no_block_is_nowhere(make_manager):
+    manager = make_manager(4)
+    manager.use([1, 2])
+    assert (0, 0) == (manager.references("x"), manager.references(1.5))
+    no_plhs = ["x", None, -1, 3 << 126]
+    assert [(each, False) for each in no_plhs] == manager.check_presence(no_plhs)
