@@ -55,7 +55,7 @@ class Run:
         refs: references to each block.
         children: how many runs have this one as their parent.
         held_below: the sum of their references.
-        numbers: the number of each block, from 0, by name; None until somebody asks, and after each change of `names`.
+        numbers: the number of each block, from 0, by name, and of some that were evicted since; None until somebody asks.
     """
 
     __slots__ = ("children", "held_below", "names", "numbers", "parent", "position", "refs")
@@ -135,7 +135,6 @@ class Runs:
 
     def find(self, name: int) -> tuple[Run, int] | None:
         """Return the run that has a block, and the block's number in it; None if it is not cached."""
-        self._settle()
         try:
             run = self._runs.get(name & _BITS)
         except TypeError:  # it is no block at all
@@ -149,6 +148,7 @@ class Runs:
 
     def references_of(self, name: int) -> int:
         """References to one full block."""
+        self._settle()
         found = self.find(name)
         return 0 if found is None else found[0].refs
 
@@ -161,7 +161,6 @@ class Runs:
         """Return whether a block is cached under exactly this lineage hash."""
         if not are_plhs((plh,)):
             return False
-        self._settle()
         run = self._runs.get(plh & _BITS)
         if run is None:
             return False
@@ -170,7 +169,6 @@ class Runs:
 
     def overlap(self, blocks: Sequence[Block], plhs: Sequence[int]) -> int:
         """Count the leading blocks that are in use by this name, or cached under this lineage hash."""
-        self._settle()
         count, most = 0, min(len(blocks), len(plhs))
         last: Run | None = None
         while count < most:  # run by run, as in `use`
@@ -288,7 +286,6 @@ class Runs:
             else:
                 gone = names[: -wanted - 1 : -1]
                 del names[-wanted:]
-                run.numbers = None
             for key in [name & _BITS for name in gone]:
                 del self._runs[key]
             removed += gone
