@@ -91,7 +91,7 @@ def test_announced(kv_fleet):
     kv_fleet.at(100).restart(1)
     kv_fleet.run(trace())
 """
-    result = nested(source, "-k", "lineage", "-rA")
+    result = nested(source, "-k", "lineage", "-rA", "--kv-reduce=60")
     result.assert_outcomes(passed=2, failed=1)
     text = result.stdout.str()
     assert "1 KV event error: event_id_gap" in text
