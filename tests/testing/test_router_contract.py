@@ -5,6 +5,7 @@ import re
 import pytest
 from contract_runs import failure_of, names_of_tests
 
+from pytest_kvmock.backends import BACKENDS
 from pytest_kvmock.router import DynamoRouter, LeastLoaded, RoundRobin
 from pytest_kvmock.testing import ROUTER_BUGS, RightRouter, RouterContract
 
@@ -58,6 +59,63 @@ def test_a_right_router_holds_it(contract, name):
     skipped = skip_of(contract, name)
     may_skip = contract is not OfRight and name.endswith(("_are_right", "_cheapest"))
     assert skipped is None or (may_skip and "not checked" in skipped)
+
+
+OVER = ("vllm", "sglang", "mocker_sglang", "mocker_sglang_1_6", "hash_cache")
+
+
+def over(contract, name, **traits):
+    """A contract over another backend, or with further traits."""
+    return type(contract.__name__, (contract,), {"backend": name, **traits})
+
+
+class OfRightOverAny(OfRight):
+    def make_router(self, workers):
+        return RightRouter(workers, copies=BACKENDS[self.backend].residency == "counted")
+
+
+@pytest.mark.parametrize("backend", OVER)
+@pytest.mark.parametrize("name", TESTS)
+def test_a_right_router_holds_it_over_any_engine(backend, name):
+    assert skip_of(over(OfRightOverAny, backend), name) == (
+        "backend 'hash_cache' names no blocks by lora_name: adapters were not checked"
+        if (backend, name) == ("hash_cache", "test_it_keeps_adapters_apart")
+        else None
+    )
+
+
+@pytest.mark.parametrize("backend", ["sglang", "mocker_sglang"])
+def test_a_planted_bug_fails_it_over_sglang_too(backend):
+    for name in ("stale_index", "lora_blind", "never_freed"):
+        test, text = FAILS[name]
+        assert text.partition(" says")[0] in (failure_of(over(of_bug(name), backend), test) or "")
+
+
+def test_a_backend_that_is_none_is_said():
+    wrong = over(OfTurns, "sglng")
+    text = "Failed: OfTurns: backends has 'sglng': unknown backend 'sglng'"
+    assert failure_of(wrong, "test_it_serves_every_request").startswith(text)
+
+
+class OfPacking(RouterContract):
+    """Fills a worker with 40 requests before it uses the next."""
+
+    def make_router(self):
+        class Packing:
+            def pick(self, request, candidates):
+                return next((each.worker for each in candidates if each.active_requests < 40), None)
+
+        return Packing()
+
+
+def test_a_policy_that_packs_on_purpose_says_so():
+    asked = ("test_workers_that_know_nothing_share_a_burst", "test_it_uses_a_worker_that_joins")
+    assert all("got none of" in failure_of(OfPacking, name) for name in asked)
+    packs = over(OfPacking, None, packs=True)
+    skips = {name: skip_of(packs, name) for name in TESTS}
+    text = "OfPacking.packs is True: a burst of prompts of which nobody holds a block: whether each worker gets some was not checked"
+    assert text == skips["test_workers_that_know_nothing_share_a_burst"]
+    assert "OfPacking.packs is True" in skips["test_it_uses_a_worker_that_joins"]
 
 
 def test_what_a_router_does_not_have_is_a_skip_that_says_so():
