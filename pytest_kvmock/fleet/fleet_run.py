@@ -153,6 +153,7 @@ class FleetRun:
             RouterStalled: requests wait in the router, and nothing runs.
             EngineStalled: an engine can never make progress.
         """
+        yield from self._calls.start(tuple(self.seats), self.now_ms)
         while True:
             yield from self._knowledge.deliver(self.now_ms)
             yield from self._end_passes()

@@ -13,7 +13,9 @@ from pytest_kvmock.router.routing import Candidate
 if TYPE_CHECKING:
     from pytest_kvmock.router.routing import RouterRequest, Worker
 
-HOOKS: Final = ("dispatched", "first_token", "finished", "apply", "worker_added", "worker_removed", "next_waiting")
+HOOKS: Final = (
+    *("started", "dispatched", "first_token", "finished", "apply", "worker_added", "worker_removed", "next_waiting"),
+)
 """The methods that a router may have beside `pick`."""
 
 BELIEFS: Final[Mapping[str, tuple[str, ...]]] = {"loads": (), "overlap": ("request",), "workers": ()}
@@ -155,6 +157,7 @@ class RouterCalls:
         self.router = router
         self.on_hook: Callable[..., Calls] | None = None
         self.left_open = False
+        self._is_started = False
         self._timeout_s = timeout_s
         self._hooks = {name: hook for name in HOOKS if callable(hook := getattr(router, name, None))}
         self._pick: Callable[..., Any] = router.pick  # type: ignore[attr-defined]  # as was checked
@@ -166,6 +169,16 @@ class RouterCalls:
     def name(self) -> str:
         """What messages call it."""
         return type(self.router).__name__
+
+    def start(self, workers: Sequence[Worker], now_ms: float) -> Calls:
+        """Tell the router who is there, before the first of all its picks; later runs tell it nothing, as it was told of each change.
+
+        Raises:
+            RouterError: it raised.
+        """
+        if not self._is_started and self.has("started"):
+            self._is_started = True
+            yield from self.hook("started", now_ms, list(workers))
 
     def has(self, hook: str) -> bool:
         """Whether it has a method."""
