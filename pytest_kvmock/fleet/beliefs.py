@@ -55,9 +55,10 @@ class Beliefs:
         self._at_pick = LoadBook(book.loads)
         self._fresh: Mapping[Worker, int] = {}
         self._untold = knowledge.untold
-        self._sent = calls.sent
-        self._sent.begin({worker for worker in book.loads if has_blocks(worker)})
-        self._last: Mapping[Worker, int] | None = None
+        self._sent = calls.sent if "believed" in self._methods else None
+        if self._sent is not None:
+            self._sent.begin({worker for worker in book.loads if has_blocks(worker)})
+        self._last_believed: Mapping[Worker, int] | None = None
         self._told: dict[Worker, str] = {}
         self._removed: dict[Worker, str] = {}
         self._parted: dict[str, str] = {}
@@ -69,11 +70,12 @@ class Beliefs:
         if hook == "apply":
             data = argument.event.data
             of = (argument.worker_id, argument.event.dp_rank)
-            self._sent.stored(argument, (of if self._has_ranks else of[0]))
+            if self._sent is not None:
+                self._sent.stored(argument, of if self._has_ranks else of[0])
             text = f"apply() of {type(data).__name__} event {argument.event.event_id} {at}"
             self._told[of] = self._told[of[0]] = text
             return
-        if hook in ("worker_added", "worker_removed"):
+        if hook in ("worker_added", "worker_removed") and self._sent is not None:
             self._sent.forget(argument)
         if hook == "worker_added":
             self._at_pick.loads.pop(argument, None)
@@ -85,7 +87,8 @@ class Beliefs:
             if worker not in self._at_pick.loads:
                 self._at_pick.add_worker(worker)
             self._at_pick.dispatched(argument, worker, self._fresh.get(worker, 0))
-            self._sent.sent(argument.local_hashes, worker)
+            if self._sent is not None:
+                self._sent.sent(argument.local_hashes, worker)
         elif hook == "first_token":
             self._at_pick.first_token(argument)
         elif hook == "finished":
@@ -107,7 +110,7 @@ class Beliefs:
 
     def of_last(self, worker: Worker) -> int | None:
         """Return how many blocks of the prompt that was checked last the router believed to be on a worker; None: it does not say."""
-        return None if self._last is None else self._last.get(worker, 0)
+        return None if self._last_believed is None else self._last_believed.get(worker, 0)
 
     def check(self, request: RouterRequest) -> Calls:
         """Compare before a pick.
@@ -229,9 +232,9 @@ class Beliefs:
         return None
 
     def _believed(self, request: RouterRequest | None, now_ms: float) -> Calls:
-        if "believed" not in self._methods or request is None:
+        if self._sent is None or request is None:
             return None
-        self._last = believed = yield from self._blocks("believed", request, now_ms)
+        self._last_believed = believed = yield from self._blocks("believed", request, now_ms)
         for worker in self._book.loads:
             said, most = believed.get(worker, 0), self._sent.most(request.local_hashes, worker)
             if worker not in self._untold and most is not None and said > most:

@@ -401,10 +401,12 @@ def test_a_router_that_says_nothing_is_asked_nothing():
         ("loads", {0: (1, 2, "3")}, "{worker: (prefill_tokens, blocks, requests)}"),
         ("overlap", [3], "{worker: blocks}"),
         ("overlap", {0: 1.5}, "{worker: blocks}"),
+        ("believed", [3], "{worker: blocks}"),
+        ("believed", {0: 1.5}, "{worker: blocks}"),
         ("workers", None, "the workers that it knows"),
         ("workers", "012", "the workers that it knows"),
     ],
-    ids=map(str, range(8)),
+    ids=map(str, range(10)),
 )
 def test_beliefs_of_a_wrong_shape_are_said(method, answer, shape):
     class Wrong(RightRouter):
@@ -425,12 +427,14 @@ def test_beliefs_of_a_wrong_shape_are_said(method, answer, shape):
         ("overlap", {"0": 1}, "plain", "'0'", "its id, 0"),
         ("overlap", {0: 1}, "ranks", "0", "its id and rank, (0, 0)"),
         ("overlap", {True: 1}, "plain", "True", "its id, 0"),
+        ("believed", {"0": 1}, "plain", "'0'", "its id, 0"),
+        ("believed", {0: 1}, "ranks", "0", "its id and rank, (0, 0)"),
         ("workers", [[0], [1]], "plain", "[0]", "its id, 0"),
         ("workers", [(0, [0])], "plain", "(0, [0])", "its id, 0"),
         ("workers", [0.5], "plain", "0.5", "its id, 0"),
         ("workers", [0, 1], "ranks", "0", "its id and rank, (0, 0)"),
     ],
-    ids=map(str, range(10)),
+    ids=map(str, range(12)),
 )
 def test_a_belief_of_what_is_no_worker_is_said(method, answer, setting, name, allowed):
     class Wrong(RightRouter):
@@ -572,6 +576,15 @@ def test_a_tree_is_right_run_after_run_and_fleet_after_fleet():
         fleet = world.fleet(router)
         assert [(), ()] == [fleet.run(trace(seed=seed)).beliefs for seed in range(2)]
     assert [] == world.judge().errors
+
+
+@pytest.mark.parametrize(("tree", "count"), [(Sends, 0), (StaleTree, 1)])
+def test_from_its_restart_on_a_worker_is_judged_that_another_fleet_had_filled(tree, count):
+    named, router = [MockEngine(ARGS) for _ in range(2)], tree()
+    assert () == Fleet(named, router).run(trace()).beliefs
+    fleet = Fleet(named, router)
+    fleet.at(100).restart(1)
+    assert count == len(fleet.run(trace()).beliefs)
 
 
 ADAPTERS = [FleetRequest(Prompt(range(24), lora_name="ab"[at % 2]), 2, 100.0 * at) for at in range(6)]
