@@ -106,14 +106,29 @@ class BackendSpec:
         Raises:
             ValueError: the backend refuses a manager of one block of 16 tokens.
         """
+        traits: Traits = self._asked.traits
+        return traits
+
+    @property
+    def prompt_keys(self) -> tuple[str, ...]:
+        """What its engine names blocks by beside tokens, as `Prompt` calls it: "lora_name", "cache_salt", "multimodal".
+
+        Raises:
+            ValueError: as for `traits`.
+        """
+        return tuple(each for each in getattr(self._asked, "prompt_keys", ()) if each != "session_id")
+
+    @property
+    def _asked(self) -> Any:
+        """What brings requests to a manager of it, or the class of that."""
         if self.driver is None:
             from pytest_kvmock.engine.move_driver import MoveDriver
 
-            return MoveDriver.traits
+            return MoveDriver
         from random import Random
 
         manager = self.make(num_blocks=1, block_size=16, dp_rank=0, sink=None)
-        return self.driver(manager, True, Random(0)).traits  # noqa: S311 - nothing is drawn
+        return self.driver(manager, True, Random(0))  # noqa: S311 - nothing is drawn
 
     def variant(
         self, name: str, *, prefix_closed: bool | None = None, in_matrix: bool = False, **options: Any

@@ -33,6 +33,9 @@ class CacheAware:
         chain = request.sequence_hashes
         return next((at for at, block in enumerate(chain) if block not in held), len(chain))
 
+    def believed(self, request):
+        return {worker: self.matched(request, worker) for worker in self.sent}
+
     def dispatched(self, request, worker):
         held = self.sent.setdefault(worker, {})
         for block in request.sequence_hashes:

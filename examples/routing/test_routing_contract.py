@@ -1,6 +1,7 @@
 """The seven policies hold what any router must: they use workers that come, leave out those that go, and let nobody wait for ever.
 
-They count nothing by themselves, so what the contract asks of beliefs is skipped, and says so.
+SGLang's rule says what it believes of its tree. The others count nothing by themselves, so what the contract asks of beliefs is
+skipped, and says so.
 """
 
 from aibrix_rule import AibrixRule

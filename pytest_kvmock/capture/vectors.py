@@ -30,7 +30,6 @@ from pytest_kvmock.capture.capturing_journal import CapturingJournal
 from pytest_kvmock.capture.lines import CaptureError, header, version
 from pytest_kvmock.capture.near_vectors import NamedBlocks, near_steps
 from pytest_kvmock.capture.payload_file import write_payloads
-from pytest_kvmock.engine.move_driver import MoveDriver
 from pytest_kvmock.engine.worker import KvWorker
 from pytest_kvmock.events import BlockTokens, KvCacheEvent, RouterEvent, StorageTier
 from pytest_kvmock.harness.router_harness import RouterHarness
@@ -271,10 +270,7 @@ def _keys_carried(spec: BackendSpec, dialect: Dialect) -> tuple[str, ...]:
         "cache_salt": not fields.isdisjoint(("cache_salt", "extra_keys")),
         "multimodal": "extra_keys" in fields,
     }
-    driver: object = MoveDriver
-    if spec.driver is not None:
-        driver = spec.driver(_manager(spec, 0), True, Random(0))  # noqa: S311 - nothing is drawn
-    able = getattr(driver, "prompt_keys", ())
+    able = spec.prompt_keys
     return tuple(key for key, has in on_wire.items() if key in able and (has or not dialect.is_msgpack))
 
 

@@ -1,14 +1,16 @@
 """What a router believes of loads, overlaps and workers, compared with what it was told, before each pick.
 
-Theory of operation. A router that offers `loads()`, `overlap(request)` or `workers()` is asked before each pick, and what it says
-is compared with the load book, with the reference index of the same delivered events, and with the workers that it was told of.
+Theory of operation. A router that offers `loads()`, `overlap(request)`, `believed(request)` or `workers()` is asked before each pick,
+and what it says is compared with the load book, with the reference index of the same delivered events, with what was sent where, and
+with the workers that it was told of. `believed` is of routers that keep a tree of what they sent: nobody tells them of evictions or of
+silent restarts, so that less may be there than they believe, but no more than was ever sent.
 Loads and workers are compared after each of its hooks too, which finds the hook after which they part; only a difference that is
 there at a pick counts. The first wrong belief of each kind is kept; later ones of that kind would follow from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from pytest_kvmock.checks import is_integer
@@ -33,12 +35,15 @@ class Beliefs:
         calls: calls the router.
         knowledge: the reference.
         book: the load book.
+        has_blocks: whether the engine of a worker has blocks as the run begins.
 
     Attributes:
         found: the wrong beliefs.
     """
 
-    def __init__(self, calls: RouterCalls, knowledge: Knowledge, book: LoadBook) -> None:
+    def __init__(
+        self, calls: RouterCalls, knowledge: Knowledge, book: LoadBook, has_blocks: Callable[[Worker], bool]
+    ) -> None:
         self._calls = calls
         # Loads that a stopped clock left open are nobody's mistake.
         left = "loads" if calls.left_open else None
@@ -50,6 +55,10 @@ class Beliefs:
         self._at_pick = LoadBook(book.loads)
         self._fresh: Mapping[Worker, int] = {}
         self._untold = knowledge.untold
+        self._sent = calls.sent if "believed" in self._methods else None
+        if self._sent is not None:
+            self._sent.begin({worker for worker in book.loads if has_blocks(worker)})
+        self._last_believed: Mapping[Worker, int] | None = None
         self._told: dict[Worker, str] = {}
         self._removed: dict[Worker, str] = {}
         self._parted: dict[str, str] = {}
@@ -61,9 +70,13 @@ class Beliefs:
         if hook == "apply":
             data = argument.event.data
             of = (argument.worker_id, argument.event.dp_rank)
+            if self._sent is not None:
+                self._sent.stored(argument, of if self._has_ranks else of[0])
             text = f"apply() of {type(data).__name__} event {argument.event.event_id} {at}"
             self._told[of] = self._told[of[0]] = text
             return
+        if hook in ("worker_added", "worker_removed") and self._sent is not None:
+            self._sent.forget(argument)
         if hook == "worker_added":
             self._at_pick.loads.pop(argument, None)
             self._at_pick.add_worker(argument)
@@ -74,6 +87,8 @@ class Beliefs:
             if worker not in self._at_pick.loads:
                 self._at_pick.add_worker(worker)
             self._at_pick.dispatched(argument, worker, self._fresh.get(worker, 0))
+            if self._sent is not None:
+                self._sent.sent(argument.local_hashes, worker)
         elif hook == "first_token":
             self._at_pick.first_token(argument)
         elif hook == "finished":
@@ -93,6 +108,10 @@ class Beliefs:
     def _is_kept(self, rule: str) -> bool:
         return any(each.rule == rule for each in self.found)
 
+    def of_last(self, worker: Worker) -> int | None:
+        """Return how many blocks of the prompt that was checked last the router believed to be on a worker; None: it does not say."""
+        return None if self._last_believed is None else self._last_believed.get(worker, 0)
+
     def check(self, request: RouterRequest) -> Calls:
         """Compare before a pick.
 
@@ -103,11 +122,15 @@ class Beliefs:
         for rule, compare in (
             (WORKER_DRIFT, self._workers),
             (OVERLAP_DRIFT, self._overlaps),
+            (OVERLAP_DRIFT, self._believed),
             (LOAD_DRIFT, self._loads),
         ):
-            if self._is_kept(rule):
+            # What it believes is a figure too.
+            if self._is_kept(rule) and compare != self._believed:
                 continue
             drift = yield from compare(request, request.now_ms)
+            if self._is_kept(rule):
+                continue
             if drift is not None:
                 worker, observed, expected, follows = drift
                 after = self._parted.get(rule)
@@ -196,12 +219,7 @@ class Beliefs:
     def _overlaps(self, request: RouterRequest | None, now_ms: float) -> Calls:
         if "overlap" not in self._methods or request is None:
             return None
-        answer = yield from self._ask("overlap", request, now_ms, request)
-        if not isinstance(answer, Mapping) or not all(is_integer(each) for each in answer.values()):
-            raise self._fail("overlap", "{worker: blocks}", answer, request, now_ms)
-        loads = self._book.loads
-        self._check_names("overlap", answer, request, now_ms)
-        believed = by_worker(answer, has_ranks=self._has_ranks)
+        believed, loads = (yield from self._blocks("overlap", request, now_ms)), self._book.loads
         for worker in loads:
             if worker not in self._untold and believed.get(worker, 0) != self._fresh.get(worker, 0):
                 said, right = believed.get(worker, 0), self._fresh.get(worker, 0)
@@ -212,6 +230,29 @@ class Beliefs:
                 observed += "" if holds is None else f", which {holds!r} holds, another rank,"
                 return worker, observed, f"{right}, by the reference index of the same events", False
         return None
+
+    def _believed(self, request: RouterRequest | None, now_ms: float) -> Calls:
+        if self._sent is None or request is None:
+            return None
+        self._last_believed = believed = yield from self._blocks("believed", request, now_ms)
+        for worker in self._book.loads:
+            said, most = believed.get(worker, 0), self._sent.most(request.local_hashes, worker)
+            if worker not in self._untold and most is not None and said > most:
+                whole = len(request.local_hashes)
+                observed = f"{self._calls.name}.believed() says {said} of {whole} blocks on worker {worker!r}"
+                right = (
+                    f"at most {most}: no more of it was sent there, or came out there, since its last announced start"
+                )
+                return worker, observed, right, False
+        return None
+
+    def _blocks(self, method: str, request: RouterRequest, now_ms: float) -> Calls:
+        """Ask for blocks of a prompt by worker."""
+        answer = yield from self._ask(method, request, now_ms, request)
+        if not isinstance(answer, Mapping) or not all(is_integer(each) for each in answer.values()):
+            raise self._fail(method, "{worker: blocks}", answer, request, now_ms)
+        self._check_names(method, answer, request, now_ms)
+        return by_worker(answer, has_ranks=self._has_ranks)
 
 
 def _load(load: tuple[Any, ...]) -> str:

@@ -41,7 +41,14 @@ _MORE_IS_BETTER: Final = (
 )
 _NEITHER: Final = ("requests", "ideal_hit_ratio", "overlap_selected", "overlap_best", "found_not_promised")
 _LESS_IS_BETTER: Final = (
-    *("overlap_regret", "promised_not_found", "prompt_tokens_computed", "blocks_evicted", "preemptions"),
+    *(
+        "overlap_regret",
+        "promised_not_found",
+        "believed_not_found",
+        "prompt_tokens_computed",
+        "blocks_evicted",
+        "preemptions",
+    ),
     *("router_wait_ms", "engine_wait_ms"),
     *(f"{each}_{point}" for each in LATENCIES for point in _POINTS),
     *(f"balance_{each}" for each in BALANCED),
@@ -91,7 +98,15 @@ class Served(NamedTuple):
     @property
     def promised(self) -> int:
         """Blocks that the index promised at the pick, and that an engine may reuse."""
-        return min(self.last.overlap, max(0, self.request.prompt_tokens - 1) // self.block_size)
+        return self._reusable(self.last.overlap)
+
+    @property
+    def believed(self) -> int:
+        """Blocks that the router believed to be there at the pick, and that an engine may reuse."""
+        return self._reusable(self.last.believed or 0)
+
+    def _reusable(self, blocks: int) -> int:
+        return min(blocks, max(0, self.request.prompt_tokens - 1) // self.block_size)
 
     @property
     def found(self) -> int:
@@ -164,6 +179,7 @@ class Rows:
             "overlap_regret": share(sum(pick.choice.regret for pick in picks), len(picks)),
             "of_best": of_best(pick.choice for pick in picks),
             "promised_not_found": sum(max(0, each.promised - each.found) for each in admitted),
+            "believed_not_found": self._believed_not_found(admitted),
             "found_not_promised": sum(max(0, each.found - each.last.overlap) for each in admitted),
             "prompt_tokens_computed": sum(each.prompt_tokens_computed for each in services),
             "blocks_evicted": sum(each.blocks_evicted for each in services),
@@ -181,6 +197,10 @@ class Rows:
         for each in latencies:
             out |= self.latency(each, done)
         return out
+
+    def _believed_not_found(self, admitted: Iterable[Served]) -> int | None:
+        says = [each for each in admitted if each.last.believed is not None]
+        return sum(max(0, each.believed - each.found) for each in says) if says else None
 
     def _goodput(self, done: Iterable[EngineRequest], worker: Worker | None, served: int) -> float | None:
         if not self._objectives:

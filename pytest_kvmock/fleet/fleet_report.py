@@ -36,6 +36,7 @@ _COLUMNS: Final = {
     "of_best": "of best",
     "overlap_regret": "regret",
     "promised_not_found": "not found",
+    "believed_not_found": "believed, not found",
     "prompt_tokens_computed": "computed",
     "blocks_evicted": "evicted",
     "preemptions": "preempted",
@@ -92,6 +93,7 @@ class FleetReport(ReplayReport, ReportAssertions):
     - `overlap_selected`, `overlap_best`: blocks that the chosen workers held at the picks, by the index, and that the best ones did;
       `of_best`: the one as a share of the other; `overlap_regret`: the difference, in blocks a pick;
     - `promised_not_found`: blocks that the index promised at the pick and the first admission did not find; `found_not_promised`;
+    - `believed_not_found`: likewise what the router's `believed(request)` said of the worker that it picked; None: it has none;
     - `prompt_tokens_computed` (what was computed again too), `blocks_evicted` (on the device), `preemptions`;
     - `router_wait_ms` until the first pick, `engine_wait_ms` from the last pick to the first admission: means;
     - `ttft`, `itl`, `tpot`, `e2e`, each with `_mean`, `_p50`, `_p75`, `_p90`, `_p95`, `_p99`, `_max`;
@@ -113,7 +115,7 @@ class FleetReport(ReplayReport, ReportAssertions):
         recorder: with `record=True`, `samples` of each real pass (columns by name, in arrays; see `PassSample`) and `pick(at)` with true
             candidates (`PickRecord`); else None.
         beliefs: what the router believed wrongly, the first of each kind; in a harness these are problems of the test too. None: it has
-            none of `loads()`, `overlap(request)` and `workers()`.
+            none of `loads()`, `overlap(request)`, `believed(request)` and `workers()`.
     """
 
     replay: ReplayReport | None = None

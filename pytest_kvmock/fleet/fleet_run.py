@@ -102,7 +102,7 @@ class FleetRun:
         self._has_ranks, self._in_lock_step = self._ranks > 1, isinstance(first.driven, RankedWorker)
         self._plans = plans
         self._book = LoadBook(self.seats)
-        self.beliefs = Beliefs(calls, knowledge, self._book) if calls.beliefs else None
+        self.beliefs = Beliefs(calls, knowledge, self._book, self._has_blocks) if calls.beliefs else None
         calls.on_hook = None if self.beliefs is None else self.beliefs.after
         self.now_ms = start_ms
         self._block_size = seats[0].engine.args.block_size
@@ -143,6 +143,10 @@ class FleetRun:
         self.numbers: list[int] = []
         self.notes = RunNotes({worker: seat.engine for worker, seat in self.seats.items()}, start_ms, recorder)
 
+    def _has_blocks(self, worker: Worker) -> bool:
+        manager = self.seats[worker].engine.worker.manager
+        return bool(manager.num_active_blocks + manager.num_inactive_blocks)
+
     # ------------------------------------------------------------------------------------------------ the clock
 
     def run(self) -> Calls:
@@ -153,6 +157,7 @@ class FleetRun:
             RouterStalled: requests wait in the router, and nothing runs.
             EngineStalled: an engine can never make progress.
         """
+        yield from self._calls.start(tuple(self.seats), self.now_ms)
         while True:
             yield from self._knowledge.deliver(self.now_ms)
             yield from self._end_passes()
@@ -379,7 +384,10 @@ class FleetRun:
         self._book.dispatched(request, worker, known.get(worker, 0))
         best = max((overlaps.get(each, 0) for each in self._book.loads), default=0) if overlaps else 0
         waited = self.now_ms - request.arrival_ms
-        pick = Pick(self.now_ms, request.number, worker, overlaps.get(worker, 0), best, waited, request.attempt)
+        believed = None if self.beliefs is None else self.beliefs.of_last(worker)
+        pick = Pick(
+            self.now_ms, request.number, worker, overlaps.get(worker, 0), best, waited, request.attempt, believed
+        )
         self.notes.picked(request, pick)
         if self._calls.wants("dispatched"):
             yield from self._calls.hook("dispatched", self.now_ms, request, worker, request=request)

@@ -14,6 +14,7 @@ from pytest_kvmock.checks import check_number, unknown_text
 from pytest_kvmock.fleet.fleet_figures import BALANCED, FIGURES, Served, check_figure
 from pytest_kvmock.fleet.later_report import Objectives
 from pytest_kvmock.fleet.report_compared import Compared, Reported
+from pytest_kvmock.fleet.router_calls import BELIEFS_TEXT
 from pytest_kvmock.fleet.routing_figures import assert_at_least, assert_balanced, check_share, worst_choice
 
 
@@ -267,14 +268,14 @@ class ReportAssertions:
 
         Raises:
             AssertionError: it believed otherwise.
-            ValueError: the router has none of `loads()`, `overlap(request)` and `workers()`, or no request arrived.
+            ValueError: the router has none of `loads()`, `overlap(request)`, `believed(request)` and `workers()`, or no request arrived.
         """
         __tracebackhide__ = True
         self._need_requests("assert_no_drift")
         beliefs = self._self.beliefs
         if beliefs is None:
             raise ValueError(
-                f"assert_no_drift: {self._self.router} does not say what it believes: it has none of loads(), overlap(request), workers()"
+                f"assert_no_drift: {self._self.router} does not say what it believes: it has none of {BELIEFS_TEXT}"
             )
         if beliefs:
             raise AssertionError("\n".join(map(str, beliefs)))

@@ -8,16 +8,27 @@ from inspect import isawaitable, iscoroutine, iscoroutinefunction, signature
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from pytest_kvmock.fleet.routing_figures import aligned
+from pytest_kvmock.fleet.sent import SentBlocks
 from pytest_kvmock.router.routing import Candidate
 
 if TYPE_CHECKING:
     from pytest_kvmock.router.routing import RouterRequest, Worker
 
-HOOKS: Final = ("dispatched", "first_token", "finished", "apply", "worker_added", "worker_removed", "next_waiting")
+HOOKS: Final = (
+    *("started", "dispatched", "first_token", "finished", "apply", "worker_added", "worker_removed", "next_waiting"),
+)
 """The methods that a router may have beside `pick`."""
 
-BELIEFS: Final[Mapping[str, tuple[str, ...]]] = {"loads": (), "overlap": ("request",), "workers": ()}
+BELIEFS: Final[Mapping[str, tuple[str, ...]]] = {
+    "loads": (),
+    "overlap": ("request",),
+    "believed": ("request",),
+    "workers": (),
+}
 """The methods of a router that say what it believes, and what each is asked with."""
+
+BELIEFS_TEXT: Final = ", ".join(f"{name}({', '.join(arguments)})" for name, arguments in BELIEFS.items())
+""""loads(), overlap(request) ...", for messages."""
 
 Calls: TypeAlias = Generator["Awaitable[Any]", Any, Any]
 """What awaits in an async run, and is run to its end in another."""
@@ -144,6 +155,7 @@ class RouterCalls:
         beliefs: its methods that say what it believes, by name.
         asynchronous: the names of its methods that are coroutine functions.
         left_open: whether a clock stopped while requests were open, of whose end the router was never told.
+        sent: what was sent to each worker, run after run, where it says what it believes of that.
         on_hook: called after each hook, whether the router has it or not; None: nobody is.
     """
 
@@ -155,6 +167,8 @@ class RouterCalls:
         self.router = router
         self.on_hook: Callable[..., Calls] | None = None
         self.left_open = False
+        self.sent = SentBlocks()
+        self._is_started = False
         self._timeout_s = timeout_s
         self._hooks = {name: hook for name in HOOKS if callable(hook := getattr(router, name, None))}
         self._pick: Callable[..., Any] = router.pick  # type: ignore[attr-defined]  # as was checked
@@ -166,6 +180,16 @@ class RouterCalls:
     def name(self) -> str:
         """What messages call it."""
         return type(self.router).__name__
+
+    def start(self, workers: Sequence[Worker], now_ms: float) -> Calls:
+        """Tell the router who is there, before the first of all its picks; later runs tell it nothing, as it was told of each change.
+
+        Raises:
+            RouterError: it raised.
+        """
+        if not self._is_started and self.has("started"):
+            self._is_started = True
+            yield from self.hook("started", now_ms, list(workers))
 
     def has(self, hook: str) -> bool:
         """Whether it has a method."""

@@ -31,6 +31,7 @@ class Pick(NamedTuple):
         best_overlap: the most that any candidate held.
         waited_ms: how long the request had waited in the router.
         attempt: 1, or one more for each time that it was sent anew.
+        believed: blocks of the prompt that the router believed to be there, by its `believed(request)`; None: it does not say.
     """
 
     ms: float
@@ -40,6 +41,7 @@ class Pick(NamedTuple):
     best_overlap: int
     waited_ms: float = 0.0
     attempt: int = 1
+    believed: int | None = None
 
     @property
     def choice(self) -> Choice:

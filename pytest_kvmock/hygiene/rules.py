@@ -121,7 +121,8 @@ RULES: Final[Mapping[str, Rule]] = MappingProxyType(
             Rule(
                 OVERLAP_DRIFT,
                 "error",
-                "what your router's `overlap()` says before a pick is not what the same events say to the reference index",
+                "what your router's `overlap()` says before a pick is not what the same events say to the reference index, or its `believed()` "
+                "says more than was sent there",
             ),
             Rule(
                 WORKER_DRIFT,

@@ -16,7 +16,7 @@ let START = COUNT ? REQ.arrival_ms.reduce((a, b) => Math.min(a, b)) : 0;
 // ---------------------------------------------------------------------------------------------------- findings
 
 const LABELS = {
-  requests: "requests", completed: "completed", hit_ratio: "hit ratio", of_best: "of best", overlap_regret: "overlap regret", promised_not_found: "not found",
+  requests: "requests", completed: "completed", hit_ratio: "hit ratio", of_best: "of best", overlap_regret: "overlap regret", promised_not_found: "not found", believed_not_found: "believed, not found",
   prompt_tokens_computed: "tokens computed", blocks_evicted: "blocks evicted", preemptions: "preempted", router_wait_ms: "router wait ms",
   engine_wait_ms: "engine wait ms", ttft_p50: "TTFT p50 ms", ttft_p95: "TTFT p95 ms", tpot_p50: "TPOT p50 ms", e2e_p95: "e2e p95 ms", goodput: "goodput",
 };

@@ -42,17 +42,18 @@ class CacheAware(RightRouter):
             self.sent.setdefault(worker, {})
         if max(open_.values()) - min(open_.values()) > 32 and max(open_.values()) > 1.1 * min(open_.values()):
             return min(open_, key=open_.get)
-        matched = {}
-        for worker in open_:
-            held = self.sent[worker]
-            matched[worker] = next(
-                (at for at, block in enumerate(request.sequence_hashes) if block not in held),
-                len(request.sequence_hashes),
-            )
-        best = max(matched, key=lambda worker: (matched[worker], -open_[worker]))
+        matched = self.believed(request)
+        best = max(open_, key=lambda worker: (matched[worker], -open_[worker]))
         if matched[best] > 0.5 * len(request.sequence_hashes):
             return best
         return min(open_, key=lambda worker: (len(self.sent[worker]), worker))
+
+    def believed(self, request):
+        chain = request.sequence_hashes
+        return {
+            worker: next((at for at, block in enumerate(chain) if block not in held), len(chain))
+            for worker, held in self.sent.items()
+        }
 
     def dispatched(self, request, worker):
         super().dispatched(request, worker)

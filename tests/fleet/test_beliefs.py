@@ -2,16 +2,18 @@
 
 import asyncio
 import re
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 from depth import few
 
-from pytest_kvmock import EngineProfile, EventRulesBroken, Prompt, RouterHarness
+from pytest_kvmock import EngineProfile, EventRulesBroken, KvEventError, Prompt, RouterHarness
 from pytest_kvmock.backends import BACKENDS
-from pytest_kvmock.events import Removed
+from pytest_kvmock.events import Removed, Stored
 from pytest_kvmock.fleet import Fleet, FleetRequest, MockEngine, MockEngineArgs, RouterError
-from pytest_kvmock.router import DynamoRouter, RoundRobin
+from pytest_kvmock.hygiene.problem import ROUTER_RULES
+from pytest_kvmock.router import DynamoRouter, RadixIndex, RoundRobin
 from pytest_kvmock.testing import ROUTER_BUGS, RightRouter
 from pytest_kvmock.testing.router_bugs import (
     CountedTwice,
@@ -399,10 +401,12 @@ def test_a_router_that_says_nothing_is_asked_nothing():
         ("loads", {0: (1, 2, "3")}, "{worker: (prefill_tokens, blocks, requests)}"),
         ("overlap", [3], "{worker: blocks}"),
         ("overlap", {0: 1.5}, "{worker: blocks}"),
+        ("believed", [3], "{worker: blocks}"),
+        ("believed", {0: 1.5}, "{worker: blocks}"),
         ("workers", None, "the workers that it knows"),
         ("workers", "012", "the workers that it knows"),
     ],
-    ids=map(str, range(8)),
+    ids=map(str, range(10)),
 )
 def test_beliefs_of_a_wrong_shape_are_said(method, answer, shape):
     class Wrong(RightRouter):
@@ -423,12 +427,14 @@ def test_beliefs_of_a_wrong_shape_are_said(method, answer, shape):
         ("overlap", {"0": 1}, "plain", "'0'", "its id, 0"),
         ("overlap", {0: 1}, "ranks", "0", "its id and rank, (0, 0)"),
         ("overlap", {True: 1}, "plain", "True", "its id, 0"),
+        ("believed", {"0": 1}, "plain", "'0'", "its id, 0"),
+        ("believed", {0: 1}, "ranks", "0", "its id and rank, (0, 0)"),
         ("workers", [[0], [1]], "plain", "[0]", "its id, 0"),
         ("workers", [(0, [0])], "plain", "(0, [0])", "its id, 0"),
         ("workers", [0.5], "plain", "0.5", "its id, 0"),
         ("workers", [0, 1], "ranks", "0", "its id and rank, (0, 0)"),
     ],
-    ids=map(str, range(10)),
+    ids=map(str, range(12)),
 )
 def test_a_belief_of_what_is_no_worker_is_said(method, answer, setting, name, allowed):
     class Wrong(RightRouter):
@@ -462,3 +468,198 @@ def test_a_method_of_the_name_that_is_something_else_is_said():
     )
     with pytest.raises(TypeError, match=re.escape(text)):
         Fleet([MockEngine(ARGS)], Other())
+
+
+# ------------------------------------------------------------------------------------------- trees of what was sent
+
+
+class Sends(RoundRobin):
+    """Keeps of each worker the blocks that it sent there; with `answers` also those that came out there, by the events."""
+
+    def __init__(self, workers=(), seed=0, *, copies=False, answers=False):
+        super().__init__()
+        self.sent, self.answers, self.out = {}, answers, RadixIndex(count_copies=True)
+
+    def believed(self, request):
+        found = {worker: self.leading(request, held) for worker, held in self.sent.items()}
+        for key, score in self.out.find_matches(request.local_hashes).scores.items():
+            worker = key if any(isinstance(each, tuple) for each in found) else key[0]
+            found[worker] = max(found.get(worker, 0), score)
+        return found
+
+    def leading(self, request, held):
+        return next((at for at, block in enumerate(self.names(request)) if block not in held), len(self.names(request)))
+
+    def names(self, request):
+        return request.sequence_hashes
+
+    def dispatched(self, request, worker):
+        self.sent.setdefault(worker, set()).update(self.names(request))
+
+    def apply(self, event):
+        if self.answers and isinstance(event.event.data, Stored):
+            with suppress(KvEventError):  # of a worker that leaves, or below a block whose event was lost
+                self.out.apply(event)
+
+    def worker_removed(self, worker):
+        self.sent.pop(worker, None)
+        self.out.remove_worker(worker[0] if isinstance(worker, tuple) else worker)
+
+
+class StaleTree(Sends):
+    """Keeps what was sent to a worker that restarts."""
+
+    def worker_removed(self, worker):
+        pass
+
+
+class CutHashes(Sends):
+    """Keeps three bits of each hash."""
+
+    def names(self, request):
+        return [each & 7 for each in request.local_hashes]
+
+
+class MixesAdapters(Sends):
+    """Keeps tokens without their adapter."""
+
+    def names(self, request):
+        return Prompt(request.tokens).sequence_hashes(request.block_size)
+
+
+class SentToAll(Sends):
+    """Takes what it sent to one worker to be on the others."""
+
+    def believed(self, request):
+        found = super().believed(request)
+        return dict.fromkeys(found, max(found.values(), default=0))
+
+
+class CountsPicks(Sends):
+    """Takes what waits to be sent."""
+
+    def pick(self, request, candidates):
+        self.dispatched(request, 1 if request.number else 0)
+        return 0
+
+
+def sends_answers(workers, seed, *, copies):
+    return Sends(answers=True)
+
+
+@pytest.mark.parametrize("make", [Sends, sends_answers], ids=["prompts", "answers"])
+@pytest.mark.parametrize("setting", [each for each in SETTINGS if each != "lost"])
+def test_a_right_tree_of_what_was_sent_is_no_drift(setting, make):
+    for seed in range(3):
+        report = bare(make, setting, seed)
+        report.assert_no_drift()
+        assert report.figure("believed_not_found") is not None
+
+
+@pytest.mark.parametrize("backend", ["multi_lru", "hash_cache", "vllm", "mocker_sglang_1_6", "sglang"])
+def test_nor_is_it_over_any_other_engine(backend):
+    for setting in ("small", "restart"):
+        bare(sends_answers, setting, 0, backend).assert_no_drift()
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_nor_is_it_in_a_harness_behind_faults(setting):
+    world, report = judged(sends_answers, setting)
+    assert () == report.beliefs
+    assert not {problem.rule for problem in world.judge().errors} & ROUTER_RULES
+
+
+def test_a_tree_is_right_run_after_run_and_fleet_after_fleet():
+    world = RouterHarness(EngineProfile(num_blocks=64, block_size=4, workers=3))
+    router = Sends()
+    for _ in range(2):
+        fleet = world.fleet(router)
+        assert [(), ()] == [fleet.run(trace(seed=seed)).beliefs for seed in range(2)]
+    assert [] == world.judge().errors
+
+
+@pytest.mark.parametrize(("tree", "count"), [(Sends, 0), (StaleTree, 1)])
+def test_from_its_restart_on_a_worker_is_judged_that_another_fleet_had_filled(tree, count):
+    named, router = [MockEngine(ARGS) for _ in range(2)], tree()
+    assert () == Fleet(named, router).run(trace()).beliefs
+    fleet = Fleet(named, router)
+    fleet.at(100).restart(1)
+    assert count == len(fleet.run(trace()).beliefs)
+
+
+ADAPTERS = [FleetRequest(Prompt(range(24), lora_name="ab"[at % 2]), 2, 100.0 * at) for at in range(6)]
+
+
+@pytest.mark.parametrize(
+    ("bug", "setting", "rows"),
+    [
+        (StaleTree, "restart", None),
+        (CutHashes, "plain", None),
+        (MixesAdapters, "plain", ADAPTERS),
+        (SentToAll, "plain", None),
+        (SentToAll, "ranks", None),
+        (CountsPicks, "plain", None),
+    ],
+)
+def test_a_wrong_tree_of_what_was_sent_is_found(bug, setting, rows):
+    (belief,) = bare(bug, setting, rows=rows).beliefs
+    assert "overlap_drift" == belief.rule
+    assert re.match(
+        rf"{bug.__name__}\.believed\(\) says \d+ of \d+ blocks on worker .* before the pick", belief.observed
+    )
+    assert re.fullmatch(
+        r"at most \d+: no more of it was sent there, or came out there, since its last announced start", belief.expected
+    )
+
+
+def test_the_restart_that_a_tree_outlived_is_named():
+    class AllToOne(StaleTree):
+        def pick(self, request, candidates):
+            return 1
+
+    rows = [FleetRequest(Prompt(range(24)), 2, 300.0 * at) for at in range(3)]
+    (belief,) = bare(AllToOne, "restart", rows=rows).beliefs
+    assert 1 == belief.number
+    assert (
+        "AllToOne.believed() says 6 of 6 blocks on worker 1 before the pick for request 1 at 300 ms" in belief.observed
+    )
+    assert "worker_removed(1) at 200 ms" in belief.observed
+    assert belief.expected.startswith("at most 0: ")
+
+
+@pytest.mark.parametrize(("setting", "lost"), [("plain", 0), ("silent", 5)])
+def test_what_a_silent_restart_took_is_a_figure_and_no_failure(setting, lost):
+    class AllToOne(Sends):
+        def pick(self, request, candidates):
+            return 1
+
+    rows = [FleetRequest(Prompt(range(24)), 2, 300.0 * at) for at in range(2)]
+    report = bare(AllToOne, setting, rows=rows)
+    assert () == report.beliefs
+    assert [0, 6] == [pick.believed for pick in report.picks]
+    assert lost == report.figure("believed_not_found") == report.to_json()["fleet"]["all"]["believed_not_found"]
+    assert lost == report.figure("believed_not_found", 1)
+    assert "believed, not found" in str(report)
+
+
+def test_who_believes_nothing_has_no_such_figure():
+    report = bare(RightRouter)
+    assert report.figure("believed_not_found") is None
+    assert "believed, not found" not in str(report)
+    assert {None} == {pick.believed for pick in report.picks}
+
+
+@pytest.mark.parametrize("invented", [0, 1])
+def test_answers_that_came_out_may_be_believed_and_no_more(invented):
+    router, first = Sends(answers=True), Prompt(range(16))
+    fleet = Fleet([MockEngine(ARGS)], router)
+    fleet.run([FleetRequest(first, 9, 0.0)])
+    out = [each for event in router.out.dump_events() for each in event.event.data.tokens_hashes]
+    answer = out[len(first.block_hashes(4)) :]
+    assert answer
+    chain = (*out, *range(1, 1 + invented))  # a turn of a conversation begins with the answer to the one before
+    if invented:
+        router.sent[0].update(Prompt(hashes=chain).sequence_hashes(4))
+    report = fleet.run([FleetRequest(Prompt(hashes=chain), 2, 0.0)])
+    assert len(out) + invented == report.picks[0].believed
+    assert invented == len(report.beliefs)

@@ -8,7 +8,7 @@ from statistics import pstdev
 
 import pytest
 
-from pytest_kvmock import OutOfBlocks, Prompt, Stored
+from pytest_kvmock import EngineProfile, OutOfBlocks, Prompt, RouterHarness, Stored
 from pytest_kvmock.fleet import (
     EngineStalled,
     Fleet,
@@ -18,6 +18,7 @@ from pytest_kvmock.fleet import (
     RouterError,
     RouterStalled,
     replay,
+    sweep,
 )
 from pytest_kvmock.fleet.report import statistics
 from pytest_kvmock.router import Candidate, DynamoRouter, LeastLoaded, MostCached, RoundRobin, RouterRequest
@@ -501,3 +502,91 @@ def test_a_closed_loop_is_that_of_the_original():
         arrivals = [row["arrival_time_ms"] for row in serve(rows, concurrency=2).per_request()]
         assert [0.0, 0.0, 34.256664] == arrivals[:3]
         assert serve(turns, concurrency=1).duration_ms == serve(turns, concurrency=1, arrival_speedup=2.0).duration_ms
+
+
+# ---------------------------------------------------------------------------------------------------- who is there
+
+
+class ToldOnly:
+    """Knows its workers by its hooks alone, as a router of a command line, which is made without arguments."""
+
+    def __init__(self):
+        self.calls, self.known = [], None
+
+    def started(self, workers):
+        self.calls.append(list(workers))
+        self.known = list(workers)
+
+    def worker_added(self, worker):
+        self.known.append(worker)
+
+    def worker_removed(self, worker):
+        self.known.remove(worker)
+
+    def workers(self):
+        return self.known
+
+    def pick(self, request, candidates):
+        return self.known[request.number % len(self.known)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_router_is_told_its_first_workers_once(ranks):
+    router = ToldOnly()
+    fleet = Fleet(engines(4, replace(ARGS, dp_size=ranks)), router)
+    fleet.at(100).restart(1)
+    fleet.at(150).join()
+    for seed in range(2):
+        report = fleet.run(trace(seed=seed))
+        assert len(report.completed) == 40
+        report.assert_no_drift()
+    assert [[0, 1, 2, 3] if ranks == 1 else [(0, 0), (0, 1), (1, 0), (1, 1)]] == router.calls
+
+
+def test_an_async_router_is_told_too():
+    class Async(ToldOnly):
+        async def started(self, workers):
+            await asyncio.sleep(0)
+            super().started(workers)
+
+    router = Async()
+    fleet = Fleet(engines(), router)
+    with pytest.raises(TypeError, match=r"Async\.started is async"):
+        fleet.run(trace())
+    assert len(asyncio.run(fleet.arun(trace())).completed) == 40
+    assert [[0, 1]] == router.calls
+
+
+def test_a_router_that_raises_when_it_is_told_is_said():
+    class Raises(ToldOnly):
+        def started(self, workers):
+            raise KeyError(len(workers))
+
+    with pytest.raises(RouterError, match=r"Raises\.started\(\) raised KeyError\(2\) \(at 0 ms\)"):
+        Fleet(engines(), Raises()).run(trace())
+
+
+def test_who_did_not_listen_is_said():
+    class Deaf(ToldOnly):
+        def started(self, workers):
+            self.known = workers[1:]
+
+        def pick(self, request, candidates):
+            return candidates[0].worker
+
+    (belief,) = Fleet(engines(), Deaf()).run(trace()).beliefs
+    assert "worker_drift" == belief.rule
+    assert belief.observed.startswith("Deaf.workers() does not know worker 0 before the pick for request 0 at 0 ms; ")
+    assert belief.observed.endswith("they part after started([0, 1]) at 0 ms")
+
+
+def test_the_routers_of_a_sweep_and_of_a_harness_are_told_too():
+    (run,) = sweep(
+        {"small": trace()}, ["lineage"], [ToldOnly], workers=3, trace_block_size=4, engine={"block_size": 4}
+    ).runs
+    assert ("", []) == (run.error, run.report["fleet"]["beliefs"])
+    router = ToldOnly()
+    world = RouterHarness(EngineProfile(num_blocks=64, block_size=4, workers=3))
+    world.fleet(router).run(trace())
+    assert [[0, 1, 2]] == router.calls
+    assert [] == world.judge().errors

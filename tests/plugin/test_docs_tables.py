@@ -14,6 +14,7 @@ import runpy
 import tomllib
 from dataclasses import asdict, fields
 from functools import reduce
+from typing import get_args
 
 import msgspec
 import pytest
@@ -25,11 +26,13 @@ from pytest_kvmock.backends import BACKENDS, EngineProfile, speaker_of
 from pytest_kvmock.engine.args import MockEngineArgs
 from pytest_kvmock.engine.nested_args import SglangArgs
 from pytest_kvmock.faults.kinds import FAULTS
+from pytest_kvmock.fleet.router_calls import BELIEFS, HOOKS
 from pytest_kvmock.hygiene.rules import RULES
 from pytest_kvmock.plugin import hookspecs
 from pytest_kvmock.plugin.markers import KVMOCK_KEYS
 from pytest_kvmock.plugin.options import LISTS, OPTIONS
 from pytest_kvmock.plugin.precedence import Policy, resolve_trace_tokens
+from pytest_kvmock.router.routing import Candidate, RequestStatus, RouterRequest
 from pytest_kvmock.wire import DEFECTS, DIALECTS, Batch, encode
 
 REFERENCE = {name.removeprefix("docs/reference/"): page for name, page in PAGES.items() if "docs/reference/" in name}
@@ -135,6 +138,26 @@ def test_a_table_is_made_of_the_code(page, name):
     if os.environ.get("KVMOCK_WRITE_DOCS"):
         page.write_tables(made)
     assert page.tables()[name] == made(name)
+
+
+def rows_under(page, heading):
+    """The names in the first cells of the tables under a heading."""
+    cells = re.findall(r"^\| (`.*?) \|", PAGES[page].section(heading), re.MULTILINE)
+    return [name.strip('"') for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+
+
+def test_a_page_has_all_that_a_router_is_shown():
+    page = "docs/how-to/own-router.md"
+    shown = {name for name in dir(RouterRequest) if not name.startswith("_")} - {
+        "prompt"
+    }  # of which the fields say more
+    asked = rows_under(page, "What it is shown of a request")
+    statuses = [name for name in asked if name in get_args(RequestStatus)]
+    assert [*get_args(RequestStatus)] == statuses
+    assert shown == {*asked} - {*statuses}
+    assert [*Candidate._fields] == rows_under(page, "What it is shown of a worker")
+    methods = " ".join(rows_under(page, "What a router may have"))
+    assert [] == [name for name in ("pick", *HOOKS, *BELIEFS) if f"{name}(" not in methods]
 
 
 def test_the_made_tables_are_all_there():

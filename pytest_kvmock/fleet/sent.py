@@ -1,0 +1,73 @@
+"""What was sent to each worker since its last announced start: the most that a tree of what was sent may have of a prompt.
+
+Theory of operation. A router that keeps such a tree knows the prompts that it sent, whatever became of them, and of answers what the
+events of the worker say: nobody else tells a router of this fleet which tokens came out. So a trie a worker holds every prompt
+that was dispatched to it, and every block that it published, and nothing is taken out but by an announced start: neither by
+an eviction nor by a silent restart. Blocks are known by their local hashes, in which adapters and salts are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from pytest_kvmock.events import Stored
+
+if TYPE_CHECKING:
+    from pytest_kvmock.events import RouterEvent
+    from pytest_kvmock.router.routing import Worker
+
+_Node: TypeAlias = "dict[int, Any]"
+"""The blocks that follow on one, by local hash, each with those that follow on it."""
+
+
+class SentBlocks:
+    """The prompts that were sent to each worker, and the blocks that it published, since its last announced start."""
+
+    def __init__(self) -> None:
+        self._tries: dict[Worker, _Node] = {}
+        self._named: dict[Worker, dict[int, _Node]] = {}  # by what the engine calls a block
+        self._unknown: set[Worker] = set()
+        self._is_begun = False
+
+    def begin(self, holding: Collection[Worker]) -> None:
+        """Begin a run; of workers that have blocks before the first, nobody knows what was sent to them."""
+        if not self._is_begun:
+            self._is_begun = True
+            self._unknown.update(holding)
+
+    def sent(self, local_hashes: Sequence[int], worker: Worker) -> None:
+        """Note a prompt that was sent to a worker."""
+        node = self._tries.setdefault(worker, {})
+        for each in local_hashes:
+            node = node.setdefault(each, {})
+
+    def stored(self, event: RouterEvent, worker: Worker) -> None:
+        """Note the blocks of a Stored; another event takes nothing away, and a block of an unknown parent is none of a prompt."""
+        data = event.event.data
+        if not isinstance(data, Stored):
+            return
+        named = self._named.setdefault(worker, {})
+        node = self._tries.setdefault(worker, {}) if data.parent_hash is None else named.get(data.parent_hash)
+        if node is None:
+            return
+        for name, local_hash in zip(data.block_hashes, data.tokens_hashes, strict=True):
+            node = named[name] = node.setdefault(local_hash, {})
+
+    def forget(self, worker: Worker) -> None:
+        """Forget a worker that starts anew, or is gone."""
+        self._tries.pop(worker, None)
+        self._named.pop(worker, None)
+        self._unknown.discard(worker)
+
+    def most(self, local_hashes: Sequence[int], worker: Worker) -> int | None:
+        """Return how many leading blocks of a prompt may be there; None: nobody knows what was sent there."""
+        if worker in self._unknown:
+            return None
+        node = self._tries.get(worker, {})
+        for at, each in enumerate(local_hashes):
+            found = node.get(each)
+            if found is None:
+                return at
+            node = found
+        return len(local_hashes)
