@@ -176,8 +176,8 @@ class Rows:
             ideal = self.ideal()
             out |= {"ideal_hit_ratio": ideal, "of_ideal": share(hit or 0.0, ideal or 0.0)}
             for each in BALANCED:
-                counts, alive = self.counts(each)
-                out |= {f"balance_{each}": max_to_mean(counts, alive), f"jain_{each}": jain(counts, alive)}
+                counts, there = self.counts(each)
+                out |= {f"balance_{each}": max_to_mean(counts, there), f"jain_{each}": jain(counts, there)}
         for each in latencies:
             out |= self.latency(each, done)
         return out
@@ -221,23 +221,17 @@ class Rows:
         return share(cached, prompts)
 
     def counts(self, of: str) -> tuple[dict[Worker, float], dict[Worker, float]]:
-        """Return one of `BALANCED` by worker, and for which share of the time of the picks each worker was there."""
-        first, last = (self._picks[0].ms, self._picks[-1].ms) if self._picks else (0.0, 0.0)
-        span = last - first
-        alive: dict[Worker, float] = {}
-        counts: dict[Worker, float] = dict.fromkeys((each.worker for each in self._services), 0.0)
-        for each in self._services:
-            there = max(0.0, min(each.until_ms, last) - max(each.since_ms, first))
-            alive[each.worker] = there / span if span else 1.0
-            if of == "prompt_tokens":
-                counts[each.worker] = each.prompt_tokens_computed
-            elif of == "open_requests":
-                counts[each.worker] = each.open_requests / len(self._picks) if self._picks else 0.0
-                alive[each.worker] = each.picks / len(self._picks) if self._picks else 0.0
-        if of == "requests":
-            for pick in self._picks:
-                counts[pick.worker] += 1
-        return counts, alive
+        """Return one of `BALANCED` by worker, and at which share of the picks each worker was a candidate."""
+        picks = len(self._picks)
+        there = {each.worker: each.picks / picks if picks else 0.0 for each in self._services}
+        if of == "prompt_tokens":
+            return {each.worker: each.prompt_tokens_computed for each in self._services}, there
+        if of == "open_requests":
+            return {each.worker: each.open_requests / picks if picks else 0.0 for each in self._services}, there
+        counts: dict[Worker, float] = dict.fromkeys(there, 0.0)
+        for pick in self._picks:
+            counts[pick.worker] += 1
+        return counts, there
 
 
 def trace_digest(turns: Iterable[Turn], block_size: int) -> str:

@@ -97,7 +97,8 @@ class FleetReport(ReplayReport, ReportAssertions):
     - `ttft`, `itl`, `tpot`, `e2e`, each with `_mean`, `_p50`, `_p75`, `_p90`, `_p95`, `_p99`, `_max`;
     - `goodput`: share of all that arrived that kept the `slo_...` of the fleet; None without;
     - `balance_...` and `jain_...` of `requests`, `prompt_tokens` (computed) and `open_requests` (at picks), of all only: greatest
-      over mean, and Jain's index, by the time that each worker was there.
+      over mean, and Jain's index, by the share of the picks at which each worker was a candidate. Picks for requests that are sent
+      anew count like any other.
 
     A figure that has no value, as there was nothing to count, is None.
 
@@ -320,7 +321,7 @@ class FleetReport(ReplayReport, ReportAssertions):
             raise ValueError(f"there is no worker {worker!r:.80}; there are {', '.join(map(repr, self.workers))}")
 
     def counts(self, of: str) -> tuple[dict[Worker, float], dict[Worker, float]]:
-        """Return what balance is made of: counts by worker, and for which share of the time each was there."""
+        """Return what balance is made of: counts by worker, and at which share of the picks each was a candidate."""
         return self._rows().counts(of)
 
     # -------------------------------------------------------------------------------------------------- regret

@@ -488,6 +488,7 @@ class FleetRun:
             case "notice":
                 for each in ranks:
                     self._book.remove_worker(each)
+                    self.notes.no_candidate(each)
                 self._knowledge.remove(worker)
                 yield from self._tell("worker_removed", ranks)
             case "leave":
@@ -495,6 +496,7 @@ class FleetRun:
                 self.notes.happens(self.now_ms, "leave", worker, ranks)
                 for each in ranks:
                     self._book.remove_worker(each)
+                    self.notes.no_candidate(each)
                 self._drain(worker)
                 yield from self._tell("worker_removed", ranks)
             case "crash":

@@ -6,7 +6,7 @@ requests each worker got, has the same figures and the same assertions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_kvmock.checks import check_number
@@ -54,39 +54,65 @@ def worst_choice(choices: Sequence[Choice]) -> int | None:
     return at if at is not None and choices[at].regret else None
 
 
-def rates(counts: Mapping[Worker, float], alive: Mapping[Worker, float] | None = None) -> dict[Worker, float]:
-    """Return the count of each worker over the share of the time that it was there.
+class Most(NamedTuple):
+    """The worker with the most.
+
+    Attributes:
+        worker: who.
+        times: how many times the mean it has, by the share of the picks at which each was a candidate.
+    """
+
+    worker: Worker
+    times: float
+
+
+def rates(counts: Mapping[Worker, float], there: Mapping[Worker, float] | None = None) -> dict[Worker, float]:
+    """Return the count of each worker over the share of the picks at which it was a candidate.
 
     Args:
         counts: how much each worker got.
-        alive: for which share of the time it was there, from 0 to 1; one of 0 is left out. None: all the time.
+        there: at which share of the picks it was a candidate, from 0 to 1; one of 0 is left out. None: at all.
     """
-    if alive is None:
+    if there is None:
         return dict(counts)
-    return {worker: count / alive[worker] for worker, count in counts.items() if alive.get(worker)}
+    return {worker: count / there[worker] for worker, count in counts.items() if there.get(worker)}
 
 
-def max_to_mean(counts: Mapping[Worker, float], alive: Mapping[Worker, float] | None = None) -> float | None:
-    """Return by how much the worker with the most has more than the mean, by the time that each was there; None where nobody has any.
+def candidates(counts: Mapping[Worker, float], there: Mapping[Worker, float] | None = None) -> float:
+    """Return how many candidates a pick had, on the mean; for the arguments see `rates`."""
+    return len(counts) if there is None else sum(there.get(worker, 0.0) for worker in counts)
 
-    The mean is that of all counts over all shares, so that a worker which was there for a moment weighs as much.
+
+def most(counts: Mapping[Worker, float], there: Mapping[Worker, float] | None = None) -> Most | None:
+    """Return the worker with the most, the first of these, for the time that it was there; None where nobody has any.
+
+    The mean is that of all counts over all shares, so that a worker which was there for a moment weighs as much. For the arguments
+    see `rates`.
     """
-    found = rates(counts, alive)
-    there = len(found) if alive is None else sum(alive[worker] for worker in found)
+    found = rates(counts, there)
     total = sum(counts[worker] for worker in found)
-    return max(found.values()) / (total / there) if total else None
+    if not total:
+        return None
+    worker = max(found, key=found.__getitem__)
+    return Most(worker, found[worker] / (total / candidates(counts, there)))
 
 
-def jain(counts: Mapping[Worker, float], alive: Mapping[Worker, float] | None = None) -> float | None:
+def max_to_mean(counts: Mapping[Worker, float], there: Mapping[Worker, float] | None = None) -> float | None:
+    """Return how many times the mean the worker with the most has; None where nobody has any. See `most`."""
+    found = most(counts, there)
+    return None if found is None else found.times
+
+
+def jain(counts: Mapping[Worker, float], there: Mapping[Worker, float] | None = None) -> float | None:
     """Return Jain's index of fairness: 1 where all have the same, 1 / n where one of n has all; None where nobody has any.
 
-    A worker weighs as much as the share of the time that it was there.
+    A worker weighs as much as the share of the picks at which it was a candidate. For the arguments see `rates`.
     """
-    found = rates(counts, alive)
-    weights = dict.fromkeys(found, 1.0) if alive is None else alive
-    there = sum(weights[worker] for worker in found)
+    found = rates(counts, there)
+    weights = dict.fromkeys(found, 1.0) if there is None else there
+    whole = candidates(found, weights)
     squares = sum(weights[worker] * each * each for worker, each in found.items())
-    return sum(weights[worker] * each for worker, each in found.items()) ** 2 / (there * squares) if squares else None
+    return sum(weights[worker] * each for worker, each in found.items()) ** 2 / (whole * squares) if squares else None
 
 
 def aligned(rows: Iterable[Sequence[str]]) -> str:
@@ -129,7 +155,11 @@ def assert_at_least(what: str, value: float | None, least: float, row: str) -> N
 
 
 def assert_balanced(
-    of: str, counts: Mapping[Worker, float], within: float, alive: Mapping[Worker, float] | None = None, row: str = ""
+    of: str,
+    counts: Mapping[Worker, float],
+    within: float,
+    there: Mapping[Worker, float] | None = None,
+    row: Callable[[Worker], str] | None = None,
 ) -> None:
     """Fail where one worker has more than so many times the mean.
 
@@ -137,8 +167,8 @@ def assert_balanced(
         of: what is counted.
         counts: how much of it each worker got.
         within: how many times the mean it may be.
-        alive: see `rates`.
-        row: more on the worker, for the message.
+        there: see `rates`.
+        row: returns more on the worker, for the message.
 
     Raises:
         AssertionError: one has more.
@@ -146,17 +176,16 @@ def assert_balanced(
     """
     __tracebackhide__ = True
     check_number("assert_balanced: within", within, 1.0)
-    value = max_to_mean(counts, alive)
-    if value is None:
+    found = most(counts, there)
+    if found is None:
         raise ValueError(f"assert_balanced: no worker has any {of}: there was nothing to count")
-    if value > within:
-        found = rates(counts, alive)
-        worker = max(found, key=found.__getitem__)
+    if found.times > within:
         shown = ", ".join(
-            f"{each}: {counts[each]:g}" + (f" in {alive[each]:.0%} of the time" if alive and alive[each] < 1 else "")
-            for each in found
+            f"{each}: {counts[each]:g}"
+            + (f", a candidate of {there[each]:.0%} of the picks" if there and there[each] < 1 else "")
+            for each in rates(counts, there)
         )
         raise AssertionError(
-            f"worker {worker!r} has {value:.2f} times the mean of {of}, must be at most {within:g} times ({shown})"
-            + (f"\n{row}" if row else "")
+            f"worker {found.worker!r} has {found.times:.2f} times the mean of {of}, must be at most {within:g} times ({shown})"
+            + (f"\n{row(found.worker)}" if row else "")
         )

@@ -94,13 +94,14 @@ class Service(NamedTuple):
 class _Term:
     """A worker from when it came until it went, with what its engine had counted before."""
 
-    __slots__ = ("before", "engine", "open", "since", "until")
+    __slots__ = ("before", "engine", "last_pick", "open", "since", "until_ms")
 
     def __init__(self, engine: MockEngine, since: tuple[float, int]) -> None:
         self.engine = engine
         self.before = _counters(engine)
         self.since = since
-        self.until: tuple[float, int] | None = None
+        self.until_ms: float | None = None
+        self.last_pick: int | None = None  # how many picks there were when it was a candidate no more
         self.open = 0
 
 
@@ -140,8 +141,12 @@ class RunNotes:
         if noted is not None:
             term, since = noted
             # Of one that ends on a worker which left, only the picks count that this was a candidate of.
-            upto = len(self.picks) if term.until is None else term.until[1]
+            upto = len(self.picks) if term.last_pick is None else term.last_pick
             term.open += max(0, upto - since)
+
+    def no_candidate(self, worker: Worker) -> None:
+        """Note that the router is not offered a worker any more: as that leaves, or as its crash is noticed."""
+        self._terms[worker].last_pick = len(self.picks)
 
     def happens(self, now_ms: float, kind: str, worker: int, ranks: Any, lost: int = 0) -> None:
         """Note an incident: who comes, and who goes.
@@ -158,7 +163,7 @@ class RunNotes:
             if kind == "join":
                 self._terms[each] = _Term(ranks[each], (now_ms, len(self.picks)))
             elif kind in ("crash", "leave"):
-                self._terms[each].until = now_ms, len(self.picks)
+                self._terms[each].until_ms = now_ms
             if self.recorder is not None and kind == "join":
                 self.recorder.caches.join(each, ranks[each])
             elif self.recorder is not None and kind in ("crash", "restart"):
@@ -170,14 +175,14 @@ class RunNotes:
             self.ended(request)
         found = []
         for position, (worker, term) in enumerate(self._terms.items()):
-            until = term.until or (now_ms, len(self.picks))
+            until_ms = now_ms if term.until_ms is None else term.until_ms
             passes, computed, evicted, preempted = (
                 now - before for now, before in zip(_counters(term.engine), term.before, strict=True)
             )
-            picks = until[1] - term.since[1]
+            picks = (len(self.picks) if term.last_pick is None else term.last_pick) - term.since[1]
             found.append(
                 Service(
-                    worker, position, term.since[0], until[0], passes, computed, evicted, preempted, term.open, picks
+                    worker, position, term.since[0], until_ms, passes, computed, evicted, preempted, term.open, picks
                 )
             )
         return found

@@ -4,13 +4,13 @@ import json
 from random import Random
 
 import pytest
-from depth import seeds
+from depth import few, seeds
 
 from pytest_kvmock import EngineProfile, RouterHarness
 from pytest_kvmock.fleet import Fleet, FleetRequest, MockEngine, MockEngineArgs
 from pytest_kvmock.fleet.fleet_figures import FIGURES
 from pytest_kvmock.fleet.routing_figures import Choice, assert_balanced, jain, max_to_mean, of_best
-from pytest_kvmock.router import DynamoRouter, MostCached, RoundRobin
+from pytest_kvmock.router import DynamoRouter, LeastLoaded, MostCached, RoundRobin
 from pytest_kvmock.testing import RightRouter
 from pytest_kvmock.traces import TraceRequest, synthetic_trace
 
@@ -62,7 +62,7 @@ def test_the_arithmetic_takes_plain_rows():
     assert jain({}) is None
 
 
-def test_balance_is_by_the_time_that_a_worker_was_there():
+def test_balance_is_by_the_share_of_picks_at_which_a_worker_was_a_candidate():
     counts, alive = {0: 4, 1: 2, 2: 0}, {0: 1.0, 1: 0.5, 2: 0.0}
     assert 1.0 == max_to_mean(counts, alive)
     assert 1.0 == jain(counts, alive)
@@ -205,8 +205,43 @@ def test_a_worker_that_came_late_counts_by_its_time():
     one.at(500).join(engine=MockEngine(ARGS))
     report = one.run(rows)
     counts, alive = report.counts("requests")
-    assert ({0: 5, 1: 4, 2: 2}, {0: 1.0, 1: 1.0, 2: 0.5}) == (counts, alive)
-    assert 5 / (11 / 2.5) == report.figure("balance_requests")
+    assert ({0: 5, 1: 4, 2: 2}, {0: 1.0, 1: 1.0, 2: 6 / 11}) == (counts, alive)
+    assert 5 / (11 / (2 + 6 / 11)) == report.figure("balance_requests")
+
+
+@pytest.mark.parametrize("of", ["requests", "prompt_tokens", "open_requests"])
+def test_balance_is_by_the_picks_of_a_worker_and_not_by_the_time(of):
+    """One late request stretches the time a hundred times; the worker that left was there for half of the picks."""
+    rows = [request(100 * each, [each], 1) for each in range(7)]
+    one = fleet(Fixed(0, 1, 0, 1, 0, 0, 0, 0), count=2)
+    one.at(350).leave(1)
+    report = one.run([*rows, request(60_000, [9], 1)])
+    assert {0: 1.0, 1: 0.5} == report.counts(of)[1]
+    assert (6 / 8 * 1.5) == report.figure("balance_requests") == report.figure("balance_prompt_tokens")
+
+
+def test_one_that_crashed_is_a_candidate_until_the_router_knows():
+    """Picks that came back count too: they were sent there."""
+    rows = [request(100 * each, [each], 1) for each in range(6)]
+    one = fleet(Fixed(0, 1, 0, 1, 0, 0, 0))
+    one.at(250).crash(1, notice_ms=100)
+    report = one.run(rows)
+    assert 7 == len(report.picks)
+    assert ({0: 5, 1: 2}, {0: 1.0, 1: 4 / 7}) == report.counts("requests")
+    assert 250 == report.to_json()["fleet"]["workers"][1]["until_ms"]
+
+
+@pytest.mark.parametrize("seed", few(range(10), 2))
+@pytest.mark.parametrize("happen", ["crash", "leave"])
+@pytest.mark.parametrize("router", [RoundRobin, LeastLoaded, DynamoRouter])
+@pytest.mark.parametrize("count", [2, 4])
+def test_right_routers_are_balanced_after_one_worker_is_gone(router, happen, count, seed):
+    """Late turns of sessions stretch the run to several times the time in which most requests are picked for."""
+    one = fleet(router(), count)
+    getattr(one.at(800), happen)(1)
+    rows = trace(200, seed, groups=8, delay_ms=(50, 400), interval_ms=20)
+    report = one.run([*rows, request(rows[-1].timestamp + 60_000, [1, 2, 3])])
+    report.assert_balanced()
 
 
 def test_rows_of_requests_have_their_pick():
