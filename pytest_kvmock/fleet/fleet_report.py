@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Final
 
@@ -51,7 +51,7 @@ _COLUMNS: Final = {
 """The columns of a printed report, by the figure in them."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class RoutedRun:
     """How a fleet was run, and what was noted.
 
@@ -66,6 +66,7 @@ class RoutedRun:
         services: what each worker did.
         objectives: what counts as good.
         held_before: blocks that the engines held as the run began.
+        loads_every_ms: how old the loads of engines were at most that the router was shown; None: it was shown those of the load book.
     """
 
     router: str
@@ -78,9 +79,13 @@ class RoutedRun:
     services: Sequence[Service]
     objectives: Objectives
     held_before: int = 0
+    loads_every_ms: float | None = None
+
+    def __repr__(self) -> str:
+        return f"<RoutedRun: {self.router} on {self.trace or f'{len(self.all_turns)} requests'}>"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class FleetReport(ReplayReport, ReportAssertions):
     """What a fleet served, and where the router sent it. Printed, it is a table: a row for all, and one a worker.
 
@@ -124,8 +129,12 @@ class FleetReport(ReplayReport, ReportAssertions):
     missed: Sequence[Incident] = ()
     event_errors: Sequence[object] | None = None
     marks: Sequence[Mark] = ()
-    recorder: Recorder | None = field(default=None, repr=False)
+    recorder: Recorder | None = None
     beliefs: Sequence[Belief] | None = None
+
+    def __repr__(self) -> str:
+        of = f"{len(self.completed)} of {len(self.requests)} requests finished"
+        return f"<{type(self).__name__}: {self.router} on {self._run.trace or 'a trace'}, {of}>"
 
     @classmethod
     def of(cls, replay: ReplayReport, run: RoutedRun, **noted: Any) -> FleetReport:
@@ -256,6 +265,11 @@ class FleetReport(ReplayReport, ReportAssertions):
     def held_before(self) -> int:
         """Blocks that the engines held as the run began: the router found them there, and `ideal_hit_ratio` knows none of them."""
         return self._run.held_before
+
+    @property
+    def loads_every_ms(self) -> float | None:
+        """How old the loads of engines were at most that the router was shown; None: it was shown those of the load book."""
+        return self._run.loads_every_ms
 
     @property
     def workers(self) -> list[Worker]:

@@ -76,7 +76,7 @@ class Workers:
     gpus: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class LaterReplayReport(ReplayReport):
     """What several engines served on one clock, as the replay of 1.6.1 reports it.
 

@@ -19,7 +19,7 @@ _MOST_SORTED: Final = 100_000
 _PERCENTILES: Final = (("median", 0.5), ("p75", 0.75), ("p90", 0.9), ("p95", 0.95), ("p99", 0.99))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)  # a repr of all requests would be a book
 class EngineReport:
     """What was served.
 
@@ -33,6 +33,9 @@ class EngineReport:
 
     requests: Sequence[ScheduledRequest]
     passes: int
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {len(self.completed)} of {len(self.requests)} requests finished>"
 
     @property
     def completed(self) -> list[ScheduledRequest]:
@@ -136,7 +139,7 @@ class EngineReport:
         return rows
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class ReplayReport(EngineReport):
     """What several engines served on one clock.
 

@@ -228,6 +228,16 @@ class ReportAssertions:
         text = Compared.of(self).other_start(other)
         return f"note: {text}\n" if text else ""
 
+    def _polled(self) -> str:
+        """A line that says so where the router was not shown what regret is by; else nothing."""
+        every_ms = self._self.loads_every_ms
+        if every_ms is None:
+            return ""
+        return (
+            f"\nnote: the router was shown the loads of the engines, up to {every_ms:g} ms old, and regret is by the true ones of the "
+            "load book: a right router has some too"
+        )
+
     def _same_trace(self, what: str, other: object) -> Compared:
         report = self._self
         try:
@@ -244,7 +254,9 @@ class ReportAssertions:
         """Require that no more than a share of the picks cost more than the cheapest, by a selector on true loads and true caches.
 
         A right router has none by its own selector (in no run over six engines, with incidents and with ranks), but where events are late
-        or lost, and where a crash is noticed late.
+        or lost, where a crash is noticed late, and where it is shown loads that were polled a while ago (`loads="engine"`,
+        `loads_every_ms=`): the assertion compares with true loads and true caches, and these it was not shown. Then `at_most` is what
+        your polls cost.
 
         Args:
             selector: see `FleetReport.regret`.
@@ -260,7 +272,9 @@ class ReportAssertions:
         self._need_requests("assert_regret")
         regret = self._self.regret(selector)
         if regret.share > at_most:
-            raise AssertionError(f"the share of picks with regret must be at most {at_most:.2%}: {regret}")
+            raise AssertionError(
+                f"the share of picks with regret must be at most {at_most:.2%}: {regret}{self._polled()}"
+            )
 
     def assert_no_drift(self) -> None:
         """Require that what the router believes of loads, overlaps and workers is what it was told, at each pick.

@@ -199,6 +199,21 @@ def test_a_report_is_printed_as_a_table():
     assert lines[6].startswith("30 ms: crash of worker 1")
 
 
+@pytest.mark.parametrize("semantics", ["1.2.1", "1.6.1"])
+def test_the_repr_of_a_report_is_a_line(semantics):
+    args = MockEngineArgs(num_gpu_blocks=96, block_size=4, semantics=semantics)
+    report = fleet(RoundRobin(), args=args, stop_ms=400, record=True).run(trace(), name="mine")
+    done = len(report.completed)
+    assert 0 < done < report.arrived < 40
+    assert f"<FleetReport: RoundRobin on mine, {done} of {len(report.requests)} requests finished>" == repr(report)
+    kind = "LaterReplayReport" if semantics == "1.6.1" else "ReplayReport"
+    assert f"<{kind}: {done} of {len(report.requests)} requests finished>" == repr(report.replay)
+    assert len(repr(report.run)) < 1000
+    engine = MockEngine(args)
+    engine.submit([1, 2, 3], 2)
+    assert "<EngineReport: 1 of 1 requests finished>" == repr(engine.run())
+
+
 def test_a_worker_that_came_late_counts_by_its_time():
     rows = [request(100 * each, [each], 1) for each in range(11)]
     one = fleet(Fixed(0, 1, 0, 1, 0, 1, 2, 0, 1, 2, 0))
@@ -390,6 +405,20 @@ def test_regret_is_of_true_caches_though_the_router_hears_late():
     late = fleet(MostCached(), record=True, event_delay_ms=10_000).run(rows).regret(Own())
     assert [(1, 2)] == late.picks
     assert "the router was shown overlaps 0, 0" in late.explain()
+
+
+def test_regret_of_polled_loads_says_what_polls_do():
+    """A right router that was shown what was polled a while ago is not blamed without that being said."""
+    polled = fleet(DynamoRouter(tie="first"), loads="engine", loads_every_ms=500, record=True).run(trace())
+    with pytest.raises(AssertionError) as failure:
+        polled.assert_regret(DynamoRouter())
+    assert str(failure.value).endswith(
+        "note: the router was shown the loads of the engines, up to 500 ms old, and regret is by the true ones of the load book: "
+        "a right router has some too"
+    )
+    with pytest.raises(AssertionError) as failure:
+        fleet(Fixed(0, 1), record=True).run([request(0, [1, 2]), request(500, [1, 2])]).assert_regret(DynamoRouter())
+    assert "note" not in str(failure.value)
 
 
 def test_regret_needs_a_record_and_a_selector():
