@@ -1,8 +1,9 @@
 """The figures of a fleet's report, each by its name: of one worker, or of all together.
 
 Theory of operation. A request counts for the worker that served it last. What its pick promised is the overlap by the index then,
-what was found is what its first admission there reused. An engine never reuses the last token of a prompt, so that the last of a
-prompt of full blocks is not promised. The ideal is one endless cache that sees the requests in order of arrival.
+what was found is what its first admission there reused. An engine that computes the last token of a prompt again
+(`Traits.recomputes_last_token`) does not reuse the last of a prompt of full blocks, so that this is not promised; a request without
+output may reuse it whatever the engine does, as in 1.6.1. The ideal is one endless cache that sees the requests in order of arrival.
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ class Served(NamedTuple):
         first: the first pick for it.
         last: the last one.
         block_size: tokens a block.
+        recomputes_last_token: whether its engine computes the last token of a prompt though it is cached.
     """
 
     request: EngineRequest
@@ -87,11 +89,13 @@ class Served(NamedTuple):
     first: Pick
     last: Pick
     block_size: int
+    recomputes_last_token: bool
 
     @property
     def promised(self) -> int:
         """Blocks that the index promised at the pick, and that an engine may reuse."""
-        return min(self.last.overlap, max(0, self.request.prompt_tokens - 1) // self.block_size)
+        kept = 1 if self.recomputes_last_token and self.request.requested_output_tokens else 0
+        return min(self.last.held, max(0, self.request.prompt_tokens - kept) // self.block_size)
 
     @property
     def found(self) -> int:
@@ -159,12 +163,12 @@ class Rows:
             "requests": self._arrived if worker is None else len(served),
             "completed": len(done),
             "hit_ratio": hit,
-            "overlap_selected": sum(pick.overlap for pick in picks),
-            "overlap_best": sum(pick.best_overlap for pick in picks),
+            "overlap_selected": sum(pick.held for pick in picks),
+            "overlap_best": sum(pick.best_held for pick in picks),
             "overlap_regret": share(sum(pick.choice.regret for pick in picks), len(picks)),
             "of_best": of_best(pick.choice for pick in picks),
             "promised_not_found": sum(max(0, each.promised - each.found) for each in admitted),
-            "found_not_promised": sum(max(0, each.found - each.last.overlap) for each in admitted),
+            "found_not_promised": sum(max(0, each.found - each.last.held) for each in admitted),
             "prompt_tokens_computed": sum(each.prompt_tokens_computed for each in services),
             "blocks_evicted": sum(each.blocks_evicted for each in services),
             "preemptions": sum(each.preemptions for each in services),

@@ -202,7 +202,8 @@ class FleetReport(ReplayReport, ReportAssertions):
 
         These are `number` (by the order of arrival), `worker`, `status`, `attempts`, `picked_ms`, `router_wait_ms`, `engine_wait_ms`,
         `selected_overlap_blocks`, `best_available_overlap_blocks`, `overlap_regret_blocks` (1.6.1's names, there in
-        `routing_history` too), `promised_blocks` and `found_blocks`; in the order in which requests were dispatched first.
+        `routing_history` too, and as there by the caches on its arrival), `promised_blocks` (by those at its pick) and `found_blocks`; in
+        the order in which requests were dispatched first.
         """
         replay = self._figures
         rows = []
@@ -213,7 +214,7 @@ class FleetReport(ReplayReport, ReportAssertions):
             overlaps = {
                 "selected_overlap_blocks": pick.overlap,
                 "best_available_overlap_blocks": pick.best_overlap,
-                "overlap_regret_blocks": pick.choice.regret,
+                "overlap_regret_blocks": max(0, pick.best_overlap - pick.overlap),
             }
             if row.get("routing_history"):
                 row["routing_history"][-1] |= overlaps | {"queue_wait_ms": pick.waited_ms}
@@ -285,8 +286,9 @@ class FleetReport(ReplayReport, ReportAssertions):
             first.setdefault(pick.number, pick)
             last[pick.number] = pick
         size = self._run.block_size
+        recomputes = {each.worker: each.recomputes_last_token for each in self._run.services}
         return [
-            Served(request, number, first[number], last[number], size)  # type: ignore[arg-type]  # a fleet's are an engine's
+            Served(request, number, first[number], last[number], size, recomputes[last[number].worker])  # type: ignore[arg-type]  # a fleet's are an engine's
             for request, number in zip(self.requests, self._run.numbers, strict=True)
         ]
 
@@ -362,8 +364,8 @@ class FleetReport(ReplayReport, ReportAssertions):
         """Return what a pick was, by its place in `picks`; with `record=True` all candidates as they truly were."""
         pick = self.picks[at]
         text = (
-            f"pick {at} at {pick.ms:g} ms: request {pick.number} went to worker {pick.worker!r}, which held {pick.overlap} "
-            f"blocks of it; the best held {pick.best_overlap}"
+            f"pick {at} at {pick.ms:g} ms: request {pick.number} went to worker {pick.worker!r}, which held {pick.held} "
+            f"blocks of it; the best held {pick.best_held}"
         )
         if self.recorder is None:
             return f"{text} (a fleet with record=True shows all candidates)"

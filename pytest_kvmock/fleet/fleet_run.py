@@ -377,9 +377,10 @@ class FleetRun:
             self.notes.recorder.picked(request, worker, self._offer.of_book(request, {}, self.now_ms), overlaps)
         request.status = "running"
         self._book.dispatched(request, worker, known.get(worker, 0))
-        best = max((overlaps.get(each, 0) for each in self._book.loads), default=0) if overlaps else 0
+        best_overlap, best_held = self._greatest(known), self._greatest(overlaps)
         waited = self.now_ms - request.arrival_ms
-        pick = Pick(self.now_ms, request.number, worker, overlaps.get(worker, 0), best, waited, request.attempt)
+        found = known.get(worker, 0), best_overlap, overlaps.get(worker, 0), best_held
+        pick = Pick(self.now_ms, request.number, worker, *found, waited, request.attempt)
         self.notes.picked(request, pick)
         if self._calls.wants("dispatched"):
             yield from self._calls.hook("dispatched", self.now_ms, request, worker, request=request)
@@ -388,6 +389,10 @@ class FleetRun:
             return False
         self._dispatch(request, worker)
         return True
+
+    def _greatest(self, overlaps: Mapping[Worker, int]) -> int:
+        """Return the greatest overlap of a candidate."""
+        return max((overlaps.get(each, 0) for each in self._book.loads), default=0) if overlaps else 0
 
     def _send_back(self, request: RouterRequest) -> Calls:
         """Send a request back that went to a worker which is gone; it waits."""

@@ -27,8 +27,11 @@ class Pick(NamedTuple):
         ms: when, in virtual milliseconds.
         number: the request, by the order of arrival, from 0.
         worker: who was picked.
-        overlap: blocks of the prompt that the worker held then, by the events delivered.
-        best_overlap: the most that any candidate held.
+        overlap: blocks of the prompt that the worker held when the request arrived at the router, by the events delivered by then: what
+            Dynamo's router counts and reports, also where the request has waited.
+        best_overlap: the most that any candidate held then.
+        held: blocks of the prompt that the worker held at the pick, by the events delivered: what the router was shown.
+        best_held: the most that any candidate held at the pick.
         waited_ms: how long the request had waited in the router.
         attempt: 1, or one more for each time that it was sent anew.
     """
@@ -38,13 +41,15 @@ class Pick(NamedTuple):
     worker: Worker
     overlap: int
     best_overlap: int
+    held: int
+    best_held: int
     waited_ms: float = 0.0
     attempt: int = 1
 
     @property
     def choice(self) -> Choice:
-        """What it gave away."""
-        return Choice(self.worker, self.overlap, self.best_overlap)
+        """What it gave away, at the pick."""
+        return Choice(self.worker, self.held, self.best_held)
 
 
 class Happened(NamedTuple):
@@ -77,6 +82,7 @@ class Service(NamedTuple):
         preemptions: how often it preempted a request.
         open_requests: its open requests at the picks that it was a candidate of, summed over these.
         picks: how many picks these were.
+        recomputes_last_token: whether its engine computes the last token of a prompt though it is cached.
     """
 
     worker: Worker
@@ -89,6 +95,7 @@ class Service(NamedTuple):
     preemptions: int
     open_requests: int
     picks: int
+    recomputes_last_token: bool
 
 
 class _Term:
@@ -182,7 +189,17 @@ class RunNotes:
             picks = (len(self.picks) if term.last_pick is None else term.last_pick) - term.since[1]
             found.append(
                 Service(
-                    worker, position, term.since[0], until_ms, passes, computed, evicted, preempted, term.open, picks
+                    worker,
+                    position,
+                    term.since[0],
+                    until_ms,
+                    passes,
+                    computed,
+                    evicted,
+                    preempted,
+                    term.open,
+                    picks,
+                    term.engine.worker.traits.recomputes_last_token,
                 )
             )
         return found

@@ -1,14 +1,16 @@
 """The report of a fleet: figures by worker and in all, by hand on traces that one can read; compared, recorded, required."""
 
 import json
+from itertools import pairwise
 from random import Random
 
 import pytest
 from depth import few, seeds
 
-from pytest_kvmock import EngineProfile, RouterHarness
+from pytest_kvmock import EngineProfile, Prompt, RouterHarness
 from pytest_kvmock.fleet import Fleet, FleetRequest, MockEngine, MockEngineArgs
 from pytest_kvmock.fleet.fleet_figures import FIGURES
+from pytest_kvmock.fleet.report import statistics
 from pytest_kvmock.fleet.routing_figures import Choice, assert_balanced, jain, max_to_mean, of_best
 from pytest_kvmock.router import DynamoRouter, LeastLoaded, MostCached, RoundRobin
 from pytest_kvmock.testing import RightRouter
@@ -181,6 +183,25 @@ def test_json_has_the_keys_of_dynamo_and_its_own_under_one():
     assert report.figure("ttft_p95", 1) == routed["workers"][1]["ttft_p95"]
 
 
+def test_an_engine_by_itself_has_the_percentiles_of_its_release():
+    """One run of one engine has one p90 of its gaps, whoever reports it: from 1.6.1 on it comes from a sketch."""
+    rows = [request(10.0 * each, range(each, each + 2 + each % 3), 2 + each % 7) for each in range(30)]
+    for semantics, differ in (("1.3.1", False), ("1.6.1", True)):
+        args = MockEngineArgs(num_gpu_blocks=96, block_size=4, semantics=semantics)
+        engine = MockEngine(args, backend="vllm" if differ else "lineage")
+        for each in rows:
+            engine.submit(Prompt(hashes=each.hash_ids), each.output_length, each.timestamp)
+        alone = engine.run().to_json()
+        gaps = [later - token for done in engine.requests for token, later in pairwise(done.token_ms)]
+        exact = statistics("itl_ms", gaps)["p90_itl_ms"]
+        assert differ == (exact != alone["p90_itl_ms"])
+        names = ("itl_ms", "output_token_throughput_per_user", "ttft_ms", "e2e_latency_ms")
+        served = Fleet([MockEngine(args, backend=engine.worker.backend)], RoundRobin()).run(rows).to_json()
+        for name in names:
+            for point in ("mean", "median", "p90", "p99", "max"):
+                assert served[f"{point}_{name}"] == alone[f"{point}_{name}"], (semantics, point, name)
+
+
 def test_every_figure_has_a_value_by_its_name():
     report = fleet(slo_ttft_ms=100).run(trace())
     row = report.row()
@@ -211,7 +232,7 @@ def test_the_repr_of_a_report_is_a_line(semantics):
     assert len(repr(report.run)) < 1000
     engine = MockEngine(args)
     engine.submit([1, 2, 3], 2)
-    assert "<EngineReport: 1 of 1 requests finished>" == repr(engine.run())
+    assert f"<{kind.replace('Replay', 'Engine')}: 1 of 1 requests finished>" == repr(engine.run())
 
 
 def test_a_worker_that_came_late_counts_by_its_time():
@@ -276,6 +297,80 @@ def test_in_1_6_the_pick_is_in_the_routing_history_too():
     assert (0, 2, 2) == tuple(
         history[f"{name}_blocks"] for name in ("selected_overlap", "best_available_overlap", "overlap_regret")
     )
+
+
+class Queues(Fixed):
+    """Has requests wait while one is open."""
+
+    open = 0
+
+    def pick(self, request, candidates):
+        return None if self.open else super().pick(request, candidates)
+
+    def dispatched(self, request, worker):
+        self.open += 1
+
+    def finished(self, request):
+        self.open -= 1
+
+
+@pytest.mark.parametrize("semantics", ["1.2.1", "1.6.1"])
+def test_overlaps_of_one_that_waited_are_those_of_its_arrival_as_1_6_1_reports_them(semantics):
+    """The first is computed, then the second while the third waits: all arrive at empty engines, the third finds its prefix on both."""
+    args = MockEngineArgs(num_gpu_blocks=96, block_size=4, semantics=semantics)
+    backend = "vllm" if semantics == "1.6.1" else "lineage"
+    rows = [request(0, [1, 2, 3]), request(0, [1, 2, 4]), request(0, [1, 2, 5])]
+    report = Fleet([MockEngine(args, backend=backend) for _ in range(2)], Queues(0, 1, 0)).run(rows)
+    third = report.picks[2]
+    assert third.waited_ms > 0
+    assert (0, 0) == (third.overlap, third.best_overlap)
+    assert (2, 2) == (third.held, third.best_held)
+    row = report.per_request()[2]
+    for of in (row, *row.get("routing_history", ())):
+        assert (0, 0, 0) == tuple(
+            of[f"{name}_blocks"] for name in ("selected_overlap", "best_available_overlap", "overlap_regret")
+        )
+    # What was given away, and what was promised, is by what was held when it was picked for.
+    assert (2, 2) == (row["promised_blocks"], row["found_blocks"])
+    whole = report.row()
+    assert (2, 4, 0.5) == (whole["overlap_selected"], whole["overlap_best"], whole["of_best"])
+    assert 2 / 3 == whole["overlap_regret"]
+    assert (0, 0) == (whole["promised_not_found"], whole["found_not_promised"])
+    page = report.page_data()["requests"]
+    assert ([0, 0, 2], [0, 2, 2]) == (page["overlap"], page["best_overlap"])
+
+
+def test_one_that_is_sent_anew_has_the_overlaps_of_its_second_arrival():
+    rows = [request(0, [1, 2, 3], 2), request(500, [1, 2, 4], 60)]
+    one = fleet(Fixed(0, 1, 0))
+    one.at(520).crash(1)
+    report = one.run(rows)
+    assert [(0, 2), (2, 2)] == [(pick.overlap, pick.best_overlap) for pick in report.picks[1:]]
+
+
+REUSES = ["lineage", "multi_lru", "hash_cache", "vllm", "sglang", "mocker_sglang"]
+
+
+@pytest.mark.parametrize("backend", REUSES)
+def test_what_is_promised_is_what_an_engine_may_reuse(backend):
+    """Four whole blocks, all cached: an engine that computes the last token again reuses three of them, another one all."""
+    args = MockEngineArgs("sglang" if "sglang" in backend else "vllm", num_gpu_blocks=96, block_size=4)
+    engine = MockEngine(args, backend=backend)
+    report = Fleet([engine], Fixed(0, 0)).run([request(0, [1, 2, 3, 4]), request(500, [1, 2, 3, 4])])
+    blocks = 3 if engine.worker.traits.recomputes_last_token else 4
+    row = report.per_request()[1]
+    assert (blocks, blocks) == (row["promised_blocks"], row["found_blocks"])
+    assert (0, 0) == tuple(report.figure(name) for name in ("promised_not_found", "found_not_promised"))
+
+
+@pytest.mark.parametrize(("kind", "backend"), [("vllm", "vllm"), ("sglang", "mocker_sglang_1_6")])
+@pytest.mark.parametrize(("output", "blocks"), [(0, 4), (1, 3)])
+def test_in_1_6_one_without_output_may_reuse_its_last_token(kind, backend, output, blocks):
+    args = MockEngineArgs(kind, num_gpu_blocks=96, block_size=4, semantics="1.6.1")
+    rows = [request(0, [1, 2, 3, 4]), request(500, [1, 2, 3, 4], output)]
+    report = Fleet([MockEngine(args, backend=backend)], Fixed(0, 0)).run(rows)
+    row = report.per_request()[1]
+    assert (blocks, blocks) == (row["promised_blocks"], row["found_blocks"])
 
 
 # --------------------------------------------------------------------------------------------------------- compare
