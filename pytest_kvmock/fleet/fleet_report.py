@@ -93,7 +93,8 @@ class FleetReport(ReplayReport, ReportAssertions):
 
     - `requests` that arrived (of a worker: that it served last), `completed`;
     - `hit_ratio`: share of the prompts' tokens that the first admission found cached; `ideal_hit_ratio`: that of one endless cache
-      which sees the requests in order of arrival; `of_ideal`: the one as a share of the other;
+      which sees the requests in order of arrival; `of_ideal`: the one as a share of the other, low by nature under SGLang's scheduler of Dynamo's mock before 1.6.1, where
+      prefill reads at most one chunk of a cached prefix;
     - `overlap_selected`, `overlap_best`: blocks that the chosen workers held at the picks, by the index, and that the best ones did;
       `of_best`: the one as a share of the other; `overlap_regret`: the difference, in blocks a pick;
     - `promised_not_found`: blocks that the index promised at the pick and the first admission did not find; `found_not_promised`;

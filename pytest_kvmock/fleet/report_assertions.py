@@ -104,7 +104,8 @@ class ReportAssertions:
 
         Args:
             at_least: the share of prompt tokens that was found cached, at first admission.
-            of_ideal: that as a share of one endless cache's.
+            of_ideal: that as a share of one endless cache's. Under SGLang's scheduler of Dynamo's mock, before 1.6.1, prefill reads
+                at most one chunk of a cached prefix (`sglang.chunked_prefill_size`): there it is low by nature, whatever the router does.
             of_best: blocks that chosen workers held as a share of those that the best ones did, at the picks.
             times: (factor, other): the hit ratio is at least so many times that of another report of this trace, or of its JSON.
 
