@@ -141,24 +141,29 @@ class ReportAssertions:
                     what, value, least, f"{self._start(other)}{report.table_row(None)}\n{self._worst_pick()}"
                 )
 
-    def assert_balanced(self, within: float = 2.0, of: str = "requests") -> None:
+    def assert_balanced(self, within: float | None = None, of: str = "requests") -> None:
         """Require that no worker has more than so many times the mean, by the share of the picks at which each was a candidate.
 
         Cache affinity is imbalance: at 1.25 right routers failed in 5 to 25 of 30 runs, at 1.5 in up to 12, at 2.0 in none without
         incidents (450 runs). What is caught at 2.0 are hot spots: one popular prefix on 8 workers is one too, by SGLang's rule.
+        No limit holds where most requests find an idle fleet, as then nothing speaks against the worker that holds most: of four
+        workers llm-d's scorers gave one up to 2.4 times the mean there. One worker is balanced.
 
         Args:
-            within: how many times the mean it may be, at least 1.
+            within: how many times the mean it may be, at least 1. None: 2.0 from four workers on, 1.8 of three, 1.5 of two (right
+                routers of eight kinds had at most 1.74 and 1.28), and between these where workers came or went.
             of: "requests", "prompt_tokens" (computed) or "open_requests" (at the picks).
 
         Raises:
             AssertionError: one has more.
-            ValueError: an argument out of range, or no request arrived.
+            ValueError: an argument out of range, `within` so large that no assignment to who was there could break it, or no request
+                arrived.
         """
         __tracebackhide__ = True
         if of not in BALANCED:
             raise ValueError(f"assert_balanced: {unknown_text('of', of, BALANCED)}")
-        check_number("assert_balanced: within", within, 1.0)
+        if within is not None:
+            check_number("assert_balanced: within", within, 1.0)
         self._need_requests("assert_balanced")
         report = self._self
 

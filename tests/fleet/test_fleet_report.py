@@ -8,7 +8,8 @@ import pytest
 from depth import few, seeds
 
 from pytest_kvmock import EngineProfile, Prompt, RouterHarness
-from pytest_kvmock.fleet import Fleet, FleetRequest, MockEngine, MockEngineArgs
+from pytest_kvmock.engine.nested_args import SglangArgs
+from pytest_kvmock.fleet import Fleet, FleetReport, FleetRequest, MockEngine, MockEngineArgs
 from pytest_kvmock.fleet.fleet_figures import FIGURES
 from pytest_kvmock.fleet.report import statistics
 from pytest_kvmock.fleet.routing_figures import Choice, assert_balanced, jain, max_to_mean, of_best
@@ -69,6 +70,58 @@ def test_balance_is_by_the_share_of_picks_at_which_a_worker_was_a_candidate():
     assert 1.0 == max_to_mean(counts, alive)
     assert 1.0 == jain(counts, alive)
     assert_balanced("requests", counts, 1.0, alive)
+
+
+@pytest.mark.parametrize(("count", "limit"), [(2, 1.5), (3, 1.8), (4, 2.0), (8, 2.0)])
+def test_without_a_limit_it_is_that_of_as_many_workers(count, limit):
+    """Of so many picks: the first worker has as much as it may, then one more."""
+    most = round(1000 * limit / count)
+    for first, is_right in ((most, True), (most + 1, False)):
+        rest = (1000 - first) / (count - 1)
+        counts = {0: first, **dict.fromkeys(range(1, count), rest)}
+        if is_right:
+            assert_balanced("requests", counts)
+        else:
+            with pytest.raises(AssertionError, match=f"times the mean of requests, must be at most {limit:g} times"):
+                assert_balanced("requests", counts)
+
+
+@pytest.mark.parametrize("there", [1.0, 0.5, 0.1, 0.01])
+def test_without_a_limit_one_that_has_all_is_never_balanced(there):
+    """Where a second worker was there for a while, and got nothing: no assignment is more uneven than that."""
+    with pytest.raises(AssertionError, match="worker 0 has"):
+        assert_balanced("requests", {0: 1000, 1: 0}, there={0: 1.0, 1: there})
+    assert_balanced("requests", {0: 1000 * (1 - there / 2), 1: 1000 * there / 2}, there={0: 1.0, 1: there})
+
+
+@pytest.mark.parametrize("within", [None, 1.0, 2.0])
+def test_one_worker_is_balanced(within):
+    assert_balanced("requests", {0: 9}, within)
+    assert_balanced("requests", {0: 9, 1: 3}, within, {0: 0.75, 1: 0.25})  # one after the other
+    fleet(Fixed(0, 0), count=1).run([request(500 * each, [each]) for each in range(2)]).assert_balanced(within)
+
+
+def test_a_limit_that_no_assignment_could_break_is_refused():
+    report = fleet(Fixed(1, 1, 1, 1)).run([request(500 * each, [1, each + 2]) for each in range(4)])
+    text = (
+        r"^assert_balanced: within=2 can never fail: a pick had 2 candidates, so that no worker can have more than 2 times the mean of "
+        r"requests; give less, or nothing for 1\.5$"
+    )
+    with pytest.raises(ValueError, match=text):
+        report.assert_balanced(2.0)
+    with pytest.raises(ValueError, match="within=2 can never fail: a pick had 2 candidates"):
+        report.assert_balanced(2.0, of="prompt_tokens")
+    for within in (1.99, None):
+        with pytest.raises(AssertionError, match=r"worker 1 has 2\.00 times the mean"):
+            report.assert_balanced(within)
+    there = {0: 1.0, 1: 1.0, 2: 0.2}
+    with pytest.raises(ValueError, match=r"within=2\.2 can never fail: a pick had 2\.2 candidates on the mean"):
+        assert_balanced("requests", {0: 9, 1: 1, 2: 0}, 2.2, there)
+    # One that was there for a short time may have computed all of the tokens: 2.2 / 0.2 times the mean.
+    with pytest.raises(AssertionError, match=r"worker 2 has 11\.00 times"):
+        assert_balanced("prompt tokens", {0: 0, 1: 0, 2: 50}, 10.9, there)
+    with pytest.raises(ValueError, match="no worker can have more than 11 times"):
+        assert_balanced("prompt tokens", {0: 0, 1: 0, 2: 50}, 11, there)
 
 
 def test_one_that_has_too_much_is_named():
@@ -346,6 +399,21 @@ def test_one_that_is_sent_anew_has_the_overlaps_of_its_second_arrival():
     one.at(520).crash(1)
     report = one.run(rows)
     assert [(0, 2), (2, 2)] == [(pick.overlap, pick.best_overlap) for pick in report.picks[1:]]
+
+
+@pytest.mark.parametrize(
+    ("semantics", "backend", "reused"),
+    [("1.2.1", "sglang", 8), ("1.3.1", "sglang", 8), ("1.6.1", "mocker_sglang_1_6", 60)],
+)
+def test_before_1_6_a_prefill_of_sglang_reads_at_most_one_chunk_of_a_prefix(semantics, backend, reused):
+    """So `of_ideal` is low there, whatever the router does: the docstring says so."""
+    args = MockEngineArgs(
+        "sglang", num_gpu_blocks=96, block_size=4, semantics=semantics, sglang=SglangArgs(chunked_prefill_size=8)
+    )
+    rows = [request(0, range(16)), request(5000, range(16))]
+    report = Fleet([MockEngine(args, backend=backend)], Fixed(0, 0)).run(rows)
+    assert reused / 64 == report.figure("of_ideal")
+    assert "at most one chunk" in " ".join(FleetReport.assert_hit_ratio.__doc__.split())
 
 
 REUSES = ["lineage", "multi_lru", "hash_cache", "vllm", "sglang", "mocker_sglang"]
