@@ -2,7 +2,9 @@
 
 A failure shows the row that broke it, and the worst pick. How often right routers failed an assertion is from runs of three of them
 (Dynamo's cost, llm-d's scorers, SGLang's rule) over 30 seeds in 7 settings: system prompts of tenants and conversations, both below
-saturation or, tenants, above it; 8 workers, small caches, late events, an announced restart, a crash (`tests/fleet/right_routers.py`).
+saturation or, tenants, above it; 8 workers, small caches, late events, an announced restart, a crash. What is said of eight kinds has five
+policies without an index too (least load, fewest requests, the better of two, sessions that keep their worker, AIBrix's prefixes), over 5
+to 9 seeds in 16 settings: two and three workers, a leave, and arrivals that find an idle fleet as well (`tests/fleet/right_routers.py`).
 """
 
 from __future__ import annotations
@@ -176,8 +178,10 @@ class ReportAssertions:
     def assert_no_worse(self, than: Any, **factors: float) -> None:
         """Require that figures are no worse than the best of other reports of this trace, by a factor each.
 
-        `assert_no_worse(than=[round_robin, least_loaded], ttft_p95=1.15)`: right routers failed in at most 4 of 630 runs, all of
-        conversations; near saturation of small caches in up to a third of one router's. At 1.0 against round robin alone it fails in most. Near saturation a ratio of percentiles means nothing.
+        `assert_no_worse(than=[round_robin, least_loaded], ttft_p95=1.5)`: right routers of eight kinds failed it in none of 1,264 runs of
+        100 and 200 requests below saturation, sparse arrivals among them (at most 1.36); at 1.15 in 132, at 1.25 in 19. Of `ttft_mean`
+        1.25 holds there (at most 1.18); of `ttft_p99` no factor does (up to 4.2). Near saturation no factor holds of any percentile for
+        routers that know no caches (of the p95 up to 8.8); those that follow the events kept 1.5 there too, in 201 runs.
 
         Args:
             than: a report, or several; what `to_json()` of one returned will do.
@@ -192,7 +196,7 @@ class ReportAssertions:
         """
         __tracebackhide__ = True
         if not factors:
-            raise ValueError("assert_no_worse needs figures, such as ttft_p95=1.15")
+            raise ValueError("assert_no_worse needs figures, such as ttft_p95=1.5")
         for name, factor in factors.items():
             check_figure(name)
             if not FIGURES[name]:
