@@ -43,7 +43,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--all-routers",
         action="store_true",
-        help="run 630 right routers, to count how often assertions on reports fail",
+        help="run 1,280 right routers, to count how often assertions on reports fail",
     )
     parser.addoption(
         "--smoke",

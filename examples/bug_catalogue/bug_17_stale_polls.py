@@ -17,4 +17,4 @@ def test_polled_loads_are_no_worse_than_turns(kv_harness):
     trace = [FleetRequest(Prompt(range(1000 * at, 1000 * at + 800)), 16, 30.0 * at) for at in range(60)]
     turns = kv_harness.fleet(RoundRobin()).run(trace, name="one by one")
     fleet = kv_harness.fleet(FewestRequests(), loads="engine", loads_every_ms=500)
-    fleet.run(trace, name="one by one").assert_no_worse(than=[turns], ttft_p95=1.15)
+    fleet.run(trace, name="one by one").assert_no_worse(than=[turns], ttft_p95=1.5)

@@ -351,6 +351,7 @@ class Fleet:
             services,
             self._objectives,
             self._held_before,
+            self._loads_every_ms if self._loads == "engine" else None,
         )
         self.report = FleetReport.of(
             replay,

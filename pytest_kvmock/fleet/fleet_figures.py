@@ -1,8 +1,9 @@
 """The figures of a fleet's report, each by its name: of one worker, or of all together.
 
 Theory of operation. A request counts for the worker that served it last. What its pick promised is the overlap by the index then,
-what was found is what its first admission there reused. An engine never reuses the last token of a prompt, so that the last of a
-prompt of full blocks is not promised. The ideal is one endless cache that sees the requests in order of arrival.
+what was found is what its first admission there reused. An engine that computes the last token of a prompt again
+(`Traits.recomputes_last_token`) does not reuse the last of a prompt of full blocks, so that this is not promised; a request without
+output may reuse it whatever the engine does, as in 1.6.1. The ideal is one endless cache that sees the requests in order of arrival.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ class Served(NamedTuple):
         first: the first pick for it.
         last: the last one.
         block_size: tokens a block.
+        recomputes_last_token: whether its engine computes the last token of a prompt though it is cached.
     """
 
     request: EngineRequest
@@ -94,11 +96,12 @@ class Served(NamedTuple):
     first: Pick
     last: Pick
     block_size: int
+    recomputes_last_token: bool
 
     @property
     def promised(self) -> int:
         """Blocks that the index promised at the pick, and that an engine may reuse."""
-        return self._reusable(self.last.overlap)
+        return self._reusable(self.last.held)
 
     @property
     def believed(self) -> int:
@@ -106,7 +109,8 @@ class Served(NamedTuple):
         return self._reusable(self.last.believed or 0)
 
     def _reusable(self, blocks: int) -> int:
-        return min(blocks, max(0, self.request.prompt_tokens - 1) // self.block_size)
+        kept = 1 if self.recomputes_last_token and self.request.requested_output_tokens else 0
+        return min(blocks, max(0, self.request.prompt_tokens - kept) // self.block_size)
 
     @property
     def found(self) -> int:
@@ -174,13 +178,13 @@ class Rows:
             "requests": self._arrived if worker is None else len(served),
             "completed": len(done),
             "hit_ratio": hit,
-            "overlap_selected": sum(pick.overlap for pick in picks),
-            "overlap_best": sum(pick.best_overlap for pick in picks),
+            "overlap_selected": sum(pick.held for pick in picks),
+            "overlap_best": sum(pick.best_held for pick in picks),
             "overlap_regret": share(sum(pick.choice.regret for pick in picks), len(picks)),
             "of_best": of_best(pick.choice for pick in picks),
             "promised_not_found": sum(max(0, each.promised - each.found) for each in admitted),
             "believed_not_found": self._believed_not_found(admitted),
-            "found_not_promised": sum(max(0, each.found - each.last.overlap) for each in admitted),
+            "found_not_promised": sum(max(0, each.found - each.last.held) for each in admitted),
             "prompt_tokens_computed": sum(each.prompt_tokens_computed for each in services),
             "blocks_evicted": sum(each.blocks_evicted for each in services),
             "preemptions": sum(each.preemptions for each in services),
@@ -192,8 +196,8 @@ class Rows:
             ideal = self.ideal()
             out |= {"ideal_hit_ratio": ideal, "of_ideal": share(hit or 0.0, ideal or 0.0)}
             for each in BALANCED:
-                counts, alive = self.counts(each)
-                out |= {f"balance_{each}": max_to_mean(counts, alive), f"jain_{each}": jain(counts, alive)}
+                counts, there = self.counts(each)
+                out |= {f"balance_{each}": max_to_mean(counts, there), f"jain_{each}": jain(counts, there)}
         for each in latencies:
             out |= self.latency(each, done)
         return out
@@ -241,23 +245,17 @@ class Rows:
         return share(cached, prompts)
 
     def counts(self, of: str) -> tuple[dict[Worker, float], dict[Worker, float]]:
-        """Return one of `BALANCED` by worker, and for which share of the time of the picks each worker was there."""
-        first, last = (self._picks[0].ms, self._picks[-1].ms) if self._picks else (0.0, 0.0)
-        span = last - first
-        alive: dict[Worker, float] = {}
-        counts: dict[Worker, float] = dict.fromkeys((each.worker for each in self._services), 0.0)
-        for each in self._services:
-            there = max(0.0, min(each.until_ms, last) - max(each.since_ms, first))
-            alive[each.worker] = there / span if span else 1.0
-            if of == "prompt_tokens":
-                counts[each.worker] = each.prompt_tokens_computed
-            elif of == "open_requests":
-                counts[each.worker] = each.open_requests / len(self._picks) if self._picks else 0.0
-                alive[each.worker] = each.picks / len(self._picks) if self._picks else 0.0
-        if of == "requests":
-            for pick in self._picks:
-                counts[pick.worker] += 1
-        return counts, alive
+        """Return one of `BALANCED` by worker, and at which share of the picks each worker was a candidate."""
+        picks = len(self._picks)
+        there = {each.worker: each.picks / picks if picks else 0.0 for each in self._services}
+        if of == "prompt_tokens":
+            return {each.worker: each.prompt_tokens_computed for each in self._services}, there
+        if of == "open_requests":
+            return {each.worker: each.open_requests / picks if picks else 0.0 for each in self._services}, there
+        counts: dict[Worker, float] = dict.fromkeys(there, 0.0)
+        for pick in self._picks:
+            counts[pick.worker] += 1
+        return counts, there
 
 
 def trace_digest(turns: Iterable[Turn], block_size: int) -> str:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pytest_kvmock.fleet.regret import Selector, check_selector, regret_of, selector_costs
 from pytest_kvmock.fleet.report_compared import Compared
+from pytest_kvmock.fleet.routing_figures import most
 from pytest_kvmock.pages import MOST_POINTS, MOST_REQUESTS, every, peaks
 
 if TYPE_CHECKING:
@@ -27,6 +28,9 @@ MOST_PICKS: Final = 500
 
 MOST_MARKS: Final = 200
 """Faults and errors of events that are marked."""
+
+EVEN: Final = 1.25
+"""Below so many times the mean no worker is said to have more work than others."""
 
 _CURVE: Final = 400
 _POINTS: Final = {"min": 0.0, "median": 0.5, "p75": 0.75, "p90": 0.9, "p95": 0.95, "p99": 0.99, "max": 1.0}
@@ -80,6 +84,7 @@ def fleet_data(
         "block_size": report.run.block_size,
         "notes": notes,
         "figures": [{"worker": "all" if worker is None else _name(worker), **row} for worker, row in rows.items()],
+        "most_work": _most_work(report),
         "requests": _requests(shown, sessions, place, last, regrets),
         "regret_by": "blocks of overlap" if selector is None or report.recorder is None else type(selector).__name__,
         "picks": {}
@@ -121,6 +126,14 @@ def _sessions(report: Any) -> dict[int, str]:
     """The name of each request's session, by its number."""
     run = report.run
     return {number: turn.session_name for number, turn in zip(run.numbers, run.turns, strict=True)}
+
+
+def _most_work(report: Any) -> dict[str, Any] | None:
+    """Who has most of the prompt tokens that were computed, as `assert_balanced` counts them; None: nobody has, or there is one alone."""
+    found = most(*report.counts("prompt_tokens")) if len(report.workers) > 1 else None
+    if found is None:
+        return None
+    return {"worker": _name(found.worker), "times": found.times, "is_even": found.times < EVEN}
 
 
 def _regrets(report: Any, selector: Selector | None) -> tuple[list[float], dict[int, Sequence[float]]]:
@@ -166,8 +179,8 @@ def _requests(
             request.generated_tokens,
             request.first_reused_tokens,
             each.promised,
-            pick.overlap,
-            pick.best_overlap,
+            pick.held,
+            pick.best_held,
             round(regrets[at], 3),
             at,
             pick.attempt,

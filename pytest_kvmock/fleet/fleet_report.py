@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Final
 
@@ -52,7 +52,7 @@ _COLUMNS: Final = {
 """The columns of a printed report, by the figure in them."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class RoutedRun:
     """How a fleet was run, and what was noted.
 
@@ -67,6 +67,7 @@ class RoutedRun:
         services: what each worker did.
         objectives: what counts as good.
         held_before: blocks that the engines held as the run began.
+        loads_every_ms: how old the loads of engines were at most that the router was shown; None: it was shown those of the load book.
     """
 
     router: str
@@ -79,9 +80,13 @@ class RoutedRun:
     services: Sequence[Service]
     objectives: Objectives
     held_before: int = 0
+    loads_every_ms: float | None = None
+
+    def __repr__(self) -> str:
+        return f"<RoutedRun: {self.router} on {self.trace or f'{len(self.all_turns)} requests'}>"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class FleetReport(ReplayReport, ReportAssertions):
     """What a fleet served, and where the router sent it. Printed, it is a table: a row for all, and one a worker.
 
@@ -89,7 +94,8 @@ class FleetReport(ReplayReport, ReportAssertions):
 
     - `requests` that arrived (of a worker: that it served last), `completed`;
     - `hit_ratio`: share of the prompts' tokens that the first admission found cached; `ideal_hit_ratio`: that of one endless cache
-      which sees the requests in order of arrival; `of_ideal`: the one as a share of the other;
+      which sees the requests in order of arrival; `of_ideal`: the one as a share of the other, low by nature under SGLang's scheduler of Dynamo's mock before 1.6.1, where
+      prefill reads at most one chunk of a cached prefix;
     - `overlap_selected`, `overlap_best`: blocks that the chosen workers held at the picks, by the index, and that the best ones did;
       `of_best`: the one as a share of the other; `overlap_regret`: the difference, in blocks a pick;
     - `promised_not_found`: blocks that the index promised at the pick and the first admission did not find; `found_not_promised`;
@@ -99,7 +105,8 @@ class FleetReport(ReplayReport, ReportAssertions):
     - `ttft`, `itl`, `tpot`, `e2e`, each with `_mean`, `_p50`, `_p75`, `_p90`, `_p95`, `_p99`, `_max`;
     - `goodput`: share of all that arrived that kept the `slo_...` of the fleet; None without;
     - `balance_...` and `jain_...` of `requests`, `prompt_tokens` (computed) and `open_requests` (at picks), of all only: greatest
-      over mean, and Jain's index, by the time that each worker was there.
+      over mean, and Jain's index, by the share of the picks at which each worker was a candidate. Picks for requests that are sent
+      anew count like any other.
 
     A figure that has no value, as there was nothing to count, is None.
 
@@ -125,8 +132,12 @@ class FleetReport(ReplayReport, ReportAssertions):
     missed: Sequence[Incident] = ()
     event_errors: Sequence[object] | None = None
     marks: Sequence[Mark] = ()
-    recorder: Recorder | None = field(default=None, repr=False)
+    recorder: Recorder | None = None
     beliefs: Sequence[Belief] | None = None
+
+    def __repr__(self) -> str:
+        of = f"{len(self.completed)} of {len(self.requests)} requests finished"
+        return f"<{type(self).__name__}: {self.router} on {self._run.trace or 'a trace'}, {of}>"
 
     @classmethod
     def of(cls, replay: ReplayReport, run: RoutedRun, **noted: Any) -> FleetReport:
@@ -194,7 +205,8 @@ class FleetReport(ReplayReport, ReportAssertions):
 
         These are `number` (by the order of arrival), `worker`, `status`, `attempts`, `picked_ms`, `router_wait_ms`, `engine_wait_ms`,
         `selected_overlap_blocks`, `best_available_overlap_blocks`, `overlap_regret_blocks` (1.6.1's names, there in
-        `routing_history` too), `promised_blocks` and `found_blocks`; in the order in which requests were dispatched first.
+        `routing_history` too, and as there by the caches on its arrival), `promised_blocks` (by those at its pick) and `found_blocks`; in
+        the order in which requests were dispatched first.
         """
         replay = self._figures
         rows = []
@@ -205,7 +217,7 @@ class FleetReport(ReplayReport, ReportAssertions):
             overlaps = {
                 "selected_overlap_blocks": pick.overlap,
                 "best_available_overlap_blocks": pick.best_overlap,
-                "overlap_regret_blocks": pick.choice.regret,
+                "overlap_regret_blocks": max(0, pick.best_overlap - pick.overlap),
             }
             if row.get("routing_history"):
                 row["routing_history"][-1] |= overlaps | {"queue_wait_ms": pick.waited_ms}
@@ -259,6 +271,11 @@ class FleetReport(ReplayReport, ReportAssertions):
         return self._run.held_before
 
     @property
+    def loads_every_ms(self) -> float | None:
+        """How old the loads of engines were at most that the router was shown; None: it was shown those of the load book."""
+        return self._run.loads_every_ms
+
+    @property
     def workers(self) -> list[Worker]:
         """The workers, in the order in which they came."""
         return [each.worker for each in self._run.services]
@@ -272,8 +289,9 @@ class FleetReport(ReplayReport, ReportAssertions):
             first.setdefault(pick.number, pick)
             last[pick.number] = pick
         size = self._run.block_size
+        recomputes = {each.worker: each.recomputes_last_token for each in self._run.services}
         return [
-            Served(request, number, first[number], last[number], size)  # type: ignore[arg-type]  # a fleet's are an engine's
+            Served(request, number, first[number], last[number], size, recomputes[last[number].worker])  # type: ignore[arg-type]  # a fleet's are an engine's
             for request, number in zip(self.requests, self._run.numbers, strict=True)
         ]
 
@@ -322,7 +340,7 @@ class FleetReport(ReplayReport, ReportAssertions):
             raise ValueError(f"there is no worker {worker!r:.80}; there are {', '.join(map(repr, self.workers))}")
 
     def counts(self, of: str) -> tuple[dict[Worker, float], dict[Worker, float]]:
-        """Return what balance is made of: counts by worker, and for which share of the time each was there."""
+        """Return what balance is made of: counts by worker, and at which share of the picks each was a candidate."""
         return self._rows().counts(of)
 
     # -------------------------------------------------------------------------------------------------- regret
@@ -349,8 +367,8 @@ class FleetReport(ReplayReport, ReportAssertions):
         """Return what a pick was, by its place in `picks`; with `record=True` all candidates as they truly were."""
         pick = self.picks[at]
         text = (
-            f"pick {at} at {pick.ms:g} ms: request {pick.number} went to worker {pick.worker!r}, which held {pick.overlap} "
-            f"blocks of it; the best held {pick.best_overlap}"
+            f"pick {at} at {pick.ms:g} ms: request {pick.number} went to worker {pick.worker!r}, which held {pick.held} "
+            f"blocks of it; the best held {pick.best_held}"
         )
         if self.recorder is None:
             return f"{text} (a fleet with record=True shows all candidates)"

@@ -382,12 +382,11 @@ class FleetRun:
             self.notes.recorder.picked(request, worker, self._offer.of_book(request, {}, self.now_ms), overlaps)
         request.status = "running"
         self._book.dispatched(request, worker, known.get(worker, 0))
-        best = max((overlaps.get(each, 0) for each in self._book.loads), default=0) if overlaps else 0
+        best_overlap, best_held = self._greatest(known), self._greatest(overlaps)
         waited = self.now_ms - request.arrival_ms
         believed = None if self.beliefs is None else self.beliefs.of_last(worker)
-        pick = Pick(
-            self.now_ms, request.number, worker, overlaps.get(worker, 0), best, waited, request.attempt, believed
-        )
+        found = known.get(worker, 0), best_overlap, overlaps.get(worker, 0), best_held
+        pick = Pick(self.now_ms, request.number, worker, *found, waited, request.attempt, believed)
         self.notes.picked(request, pick)
         if self._calls.wants("dispatched"):
             yield from self._calls.hook("dispatched", self.now_ms, request, worker, request=request)
@@ -396,6 +395,10 @@ class FleetRun:
             return False
         self._dispatch(request, worker)
         return True
+
+    def _greatest(self, overlaps: Mapping[Worker, int]) -> int:
+        """Return the greatest overlap of a candidate."""
+        return max((overlaps.get(each, 0) for each in self._book.loads), default=0) if overlaps else 0
 
     def _send_back(self, request: RouterRequest) -> Calls:
         """Send a request back that went to a worker which is gone; it waits."""
@@ -496,6 +499,7 @@ class FleetRun:
             case "notice":
                 for each in ranks:
                     self._book.remove_worker(each)
+                    self.notes.no_candidate(each)
                 self._knowledge.remove(worker)
                 yield from self._tell("worker_removed", ranks)
             case "leave":
@@ -503,6 +507,7 @@ class FleetRun:
                 self.notes.happens(self.now_ms, "leave", worker, ranks)
                 for each in ranks:
                     self._book.remove_worker(each)
+                    self.notes.no_candidate(each)
                 self._drain(worker)
                 yield from self._tell("worker_removed", ranks)
             case "crash":

@@ -11,7 +11,7 @@ from itertools import chain, islice, repeat
 from operator import sub, truediv
 from typing import TYPE_CHECKING, Any, Final
 
-from pytest_kvmock.fleet.report import ReplayReport, statistics
+from pytest_kvmock.fleet.report import EngineReport, ReplayReport, statistics
 
 if TYPE_CHECKING:
     from pytest_kvmock.engine.scheduler import ScheduledRequest
@@ -76,7 +76,20 @@ class Workers:
     gpus: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
+class LaterEngineReport(EngineReport):
+    """What one engine in the semantics of 1.6.1 served: the percentiles of gaps between tokens come from a sketch, as in a replay."""
+
+    @property
+    def completed(self) -> list[ScheduledRequest]:
+        """The requests that finished, in the order of their ends."""
+        return _by_end(self.requests)
+
+    def _gap_statistics(self, name: str, values: Sequence[float]) -> dict[str, float]:
+        return by_sketch(name, values)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class LaterReplayReport(ReplayReport):
     """What several engines served on one clock, as the replay of 1.6.1 reports it.
 
@@ -108,8 +121,7 @@ class LaterReplayReport(ReplayReport):
     @property
     def completed(self) -> list[ScheduledRequest]:
         """The requests that finished, in the order of their ends."""
-        done = [request for request in self.requests if request.status == "finished"]
-        return sorted(done, key=lambda request: request.ended_ms or 0.0)
+        return _by_end(self.requests)
 
     @property
     def duration_ms(self) -> float:
@@ -240,6 +252,11 @@ class LaterReplayReport(ReplayReport):
             for pool, place, ranks in places
             if place is not None
         ]
+
+
+def _by_end(requests: Iterable[ScheduledRequest]) -> list[ScheduledRequest]:
+    done = [request for request in requests if request.status == "finished"]
+    return sorted(done, key=lambda request: request.ended_ms or 0.0)
 
 
 def _admissions(request: ScheduledRequest, handoff: Any) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ from pytest_kvmock.engine.worker import KvWorker, RequestError
 from pytest_kvmock.fleet.engine_parts import check_worker, make_scheduler, make_worker
 from pytest_kvmock.fleet.engine_request import EngineRequest
 from pytest_kvmock.fleet.engine_state import EngineMetrics, EngineSize, EngineStalled, RequestTooLarge
+from pytest_kvmock.fleet.later_report import LaterEngineReport
 from pytest_kvmock.fleet.report import EngineReport
 from pytest_kvmock.programs.operations import Abort, Log, Operation, Run, RunPasses, Submit, prompt_fields
 from pytest_kvmock.tokens import Prompt, TokenIds
@@ -129,7 +130,8 @@ class MockEngine:
     @property
     def report(self) -> EngineReport:
         """What it served so far."""
-        return EngineReport(tuple(self.requests), self.passes)
+        kind = LaterEngineReport if self.args.release.sketches_gaps else EngineReport
+        return kind(tuple(self.requests), self.passes)
 
     @property
     def has_work(self) -> bool:

@@ -149,7 +149,7 @@ def turns_of(
             raise kind(f"{where}: {error}") from None
         turns.append(Turn(request, prompt))
     if not turns:
-        raise ValueError(f"{who}: there is no request")
+        raise ValueError(f"{who}: there is no request{_read_once(requests)}")
     return turns
 
 
@@ -248,6 +248,14 @@ def _iterated(name: str, values: Iterable[Any], wanted: str, who: str = "replay"
     if not isinstance(values, Iterable):
         raise TypeError(f"{who}: {name} must be a sequence of {wanted}, got {values!r:.80}")
     return iter(values)
+
+
+def _read_once(values: Iterable[Any]) -> str:
+    """Why there may be nothing in it, for a message."""
+    if not isinstance(values, Iterator):
+        return ""
+    kind = type(values).__name__
+    return f": the trace is a {kind} that has nothing left; one that was read once is empty, a list is not"
 
 
 def _is_finite(value: object) -> bool:

@@ -19,7 +19,7 @@ _MOST_SORTED: Final = 100_000
 _PERCENTILES: Final = (("median", 0.5), ("p75", 0.75), ("p90", 0.9), ("p95", 0.95), ("p99", 0.99))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)  # a repr of all requests would be a book
 class EngineReport:
     """What was served.
 
@@ -33,6 +33,9 @@ class EngineReport:
 
     requests: Sequence[ScheduledRequest]
     passes: int
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {len(self.completed)} of {len(self.requests)} requests finished>"
 
     @property
     def completed(self) -> list[ScheduledRequest]:
@@ -106,11 +109,15 @@ class EngineReport:
         out |= statistics("ttft_ms", [tokens[0] - arrival for arrival, tokens in times])
         out |= statistics("ttst_ms", [tokens[1] - tokens[0] for tokens in later])
         out |= statistics("tpot_ms", [(tokens[-1] - tokens[0]) / (len(tokens) - 1) for tokens in later])
-        out |= statistics("itl_ms", gaps)
+        out |= self._gap_statistics("itl_ms", gaps)
         out |= statistics("e2e_latency_ms", [tokens[-1] - arrival for arrival, tokens in times])
         per_user = array("d", map(truediv, repeat(1000.0), filter(None, gaps)))
-        out |= statistics("output_token_throughput_per_user", per_user)
+        out |= self._gap_statistics("output_token_throughput_per_user", per_user)
         return out
+
+    def _gap_statistics(self, name: str, values: Sequence[float]) -> dict[str, float]:
+        """Statistics of what is by the gap between tokens; from 1.6.1 on their percentiles are sketched."""
+        return statistics(name, values)
 
     def per_request(self) -> list[dict[str, Any]]:
         """Return a row a request, by the keys of Dynamo's report of 1.3.1; what did not happen is None.
@@ -136,7 +143,7 @@ class EngineReport:
         return rows
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class ReplayReport(EngineReport):
     """What several engines served on one clock.
 

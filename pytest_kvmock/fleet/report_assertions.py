@@ -2,13 +2,15 @@
 
 A failure shows the row that broke it, and the worst pick. How often right routers failed an assertion is from runs of three of them
 (Dynamo's cost, llm-d's scorers, SGLang's rule) over 30 seeds in 7 settings: system prompts of tenants and conversations, both below
-saturation or, tenants, above it; 8 workers, small caches, late events, an announced restart, a crash (`tests/fleet/right_routers.py`).
+saturation or, tenants, above it; 8 workers, small caches, late events, an announced restart, a crash. What is said of eight kinds has five
+policies without an index too (least load, fewest requests, the better of two, sessions that keep their worker, AIBrix's prefixes), over 5
+to 9 seeds in 16 settings: two and three workers, a leave, and arrivals that find an idle fleet as well (`tests/fleet/right_routers.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from pytest_kvmock.checks import check_number, unknown_text
 from pytest_kvmock.fleet.fleet_figures import BALANCED, FIGURES, Served, check_figure
@@ -16,6 +18,9 @@ from pytest_kvmock.fleet.later_report import Objectives
 from pytest_kvmock.fleet.report_compared import Compared, Reported
 from pytest_kvmock.fleet.router_calls import BELIEFS_TEXT
 from pytest_kvmock.fleet.routing_figures import assert_at_least, assert_balanced, check_share, worst_choice
+
+if TYPE_CHECKING:
+    from pytest_kvmock.router.routing import Worker
 
 
 class ReportAssertions:
@@ -102,7 +107,8 @@ class ReportAssertions:
 
         Args:
             at_least: the share of prompt tokens that was found cached, at first admission.
-            of_ideal: that as a share of one endless cache's.
+            of_ideal: that as a share of one endless cache's. Under SGLang's scheduler of Dynamo's mock, before 1.6.1, prefill reads
+                at most one chunk of a cached prefix (`sglang.chunked_prefill_size`): there it is low by nature, whatever the router does.
             of_best: blocks that chosen workers held as a share of those that the best ones did, at the picks.
             times: (factor, other): the hit ratio is at least so many times that of another report of this trace, or of its JSON.
 
@@ -138,39 +144,45 @@ class ReportAssertions:
                     what, value, least, f"{self._start(other)}{report.table_row(None)}\n{self._worst_pick()}"
                 )
 
-    def assert_balanced(self, within: float = 2.0, of: str = "requests") -> None:
-        """Require that no worker has more than so many times the mean, by the time that each was there.
+    def assert_balanced(self, within: float | None = None, of: str = "requests") -> None:
+        """Require that no worker has more than so many times the mean, by the share of the picks at which each was a candidate.
 
         Cache affinity is imbalance: at 1.25 right routers failed in 5 to 25 of 30 runs, at 1.5 in up to 12, at 2.0 in none without
         incidents (450 runs). What is caught at 2.0 are hot spots: one popular prefix on 8 workers is one too, by SGLang's rule.
+        No limit holds where most requests find an idle fleet, as then nothing speaks against the worker that holds most: of four
+        workers llm-d's scorers gave one up to 2.4 times the mean there. One worker is balanced.
 
         Args:
-            within: how many times the mean it may be, at least 1.
+            within: how many times the mean it may be, at least 1. None: 2.0 from four workers on, 1.8 of three, 1.5 of two (right
+                routers of eight kinds had at most 1.74 and 1.28), and between these where workers came or went.
             of: "requests", "prompt_tokens" (computed) or "open_requests" (at the picks).
 
         Raises:
             AssertionError: one has more.
-            ValueError: an argument out of range, or no request arrived.
+            ValueError: an argument out of range, `within` so large that no assignment to who was there could break it, or no request
+                arrived.
         """
         __tracebackhide__ = True
         if of not in BALANCED:
             raise ValueError(f"assert_balanced: {unknown_text('of', of, BALANCED)}")
-        check_number("assert_balanced: within", within, 1.0)
+        if within is not None:
+            check_number("assert_balanced: within", within, 1.0)
         self._need_requests("assert_balanced")
         report = self._self
-        counts, alive = report.counts(of)
-        value = report.figure(f"balance_{of}")
-        row = ""
-        if value is not None and value > within:
-            worker = max((each for each in counts if alive[each]), key=lambda each: counts[each] / alive[each])
-            row = f"{report.table_row(worker)}\n{self._worst_pick()}"
-        assert_balanced(of.replace("_", " "), counts, within, alive, row)
+
+        def row(worker: Worker) -> str:
+            return f"{report.table_row(worker)}\n{self._worst_pick()}"
+
+        counts, there = report.counts(of)
+        assert_balanced(of.replace("_", " "), counts, within, there, row)
 
     def assert_no_worse(self, than: Any, **factors: float) -> None:
         """Require that figures are no worse than the best of other reports of this trace, by a factor each.
 
-        `assert_no_worse(than=[round_robin, least_loaded], ttft_p95=1.15)`: right routers failed in at most 4 of 630 runs, all of
-        conversations; near saturation of small caches in up to a third of one router's. At 1.0 against round robin alone it fails in most. Near saturation a ratio of percentiles means nothing.
+        `assert_no_worse(than=[round_robin, least_loaded], ttft_p95=1.5)`: right routers of eight kinds failed it in none of 1,264 runs of
+        100 and 200 requests below saturation, sparse arrivals among them (at most 1.36); at 1.15 in 132, at 1.25 in 19. Of `ttft_mean`
+        1.25 holds there (at most 1.18); of `ttft_p99` no factor does (up to 4.2). Near saturation no factor holds of any percentile for
+        routers that know no caches (of the p95 up to 8.8); those that follow the events kept 1.5 there too, in 201 runs.
 
         Args:
             than: a report, or several; what `to_json()` of one returned will do.
@@ -185,7 +197,7 @@ class ReportAssertions:
         """
         __tracebackhide__ = True
         if not factors:
-            raise ValueError("assert_no_worse needs figures, such as ttft_p95=1.15")
+            raise ValueError("assert_no_worse needs figures, such as ttft_p95=1.5")
         for name, factor in factors.items():
             check_figure(name)
             if not FIGURES[name]:
@@ -227,6 +239,16 @@ class ReportAssertions:
         text = Compared.of(self).other_start(other)
         return f"note: {text}\n" if text else ""
 
+    def _polled(self) -> str:
+        """A line that says so where the router was not shown what regret is by; else nothing."""
+        every_ms = self._self.loads_every_ms
+        if every_ms is None:
+            return ""
+        return (
+            f"\nnote: the router was shown the loads of the engines, up to {every_ms:g} ms old, and regret is by the true ones of the "
+            "load book: a right router has some too"
+        )
+
     def _same_trace(self, what: str, other: object) -> Compared:
         report = self._self
         try:
@@ -243,7 +265,9 @@ class ReportAssertions:
         """Require that no more than a share of the picks cost more than the cheapest, by a selector on true loads and true caches.
 
         A right router has none by its own selector (in no run over six engines, with incidents and with ranks), but where events are late
-        or lost, and where a crash is noticed late.
+        or lost, where a crash is noticed late, and where it is shown loads that were polled a while ago (`loads="engine"`,
+        `loads_every_ms=`): the assertion compares with true loads and true caches, and these it was not shown. Then `at_most` is what
+        your polls cost.
 
         Args:
             selector: see `FleetReport.regret`.
@@ -259,7 +283,9 @@ class ReportAssertions:
         self._need_requests("assert_regret")
         regret = self._self.regret(selector)
         if regret.share > at_most:
-            raise AssertionError(f"the share of picks with regret must be at most {at_most:.2%}: {regret}")
+            raise AssertionError(
+                f"the share of picks with regret must be at most {at_most:.2%}: {regret}{self._polled()}"
+            )
 
     def assert_no_drift(self) -> None:
         """Require that what the router believes of loads, overlaps and workers is what it was told, at each pick.

@@ -37,6 +37,8 @@ class Reported(Protocol):
     @property
     def held_before(self) -> int: ...  # noqa: D102 - likewise
     @property
+    def loads_every_ms(self) -> float | None: ...  # noqa: D102 - likewise
+    @property
     def served(self) -> list[Served]: ...  # noqa: D102 - likewise
 
     def row(self, worker: Worker | None = None) -> Figures: ...  # noqa: D102 - likewise

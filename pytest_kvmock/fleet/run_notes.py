@@ -27,8 +27,11 @@ class Pick(NamedTuple):
         ms: when, in virtual milliseconds.
         number: the request, by the order of arrival, from 0.
         worker: who was picked.
-        overlap: blocks of the prompt that the worker held then, by the events delivered.
-        best_overlap: the most that any candidate held.
+        overlap: blocks of the prompt that the worker held when the request arrived at the router, by the events delivered by then: what
+            Dynamo's router counts and reports, also where the request has waited.
+        best_overlap: the most that any candidate held then.
+        held: blocks of the prompt that the worker held at the pick, by the events delivered: what the router was shown.
+        best_held: the most that any candidate held at the pick.
         waited_ms: how long the request had waited in the router.
         attempt: 1, or one more for each time that it was sent anew.
         believed: blocks of the prompt that the router believed to be there, by its `believed(request)`; None: it does not say.
@@ -39,14 +42,16 @@ class Pick(NamedTuple):
     worker: Worker
     overlap: int
     best_overlap: int
+    held: int
+    best_held: int
     waited_ms: float = 0.0
     attempt: int = 1
     believed: int | None = None
 
     @property
     def choice(self) -> Choice:
-        """What it gave away."""
-        return Choice(self.worker, self.overlap, self.best_overlap)
+        """What it gave away, at the pick."""
+        return Choice(self.worker, self.held, self.best_held)
 
 
 class Happened(NamedTuple):
@@ -79,6 +84,7 @@ class Service(NamedTuple):
         preemptions: how often it preempted a request.
         open_requests: its open requests at the picks that it was a candidate of, summed over these.
         picks: how many picks these were.
+        recomputes_last_token: whether its engine computes the last token of a prompt though it is cached.
     """
 
     worker: Worker
@@ -91,18 +97,20 @@ class Service(NamedTuple):
     preemptions: int
     open_requests: int
     picks: int
+    recomputes_last_token: bool
 
 
 class _Term:
     """A worker from when it came until it went, with what its engine had counted before."""
 
-    __slots__ = ("before", "engine", "open", "since", "until")
+    __slots__ = ("before", "engine", "last_pick", "open", "since", "until_ms")
 
     def __init__(self, engine: MockEngine, since: tuple[float, int]) -> None:
         self.engine = engine
         self.before = _counters(engine)
         self.since = since
-        self.until: tuple[float, int] | None = None
+        self.until_ms: float | None = None
+        self.last_pick: int | None = None  # how many picks there were when it was a candidate no more
         self.open = 0
 
 
@@ -142,8 +150,12 @@ class RunNotes:
         if noted is not None:
             term, since = noted
             # Of one that ends on a worker which left, only the picks count that this was a candidate of.
-            upto = len(self.picks) if term.until is None else term.until[1]
+            upto = len(self.picks) if term.last_pick is None else term.last_pick
             term.open += max(0, upto - since)
+
+    def no_candidate(self, worker: Worker) -> None:
+        """Note that the router is not offered a worker any more: as that leaves, or as its crash is noticed."""
+        self._terms[worker].last_pick = len(self.picks)
 
     def happens(self, now_ms: float, kind: str, worker: int, ranks: Any, lost: int = 0) -> None:
         """Note an incident: who comes, and who goes.
@@ -160,7 +172,7 @@ class RunNotes:
             if kind == "join":
                 self._terms[each] = _Term(ranks[each], (now_ms, len(self.picks)))
             elif kind in ("crash", "leave"):
-                self._terms[each].until = now_ms, len(self.picks)
+                self._terms[each].until_ms = now_ms
             if self.recorder is not None and kind == "join":
                 self.recorder.caches.join(each, ranks[each])
             elif self.recorder is not None and kind in ("crash", "restart"):
@@ -172,14 +184,24 @@ class RunNotes:
             self.ended(request)
         found = []
         for position, (worker, term) in enumerate(self._terms.items()):
-            until = term.until or (now_ms, len(self.picks))
+            until_ms = now_ms if term.until_ms is None else term.until_ms
             passes, computed, evicted, preempted = (
                 now - before for now, before in zip(_counters(term.engine), term.before, strict=True)
             )
-            picks = until[1] - term.since[1]
+            picks = (len(self.picks) if term.last_pick is None else term.last_pick) - term.since[1]
             found.append(
                 Service(
-                    worker, position, term.since[0], until[0], passes, computed, evicted, preempted, term.open, picks
+                    worker,
+                    position,
+                    term.since[0],
+                    until_ms,
+                    passes,
+                    computed,
+                    evicted,
+                    preempted,
+                    term.open,
+                    picks,
+                    term.engine.worker.traits.recomputes_last_token,
                 )
             )
         return found

@@ -207,10 +207,18 @@ class Faults:
             worker: see `lose`.
 
         Raises:
-            ValueError: as `lose`; or there is no index under test.
+            ValueError: as `lose`; there is no index under test; or every worker that it may apply to is of an engine whose hashes are
+                signed already, as SGLang's are.
         """
         if self._judge.under_test is None:
             raise ValueError("kv_harness.faults.signed: there is no index under test that could be given signed hashes")
+        keys = sorted(self._judge.ledger.streams) if worker is None else self._streams("signed", "worker", worker)
+        engines = {(one.worker_id, one.dp_rank): one for one in self._workers.by_key.values()}
+        if keys and all(key in engines and _is_signed(engines[key]) for key in keys):
+            raise ValueError(
+                f"kv_harness.faults.signed: backend {engines[keys[0]].backend!r} publishes signed hashes already, so that the fault "
+                "would change nothing"
+            )
         fault = self._script("signed", changes.signed, n, kind=kind, worker=worker, of_index_input=True)
         self._judge.index_input_filter = self._injector.filter_index_input
         return fault
@@ -445,6 +453,11 @@ class Faults:
 
 def _check_count(fault: str, name: str, value: object) -> None:
     check_integer(f"kv_harness.faults.{fault}: {name}", value, 1)
+
+
+def _is_signed(worker: KvWorker) -> bool:
+    """Whether an engine publishes signed hashes; Dynamo's managers have no hasher, their hashes are the caller's."""
+    return bool(getattr(getattr(worker.manager, "hasher", None), "signed", False))
 
 
 def _is_text(value: object) -> bool:

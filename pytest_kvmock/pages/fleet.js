@@ -30,9 +30,11 @@ function greatest(name) {
 function findings() {
   const items = [];
   if (workers.length > 1 && COUNT) {
-    const mean = workers.reduce((sum, row) => sum + row.prompt_tokens_computed, 0) / workers.length;
-    const hot = greatest("prompt_tokens_computed"), slow = greatest("ttft_p95"), wait = greatest("engine_wait_ms");
-    if (hot && mean) items.push(`Most work: worker ${hot.worker}, ${number(hot.prompt_tokens_computed / mean)} times the mean of the prompt tokens computed, ${number(hot.requests)} of ${number(all.requests)} requests.`);
+    const hot = DATA.most_work, slow = greatest("ttft_p95"), wait = greatest("engine_wait_ms");
+    if (hot) {
+      const much = `worker ${hot.worker}, ${number(hot.times)} times the mean of the prompt tokens computed, ${number(workers.find((row) => row.worker === hot.worker).requests)} of ${number(all.requests)} requests`;
+      items.push(hot.is_even ? `The work is balanced: most has ${much}.` : `Most work: ${much}.`);
+    }
     if (wait && wait.engine_wait_ms) items.push(`Longest waits in the engine: worker ${wait.worker}, ${number(wait.engine_wait_ms)} ms on the mean.`);
     if (slow) items.push(`Slowest first tokens: worker ${slow.worker}, TTFT p95 ${number(slow.ttft_p95)} ms (all: ${number(all.ttft_p95)} ms).`);
   }

@@ -28,7 +28,6 @@ function held(position) {
 
 const step = (position) => (STATES ? STATES.steps[position - STATES.first] : undefined);
 const same = (a, b) => a.size === b.size && [...a].every((each) => b.has(each));
-const answersDiffer = (answers) => answers && answers.index !== undefined && JSON.stringify(answers.index) !== JSON.stringify(answers.reference);
 
 // The first event after which index and reference part; -1: they had parted before the first that is stepped through.
 function partsAt() {
@@ -42,7 +41,7 @@ function partsAt() {
       now[book]["-"].forEach((number) => books[book].delete(number));
       now[book]["+"].forEach((number) => books[book].add(number));
     }
-    if (books.index ? !same(books.index, books.reference) : answersDiffer(now.answers)) return STATES.first + i;
+    if (books.index ? !same(books.index, books.reference) : now.answers && now.answers.differ) return STATES.first + i;
   }
   return null;
 }
@@ -92,7 +91,7 @@ PAGE.append(el("section", {}, el("h2", {}, "Events"),
   el("div", { class: "controls" },
     button("|◀", () => show(0), "first event"), button("◀", () => show(here - 1), "previous event"), button("▶", () => show(here + 1), "next event"),
     button("▶|", () => show(EVENTS.length - 1), "last event"), PROBLEM ? goTo(DATA.opens, "the problem") : null, parts !== null && parts >= 0 ? goTo(parts, "where they part") : null, slider),
-  detail), el("section", {}, el("h2", {}, "What is held after this event"), el("div", { class: "controls" }, el("label", {}, showAll, "also the blocks on which all agree")), state));
+  detail), el("section", {}, el("h2", {}, "What is held after this event"), el("div", { class: "controls" }, el("label", {}, showAll, "also the blocks that all books hold")), state));
 slider.addEventListener("input", () => show(Number(slider.value)));
 
 let range = [0, 0];
@@ -155,8 +154,7 @@ function show(at) {
 function answers(found) {
   if (!found) return null;
   const say = (scores) => (typeof scores === "string" ? scores : Object.entries(scores).map(([worker, blocks]) => `worker ${worker}: ${blocks}`).join(", ") || "nobody has any");
-  const apart = answersDiffer(found);
-  return el("p", { class: apart ? "problem" : "" }, `Asked for the prefix of ${quantity(found.blocks, "block")} that ends in ${found.block}, the reference answers ${say(found.reference)}`,
+  return el("p", { class: found.differ ? "problem" : "" }, `Asked for the prefix of ${quantity(found.blocks, "block")} that ends in ${found.block}, the reference answers ${say(found.reference)}`,
     found.index === undefined ? "." : `; your index answers ${say(found.index)}.`);
 }
 
@@ -214,7 +212,7 @@ function showState() {
         const blocks = everything || chain.blocks.length <= most ? chain.blocks : chain.blocks.filter((each, i) => notable(each) || i < 3 || i > chain.blocks.length - 4);
         return el("p", { class: "chain", style: `margin-left: ${Math.min(chain.depth, 8) * 1.2}rem` }, chain.after === undefined ? "" : `↳ after ${short(STATES.held[chain.after][2])}: `, blocks.map(chip), blocks.length < chain.blocks.length ? el("span", { class: "soft" }, ` (${chain.blocks.length - blocks.length} more in between)`) : null);
       }),
-      hidden ? el("p", { class: "soft" }, `${quantity(hidden, "more chain")}, on which all agree.`) : null,
+      hidden ? el("p", { class: "soft" }, `${quantity(hidden, "more chain")}, ${(change || STATES).left_out}.`) : null,
       of.length ? null : el("p", { class: "soft" }, "Nothing."));
   });
   state.replaceChildren(

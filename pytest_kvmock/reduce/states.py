@@ -8,7 +8,7 @@ and went is noted, so that a state is what stood at the first look and the chang
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from inspect import isawaitable
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -56,8 +56,8 @@ def states(
 
     Returns:
         `first`, the number of the first event that is stepped through; `books`, the names of those that tell what they hold; `base`,
-        by book what it held before that event; `steps`, one an event: by book what came (`+`) and what went (`-`), and `answers`, for the
-        prefix that the event is about; `held`, rows of [worker, tier, block], by the texts of messages, which books name by their number;
+        by book what it held before that event, and `left_out`, what chains are called that nobody holds alone; `steps`, one an event: by
+        book what came (`+`) and what went (`-`), `answers` for the prefix that the event is about, and `left_out`; `held`, rows of [worker, tier, block], by the texts of messages, which books name by their number;
         `parents`, by block; `notes`.
     """
 
@@ -67,7 +67,16 @@ def states(
 
     if kv.recording.is_cut:
         why = "The history of this harness was dropped: what was held cannot be rebuilt."
-        return {"first": 0, "books": [], "base": {}, "steps": [], "held": [], "parents": {}, "notes": [why]}
+        return {
+            "first": 0,
+            "books": [],
+            "base": {},
+            "left_out": "",
+            "steps": [],
+            "held": [],
+            "parents": {},
+            "notes": [why],
+        }
     # Only an async index needs a loop, and that a thread: the caller's may run one already.
     return in_a_thread(rebuild, expired) if kv.is_async else _Replay(kv, position, worker, expired).run()
 
@@ -149,7 +158,8 @@ class _Replay:
                     for book in held
                     if book in now
                 }
-                steps.append(step | {"answers": self._answers(event)})
+                answers = self._answers(event)
+                steps.append(step | {"answers": answers, "left_out": _left_out(now, answers)})
                 held = now
         rows = [[worker_name(worker, rank), tier, block_text(block)] for worker, rank, tier, block in self._numbers]
         parents = {block: self._parents.get(block) for _, _, _, block in self._numbers}
@@ -157,6 +167,7 @@ class _Replay:
             "first": self._first,
             "books": [*base],
             "base": base,
+            "left_out": _left_out(base),
             "steps": steps,
             "held": rows,
             "parents": {block_text(block): None if up is None else block_text(up) for block, up in parents.items()},
@@ -245,6 +256,7 @@ class _Replay:
             "block": block_text(block),
             "blocks": len(chain.blocks),
             "reference": _scores(by_worker(self._reference.find_matches(chain.local_hashes).scores)),
+            "differ": False,
         }
         index = self._index
         if index is not None:
@@ -258,7 +270,15 @@ class _Replay:
             else:
                 by_rank = any(isinstance(name, tuple) for name in answer)
                 out["index"] = _scores(by_worker(answer) if by_rank else answer)  # type: ignore[arg-type]  # of which shape, its names tell
+            out["differ"] = out["index"] != out["reference"]
         return out
+
+
+def _left_out(books: Collection[str], answers: Mapping[str, Any] | None = None) -> str:
+    """What chains are called that no book holds alone: "all agree" only where the index has a book, and answers by it."""
+    if answers is not None and answers["differ"]:
+        return "which the books hold alike, though the answers above differ"
+    return "on which all agree" if "index" in books else "which ledger and reference hold alike"
 
 
 async def _awaited(answer: Any) -> Any:

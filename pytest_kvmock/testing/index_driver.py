@@ -111,7 +111,7 @@ class IndexDriver:
         if prompt.keys is not None:
             extra = prompt.keys.carried(start, len(local), size)
         data = Stored(blocks[start - 1] if start else None, tuple(blocks[start:]), tuple(local[start:]))
-        what = f"stored {letters}" + (f" after {after}" if after else "") + _with(keys)
+        what = f"stored {_chain(letters)}" + (f" after {_chain(after)}" if after else "") + _with(keys)
         self._apply(worker, rank, data, what, tokens, tier=tier, extra=extra)
 
     def remove(
@@ -124,7 +124,7 @@ class IndexDriver:
     ) -> None:
         """Apply a Removed: the last block of each chain."""
         blocks = tuple(self._names(chain, keys)[-1] for chain in chains)
-        what = f"removed the last block of {', '.join(chains)}{_with(keys)}"
+        what = f"removed the last block of {', '.join(map(_chain, chains))}{_with(keys)}"
         self._apply(worker, rank, Removed(blocks), what, tier=tier)
 
     def redeliver(self) -> None:
@@ -257,7 +257,7 @@ class IndexDriver:
         if any_rank:
             answer = {key[0] if isinstance(key, tuple) else key: blocks for key, blocks in answer.items()}
         assert agree(answer, due), (
-            f"looked up {letters[:40] or 'an empty prompt'}{_with(keys)}: expected {expected}, the index answered {answer}\n{self._story()}"
+            f"looked up {_chain(letters) or 'an empty prompt'}{_with(keys)}: expected {expected}, the index answered {answer}\n{self._story()}"
         )
 
     def expect_tiers(self, letters: str, expected: dict[str, dict[int, int]]) -> None:
@@ -284,7 +284,7 @@ class IndexDriver:
             due: Scores = {(worker, 0): blocks for worker, blocks in expected.get(tier, {}).items()}
             got = answer.get(tier, {})
             assert agree(got, due), (
-                f"looked up {letters} by tier: expected {expected.get(tier, {})} in {tier}, the index answered {got}\n"
+                f"looked up {_chain(letters)} by tier: expected {expected.get(tier, {})} in {tier}, the index answered {got}\n"
                 f"{self._story()}"
             )
 
@@ -321,6 +321,11 @@ def _short(tokens: tuple[int, ...]) -> str:
     """Tokens, for a message: the first and the last of many."""
     ends = tokens if len(tokens) <= 8 else (*tokens[:4], "...", *tokens[-4:])
     return ", ".join(map(str, ends))
+
+
+def _chain(letters: str) -> str:
+    """The letters of a chain, for a message: of one that is long, or whose letters nobody reads, its number of blocks."""
+    return letters if letters.isascii() and len(letters) <= 40 else f"{len(letters):,} blocks"
 
 
 def _with(keys: Mapping[str, Any] | None) -> str:

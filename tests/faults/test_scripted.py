@@ -332,6 +332,29 @@ def test_signed_hashes_reach_the_index_under_test_alone():
     assert [("index_failure", "signed")] == errors(kv)
 
 
+@pytest.mark.parametrize("worker", [None, 1, (1, 0)])
+def test_where_all_hashes_are_signed_already_the_fault_is_refused(worker):
+    """It could never be injected, which a test would learn at its end only, without the reason."""
+    kv = RouterHarness(PROFILE, backend="sglang", index=Seen())
+    text = r"^kv_harness\.faults\.signed: backend 'sglang' publishes signed hashes already, so that the fault would change nothing$"
+    with pytest.raises(ValueError, match=text):
+        kv.faults.signed(worker=worker)
+    assert [] == kv.faults.unmet()
+    assert ([], [], []) == tuple(kv.judge())
+
+
+def test_beside_engines_with_signed_hashes_a_sink_may_have_others():
+    index, block = Seen(), 2**64 - 5
+    kv = RouterHarness(PROFILE, backend="sglang", index=index)
+    sink = kv.make_sink()
+    with kv.faults.signed(1):
+        sink(Stored(None, (block,), (7,)))
+    assert Stored(None, (-5,), (7,)) == index.events[-1]
+    with kv.faults.signed(worker=sink.worker_id):
+        sink(Removed((block,)))
+    assert Removed((-5,)) == index.events[-1]
+
+
 def test_an_index_of_opaque_names_does_not_mind_signed_hashes():
     kv = RouterHarness(PROFILE, index=Seen())
     with kv.faults.signed() as fault:

@@ -1,7 +1,12 @@
-"""Right routers of three kinds, two workloads, and the settings in which they are judged."""
+"""Right routers of eight kinds, three workloads, and the settings in which they are judged.
 
-from functools import cache
+Three of them follow the events (Dynamo's cost, llm-d's scorers, SGLang's rule). Five are policies that people use without an index,
+each by its own rule: the least load, the fewest requests, the better of two, sessions that keep their worker, AIBrix's prefixes.
+"""
+
+from functools import cache, partial
 from random import Random
+from statistics import fmean, pstdev
 
 from pytest_kvmock.fleet import Fleet, MockEngine, MockEngineArgs
 from pytest_kvmock.router import LeastLoaded, RoundRobin
@@ -72,20 +77,100 @@ class CacheAware(RightRouter):
 ROUTERS = (RightRouter, Scorers, CacheAware)
 
 
-def tenants(seed, count=400):
+class Policy:
+    """One that needs no events."""
+
+    def __init__(self, seed=0):
+        self.rng = Random(seed)
+
+    def least(self, candidates, load):
+        least = min(map(load, candidates))
+        return self.rng.choice([each for each in candidates if load(each) == least]).worker
+
+
+class LeastLoad(Policy):
+    """Fewest blocks in use and blocks of prompts that are yet to be computed."""
+
+    def pick(self, request, candidates):
+        return self.least(candidates, lambda each: each.decode_blocks + each.prefill_tokens / request.block_size)
+
+
+class LeastRequest(Policy):
+    """Fewest open requests."""
+
+    def pick(self, request, candidates):
+        return self.least(candidates, lambda each: each.active_requests)
+
+
+class TwoChoices(Policy):
+    """Of two drawn at random the one with fewer open requests."""
+
+    def pick(self, request, candidates):
+        two = self.rng.sample(candidates, min(2, len(candidates)))
+        return min(two, key=lambda each: each.active_requests).worker
+
+
+class Sticky(Policy):
+    """A session stays where its first turn went, to the fewest open requests, until that worker is gone; what has none likewise."""
+
+    def __init__(self, seed=0):
+        super().__init__(seed)
+        self.of = {}
+
+    def pick(self, request, candidates):
+        kept = self.of.get(request.session_id)
+        if request.session_id is None or all(each.worker != kept for each in candidates):
+            kept = self.of[request.session_id] = self.least(candidates, lambda each: each.active_requests)
+        return kept
+
+
+class Prefixes(Policy):
+    """AIBrix's prefix-cache: a table of what was sent where, of the last minute; by fewest requests where loads are uneven by 8, or nothing matches."""
+
+    def __init__(self, seed=0):
+        super().__init__(seed)
+        self.sent = {}  # by block: when it was sent to which worker
+
+    def pick(self, request, candidates):
+        open_ = {each.worker: each.active_requests for each in candidates}
+        if max(open_.values()) - min(open_.values()) <= 8:
+            most = fmean(open_.values()) + pstdev(open_.values())
+            matched = {worker: self.matched(request, worker) for worker, count in open_.items() if count <= most}
+            best = max(matched.values())
+            if best:
+                return min((worker for worker in matched if matched[worker] == best), key=open_.get)
+        return self.least(candidates, lambda each: each.active_requests)
+
+    def matched(self, request, worker):
+        known = 0
+        for block in request.sequence_hashes:
+            if request.now_ms - self.sent.get(block, {}).get(worker, float("-inf")) > 60_000:
+                break
+            known += 1
+        return known
+
+    def dispatched(self, request, worker):
+        for block in request.sequence_hashes:
+            self.sent.setdefault(block, {})[worker] = request.now_ms
+
+
+POLICIES = (LeastLoad, LeastRequest, TwoChoices, Sticky, Prefixes)
+
+
+def tenants(seed, count=400, gap_ms=12):
     """Each begins with one of 24 system prompts, by Zipf; Poisson arrivals."""
     rng, ids = Random(seed), iter(range(10**9))
     prompts = [[next(ids) for _ in range(rng.randint(8, 32))] for _ in range(24)]
     weights = [1 / rank for rank in range(1, 25)]
     now, rows = 0.0, []
     for _ in range(count):
-        now += rng.expovariate(1 / 12)
+        now += rng.expovariate(1 / gap_ms)
         blocks = [*rng.choices(prompts, weights)[0], *(next(ids) for _ in range(rng.randint(1, 6)))]
         rows.append(TraceRequest(now, BLOCK * len(blocks), rng.randint(8, 64), tuple(blocks)))
     return rows
 
 
-def chats(seed, count=400, groups=8):
+def chats(seed, count=400, groups=8, interval_ms=60, delay_ms=(200, 2000)):
     """Conversations over a few prefixes."""
     return list(
         synthetic_trace(
@@ -97,8 +182,8 @@ def chats(seed, count=400, groups=8):
             turns=(2, 5),
             input_tokens=(16, 200),
             output_tokens=(8, 64),
-            interval_ms=60,
-            delay_ms=(200, 2000),
+            interval_ms=interval_ms,
+            delay_ms=delay_ms,
         )
     )
 
@@ -106,6 +191,16 @@ def chats(seed, count=400, groups=8):
 def wide_chats(seed, count=400):
     """Conversations for twice the workers: over twice the prefixes."""
     return chats(seed, count, groups=16)
+
+
+def sparse(seed, count=400):
+    """Tenants whose requests come so far apart that most find an idle fleet."""
+    return tenants(seed, count, gap_ms=240)
+
+
+def sparse_chats(seed, count=400):
+    """Conversations of few users, each of whom thinks for a long time."""
+    return chats(seed, count, interval_ms=600, delay_ms=(2000, 20_000))
 
 
 # (trace, workers, blocks of each, late by ms, what happens to worker 1 in the midst of it)
@@ -117,14 +212,34 @@ SETTINGS = {
     "late": (tenants, 4, 400, 1000, None),
     "restart": (tenants, 4, 400, 0, "restart"),
     "crash": (tenants, 4, 400, 0, "crash"),
+    "leave": (tenants, 4, 400, 0, "leave"),
+    "two": (partial(chats, interval_ms=120), 2, 1120, 0, None),
+    "three": (partial(chats, interval_ms=80), 3, 748, 0, None),
+    "two_tenants": (partial(tenants, gap_ms=24), 2, 800, 0, None),
+    "three_tenants": (partial(tenants, gap_ms=16), 3, 534, 0, None),
+    "two_sparse": (sparse, 2, 800, 0, None),
+    "three_sparse": (sparse, 3, 534, 0, None),
+    "sparse": (sparse, 4, 400, 0, None),
+    "sparse_chats": (sparse_chats, 4, 560, 0, None),
+    "two_sparse_chats": (sparse_chats, 2, 1120, 0, None),
+    "three_sparse_chats": (sparse_chats, 3, 748, 0, None),
 }
+
+SPARSE = tuple(name for name in SETTINGS if "sparse" in name)
+"""Where most requests find an idle fleet: nothing speaks against the worker that holds most, however uneven that is."""
+
+CALM = ("chats", "eight", "two", "three", "two_tenants", "three_tenants", *SPARSE)
+"""Where a router that knows no caches is below saturation too; in the other settings it has to compute more than four engines can."""
 
 
 def run(router, setting, seed, count=400):
     """The report of a right router, or of one to compare with, in a setting."""
     rows, workers, blocks, late_ms, incident = SETTINGS[setting]
     args = MockEngineArgs(num_gpu_blocks=blocks, block_size=BLOCK)
-    made = router(range(workers), seed) if issubclass(router, RightRouter) else router()
+    if issubclass(router, RightRouter):
+        made = router(range(workers), seed)
+    else:
+        made = router(seed) if issubclass(router, Policy) else router()
     fleet = Fleet([MockEngine(args, seed=each) for each in range(workers)], made, event_delay_ms=late_ms)
     if incident is not None:
         getattr(fleet.at(5 * count), incident)(1)
@@ -142,12 +257,14 @@ def failures(router, setting, seed, count=400):
     report = run(router, setting, seed, count)
     turns, loads = baselines(setting, seed, count)
     asked = {
-        "beliefs": report.assert_no_drift,
-        "times": lambda: report.assert_hit_ratio(times=(1.0, turns)),
-        "no_worse": lambda: report.assert_no_worse(than=[turns, loads], ttft_p95=1.15),
+        "no_worse": lambda: report.assert_no_worse(than=[turns, loads], ttft_p95=1.5),
     }
-    if SETTINGS[setting][-1] is None:
+    if setting not in SPARSE:
         asked["balanced"] = report.assert_balanced
+    if router in ROUTERS:
+        asked["times"] = lambda: report.assert_hit_ratio(times=(1.0, turns))
+    if issubclass(router, RightRouter):
+        asked["beliefs"] = report.assert_no_drift
     found = []
     for name, require in asked.items():
         try:

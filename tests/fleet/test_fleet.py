@@ -260,7 +260,15 @@ def test_a_hook_that_raises_is_named():
         (lambda: Fleet(engines(), RoundRobin(), arrival_speedup=0), ValueError, "arrival_speedup"),
         (lambda: Fleet(engines(), RoundRobin(), semantics="9"), ValueError, "semantics"),
         (lambda: Fleet(engines(), RoundRobin(), object()), TypeError, r"index must have a method apply\(\)"),
-        (lambda: Fleet(engines(), RoundRobin()).run([]), ValueError, "Fleet: there is no request"),
+        (lambda: Fleet(engines(), RoundRobin()).run([]), ValueError, "Fleet: there is no request$"),
+        (
+            lambda: Fleet(engines(), RoundRobin()).run(iter(())),
+            ValueError,
+            (
+                "Fleet: there is no request: the trace is a tuple_iterator that has nothing left; one that was read once is empty, "
+                "a list is not$"
+            ),
+        ),
         (lambda: Fleet(engines(), RoundRobin()).run([1]), TypeError, "must be a TraceRequest or FleetRequest"),
         (
             lambda: Fleet([*engines(1), MockEngine(MockEngineArgs(block_size=8))], RoundRobin()),

@@ -72,6 +72,30 @@ def test_regret_is_that_of_the_selector_and_its_picks_have_all_candidates():
     assert pytest.approx(regret.worst.blocks, abs=0.01) == costs[pick["chosen"]] - min(costs.values())
 
 
+def test_the_worker_with_most_work_is_the_one_that_the_report_blames():
+    """A crash early on: by plain sums each of the others did more than the mean."""
+    engines = [MockEngine(ARGS, seed=at) for at in range(3)]
+    fleet = Fleet(engines, RoundRobin())
+    fleet.at(60).crash(1)
+    found = fleet.run(TRACE)
+    lead = found.page_data()["most_work"]
+    assert found.figure("balance_prompt_tokens") == lead["times"] < 1.25
+    assert lead["is_even"]
+    with pytest.raises(AssertionError, match=f"worker {lead['worker']} has "):
+        found.assert_balanced(1.0, of="prompt_tokens")
+
+
+def test_one_hot_worker_is_named_and_one_worker_is_not():
+    class Hot(RoundRobin):
+        def pick(self, request, candidates):
+            return 1 if request.number % 4 else super().pick(request, candidates)
+
+    lead = report(Hot()).page_data()["most_work"]
+    assert ("1", False) == (lead["worker"], lead["is_even"])
+    alone = Fleet([MockEngine(ARGS)], RoundRobin()).run(TRACE)
+    assert alone.page_data()["most_work"] is None
+
+
 def test_without_a_record_it_says_what_is_missing():
     data = report().page_data()
     assert data["samples"] is None

@@ -1,16 +1,19 @@
 """The report of a fleet: figures by worker and in all, by hand on traces that one can read; compared, recorded, required."""
 
 import json
+from itertools import pairwise
 from random import Random
 
 import pytest
-from depth import seeds
+from depth import few, seeds
 
-from pytest_kvmock import EngineProfile, RouterHarness
-from pytest_kvmock.fleet import Fleet, FleetRequest, MockEngine, MockEngineArgs
+from pytest_kvmock import EngineProfile, Prompt, RouterHarness
+from pytest_kvmock.engine.nested_args import SglangArgs
+from pytest_kvmock.fleet import Fleet, FleetReport, FleetRequest, MockEngine, MockEngineArgs
 from pytest_kvmock.fleet.fleet_figures import FIGURES
+from pytest_kvmock.fleet.report import statistics
 from pytest_kvmock.fleet.routing_figures import Choice, assert_balanced, jain, max_to_mean, of_best
-from pytest_kvmock.router import DynamoRouter, MostCached, RoundRobin
+from pytest_kvmock.router import DynamoRouter, LeastLoaded, MostCached, RoundRobin
 from pytest_kvmock.testing import RightRouter
 from pytest_kvmock.traces import TraceRequest, synthetic_trace
 
@@ -62,11 +65,63 @@ def test_the_arithmetic_takes_plain_rows():
     assert jain({}) is None
 
 
-def test_balance_is_by_the_time_that_a_worker_was_there():
+def test_balance_is_by_the_share_of_picks_at_which_a_worker_was_a_candidate():
     counts, alive = {0: 4, 1: 2, 2: 0}, {0: 1.0, 1: 0.5, 2: 0.0}
     assert 1.0 == max_to_mean(counts, alive)
     assert 1.0 == jain(counts, alive)
     assert_balanced("requests", counts, 1.0, alive)
+
+
+@pytest.mark.parametrize(("count", "limit"), [(2, 1.5), (3, 1.8), (4, 2.0), (8, 2.0)])
+def test_without_a_limit_it_is_that_of_as_many_workers(count, limit):
+    """Of so many picks: the first worker has as much as it may, then one more."""
+    most = round(1000 * limit / count)
+    for first, is_right in ((most, True), (most + 1, False)):
+        rest = (1000 - first) / (count - 1)
+        counts = {0: first, **dict.fromkeys(range(1, count), rest)}
+        if is_right:
+            assert_balanced("requests", counts)
+        else:
+            with pytest.raises(AssertionError, match=f"times the mean of requests, must be at most {limit:g} times"):
+                assert_balanced("requests", counts)
+
+
+@pytest.mark.parametrize("there", [1.0, 0.5, 0.1, 0.01])
+def test_without_a_limit_one_that_has_all_is_never_balanced(there):
+    """Where a second worker was there for a while, and got nothing: no assignment is more uneven than that."""
+    with pytest.raises(AssertionError, match="worker 0 has"):
+        assert_balanced("requests", {0: 1000, 1: 0}, there={0: 1.0, 1: there})
+    assert_balanced("requests", {0: 1000 * (1 - there / 2), 1: 1000 * there / 2}, there={0: 1.0, 1: there})
+
+
+@pytest.mark.parametrize("within", [None, 1.0, 2.0])
+def test_one_worker_is_balanced(within):
+    assert_balanced("requests", {0: 9}, within)
+    assert_balanced("requests", {0: 9, 1: 3}, within, {0: 0.75, 1: 0.25})  # one after the other
+    fleet(Fixed(0, 0), count=1).run([request(500 * each, [each]) for each in range(2)]).assert_balanced(within)
+
+
+def test_a_limit_that_no_assignment_could_break_is_refused():
+    report = fleet(Fixed(1, 1, 1, 1)).run([request(500 * each, [1, each + 2]) for each in range(4)])
+    text = (
+        r"^assert_balanced: within=2 can never fail: a pick had 2 candidates, so that no worker can have more than 2 times the mean of "
+        r"requests; give less, or nothing for 1\.5$"
+    )
+    with pytest.raises(ValueError, match=text):
+        report.assert_balanced(2.0)
+    with pytest.raises(ValueError, match="within=2 can never fail: a pick had 2 candidates"):
+        report.assert_balanced(2.0, of="prompt_tokens")
+    for within in (1.99, None):
+        with pytest.raises(AssertionError, match=r"worker 1 has 2\.00 times the mean"):
+            report.assert_balanced(within)
+    there = {0: 1.0, 1: 1.0, 2: 0.2}
+    with pytest.raises(ValueError, match=r"within=2\.2 can never fail: a pick had 2\.2 candidates on the mean"):
+        assert_balanced("requests", {0: 9, 1: 1, 2: 0}, 2.2, there)
+    # One that was there for a short time may have computed all of the tokens: 2.2 / 0.2 times the mean.
+    with pytest.raises(AssertionError, match=r"worker 2 has 11\.00 times"):
+        assert_balanced("prompt tokens", {0: 0, 1: 0, 2: 50}, 10.9, there)
+    with pytest.raises(ValueError, match="no worker can have more than 11 times"):
+        assert_balanced("prompt tokens", {0: 0, 1: 0, 2: 50}, 11, there)
 
 
 def test_one_that_has_too_much_is_named():
@@ -181,6 +236,25 @@ def test_json_has_the_keys_of_dynamo_and_its_own_under_one():
     assert report.figure("ttft_p95", 1) == routed["workers"][1]["ttft_p95"]
 
 
+def test_an_engine_by_itself_has_the_percentiles_of_its_release():
+    """One run of one engine has one p90 of its gaps, whoever reports it: from 1.6.1 on it comes from a sketch."""
+    rows = [request(10.0 * each, range(each, each + 2 + each % 3), 2 + each % 7) for each in range(30)]
+    for semantics, differ in (("1.3.1", False), ("1.6.1", True)):
+        args = MockEngineArgs(num_gpu_blocks=96, block_size=4, semantics=semantics)
+        engine = MockEngine(args, backend="vllm" if differ else "lineage")
+        for each in rows:
+            engine.submit(Prompt(hashes=each.hash_ids), each.output_length, each.timestamp)
+        alone = engine.run().to_json()
+        gaps = [later - token for done in engine.requests for token, later in pairwise(done.token_ms)]
+        exact = statistics("itl_ms", gaps)["p90_itl_ms"]
+        assert differ == (exact != alone["p90_itl_ms"])
+        names = ("itl_ms", "output_token_throughput_per_user", "ttft_ms", "e2e_latency_ms")
+        served = Fleet([MockEngine(args, backend=engine.worker.backend)], RoundRobin()).run(rows).to_json()
+        for name in names:
+            for point in ("mean", "median", "p90", "p99", "max"):
+                assert served[f"{point}_{name}"] == alone[f"{point}_{name}"], (semantics, point, name)
+
+
 def test_every_figure_has_a_value_by_its_name():
     report = fleet(slo_ttft_ms=100).run(trace())
     row = report.row()
@@ -199,14 +273,64 @@ def test_a_report_is_printed_as_a_table():
     assert lines[6].startswith("30 ms: crash of worker 1")
 
 
+@pytest.mark.parametrize("semantics", ["1.2.1", "1.6.1"])
+def test_the_repr_of_a_report_is_a_line(semantics):
+    args = MockEngineArgs(num_gpu_blocks=96, block_size=4, semantics=semantics)
+    report = fleet(RoundRobin(), args=args, stop_ms=400, record=True).run(trace(), name="mine")
+    done = len(report.completed)
+    assert 0 < done < report.arrived < 40
+    assert f"<FleetReport: RoundRobin on mine, {done} of {len(report.requests)} requests finished>" == repr(report)
+    kind = "LaterReplayReport" if semantics == "1.6.1" else "ReplayReport"
+    assert f"<{kind}: {done} of {len(report.requests)} requests finished>" == repr(report.replay)
+    assert len(repr(report.run)) < 1000
+    engine = MockEngine(args)
+    engine.submit([1, 2, 3], 2)
+    assert f"<{kind.replace('Replay', 'Engine')}: 1 of 1 requests finished>" == repr(engine.run())
+
+
 def test_a_worker_that_came_late_counts_by_its_time():
     rows = [request(100 * each, [each], 1) for each in range(11)]
     one = fleet(Fixed(0, 1, 0, 1, 0, 1, 2, 0, 1, 2, 0))
     one.at(500).join(engine=MockEngine(ARGS))
     report = one.run(rows)
     counts, alive = report.counts("requests")
-    assert ({0: 5, 1: 4, 2: 2}, {0: 1.0, 1: 1.0, 2: 0.5}) == (counts, alive)
-    assert 5 / (11 / 2.5) == report.figure("balance_requests")
+    assert ({0: 5, 1: 4, 2: 2}, {0: 1.0, 1: 1.0, 2: 6 / 11}) == (counts, alive)
+    assert 5 / (11 / (2 + 6 / 11)) == report.figure("balance_requests")
+
+
+@pytest.mark.parametrize("of", ["requests", "prompt_tokens", "open_requests"])
+def test_balance_is_by_the_picks_of_a_worker_and_not_by_the_time(of):
+    """One late request stretches the time a hundred times; the worker that left was there for half of the picks."""
+    rows = [request(100 * each, [each], 1) for each in range(7)]
+    one = fleet(Fixed(0, 1, 0, 1, 0, 0, 0, 0), count=2)
+    one.at(350).leave(1)
+    report = one.run([*rows, request(60_000, [9], 1)])
+    assert {0: 1.0, 1: 0.5} == report.counts(of)[1]
+    assert (6 / 8 * 1.5) == report.figure("balance_requests") == report.figure("balance_prompt_tokens")
+
+
+def test_one_that_crashed_is_a_candidate_until_the_router_knows():
+    """Picks that came back count too: they were sent there."""
+    rows = [request(100 * each, [each], 1) for each in range(6)]
+    one = fleet(Fixed(0, 1, 0, 1, 0, 0, 0))
+    one.at(250).crash(1, notice_ms=100)
+    report = one.run(rows)
+    assert 7 == len(report.picks)
+    assert ({0: 5, 1: 2}, {0: 1.0, 1: 4 / 7}) == report.counts("requests")
+    assert 250 == report.to_json()["fleet"]["workers"][1]["until_ms"]
+
+
+@pytest.mark.parametrize("seed", few(range(10), 2))
+@pytest.mark.parametrize("happen", ["crash", "leave"])
+@pytest.mark.parametrize("router", [RoundRobin, LeastLoaded, DynamoRouter])
+@pytest.mark.parametrize("count", [2, 4])
+def test_right_routers_are_balanced_after_one_worker_is_gone(router, happen, count, seed):
+    """Late turns of sessions stretch the run to several times the time in which most requests are picked for."""
+    one = fleet(router(), count)
+    getattr(one.at(800), happen)(1)
+    rows = trace(200, seed, groups=8, delay_ms=(50, 400), interval_ms=20)
+    report = one.run([*rows, request(rows[-1].timestamp + 60_000, [1, 2, 3])])
+    report.assert_balanced()
 
 
 def test_rows_of_requests_have_their_pick():
@@ -226,6 +350,95 @@ def test_in_1_6_the_pick_is_in_the_routing_history_too():
     assert (0, 2, 2) == tuple(
         history[f"{name}_blocks"] for name in ("selected_overlap", "best_available_overlap", "overlap_regret")
     )
+
+
+class Queues(Fixed):
+    """Has requests wait while one is open."""
+
+    open = 0
+
+    def pick(self, request, candidates):
+        return None if self.open else super().pick(request, candidates)
+
+    def dispatched(self, request, worker):
+        self.open += 1
+
+    def finished(self, request):
+        self.open -= 1
+
+
+@pytest.mark.parametrize("semantics", ["1.2.1", "1.6.1"])
+def test_overlaps_of_one_that_waited_are_those_of_its_arrival_as_1_6_1_reports_them(semantics):
+    """The first is computed, then the second while the third waits: all arrive at empty engines, the third finds its prefix on both."""
+    args = MockEngineArgs(num_gpu_blocks=96, block_size=4, semantics=semantics)
+    backend = "vllm" if semantics == "1.6.1" else "lineage"
+    rows = [request(0, [1, 2, 3]), request(0, [1, 2, 4]), request(0, [1, 2, 5])]
+    report = Fleet([MockEngine(args, backend=backend) for _ in range(2)], Queues(0, 1, 0)).run(rows)
+    third = report.picks[2]
+    assert third.waited_ms > 0
+    assert (0, 0) == (third.overlap, third.best_overlap)
+    assert (2, 2) == (third.held, third.best_held)
+    row = report.per_request()[2]
+    for of in (row, *row.get("routing_history", ())):
+        assert (0, 0, 0) == tuple(
+            of[f"{name}_blocks"] for name in ("selected_overlap", "best_available_overlap", "overlap_regret")
+        )
+    # What was given away, and what was promised, is by what was held when it was picked for.
+    assert (2, 2) == (row["promised_blocks"], row["found_blocks"])
+    whole = report.row()
+    assert (2, 4, 0.5) == (whole["overlap_selected"], whole["overlap_best"], whole["of_best"])
+    assert 2 / 3 == whole["overlap_regret"]
+    assert (0, 0) == (whole["promised_not_found"], whole["found_not_promised"])
+    page = report.page_data()["requests"]
+    assert ([0, 0, 2], [0, 2, 2]) == (page["overlap"], page["best_overlap"])
+
+
+def test_one_that_is_sent_anew_has_the_overlaps_of_its_second_arrival():
+    rows = [request(0, [1, 2, 3], 2), request(500, [1, 2, 4], 60)]
+    one = fleet(Fixed(0, 1, 0))
+    one.at(520).crash(1)
+    report = one.run(rows)
+    assert [(0, 2), (2, 2)] == [(pick.overlap, pick.best_overlap) for pick in report.picks[1:]]
+
+
+@pytest.mark.parametrize(
+    ("semantics", "backend", "reused"),
+    [("1.2.1", "sglang", 8), ("1.3.1", "sglang", 8), ("1.6.1", "mocker_sglang_1_6", 60)],
+)
+def test_before_1_6_a_prefill_of_sglang_reads_at_most_one_chunk_of_a_prefix(semantics, backend, reused):
+    """So `of_ideal` is low there, whatever the router does: the docstring says so."""
+    args = MockEngineArgs(
+        "sglang", num_gpu_blocks=96, block_size=4, semantics=semantics, sglang=SglangArgs(chunked_prefill_size=8)
+    )
+    rows = [request(0, range(16)), request(5000, range(16))]
+    report = Fleet([MockEngine(args, backend=backend)], Fixed(0, 0)).run(rows)
+    assert reused / 64 == report.figure("of_ideal")
+    assert "at most one chunk" in " ".join(FleetReport.assert_hit_ratio.__doc__.split())
+
+
+REUSES = ["lineage", "multi_lru", "hash_cache", "vllm", "sglang", "mocker_sglang"]
+
+
+@pytest.mark.parametrize("backend", REUSES)
+def test_what_is_promised_is_what_an_engine_may_reuse(backend):
+    """Four whole blocks, all cached: an engine that computes the last token again reuses three of them, another one all."""
+    args = MockEngineArgs("sglang" if "sglang" in backend else "vllm", num_gpu_blocks=96, block_size=4)
+    engine = MockEngine(args, backend=backend)
+    report = Fleet([engine], Fixed(0, 0)).run([request(0, [1, 2, 3, 4]), request(500, [1, 2, 3, 4])])
+    blocks = 3 if engine.worker.traits.recomputes_last_token else 4
+    row = report.per_request()[1]
+    assert (blocks, blocks) == (row["promised_blocks"], row["found_blocks"])
+    assert (0, 0) == tuple(report.figure(name) for name in ("promised_not_found", "found_not_promised"))
+
+
+@pytest.mark.parametrize(("kind", "backend"), [("vllm", "vllm"), ("sglang", "mocker_sglang_1_6")])
+@pytest.mark.parametrize(("output", "blocks"), [(0, 4), (1, 3)])
+def test_in_1_6_one_without_output_may_reuse_its_last_token(kind, backend, output, blocks):
+    args = MockEngineArgs(kind, num_gpu_blocks=96, block_size=4, semantics="1.6.1")
+    rows = [request(0, [1, 2, 3, 4]), request(500, [1, 2, 3, 4], output)]
+    report = Fleet([MockEngine(args, backend=backend)], Fixed(0, 0)).run(rows)
+    row = report.per_request()[1]
+    assert (blocks, blocks) == (row["promised_blocks"], row["found_blocks"])
 
 
 # --------------------------------------------------------------------------------------------------------- compare
@@ -355,6 +568,20 @@ def test_regret_is_of_true_caches_though_the_router_hears_late():
     late = fleet(MostCached(), record=True, event_delay_ms=10_000).run(rows).regret(Own())
     assert [(1, 2)] == late.picks
     assert "the router was shown overlaps 0, 0" in late.explain()
+
+
+def test_regret_of_polled_loads_says_what_polls_do():
+    """A right router that was shown what was polled a while ago is not blamed without that being said."""
+    polled = fleet(DynamoRouter(tie="first"), loads="engine", loads_every_ms=500, record=True).run(trace())
+    with pytest.raises(AssertionError) as failure:
+        polled.assert_regret(DynamoRouter())
+    assert str(failure.value).endswith(
+        "note: the router was shown the loads of the engines, up to 500 ms old, and regret is by the true ones of the load book: "
+        "a right router has some too"
+    )
+    with pytest.raises(AssertionError) as failure:
+        fleet(Fixed(0, 1), record=True).run([request(0, [1, 2]), request(500, [1, 2])]).assert_regret(DynamoRouter())
+    assert "note" not in str(failure.value)
 
 
 def test_regret_needs_a_record_and_a_selector():

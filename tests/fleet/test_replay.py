@@ -207,7 +207,13 @@ ONE = [request(0.0, [1])]
 @pytest.mark.parametrize(
     ("requests", "engines", "options", "message"),
     [
-        ([], 1, {}, "replay: there is no request"),
+        ([], 1, {}, "replay: there is no request$"),
+        (
+            (each for each in ()),
+            1,
+            {},
+            "replay: there is no request: the trace is a generator that has nothing left; one",
+        ),
         (ONE, 0, {}, "replay: engines must be at least one, got none"),
         (ONE, 1, {"concurrency": 0}, "replay: concurrency must be an integer of at least 1, or None, got 0"),
         (ONE, 1, {"concurrency": 1.5}, "replay: concurrency must be an integer"),

@@ -1,33 +1,38 @@
-"""How often right routers fail what a test may require of a report: Dynamo's cost, llm-d's scorers, SGLang's rule.
+"""How often right routers fail what a test may require of a report: Dynamo's cost, llm-d's scorers, SGLang's rule, five without an index.
 
-`--all-routers` plays 30 seeds in 7 settings (six minutes), else the first few of them are.
+`--all-routers` plays 10 seeds in 16 settings (half an hour), else a few of them are.
 """
 
 from collections import Counter
 
 import pytest
-from depth import DEEP, few
-from right_routers import ROUTERS, SETTINGS, baselines, failures
+from depth import few
+from right_routers import CALM, POLICIES, ROUTERS, SETTINGS, baselines, failures
 
-NEVER = {"beliefs", "times", "balanced"}
-COUNT = 400 if DEEP else 200  # requests; at a desk settings and seeds are fewer too
+COUNT = 200  # requests
 
 
-@pytest.mark.parametrize("setting", few(SETTINGS))
-@pytest.mark.parametrize("seed", few(range(3)))
-def test_right_routers_fail_nothing_that_they_must_not(setting, seed):
-    for router in ROUTERS:
-        assert NEVER.isdisjoint(failures(router, setting, seed, COUNT)), router.__name__
+def wrong(setting, seed):
+    """What right routers fail that they must not: near saturation those that know no caches may have any latency."""
+    found = [(router.__name__, name) for router in ROUTERS for name in failures(router, setting, seed, COUNT)]
+    for router in POLICIES:
+        may = set() if setting in CALM else {"no_worse"}
+        found += [(router.__name__, name) for name in failures(router, setting, seed, COUNT) if name not in may]
     baselines.cache_clear()
+    return found
 
 
-def test_how_often_right_routers_fail(pytestconfig):
+@pytest.mark.parametrize("setting", few(SETTINGS, 2))
+@pytest.mark.parametrize("seed", few(range(2)))
+def test_right_routers_fail_nothing_that_they_must_not(setting, seed):
+    assert [] == wrong(setting, seed)
+
+
+def test_right_routers_fail_nothing_in_any_setting(pytestconfig):
     if not pytestconfig.getoption("--all-routers"):
-        pytest.skip("six minutes: run it with --all-routers")
-    failed = Counter()
+        pytest.skip("half an hour: run it with --all-routers")
+    found = Counter()
     for setting in SETTINGS:
-        for seed in range(30):
-            failed.update(name for router in ROUTERS for name in failures(router, setting, seed))
-            baselines.cache_clear()
-    assert not NEVER & failed.keys()
-    assert 4 >= failed["no_worse"]
+        for seed in range(10):
+            found.update((setting, *each) for each in wrong(setting, seed))
+    assert not found

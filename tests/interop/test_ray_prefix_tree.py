@@ -91,7 +91,7 @@ def test_it_reuses_more_than_turns_and_lets_nobody_wait():
     report = served_by(RayRule(tree.PrefixTree(), imbalanced=10))
     report.assert_hit_ratio(times=(1.2, turns))
     report.assert_balanced(within=2.0)
-    report.assert_no_worse(than=[turns, loads], ttft_p95=1.15)
+    report.assert_no_worse(than=[turns, loads], ttft_p95=1.5)
 
 
 class SaysWhatItSent(RayRule):

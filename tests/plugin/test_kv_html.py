@@ -120,6 +120,46 @@ def test_states_are_those_after_each_event(pages):
     worker = data["events"][0]["worker"]
     answers = states["steps"][2]["answers"]
     assert ({worker: 1}, {worker: 2}, "2") == (answers["reference"], answers["index"], answers["block"])
+    assert [False, False, True] == [step["answers"]["differ"] for step in states["steps"]]
+
+
+class Hides:
+    """Its dump does not show what it answers by."""
+
+    def __init__(self):
+        self.answering, self.dumped = Deaf(), RadixIndex()
+
+    def apply(self, event):
+        self.answering.apply(event)
+        self.dumped.apply(event)
+
+    def find_matches(self, local_hashes):
+        return self.answering.find_matches(local_hashes)
+
+    def dump_events(self):
+        return self.dumped.dump_events()
+
+
+class Mute(Deaf):
+    dump_events = None
+
+
+@pytest.mark.parametrize(
+    ("index", "before", "after"),
+    [
+        (Deaf, "on which all agree", "which the books hold alike, though the answers above differ"),
+        (Hides, "on which all agree", "which the books hold alike, though the answers above differ"),
+        (Mute, "which ledger and reference hold alike", "which the books hold alike, though the answers above differ"),
+        (None, "which ledger and reference hold alike", "which ledger and reference hold alike"),
+    ],
+)
+def test_chains_that_are_left_out_are_no_agreement_where_answers_differ(index, before, after):
+    """A Removed that the index ignores: what it answers is no agreement, be the chain shown or not."""
+    kv = RouterHarness(backend="lru", index=None if index is None else index())
+    kv.apply([Stored(None, (1,), (11,)), Stored(None, (2,), (12,)), Removed((2,))])
+    found = failure_data(kv, "")["states"]
+    assert [before, before, after] == [step["left_out"] for step in found["steps"]]
+    assert before == found["left_out"]
 
 
 def test_the_smallest_reproduction_is_there_however_short_the_test(pages):

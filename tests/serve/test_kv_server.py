@@ -408,7 +408,10 @@ def test_assertions_name_the_worst_request(server):
         AssertionError, match=r"of_best is 0, must be at least 0.9\nrequest 1 \(4 blocks\) was sent to worker 1"
     ):
         server.routing.assert_hit_ratio(of_best=0.9)
+    server.routing.assert_balanced()
     server.routing.assert_balanced(within=1.0)
+    with pytest.raises(ValueError, match="within=2 can never fail: a pick had 2 candidates"):
+        server.routing.assert_balanced(within=2.0)
     with pytest.raises(ValueError, match="got neither"):
         server.routing.assert_hit_ratio()
 

@@ -391,3 +391,18 @@ def test_what_a_prompt_carries_is_cut_where_it_reads():
     item = "[('1c1c1c1c1c...1c1c1c1c1c', 0, 2)]"
     assert f"looked up abcd with multimodal={item}: expected {{0: 4}}" in failure
     assert f"worker 0 stored abc with multimodal={item}\n" in failure
+
+
+def test_a_long_chain_is_its_number_of_blocks():
+    """Its letters are none that anybody reads."""
+
+    class Short(RadixIndex):
+        def find_matches(self, local_hashes, early_exit=False):
+            return super().find_matches(local_hashes[:1000], early_exit)
+
+    contract = subject(IndexContract, make_index=lambda self: Short())
+    failure = failure_of(contract, "test_a_chain_may_be_long")
+    text = "looked up 1,500 blocks: expected {0: 1500}, the index answered {(0, 0): 1000}\n"
+    assert failure.startswith(f"AssertionError: {text}")
+    assert "worker 0 stored 1,500 blocks\n" in f"{failure}\n"
+    assert failure.isascii()
