@@ -126,6 +126,30 @@ def test_after_an_announced_restart_nothing_is_promised():
     assert [0, 2, 0, 0, 2, 2] == seen
 
 
+@pytest.mark.parametrize("delay", [0, 30])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_after_an_announced_restart_a_router_hears_every_event(ranks, delay):
+    heard = []
+
+    class Router(Watched):
+        def apply(self, event):
+            heard.append((event.key, event.event.event_id, type(event.data).__name__))
+
+        def worker_added(self, worker):
+            heard.clear()
+
+    args = replace(ARGS, engine_type="sglang", dp_size=ranks)
+    fleet = Fleet(
+        [MockEngine(args, backend="sglang", seed=seed) for seed in range(2 * ranks)], Router(), event_delay_ms=delay
+    )
+    fleet.at(60).restart(1)
+    fleet.run(requests())
+    for rank in range(ranks):
+        own = [each[1:] for each in heard if each[0] == (1, rank)]
+        assert (0, "Cleared") == own[0]
+        assert list(range(len(own))) == [number for number, _ in own]
+
+
 def test_a_worker_that_leaves_ends_what_it_has():
     router = Watched()
     fleet = Fleet(engines(2), router)

@@ -8,6 +8,7 @@ from pytest_kvmock.events import Removed
 from pytest_kvmock.fleet import MockEngine, RouterError
 from pytest_kvmock.programs.interpreter import Interpreter
 from pytest_kvmock.router import LeastLoaded, RadixIndex, RoundRobin
+from pytest_kvmock.router.routing import stream_of
 from pytest_kvmock.traces import synthetic_trace
 
 BACKENDS = ["lineage", "multi_lru", "hash_cache", "vllm", "mocker_sglang", "sglang"]
@@ -35,6 +36,23 @@ class Blind(RadixIndex):
             if self.count % 3 == 0:
                 return
         super().apply(event)
+
+
+class Numbering(RoundRobin):
+    """Notes where the event ids of a stream do not go on, since it was told last that its worker begins."""
+
+    def __init__(self):
+        super().__init__()
+        self.last, self.gaps = {}, []
+
+    def apply(self, event):
+        expected = self.last.get(event.key, event.event.event_id - 1) + 1  # it may have begun before the run
+        if event.event.event_id != expected:
+            self.gaps.append((event.key, expected, event.event.event_id))
+        self.last[event.key] = event.event.event_id
+
+    def worker_added(self, worker):
+        self.last[stream_of(worker)] = -1
 
 
 @pytest.mark.parametrize("delay", [0, 35, lambda event: 10 * event.worker_id], ids=["at-once", "late", "by-worker"])
@@ -65,6 +83,18 @@ def test_incidents_are_no_problem_by_themselves(happen, delay, index):
         fleet = world.fleet(event_delay_ms=delay)
         happen(fleet.at(100))
         assert 40 == len(fleet.run(trace()).completed)
+
+
+@pytest.mark.parametrize("delay", [0, 30])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_worker_that_restarts_announced_begins_all_its_streams_anew(backend, ranks, delay):
+    router = Numbering()
+    with RouterHarness(EngineProfile(num_blocks=64, block_size=4, workers=3, dp_size=ranks), backend) as world:
+        fleet = world.fleet(router, event_delay_ms=delay)
+        fleet.at(100).restart(1)
+        assert 40 == len(fleet.run(trace()).completed)
+    assert [] == router.gaps
 
 
 def test_a_silent_restart_is_an_injected_fault():
