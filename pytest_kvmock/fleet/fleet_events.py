@@ -93,6 +93,9 @@ class Knowledge(Protocol):
     def restart(self, worker: Worker, engine: MockEngine, *, announced: bool) -> None:
         """Restart a worker: it is empty, and its requests are lost; where it is announced, what is known of it is dropped."""
 
+    def crash(self, worker: Worker, engine: MockEngine) -> None:
+        """Have a worker die: its requests are lost, and nothing that it has not published by now ever comes."""
+
     def remove(self, worker: Worker) -> None:
         """Drop what is known of a worker that is gone."""
 
@@ -239,6 +242,10 @@ class Heard:
             self._on_the_way.drop(*stream_of(worker))
             self._remove_from_indexes(id_of(worker))
         engine.worker.restart()
+
+    def crash(self, worker: Worker, engine: MockEngine) -> None:  # noqa: ARG002 - it is told to the engine alone
+        """Have a worker die."""
+        engine.worker.crash()
 
     def remove(self, worker: Worker) -> None:
         """Drop what is known of a worker that is gone."""

@@ -172,6 +172,11 @@ class JudgedEvents:
         else:
             self._harness.faults.restart(worker)
 
+    def crash(self, worker: Worker, engine: MockEngine) -> None:
+        """Have a worker die: what it has published may still come, and nothing after that."""
+        self._harness.faults.crashed(worker)
+        engine.worker.crash()
+
     def remove(self, worker: Worker) -> None:
         """Remove a worker that is gone from router and index."""
         self._on_the_way.drop(id_of(worker))

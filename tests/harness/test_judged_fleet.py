@@ -1,11 +1,14 @@
 """A fleet over the workers of a harness: verdict, faults, late events, incidents, and reproduction from what was recorded."""
 
+from collections import Counter
+
 import pytest
 from depth import seeds
 
 from pytest_kvmock import EngineProfile, RouterHarness
 from pytest_kvmock.events import Removed
 from pytest_kvmock.fleet import MockEngine, RouterError
+from pytest_kvmock.hygiene.entries import Injected
 from pytest_kvmock.programs.interpreter import Interpreter
 from pytest_kvmock.router import LeastLoaded, RadixIndex, RoundRobin
 from pytest_kvmock.router.routing import stream_of
@@ -97,6 +100,31 @@ def test_a_worker_that_restarts_announced_begins_all_its_streams_anew(backend, r
     assert [] == router.gaps
 
 
+@pytest.mark.parametrize("delay", [0, 30])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("notice_ms", [0, 60, 10_000], ids=["at-once", "noticed-later", "noticed-never"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_dead_worker_publishes_nothing(backend, notice_ms, ranks, delay):
+    published, by_its_end = Counter(), []
+
+    class Router(Numbering):
+        def finished(self, request):
+            if request.status == "lost" and not by_its_end:
+                by_its_end.append(published[1])
+
+    router = Router()
+    world = RouterHarness(EngineProfile(num_blocks=64, block_size=4, workers=3, dp_size=ranks), backend)
+    world.add_sink(lambda event: published.update([event.worker_id]))
+    fleet = world.fleet(router, event_delay_ms=delay)
+    fleet.at(100).crash(1, notice_ms=notice_ms)
+    assert 40 == len(fleet.run(trace()).completed)
+    assert by_its_end == [published[1]]
+    assert [] == router.gaps
+    assert [] == world.judge().errors
+    injected = [entry.injection for entry in world.recording.journal if isinstance(entry, Injected)]
+    assert ["crash"] * ranks == [each.kind for each in injected]
+
+
 def test_a_silent_restart_is_an_injected_fault():
     world = harness()
     fleet = world.fleet()
@@ -148,14 +176,14 @@ def shapes(world):
     }
 
 
-@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("happens", [None, "restart", "crash"])
 @pytest.mark.parametrize("seed", seeds(20))
 @pytest.mark.parametrize("backend", ["lineage", "vllm", "mocker_sglang"])
-def test_what_was_recorded_makes_the_same_events(backend, seed, restarts):
+def test_what_was_recorded_makes_the_same_events(backend, seed, happens):
     world = harness(backend, name=str(seed))
     fleet = world.fleet(LeastLoaded() if seed % 2 else None, concurrency=seed % 4 or None)
-    if restarts:
-        fleet.at(150).restart(seed % 3)
+    if happens is not None:
+        getattr(fleet.at(150), happens)(seed % 3)
     fleet.run(trace(seed=seed))
     again = harness(backend, name=str(seed))
     for key in world.workers:
@@ -163,7 +191,7 @@ def test_what_was_recorded_makes_the_same_events(backend, seed, restarts):
     interpreter = Interpreter(again)
     for step in world.recording.recorded():
         interpreter.do(step.operation)
-    look = shapes if restarts and backend != "lineage" else streams
+    look = shapes if happens is not None and backend != "lineage" else streams
     assert look(world) == look(again)
 
 
