@@ -100,6 +100,16 @@ def test_the_first_token_ever_counts():
     assert alone.per_request()[0]["last_token_ms"] < report.per_request()[0]["last_token_ms"]
 
 
+def test_the_first_token_ever_counts_after_two_crashes():
+    fleet = Fleet(engines(3), RoundRobin())
+    alone = Fleet(engines(3), RoundRobin()).run(requests(1, output=60)).per_request()[0]
+    fleet.at(alone["first_token_ms"] + 20).crash(0)
+    fleet.at(2 * alone["first_token_ms"] + 80).crash(2)
+    report = fleet.run(requests(1, output=60))
+    assert [0, 2, 1] == [pick.worker for pick in report.picks]
+    assert alone["first_token_ms"] == report.per_request()[0]["first_token_ms"]
+
+
 def test_a_restart_that_is_announced_is_told_and_a_silent_one_is_not():
     announced, silent = Watched(), Watched()
     for router, says in ((announced, True), (silent, False)):
