@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 # A request is open from its arrival to its last token. A pass of no time ends as it starts, and what it causes comes
 # after all passes that start at that moment.
 
-_ActionKind: TypeAlias = Literal["reserve", "prefill", "transfer", "activate", "release"]
+_ActionKind: TypeAlias = Literal["reserve", "prefill", "transfer", "activate", "release", "retry"]
 
 
 class Handoff:
@@ -215,7 +215,7 @@ class Handoffs:
         self.made.remove(handoff)
         return handoff
 
-    def give_back(self, handoff: Handoff, now_ms: float) -> None:
+    def give_back(self, handoff: Handoff) -> None:
         """Free the blocks that were reserved for a request which its source rejected."""
 
     def check_progress(self, engine: Driven, done: ForwardPass) -> None:
@@ -363,11 +363,7 @@ class ReservingHandoffs(Handoffs):
 
     def nothing_done(self, engine: Driven, now_ms: float) -> bool:
         """Note the end of a pass that could do nothing, which tries to reserve as any other end does; whether it did."""
-        reserved = None if engine not in self._queues else self._reserve_first(engine, now_ms)
-        if reserved is None:
-            return False
-        self._actions.append(reserved)
-        return True
+        return engine in self._queues and self._try_next(engine, now_ms)
 
     @staticmethod
     def _settle(handoff: Handoff) -> None:
@@ -389,6 +385,10 @@ class ReservingHandoffs(Handoffs):
             handoff = action.handoff
             if action.kind == "reserve":
                 self._enqueue(handoff, now_ms)
+            elif action.kind == "retry":
+                assert handoff.destination is not None
+                if handoff.destination not in self._busy:  # else the end of its pass does
+                    self._try_next(handoff.destination, now_ms)
             elif action.kind == "prefill":
                 self._blocked.discard(self._compute(handoff))
             elif action.kind == "transfer":
@@ -426,9 +426,14 @@ class ReservingHandoffs(Handoffs):
         engine.hold_back_prompts(True)
         self._blocked.discard(engine)  # it may admit others now
         if engine not in self._busy:
-            reserved = self._reserve_first(engine, now_ms)
-            if reserved is not None:
-                self._actions.append(reserved)
+            self._try_next(engine, now_ms)
+
+    def _try_next(self, engine: Driven, now_ms: float) -> bool:
+        """Reserve blocks for the first of an engine's queue, and cause what comes of it; whether that could be done."""
+        reserved = self._reserve_first(engine, now_ms)
+        if reserved is not None:
+            self._actions.append(reserved)
+        return reserved is not None
 
     def _reserve_first(self, engine: Driven, now_ms: float) -> _Action | None:
         """Reserve blocks for the first of an engine's queue, if that is due and they are there; what that causes."""
@@ -465,9 +470,7 @@ class ReservingHandoffs(Handoffs):
         if manager.num_active_blocks < active:
             self._queues[engine].freed += 1
         self._actions.append(_Action("release", handoff))
-        reserved = self._reserve_first(engine, now_ms)
-        if reserved is not None:
-            self._actions.append(reserved)
+        self._try_next(engine, now_ms)
 
     def _release(self, handoff: Handoff, now_ms: float) -> None:
         assert handoff.source is not None
@@ -490,15 +493,14 @@ class DestinationFirst(ReservingHandoffs):
         self._actions.append(_Action("reserve", handoff))
         return None
 
-    def give_back(self, handoff: Handoff, now_ms: float) -> None:
+    def give_back(self, handoff: Handoff) -> None:
         """Free the blocks that were reserved for a request which its source rejected; the next one is tried."""
         engine, request = handoff.destination, handoff.request
         assert engine is not None
         assert request is not None
         engine.abort(request)
         self._queues[engine].freed += 1
-        if engine not in self._busy and (reserved := self._reserve_first(engine, now_ms)) is not None:
-            self._actions.append(reserved)
+        self._actions.append(_Action("retry", handoff))
 
     def check_progress(self, engine: Driven, done: ForwardPass) -> None:
         """Look whether a decode engine runs requests, and has no page for any.

@@ -302,7 +302,7 @@ class _Replay:
                     self._note(cast("EngineRequest", request), None, handoff.turn)
                     self._arrivals.done(handoff.turn, self._now)
                     continue
-                self._handoffs.give_back(handoff, self._now)
+                self._handoffs.give_back(handoff)
                 handoff.request.status, handoff.request.ended_ms = "rejected", self._now
                 self._finished(handoff.request)
         if done.preempted and not done.generated:
