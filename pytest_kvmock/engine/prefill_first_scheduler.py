@@ -149,8 +149,9 @@ class PrefillFirstScheduler(SglangScheduler):
 
     def _run_ready(self, done: ForwardPass) -> None:
         """Run the requests whose prompts were computed elsewhere, as many as may run."""
-        most = math.inf if self._max_running is None else self._max_running
-        while self._ready and len(self._running) < most:
+        seats = math.inf if self._max_running is None else self._max_running - len(self._running)
+        while self._ready and seats > 0:  # one without output has a seat too, in this pass
+            seats -= 1
             request = self._ready.popleft()
             request.status = "running"
             request.admit(done.start_ms, 0)

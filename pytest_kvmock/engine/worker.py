@@ -502,6 +502,10 @@ class KvWorker:
         """
         self._record(Restart, self.worker_id, self.dp_rank, announced)
         self._announce_restart(announced)
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """Lose open requests and all that is cached, with another manager and another driver."""
         for request in self.requests:
             request.lose()
         self.requests.clear()
@@ -543,6 +547,11 @@ class KvWorker:
             self.publishes = False
             self.manager.sink = self._watch
         return cast("SchedulerDriver", self._driver)
+
+    def crash(self) -> None:
+        """Die: open requests are lost, and nothing is published any more, not even what was held. Nobody is notified."""
+        self.publishes, self._watch = False, None
+        self._begin_anew()
 
     def detach(self) -> None:
         """Take back `attach`: no engine uses this worker."""

@@ -112,7 +112,8 @@ class EngineSize(NamedTuple):
         """Return the size of an engine with these arguments."""
         release = args.release
         rejects = release.rejects_prompts or (release.queues_by_reservation and args.worker_type == "decode")
-        return cls(args.block_size, args.num_gpu_blocks, rejects, args.max_model_len, release.last_token_free)
+        last_token_free = release.last_token_free or (release.destination_first and args.worker_type == "prefill")
+        return cls(args.block_size, args.num_gpu_blocks, rejects, args.max_model_len, last_token_free)
 
     def rejects_prompt(self, tokens: int) -> bool:
         """Whether a prompt of so many tokens is rejected."""

@@ -16,7 +16,7 @@ from pytest_kvmock.checks import check_number
 from pytest_kvmock.events import RouterEvent
 from pytest_kvmock.fleet.mock_engine import MockEngine
 from pytest_kvmock.router.index import KvEventError, RadixIndex
-from pytest_kvmock.router.routing import id_of
+from pytest_kvmock.router.routing import id_of, stream_of
 
 if TYPE_CHECKING:
     from pytest_kvmock.events import StreamKey
@@ -93,6 +93,9 @@ class Knowledge(Protocol):
     def restart(self, worker: Worker, engine: MockEngine, *, announced: bool) -> None:
         """Restart a worker: it is empty, and its requests are lost; where it is announced, what is known of it is dropped."""
 
+    def crash(self, worker: Worker, engine: MockEngine) -> None:
+        """Have a worker die: its requests are lost, and nothing that it has not published by now ever comes."""
+
     def remove(self, worker: Worker) -> None:
         """Drop what is known of a worker that is gone."""
 
@@ -147,10 +150,14 @@ class Late(Generic[_T]):
         check_number(f"Fleet: what event_delay_ms returns of {event!r:.80}", delay, unit=" (milliseconds)")
         return delay
 
-    def drop(self, worker_id: int) -> None:
-        """Drop what is on its way of a worker that is gone."""
-        self._new = [each for each in self._new if each[0].worker_id != worker_id]
-        self._late = [each for each in self._late if each[2][0] != worker_id]
+    def drop(self, worker_id: int, dp_rank: int | None = None) -> None:
+        """Drop what is on its way of a worker that is gone; of one rank, if it is that which begins anew."""
+
+        def stays(key: StreamKey) -> bool:
+            return key[0] != worker_id or (dp_rank is not None and key[1] != dp_rank)
+
+        self._new = [each for each in self._new if stays(each[0].key)]
+        self._late = [each for each in self._late if stays(each[2])]
         heapify(self._late)
 
 
@@ -211,7 +218,7 @@ class Heard:
 
     def held_blocks(self, worker: Worker) -> int:
         """Return how many blocks a worker holds."""
-        return self._reference.num_blocks(*(worker if isinstance(worker, tuple) else (worker, 0)))
+        return self._reference.num_blocks(*stream_of(worker))
 
     def reference_overlaps(self, request: RouterRequest) -> Mapping[Worker, int]:
         """Return how many a `RadixIndex` of the same events finds."""
@@ -231,14 +238,21 @@ class Heard:
 
     def restart(self, worker: Worker, engine: MockEngine, *, announced: bool) -> None:
         """Restart a worker."""
+        if announced:  # what it publishes as it begins anew is not of its past
+            self._on_the_way.drop(*stream_of(worker))
+            self._remove_from_indexes(id_of(worker))
         engine.worker.restart()
-        if announced:
-            self.remove(worker)
+
+    def crash(self, worker: Worker, engine: MockEngine) -> None:  # noqa: ARG002 - it is told to the engine alone
+        """Have a worker die."""
+        engine.worker.crash()
 
     def remove(self, worker: Worker) -> None:
         """Drop what is known of a worker that is gone."""
-        worker_id = id_of(worker)
-        self._on_the_way.drop(worker_id)
+        self._on_the_way.drop(id_of(worker))
+        self._remove_from_indexes(id_of(worker))
+
+    def _remove_from_indexes(self, worker_id: int) -> None:
         self._reference.remove_worker(worker_id)
         if self._index is not self._reference and callable(getattr(self._index, "remove_worker", None)):
             self._index.remove_worker(worker_id)
@@ -285,7 +299,7 @@ class TrueCaches:
     def held_blocks(self, worker: Worker) -> int:
         """Return how many blocks a worker holds."""
         self._hear()
-        return self._index.num_blocks(*(worker if isinstance(worker, tuple) else (worker, 0)))
+        return self._index.num_blocks(*stream_of(worker))
 
     def remove(self, worker: Worker) -> None:
         """Drop what a worker held that is gone, or empty."""
@@ -309,7 +323,7 @@ class Tap:
 
     def __init__(self, on_the_way: Late[RouterEvent], worker: Worker) -> None:
         self._on_the_way = on_the_way
-        self._key = worker if isinstance(worker, tuple) else (worker, 0)
+        self._key = stream_of(worker)
 
     def publish(self, event: RouterEvent) -> None:
         """Pass on an event."""

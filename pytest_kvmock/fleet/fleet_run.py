@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from heapq import heappop, heappush
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
@@ -512,7 +513,7 @@ class FleetRun:
                 yield from self._tell("worker_removed", ranks)
             case "crash":
                 self._gone.update(ranks)
-                lost = yield from self._lose_requests(incident, announced=False)
+                lost = yield from self._lose_requests(incident, self._knowledge.crash)
                 if incident.notice_ms:
                     notice = Incident(incident.ms + incident.notice_ms, "notice", worker)
                     heappush(self._incidents, (self.now_ms + incident.notice_ms, next(self._count), notice))
@@ -520,14 +521,15 @@ class FleetRun:
                     yield from self._do(Incident(incident.ms, "notice", worker))
                 self._waiting += lost
             case "restart":
-                lost = yield from self._lose_requests(incident, announced=incident.announced)
+                restart = partial(self._knowledge.restart, announced=incident.announced)
+                lost = yield from self._lose_requests(incident, restart)
                 if incident.announced:
                     yield from self._tell("worker_removed", ranks)
                     yield from self._tell("worker_added", ranks)
                 self._waiting += lost
 
-    def _lose_requests(self, incident: Incident, *, announced: bool) -> Calls:
-        """Empty the engine of a worker; return those of its requests that wait for another, in the order of their dispatch."""
+    def _lose_requests(self, incident: Incident, empty: Callable[[Worker, MockEngine], None]) -> Calls:
+        """Empty each engine of a worker by this; return those of its requests that wait for another, in the order of their dispatch."""
         seats = [self.seats[each] for each in self._ranks_of(incident.worker)]
         ranks = {seat.worker for seat in seats}
         for seat in seats:
@@ -541,7 +543,7 @@ class FleetRun:
         lost = [(served, request) for served, (request, of) in self._routed.items() if of in ranks]
         for seat in seats:
             seat.engine.retract_pass()
-            self._knowledge.restart(seat.worker, seat.engine, announced=announced)
+            empty(seat.worker, seat.engine)
         for served, request in lost:
             del self._routed[served]
             if served.token_ms:

@@ -40,20 +40,22 @@ if TYPE_CHECKING:
 #   release   The source frees its blocks; they stay cached there.
 #
 # An engine in a pass is left alone: activation and release wait for the end of its pass, before what that end causes.
-# A destination looks at the first of its queue, and at no other: when a pass of its ends, when a request joins its
-# queue while it runs no pass, and after an activation. Nothing is reserved while as many requests run as may run at
-# once, nor, after a try that failed, before blocks or a place among the running ones have become free. While its queue is not
-# empty a decode engine admits no preempted request, which would compute its prompt anew, but those that are activated.
+# A destination looks at the first of its queue, and at no other: when a pass of its ends, also one that could do nothing,
+# when a request joins its queue while it runs no pass, and after an activation. Nothing is reserved while as many requests
+# run as may run at once, nor, after a try that failed, before blocks or a place among the running ones have become free.
+# While its queue is not empty a decode engine admits no preempted request, which would compute its prompt anew, but those
+# that are activated.
 # A prompt that the whole pool of its destination cannot hold fails: its source frees it, and nothing is generated.
 #
-# 1.6.1 is like 1.3.1, but actions are taken before requests arrive, transfers that end together act in the order of
-# arrival, and what is handed over waits in the order in which its blocks were asked for. A pair of SGLang's begins with
-# the destination (`DestinationFirst`): reserve, then the prompt is computed ("prefill"), then transfer, activate, release.
+# 1.6.1 is like 1.3.1, but actions are taken before requests arrive, and over vLLM's type passes start before that, too;
+# transfers that end together act in the order of arrival, and what is handed over waits in the order in which its blocks
+# were asked for. A pair of SGLang's begins with the destination (`DestinationFirst`): reserve, then the prompt is computed
+# ("prefill"), then transfer, activate, release. One that its source rejects gives back what was reserved for it.
 #
 # A request is open from its arrival to its last token. A pass of no time ends as it starts, and what it causes comes
 # after all passes that start at that moment.
 
-_ActionKind: TypeAlias = Literal["reserve", "prefill", "transfer", "activate", "release"]
+_ActionKind: TypeAlias = Literal["reserve", "prefill", "transfer", "activate", "release", "retry"]
 
 
 class Handoff:
@@ -157,11 +159,13 @@ class Handoffs:
     Attributes:
         keeps_blocks: whether a prompt stays allocated at its source when it is computed.
         acts_first: whether actions are taken before requests arrive.
+        starts_first: whether passes start before requests arrive, too.
         made: the handoffs, in the order in which they were begun.
     """
 
     keeps_blocks = False
     acts_first = False
+    starts_first = False
 
     def __init__(self, sources: Sequence[MockEngine], expect: Callable[[Handoff], None], arrivals: Arrivals) -> None:
         self._sources: frozenset[Driven] = frozenset(sources)
@@ -211,6 +215,9 @@ class Handoffs:
         self.made.remove(handoff)
         return handoff
 
+    def give_back(self, handoff: Handoff) -> None:
+        """Free the blocks that were reserved for a request which its source rejected."""
+
     def check_progress(self, engine: Driven, done: ForwardPass) -> None:
         """Look whether an engine can never go on after a pass, other than by having nothing to do."""
 
@@ -231,6 +238,10 @@ class Handoffs:
                 self._arrivals.leave()
             else:
                 self._arrive(handoff)
+
+    def nothing_done(self, engine: Driven, now_ms: float) -> bool:  # noqa: ARG002 - nothing waits here
+        """Note the end of a pass that could do nothing; whether blocks were reserved then."""
+        return False
 
     def _start_transfer(self, handoff: Handoff, end_ms: float) -> None:
         heappush(self._transfers, (end_ms, handoff.order if self.acts_first else self._sequence, handoff))
@@ -305,6 +316,7 @@ class ReservingHandoffs(Handoffs):
                 )
         self._rules = destinations[0].args.release
         self.acts_first = self._rules.queues_by_reservation
+        self.starts_first = self.acts_first and not self._rules.destination_first
         self._rejected = rejected
         self._busy = busy
         self._blocked = blocked
@@ -349,6 +361,10 @@ class ReservingHandoffs(Handoffs):
         if reserved is not None:
             self._actions.append(reserved)
 
+    def nothing_done(self, engine: Driven, now_ms: float) -> bool:
+        """Note the end of a pass that could do nothing, which tries to reserve as any other end does; whether it did."""
+        return engine in self._queues and self._try_next(engine, now_ms)
+
     @staticmethod
     def _settle(handoff: Handoff) -> None:
         """Note what the destination found of a finished request, which is reported with what its source found."""
@@ -369,6 +385,10 @@ class ReservingHandoffs(Handoffs):
             handoff = action.handoff
             if action.kind == "reserve":
                 self._enqueue(handoff, now_ms)
+            elif action.kind == "retry":
+                assert handoff.destination is not None
+                if handoff.destination not in self._busy:  # else the end of its pass does
+                    self._try_next(handoff.destination, now_ms)
             elif action.kind == "prefill":
                 self._blocked.discard(self._compute(handoff))
             elif action.kind == "transfer":
@@ -406,9 +426,14 @@ class ReservingHandoffs(Handoffs):
         engine.hold_back_prompts(True)
         self._blocked.discard(engine)  # it may admit others now
         if engine not in self._busy:
-            reserved = self._reserve_first(engine, now_ms)
-            if reserved is not None:
-                self._actions.append(reserved)
+            self._try_next(engine, now_ms)
+
+    def _try_next(self, engine: Driven, now_ms: float) -> bool:
+        """Reserve blocks for the first of an engine's queue, and cause what comes of it; whether that could be done."""
+        reserved = self._reserve_first(engine, now_ms)
+        if reserved is not None:
+            self._actions.append(reserved)
+        return reserved is not None
 
     def _reserve_first(self, engine: Driven, now_ms: float) -> _Action | None:
         """Reserve blocks for the first of an engine's queue, if that is due and they are there; what that causes."""
@@ -445,9 +470,7 @@ class ReservingHandoffs(Handoffs):
         if manager.num_active_blocks < active:
             self._queues[engine].freed += 1
         self._actions.append(_Action("release", handoff))
-        reserved = self._reserve_first(engine, now_ms)
-        if reserved is not None:
-            self._actions.append(reserved)
+        self._try_next(engine, now_ms)
 
     def _release(self, handoff: Handoff, now_ms: float) -> None:
         assert handoff.source is not None
@@ -469,6 +492,15 @@ class DestinationFirst(ReservingHandoffs):
         self.made.append(handoff)
         self._actions.append(_Action("reserve", handoff))
         return None
+
+    def give_back(self, handoff: Handoff) -> None:
+        """Free the blocks that were reserved for a request which its source rejected; the next one is tried."""
+        engine, request = handoff.destination, handoff.request
+        assert engine is not None
+        assert request is not None
+        engine.abort(request)
+        self._queues[engine].freed += 1
+        self._actions.append(_Action("retry", handoff))
 
     def check_progress(self, engine: Driven, done: ForwardPass) -> None:
         """Look whether a decode engine runs requests, and has no page for any.

@@ -197,6 +197,8 @@ class _Replay:
             self._handoffs.finish_transfers(self._now)
             if self._handoffs.acts_first:
                 self._handoffs.act(self._now)
+                if self._handoffs.starts_first and (self._go_on() or self._handoffs.has_actions):
+                    continue
             for turn, arrival_ms in self._arrivals.take(self._now):
                 self._dispatch(turn, arrival_ms)
             if not self._handoffs.acts_first:
@@ -287,7 +289,7 @@ class _Replay:
         done = engine.finish_pass(blocks_may_come=self._blocks_may_come)
         self._handoffs.check_progress(engine, done)
         if not done.did_something:
-            return False
+            return self._handoffs.nothing_done(engine, self._now)
         self._handoffs.pass_ended(engine, done, self._now)
         if engine not in self._sources:
             for request in (*done.rejected, *done.finished):
@@ -300,8 +302,7 @@ class _Replay:
                     self._note(cast("EngineRequest", request), None, handoff.turn)
                     self._arrivals.done(handoff.turn, self._now)
                     continue
-                assert handoff.destination is not None
-                handoff.destination.abort(handoff.request)  # its blocks are reserved already
+                self._handoffs.give_back(handoff)
                 handoff.request.status, handoff.request.ended_ms = "rejected", self._now
                 self._finished(handoff.request)
         if done.preempted and not done.generated:

@@ -32,7 +32,7 @@ INTERRUPTED: Final = 130
 
 
 def replay_traces(given: argparse.Namespace) -> int:
-    """Run all combinations; return the exit code: 0, 1 where a run failed, 130 after Ctrl-C."""
+    """Run all combinations; return the exit code: 0, 1 where a run failed or a router drifted, 130 after Ctrl-C."""
     before = None if given.compare is None else _read_json(given.compare)
     cases = sweep_cases(_traces(given), _names(given.backend), _names(given.router), _settings(given))
     jobs = len(os.sched_getaffinity(0)) if given.jobs is None else given.jobs
@@ -65,7 +65,9 @@ def replay_traces(given: argparse.Namespace) -> int:
         return INTERRUPTED
     for run in found.errors:
         sys.stderr.write(f"replay: {run.name}: {run.error}\n")
-    return 1 if found.errors else 0
+    for run in found.drifted:
+        sys.stderr.write(f"replay: {run.name}: {', '.join(each.rule for each in run.drifts)}\n")
+    return 1 if found.errors or found.drifted else 0
 
 
 def _read_json(path: str) -> Any:
@@ -253,7 +255,7 @@ def add_parser(commands: Any, plugins: argparse.ArgumentParser) -> None:
         parents=[plugins],
         help="serve traces by mock engines in virtual time, behind a router, and show what came of it",
         description="Serve traces by mock engines in virtual time, behind a router. Several traces, backends and routers make a table "
-        "of all combinations. Exits with 0 if all were served, 1 if a run failed, 2 if one cannot begin, 130 after Ctrl-C, which "
+        "of all combinations. Exits with 0 if all were served, 1 if a run failed or a router believed what is wrong (drift), 2 if one cannot begin, 130 after Ctrl-C, which "
         "prints what there is.",
     )
     replay.add_argument(

@@ -21,7 +21,7 @@ from pytest_kvmock.fleet.fleet import Fleet
 from pytest_kvmock.fleet.mock_engine import MockEngine
 from pytest_kvmock.fleet.named_routers import MakeRouter, make_router
 from pytest_kvmock.fleet.report_compared import Compared, Comparison, figure_text
-from pytest_kvmock.fleet.router_calls import RouterError, RouterStalled
+from pytest_kvmock.fleet.router_calls import Belief, RouterError, RouterStalled
 from pytest_kvmock.fleet.routing_figures import aligned
 from pytest_kvmock.traces import MOONCAKE_BLOCK_SIZE, TraceRequest, read_mooncake
 
@@ -145,6 +145,11 @@ class SweepRun:
         """What messages call it."""
         return f"{self.trace}, {self.backend}, {self.router}"
 
+    @property
+    def drifts(self) -> list[Belief]:
+        """What the router believed wrongly, the first of each kind; see `FleetReport.beliefs`."""
+        return [] if self.report is None else [Belief(**row) for row in self.report["fleet"]["beliefs"] or ()]
+
     def figure(self, name: str) -> float | None:
         """Return one figure of all workers together (see `FleetReport`); None: there is none.
 
@@ -161,7 +166,7 @@ class SweepRun:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """What came of all runs. Printed, it is a table, a row a run.
+    """What came of all runs. Printed, it is a table, a row a run; where a router drifted, its row is marked, and what it said follows.
 
     Attributes:
         runs: in the order of traces, backends, routers; those that were not made are left out.
@@ -174,6 +179,11 @@ class Sweep:
         """The runs that failed."""
         return [run for run in self.runs if run.report is None]
 
+    @property
+    def drifted(self) -> list[SweepRun]:
+        """The runs whose router believed what is wrong."""
+        return [run for run in self.runs if run.drifts]
+
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON has it: `runs`, each with trace, backend, router, and report or error."""
         return {"kvmock_sweep": 1, "runs": [run.to_json() for run in self.runs]}
@@ -185,7 +195,13 @@ class Sweep:
         lines = [["trace", "backend", "router", *(_COLUMNS[name] for name in columns)]]
         for run, row in zip(good, rows, strict=True):
             lines.append([run.trace, run.backend, run.router, *(figure_text(row.get(name)) for name in columns)])
+        drifted = self.drifted
+        if drifted:
+            lines[0].append("drift")
+            for run, line in zip(good, lines[1:], strict=True):
+                line.append(", ".join(each.rule for each in run.drifts) or "-")
         parts = [aligned(lines)] if good else []
+        parts += [f"{run.name}: {each}" for run in drifted for each in run.drifts]
         return "\n".join([*parts, *(f"{run.name}: {run.error}" for run in self.errors)])
 
     def compare(self, other: Mapping[str, Any]) -> list[tuple[SweepRun, Comparison]]:

@@ -242,6 +242,21 @@ class Faults:
                 self._judge.injected(self._injector.injection("restart", key))
                 one.restart()
 
+    def crashed(self, worker: WorkerKey) -> None:
+        """Record that a worker dies, in a fleet (`Moment.crash`): nothing of it is lost or changed, there is no more of it.
+
+        Args:
+            worker: which, all its ranks; or which (worker, rank).
+
+        Raises:
+            ValueError: a worker that does not exist.
+        """
+        keys = self._streams("crashed", "worker", worker)
+        with self._publisher.lock:
+            self._begin()
+            for key in keys:
+                self._judge.crashed(key)
+
     def clear(self, worker: WorkerKey = 0) -> None:
         """Deliver a Cleared of a worker and rank that it never published: the router drops its blocks.
 

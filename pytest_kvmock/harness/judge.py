@@ -189,6 +189,12 @@ class Judge:
         if injection.fails_sink and event is not None:
             self.sink_failed("a sink raised on purpose", event, missed=True, fault=injection)
 
+    def crashed(self, key: StreamKey) -> None:
+        """Record that a worker and rank died: what it has published arrives as it is, and nothing comes after that."""
+        injection = Injection("crash", *key, keys=frozenset({key}), whole=True)
+        self.keep_book().attribution.injected(injection)
+        self.ledger.take(entries.Injected(injection))
+
     def mismatched(self, key: StreamKey, injection: Injection) -> None:
         """Attribute all that is wrong with the events of a worker to the fault that it is."""
         self.keep_book().attribution.mismatched[key] = injection

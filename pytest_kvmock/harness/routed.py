@@ -11,7 +11,7 @@ from pytest_kvmock.checks import check_integer, check_number
 from pytest_kvmock.fleet.fleet import Fleet
 from pytest_kvmock.fleet.fleet_events import EventDelay, Late, Mark, by_worker
 from pytest_kvmock.hygiene.problem import ROUTER_RULES, Problem
-from pytest_kvmock.router.routing import id_of
+from pytest_kvmock.router.routing import id_of, stream_of
 from pytest_kvmock.router.selection import DynamoRouter
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class JudgedEvents:
 
     def held_blocks(self, worker: Worker) -> int:
         """Return how many blocks a worker holds, by the reference index."""
-        return self._harness.reference.num_blocks(*(worker if isinstance(worker, tuple) else (worker, 0)))
+        return self._harness.reference.num_blocks(*stream_of(worker))
 
     def reference_overlaps(self, request: RouterRequest) -> Mapping[Worker, int]:
         """Return how many leading full blocks each worker holds, by the reference index."""
@@ -144,7 +144,7 @@ class JudgedEvents:
     def drifted(self, belief: Belief) -> None:
         """Note a wrong belief in the log, under the one that it may follow from."""
         named = belief.worker if belief.worker in self._harness.workers else next(iter(self._harness.workers))
-        key = named if isinstance(named, tuple) else (named, 0)
+        key = stream_of(named)
         log = self._harness.events
         problem = Problem(belief.rule, *key, belief.observed, belief.expected, position=log.total - 1)
         if belief.follows:
@@ -166,11 +166,16 @@ class JudgedEvents:
     def restart(self, worker: Worker, engine: MockEngine, *, announced: bool) -> None:
         """Restart a worker; one that nobody announces is a fault, to which what follows is attributed."""
         if announced:
-            self._on_the_way.drop(id_of(worker))
+            self._on_the_way.drop(*stream_of(worker))
             self._untold.discard(worker)
             engine.worker.restart(announced=True)
         else:
             self._harness.faults.restart(worker)
+
+    def crash(self, worker: Worker, engine: MockEngine) -> None:
+        """Have a worker die: what it has published may still come, and nothing after that."""
+        self._harness.faults.crashed(worker)
+        engine.worker.crash()
 
     def remove(self, worker: Worker) -> None:
         """Remove a worker that is gone from router and index."""
@@ -179,7 +184,7 @@ class JudgedEvents:
 
     def join(self, worker: Worker, engine: MockEngine | None, like: MockEngine) -> MockEngine:  # noqa: ARG002 - it is made by the profile
         """Make one more worker."""
-        return self._harness.engine(*(worker if isinstance(worker, tuple) else (worker, 0)))
+        return self._harness.engine(*stream_of(worker))
 
 
 def make_fleet(

@@ -53,7 +53,7 @@ class Attribution:
         """
         self.injections.append(injection)
         key = (injection.worker_id, injection.dp_rank)
-        if injection.event_id is None:  # a restart: the ids before it no longer count
+        if injection.event_id is None and injection.empties:  # a restart: the ids before it no longer count
             self._missing.pop(key, None)
             self._of(key).recover()
         elif injection.missing and not injection.fails_sink:  # that one is a problem of its own

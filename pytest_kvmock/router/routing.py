@@ -18,6 +18,11 @@ def id_of(worker: Worker) -> int:
     return worker[0] if isinstance(worker, tuple) else worker
 
 
+def stream_of(worker: Worker) -> tuple[int, int]:
+    """Return the id and rank of a worker, whose events are one stream: rank 0 where it has no more."""
+    return worker if isinstance(worker, tuple) else (worker, 0)
+
+
 RequestStatus: TypeAlias = Literal["waiting", "running", "finished", "rejected", "aborted", "lost", "unfinished"]
 
 ENDED: Final = frozenset({"finished", "rejected", "aborted", "lost", "unfinished"})

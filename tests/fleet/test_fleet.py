@@ -7,6 +7,7 @@ from random import Random
 from statistics import pstdev
 
 import pytest
+from depth import seeds
 
 from pytest_kvmock import EngineProfile, OutOfBlocks, Prompt, RouterHarness, Stored
 from pytest_kvmock.fleet import (
@@ -325,6 +326,61 @@ def test_with_and_without_plans_all_is_the_same(backend, concurrency):
         return report.to_json(), report.per_request(), report.picks, report.passes, report.served_by
 
     assert serve(True) == serve(False)
+
+
+KINDS = {  # of engines: every scheduler of every release, with what it waits for between two prefills
+    "1.2.1": ("lineage", {"semantics": "1.2.1"}),
+    "1.3.1": ("lineage", {"semantics": "1.3.1"}),
+    "1.6.1": ("vllm", {}),
+    "ranks": ("vllm", {"dp_size": 2, "prefill_schedule_interval": 3}),
+    "sglang-1.2.1": ("mocker_sglang", {"engine_type": "sglang"}),
+    "sglang-1.6.1": ("mocker_sglang_1_6", {"engine_type": "sglang"}),
+    "sglang-1.6.1-interval": ("mocker_sglang_1_6", {"engine_type": "sglang", "prefill_decode_interval": 4}),
+    "real-sglang": ("sglang", {"engine_type": "sglang"}),
+}
+
+
+def at_the_ends_of_passes(serve, rng, count=8):
+    """Requests of which most arrive at the very moment at which a pass ends, with all those before them."""
+    rows = [request(0.0, [1, 2], 40)]
+    while len(rows) < count:
+        last = rows[-1].timestamp
+        ends = sorted({end for each in serve(rows).requests for end in each.token_ms if end > last})
+        at = rng.choice(ends[:12]) if ends and rng.random() < 0.8 else last + rng.uniform(1, 60)
+        rows.append(request(at, [rng.randrange(6), 10 + len(rows)], rng.randint(1, 30)))
+    return rows
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", seeds(50))
+def test_with_and_without_plans_all_is_the_same_where_requests_arrive_as_passes_end(kind, seed):
+    backend, options = KINDS[kind]
+    args = MockEngineArgs(num_gpu_blocks=96, block_size=4, **options)
+    rng = Random(seed)
+    count = rng.choice((1, 2)) * args.dp_size
+    concurrency = rng.choice((None, None, 2))
+
+    def serve(rows, plans=False):
+        return Fleet(engines(count, args, backend), RoundRobin(), plans=plans, concurrency=concurrency).run(rows)
+
+    rows = at_the_ends_of_passes(serve, rng)
+    each_pass, planned = serve(rows), serve(rows, plans=True)
+    assert each_pass.to_json() == planned.to_json()
+    assert each_pass.per_request() == planned.per_request()
+    assert (each_pass.picks, each_pass.passes) == (planned.picks, planned.passes)
+
+
+def test_late_events_of_a_worker_stay_in_order_however_late_each_is():
+    heard = {}
+
+    class Router(RoundRobin):
+        def apply(self, event):
+            heard.setdefault(event.key, []).append(event.event.event_id)
+
+    rng = Random(1)
+    Fleet(engines(), Router(), event_delay_ms=lambda event: rng.uniform(0, 200)).run(trace())
+    assert 20 < min(map(len, heard.values()))
+    assert all(list(range(len(ids))) == ids for ids in heard.values())
 
 
 @pytest.mark.parametrize(("semantics", "backend"), [("1.2.1", "lineage"), ("1.3.1", "lineage"), ("1.6.1", "vllm")])

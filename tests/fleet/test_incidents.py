@@ -100,6 +100,16 @@ def test_the_first_token_ever_counts():
     assert alone.per_request()[0]["last_token_ms"] < report.per_request()[0]["last_token_ms"]
 
 
+def test_the_first_token_ever_counts_after_two_crashes():
+    fleet = Fleet(engines(3), RoundRobin())
+    alone = Fleet(engines(3), RoundRobin()).run(requests(1, output=60)).per_request()[0]
+    fleet.at(alone["first_token_ms"] + 20).crash(0)
+    fleet.at(2 * alone["first_token_ms"] + 80).crash(2)
+    report = fleet.run(requests(1, output=60))
+    assert [0, 2, 1] == [pick.worker for pick in report.picks]
+    assert alone["first_token_ms"] == report.per_request()[0]["first_token_ms"]
+
+
 def test_a_restart_that_is_announced_is_told_and_a_silent_one_is_not():
     announced, silent = Watched(), Watched()
     for router, says in ((announced, True), (silent, False)):
@@ -124,6 +134,30 @@ def test_after_an_announced_restart_nothing_is_promised():
         fleet.at(400).restart(0, announced=announced)
         fleet.run([TraceRequest(at, 8, 2, (1, 2)) for at in (0.0, 300.0, 500.0)])
     assert [0, 2, 0, 0, 2, 2] == seen
+
+
+@pytest.mark.parametrize("delay", [0, 30])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_after_an_announced_restart_a_router_hears_every_event(ranks, delay):
+    heard = []
+
+    class Router(Watched):
+        def apply(self, event):
+            heard.append((event.key, event.event.event_id, type(event.data).__name__))
+
+        def worker_added(self, worker):
+            heard.clear()
+
+    args = replace(ARGS, engine_type="sglang", dp_size=ranks)
+    fleet = Fleet(
+        [MockEngine(args, backend="sglang", seed=seed) for seed in range(2 * ranks)], Router(), event_delay_ms=delay
+    )
+    fleet.at(60).restart(1)
+    fleet.run(requests())
+    for rank in range(ranks):
+        own = [each[1:] for each in heard if each[0] == (1, rank)]
+        assert (0, "Cleared") == own[0]
+        assert list(range(len(own))) == [number for number, _ in own]
 
 
 def test_a_worker_that_leaves_ends_what_it_has():

@@ -9,9 +9,17 @@ from pytest_kvmock.engine.worker import OutOfBlocks
 from pytest_kvmock.fleet import EngineStalled, MockEngine, replay
 
 BACKENDS = {"vllm": "vllm", "sglang": "mocker_sglang_1_6"}
-FILES = ("vllm", "sglang", "disaggregated", "ranks")
+FILES = ("vllm", "sglang", "disaggregated", "moments", "ranks")
 CASES = {name: recorded(f"replay_1.6.1_{name}.json.gz") for name in FILES}
-RUNS = [pytest.param(case, id=f"{name}-{case['seed']}") for name, cases in CASES.items() for case in few(cases, 24)]
+RUNS = [pytest.param(case, id=f"{name}-{case['seed']}") for name, cases in CASES.items() for case in few(cases, 27)]
+
+
+OPTIONS = {
+    "max_sim_time_ms": "stop_ms",
+    "sla_ttft_ms": "slo_ttft_ms",
+    "sla_itl_ms": "slo_itl_ms",
+    "sla_e2e_ms": "slo_e2e_ms",
+}
 
 
 def engines_of(case, kind, number, watched):
@@ -38,6 +46,7 @@ def play(case, *, watched=False, **options):
         how.get("replay_concurrency"),
         how.get("arrival_speedup_ratio", 1.0),
         trace_block_size=how["trace_block_size"],
+        **{ours: how[theirs] for theirs, ours in OPTIONS.items() if theirs in how},
         **options,
     )
 

@@ -34,6 +34,13 @@ class Breaks(RoundRobin):
         return super().pick(request, candidates)
 
 
+class Forgets(RoundRobin):
+    """Believes that nothing is open anywhere."""
+
+    def loads(self):
+        return {}
+
+
 class Interrupts(RoundRobin):
     """As somebody who presses Ctrl-C at the fifth request."""
 
@@ -218,6 +225,22 @@ def test_a_router_that_fails_is_one_line_and_the_others_are_shown(trace, capsys)
     assert "small  lineage  round_robin" in shown.out
     (line,) = shown.err.splitlines()
     assert line.startswith(f"replay: small, lineage, {__name__}:Breaks: RouterError: Breaks.pick")
+
+
+@pytest.mark.parametrize("others", ["", ",round_robin"], ids=["alone", "beside-another"])
+def test_a_router_that_drifts_is_shown_and_is_no_success(trace, others, capsys):
+    assert replay(trace, "--router", f"{__name__}:Forgets{others}") == 1
+    shown = capsys.readouterr()
+    assert 1 == shown.out.count("load_drift: Forgets.loads() says 0 prefill tokens, 0 blocks, 0 requests of worker")
+    assert shown.err == f"replay: small, lineage, {__name__}:Forgets: load_drift\n"
+    if others:
+        table = [line.split() for line in shown.out.splitlines()[:3]]
+        assert ["drift", "load_drift", "-"] == [line[-1] for line in table]
+
+
+def test_a_table_of_routers_that_do_not_drift_has_no_column_for_it(trace, capsys):
+    assert replay(trace, "--router", "round_robin,least_loaded") == 0
+    assert "drift" not in capsys.readouterr().out
 
 
 def test_ctrl_c_prints_what_there_is(trace, capsys):

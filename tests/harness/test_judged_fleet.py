@@ -1,13 +1,17 @@
 """A fleet over the workers of a harness: verdict, faults, late events, incidents, and reproduction from what was recorded."""
 
+from collections import Counter
+
 import pytest
 from depth import seeds
 
 from pytest_kvmock import EngineProfile, RouterHarness
 from pytest_kvmock.events import Removed
 from pytest_kvmock.fleet import MockEngine, RouterError
+from pytest_kvmock.hygiene.entries import Injected
 from pytest_kvmock.programs.interpreter import Interpreter
 from pytest_kvmock.router import LeastLoaded, RadixIndex, RoundRobin
+from pytest_kvmock.router.routing import stream_of
 from pytest_kvmock.traces import synthetic_trace
 
 BACKENDS = ["lineage", "multi_lru", "hash_cache", "vllm", "mocker_sglang", "sglang"]
@@ -35,6 +39,23 @@ class Blind(RadixIndex):
             if self.count % 3 == 0:
                 return
         super().apply(event)
+
+
+class Numbering(RoundRobin):
+    """Notes where the event ids of a stream do not go on, since it was told last that its worker begins."""
+
+    def __init__(self):
+        super().__init__()
+        self.last, self.gaps = {}, []
+
+    def apply(self, event):
+        expected = self.last.get(event.key, event.event.event_id - 1) + 1  # it may have begun before the run
+        if event.event.event_id != expected:
+            self.gaps.append((event.key, expected, event.event.event_id))
+        self.last[event.key] = event.event.event_id
+
+    def worker_added(self, worker):
+        self.last[stream_of(worker)] = -1
 
 
 @pytest.mark.parametrize("delay", [0, 35, lambda event: 10 * event.worker_id], ids=["at-once", "late", "by-worker"])
@@ -65,6 +86,43 @@ def test_incidents_are_no_problem_by_themselves(happen, delay, index):
         fleet = world.fleet(event_delay_ms=delay)
         happen(fleet.at(100))
         assert 40 == len(fleet.run(trace()).completed)
+
+
+@pytest.mark.parametrize("delay", [0, 30])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_worker_that_restarts_announced_begins_all_its_streams_anew(backend, ranks, delay):
+    router = Numbering()
+    with RouterHarness(EngineProfile(num_blocks=64, block_size=4, workers=3, dp_size=ranks), backend) as world:
+        fleet = world.fleet(router, event_delay_ms=delay)
+        fleet.at(100).restart(1)
+        assert 40 == len(fleet.run(trace()).completed)
+    assert [] == router.gaps
+
+
+@pytest.mark.parametrize("delay", [0, 30])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("notice_ms", [0, 60, 10_000], ids=["at-once", "noticed-later", "noticed-never"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_dead_worker_publishes_nothing(backend, notice_ms, ranks, delay):
+    published, by_its_end = Counter(), []
+
+    class Router(Numbering):
+        def finished(self, request):
+            if request.status == "lost" and not by_its_end:
+                by_its_end.append(published[1])
+
+    router = Router()
+    world = RouterHarness(EngineProfile(num_blocks=64, block_size=4, workers=3, dp_size=ranks), backend)
+    world.add_sink(lambda event: published.update([event.worker_id]))
+    fleet = world.fleet(router, event_delay_ms=delay)
+    fleet.at(100).crash(1, notice_ms=notice_ms)
+    assert 40 == len(fleet.run(trace()).completed)
+    assert by_its_end == [published[1]]
+    assert [] == router.gaps
+    assert [] == world.judge().errors
+    injected = [entry.injection for entry in world.recording.journal if isinstance(entry, Injected)]
+    assert ["crash"] * ranks == [each.kind for each in injected]
 
 
 def test_a_silent_restart_is_an_injected_fault():
@@ -118,14 +176,14 @@ def shapes(world):
     }
 
 
-@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("happens", [None, "restart", "crash"])
 @pytest.mark.parametrize("seed", seeds(20))
 @pytest.mark.parametrize("backend", ["lineage", "vllm", "mocker_sglang"])
-def test_what_was_recorded_makes_the_same_events(backend, seed, restarts):
+def test_what_was_recorded_makes_the_same_events(backend, seed, happens):
     world = harness(backend, name=str(seed))
     fleet = world.fleet(LeastLoaded() if seed % 2 else None, concurrency=seed % 4 or None)
-    if restarts:
-        fleet.at(150).restart(seed % 3)
+    if happens is not None:
+        getattr(fleet.at(150), happens)(seed % 3)
     fleet.run(trace(seed=seed))
     again = harness(backend, name=str(seed))
     for key in world.workers:
@@ -133,7 +191,7 @@ def test_what_was_recorded_makes_the_same_events(backend, seed, restarts):
     interpreter = Interpreter(again)
     for step in world.recording.recorded():
         interpreter.do(step.operation)
-    look = shapes if restarts and backend != "lineage" else streams
+    look = shapes if happens is not None and backend != "lineage" else streams
     assert look(world) == look(again)
 
 

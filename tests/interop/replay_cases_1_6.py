@@ -7,11 +7,13 @@ from random import Random
 
 from replay_cases import _OUTPUTS, _replay, _requests, _sessions_of, _speeds
 
-KINDS = ("vllm", "sglang", "disaggregated", "ranks")
+KINDS = ("vllm", "sglang", "disaggregated", "moments", "ranks")
 
 
 def random_case(kind, seed):
     """Return the case of one of KINDS and a seed; the same one always."""
+    if kind == "moments":
+        return _moments(Random(f"1.6 moments {seed}"), random_case("disaggregated", seed) | {"kind": kind})
     case = _case(Random(f"1.6 {kind} {seed}"), kind, {"kind": kind, "seed": seed})
     _watch(Random(f"1.6 watch {kind} {seed}"), case)
     if case.get("engine", {}).get("backend") == "sglang":
@@ -33,6 +35,23 @@ def _case(rng, kind, case):
     elif engine["backend"] == "sglang" and rng.random() < 0.2:
         engine["prefill_decode_interval"] = rng.choice((1, 2, 5))
     return case | {"engine": engine, "replay": replay, "requests": _rows(rng, engine, replay, rng.randint(2, 10))}
+
+
+def _moments(rng, case):
+    """Have passes last tens of milliseconds and requests arrive at such times, so that several things happen at one moment."""
+    for name in ("prefill_engine", "decode_engine"):
+        engine = case[name]
+        for field in ("speedup_ratio", "decode_speedup_ratio"):
+            engine.pop(field, None)
+        decode_ms = rng.choice((5.0, 10.0, 10.0))
+        engine["timing_model"] = {"type": "fixed", "prefill_ms": rng.choice((10.0, 20.0)), "decode_ms": decode_ms}
+        if rng.random() < 0.6:
+            for field in ("kv_transfer_bytes_per_token", "kv_transfer_bandwidth"):
+                engine.pop(field, None)
+    case["replay"].pop("arrival_speedup_ratio", None)
+    for row in case["requests"]:
+        row.update({name: row[name] // 10 * 10 for name in ("timestamp", "delay") if name in row})
+    return case
 
 
 def random_cases(kind, number, first=0):
@@ -164,6 +183,6 @@ def _disaggregated(rng):
     else:
         replay["num_prefill_workers"] = replay["num_decode_workers"] = 1
     rows = _rows(rng, smallest, replay, rng.randint(1, 8))
-    for row in rows:  # without output, a decode engine's passes are not followed
+    for row in rows:  # one without output keeps its pages until its pass ends
         row["output_length"] = max(1, row["output_length"])
     return {**engines, "replay": replay, "requests": rows}

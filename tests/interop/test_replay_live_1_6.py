@@ -20,9 +20,6 @@ dynamo_core("1.6")
 RUNS = 300
 """Cases of each kind in a run of the suite."""
 
-NAMED = {"disaggregated": (256,)}
-"""Seeds that differ: a request arrives at the very moment at which a prefill pass ends, and is in the next one here only."""
-
 OPTIONS = {
     "max_sim_time_ms": "stop_ms",
     "sla_ttft_ms": "slo_ttft_ms",
@@ -113,7 +110,7 @@ def is_equal(name, theirs, ours):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_replays_have_the_same_figures_rows_and_ends(kind):
-    cases = [case for case in random_cases(kind, RUNS) if case["seed"] not in NAMED.get(kind, ())]
+    cases = random_cases(kind, RUNS)
     answers = play_in_wheel(cases)
     different = {case["seed"]: differences(case, theirs) for case, theirs in zip(cases, answers, strict=True)}
     assert {} == {seed: found for seed, found in different.items() if found}

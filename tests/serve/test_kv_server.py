@@ -390,6 +390,17 @@ def test_a_stream_that_the_engine_rejects_ends_with_its_error():
         assert call(server.url(0), "/v1/completions", body | {"stream": False})[0] == 500
 
 
+def test_of_a_request_one_of_whose_prompts_never_fits_nothing_stays_open():
+    with harness(1, num_blocks=8) as kv, KvServer(kv, max_model_len=4096) as server:
+        body = {"prompt": ["a" * 16, "b" * 100], "max_tokens": 60}
+        status, answer = call(server.url(0), "/v1/completions", body)
+        assert status == 400
+        assert "can never fit" in json.dumps(answer)
+        server.wait_requests(0, timeout=1)
+        assert [] == kv.worker(0).requests
+        complete(server.url(0), "a" * 16)
+
+
 def test_what_is_remembered_no_more_is_dropped():
     with harness(1) as kv, KvServer(kv, log=2, control_port=0) as server:
         for _ in range(300):
