@@ -147,11 +147,19 @@ class PromptKeys:
             hashes.append([mm_hash(item.identifier) for item in inside])
         return hashes
 
-    def carried(self, start: int, end: int, block_size: int) -> dict[str, Any]:
-        """What travels beside an event that stores the blocks from `start` to `end` of the prompt."""
+    def carried(self, start: int, end: int, block_size: int, lora_ids: LoraIds | None = None) -> dict[str, Any]:
+        """What travels beside an event that stores the blocks from `start` to `end` of the prompt.
+
+        Args:
+            start: the first block.
+            end: the one after the last.
+            block_size: tokens a block.
+            lora_ids: the numbers of the engine that stores them; None: no engine does, as beside a look-up.
+        """
         found: dict[str, Any] = {}
         if self.lora_name is not None:
-            found = {"lora_id": lora_id(self.lora_name), "lora_name": self.lora_name}
+            found = {} if lora_ids is None else {"lora_id": lora_ids.of(self.lora_name)}
+            found["lora_name"] = self.lora_name
             if self.lora_path:
                 found["lora_path"] = self.lora_path
         if self.cache_salt is not None:
@@ -163,8 +171,29 @@ class PromptKeys:
         return found
 
 
-def lora_id(lora_name: str) -> int:
-    """The number of an adapter, from 1 to 2**31 - 1: vLLM counts adapters as they are loaded, here it is made from the name."""
+class LoraIds:
+    """The numbers of adapters in one engine process: from 1, in the order of their first use.
+
+    They mean nothing to another engine, nor to the same one after a restart.
+    """
+
+    __slots__ = ("_by_name",)
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, int] = {}
+
+    def use(self, keys: PromptKeys | None) -> None:
+        """Number the adapter of a request, if it has one."""
+        if keys is not None and keys.lora_name is not None:
+            self.of(keys.lora_name)
+
+    def of(self, lora_name: str) -> int:
+        """The number of an adapter."""
+        return self._by_name.setdefault(lora_name, len(self._by_name) + 1)
+
+
+def hashed_lora_id(lora_name: str) -> int:
+    """The number that vLLM 0.9 hashes for an adapter, from 1 to 2**31 - 1; here made from the name, so that names of blocks stay."""
     return xxh3_64_intdigest(lora_name.encode()) % (2**31 - 1) + 1
 
 

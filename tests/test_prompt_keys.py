@@ -4,16 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pytest_kvmock import BACKENDS, EngineProfile, EventRulesBroken, RadixIndex, RouterHarness
 from pytest_kvmock.cache.vllm.hashes import VERSIONS
 from pytest_kvmock.events import KvCacheEvent, RouterEvent, Stored
 from pytest_kvmock.prompt_keys import (
+    LoraIds,
     MultimodalItem,
     PromptKeys,
     group_extra,
     group_kind,
     hash_options,
     is_attention_group,
-    lora_id,
     mm_hash,
     names_blocks,
     part_of,
@@ -149,15 +150,84 @@ def test_hashes_have_all_but_the_session_in_them():
 def test_it_travels_under_the_names_of_the_wire():
     keys = PromptKeys("a", "s", (("m", 2, 4),), "x")
     assert {
-        "lora_id": lora_id("a"),
+        "lora_id": 1,
         "lora_name": "a",
         "cache_salt": "s",
         "session_id": "x",
         "extra_keys": [("a", ("m", 2), "s"), ("a", ("m", -2)), ("a",)],
-    } == keys.carried(0, 3, 4)
+    } == keys.carried(0, 3, 4, LoraIds())
+    assert "lora_id" not in keys.carried(0, 3, 4)  # a request has the name alone
     assert {"session_id": "x"} == PromptKeys(session_id="x").carried(0, 3, 4)
     assert [None, None] == PromptKeys(cache_salt="s").carried(1, 3, 4)["extra_keys"]
-    assert 1 <= lora_id("a") < 2**31
+
+
+ENGINES = [
+    name for name in BACKENDS if name not in ("hash_cache", "sglang")
+]  # these have none: refused, or a name alone
+
+
+def ids_of(worker, events, *names):
+    """The numbers of adapters beside what a worker stores, each for a prompt of its own."""
+    ids = []
+    for name in names:
+        worker.serve(Prompt(range(1, 18), lora_name=name))
+        ids.append(events[-1].extra["lora_id"])
+    return ids
+
+
+@pytest.mark.parametrize("backend", ENGINES)
+def test_adapters_count_from_1_in_the_order_of_first_use_by_engine(backend):
+    with RouterHarness(EngineProfile(block_size=4, num_blocks=64, workers=2), backend) as kv:
+        stored = []
+        kv.add_sink(stored.append)
+        first, second = kv.worker(0), kv.worker(1)
+        assert [1, 2] == ids_of(first, stored, "a", "b")
+        assert [1, 2, 3] == ids_of(second, stored, "b", "a", "c")
+        first.serve(Prompt(range(100, 117), lora_name="a"))
+        assert 1 == stored[-1].extra["lora_id"]
+        first.clear()
+        assert [2, 1] == ids_of(first, stored, "b", "a")
+        first.restart(announced=True)
+        assert [1, 2] == ids_of(first, stored, "b", "a")
+
+
+@pytest.mark.parametrize("backend", ENGINES)
+def test_an_adapter_counts_though_its_request_stores_nothing(backend):
+    with RouterHarness(EngineProfile(block_size=4, num_blocks=64), backend) as kv:
+        stored = []
+        kv.add_sink(stored.append)
+        kv.worker(0).serve(Prompt((1, 2), lora_name="short"))
+        assert [2] == ids_of(kv.worker(0), stored, "a")
+        kv.worker(0).cached_tokens(Prompt((1, 2, 3, 4, 5), lora_name="only looked up"))
+        assert [3] == ids_of(kv.worker(0), stored, "b")
+
+
+class ById:
+    """An index that tells adapters apart by their numbers."""
+
+    def __init__(self):
+        self.tree = RadixIndex()
+
+    def apply(self, event):
+        data = event.event.data
+        if isinstance(data, Stored):
+            local = self.local([token for block in event.token_ids for token in block], event.extra)
+            data = Stored(data.parent_hash, data.block_hashes, local)
+        self.tree.apply(RouterEvent(event.worker_id, KvCacheEvent(event.event.event_id, data)))
+
+    def local(self, tokens, extra):
+        return tuple(block_hashes(tokens, 4, lora_name=str((extra or {}).get("lora_id"))))
+
+    def match_tokens(self, tokens, extra=None):
+        return self.tree.find_matches(self.local(tokens, extra))
+
+
+def test_an_index_by_the_number_of_an_adapter_drifts():
+    kv = RouterHarness(EngineProfile(block_size=4, num_blocks=64, workers=2), "vllm", ById())
+    kv.worker(0).serve(Prompt(range(1, 10), lora_name="a"))
+    kv.worker(1).serve(Prompt(range(1, 10), lora_name="b"))
+    with pytest.raises(EventRulesBroken, match="index_drift"):
+        kv.events.check()
 
 
 def test_the_keys_of_a_block_are_those_that_vllm_hashed(recording):

@@ -12,7 +12,7 @@ from pytest_kvmock.prompt_keys import names_blocks
 from pytest_kvmock.tokens import Prompt, keyed_block_hashes, sequence_hashes
 
 if TYPE_CHECKING:
-    from pytest_kvmock.prompt_keys import EventExtra
+    from pytest_kvmock.prompt_keys import EventExtra, LoraIds
 
 # Theory of operation
 #
@@ -179,9 +179,9 @@ class HashedTokens:
             tokens = HashedBlocks(tokens, data, self._digests[start:end], self._hasher)
         return data, tokens
 
-    def carried(self, start: int, end: int) -> dict[str, Any] | None:
-        """What travels beside an event that stores the blocks from `start` to `end`; None for nothing."""
-        return None if self.keys is None else self.keys.carried(start, end, self.block_size)
+    def carried(self, start: int, end: int, lora_ids: LoraIds | None = None) -> dict[str, Any] | None:
+        """What travels beside an event that stores the blocks from `start` to `end`; None for nothing. See `PromptKeys.carried`."""
+        return None if self.keys is None else self.keys.carried(start, end, self.block_size, lora_ids)
 
 
 class HashChain:

@@ -12,6 +12,7 @@ from pytest_kvmock.engine.driver import PROMPT_KEYS, Traits
 from pytest_kvmock.engine.event_recorder import EventRecorder
 from pytest_kvmock.engine.sequence import ActiveSequence
 from pytest_kvmock.moves import Deref, Destroy, Use
+from pytest_kvmock.prompt_keys import LoraIds
 from pytest_kvmock.tokens import Prompt, chained_hash, keyed_block_hashes
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class MoveDriver:
         self._rng = rng
         # Moves carry tokens and hashes alone, as Dynamo's do: of each block of a prompt that carries more, that and its place.
         self._keyed: dict[int, tuple[PromptKeys, int]] = {}
+        self._lora_ids = LoraIds()
         self.recorder = EventRecorder(0, None)
 
     def process(self, move: Move) -> int:
@@ -96,6 +98,7 @@ class MoveDriver:
             # With names from elsewhere: whoever only looks must not change what is generated next, nor meet it.
             return _MoveRequest(self._sequence(prompt, Random("look")))  # noqa: S311 - mock data
         request = _MoveRequest(self._sequence(prompt))
+        self._lora_ids.use(prompt.keys)
         if prompt.keys is not None or self._keyed:
             self._remember(request.sequence, 0)
         return request
@@ -118,7 +121,7 @@ class MoveDriver:
         if first is None:
             return None
         keys, size = first[0], self.manager.block_size
-        extra = keys.carried(0, 0, size)
+        extra = keys.carried(0, 0, size, self._lora_ids)
         if "extra_keys" in extra:
             extra["extra_keys"] = [None if each is None else each[0].block_keys(each[1], size) for each in found]
         return extra

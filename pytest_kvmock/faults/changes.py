@@ -58,13 +58,14 @@ def _needs_parent(event: RouterEvent) -> bool:
 
 
 def unknown_removed(rng: Random) -> Change:
-    """Make the change that adds to a Removed a block that was never stored."""
+    """Make the change that adds to a Removed a block that was never stored before its own blocks, and one behind them."""
 
     def change(event: RouterEvent) -> list[RouterEvent] | None:
         data = event.event.data
         if not isinstance(data, Removed):
             return None
-        return [_with(event, Removed((*data.block_hashes, rng.getrandbits(64))))]
+        last = rng.getrandbits(64)  # the other is its complement: a seed draws what it drew before
+        return [_with(event, Removed((last ^ _U64, *data.block_hashes, last)))]
 
     return change
 

@@ -37,7 +37,7 @@ FAULTS: Final[Mapping[str, FaultKind]] = MappingProxyType(
             FaultKind("delay", "an event arrives after `by` more of its worker and rank (2); counted, not timed"),
             FaultKind("wrong_parent", "a Stored names another parent: `parent`, or one that was never stored"),
             FaultKind("foreign", "an event arrives as another worker's: that of `to`, or the next one's"),
-            FaultKind("unknown_removed", "a Removed also names a block that was never stored"),
+            FaultKind("unknown_removed", "a Removed also names blocks that were never stored, one first and one last"),
             FaultKind("self_parent", "a Stored names its first block as that block's own parent"),
             FaultKind("sink_failure", "a sink before the router raises, and the router never gets the event"),
             FaultKind("missing_first", "the first event of a worker does not arrive", has_rate=False),

@@ -204,12 +204,15 @@ class Heard:
     def deliver(self, now_ms: float) -> Calls:
         """Deliver what is due by now."""
         for event in self._on_the_way.take(now_ms):
-            with suppress(KvEventError):  # an oddity of a faithful engine, which this index tells by raising
+            refused = False
+            try:
                 self._reference.apply(event)
+            except KvEventError:  # an oddity of a faithful engine, which this index tells by raising
+                refused = True
             if self._reference is not self._index:
                 self._index.apply(event)
             if self._calls is not None and self._calls.wants("apply"):
-                yield from self._calls.hook("apply", now_ms, event)
+                yield from self._calls.apply(event, now_ms, may_be_refused=refused)
 
     def overlaps(self, request: RouterRequest) -> Mapping[Worker, int]:
         """Return how many leading full blocks of a prompt each worker holds."""

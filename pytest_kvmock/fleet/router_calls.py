@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from pytest_kvmock.fleet.routing_figures import aligned
 from pytest_kvmock.fleet.sent import SentBlocks
+from pytest_kvmock.hygiene.text import event_text
 from pytest_kvmock.router.routing import Candidate
 
 if TYPE_CHECKING:
+    from pytest_kvmock.events import RouterEvent
     from pytest_kvmock.router.routing import RouterRequest, Worker
 
 HOOKS: Final = (
@@ -154,6 +156,7 @@ class RouterCalls:
         router: as above.
         beliefs: its methods that say what it believes, by name.
         asynchronous: the names of its methods that are coroutine functions.
+        excused: what it raised on events on which an index that knows parents must raise, a line each.
         left_open: whether a clock stopped while requests were open, of whose end the router was never told.
         sent: what was sent to each worker, run after run, where it says what it believes of that.
         on_hook: called after each hook, whether the router has it or not; None: nobody is.
@@ -169,6 +172,8 @@ class RouterCalls:
         self.left_open = False
         self.sent = SentBlocks()
         self._is_started = False
+        self.excused: list[str] = []
+        self._removed_ms: dict[Worker, float] = {}  # workers that it was told are gone, and when
         self._timeout_s = timeout_s
         self._hooks = {name: hook for name in HOOKS if callable(hook := getattr(router, name, None))}
         self._pick: Callable[..., Any] = router.pick  # type: ignore[attr-defined]  # as was checked
@@ -249,12 +254,51 @@ class RouterCalls:
         Raises:
             RouterError: it raised.
         """
+        if name == "worker_removed":
+            self._removed_ms[argument] = now_ms
+        elif name == "worker_added":
+            self._removed_ms.pop(argument, None)
         hook, answer = self._hooks.get(name), None
         if hook is not None:
             answer = yield from self._call(name, hook, request, (), argument, *more, now_ms=now_ms)
         if self.on_hook is not None and name != "next_waiting":
             yield from self.on_hook(name, now_ms, argument, *more)
         return answer
+
+    def apply(
+        self, event: RouterEvent, now_ms: float, story: Callable[[], str] = str, *, may_be_refused: bool = False
+    ) -> Calls:
+        """Give the router an event.
+
+        Args:
+            event: the event.
+            now_ms: when, in virtual milliseconds.
+            story: says what became of the block that the event goes on from, for the message.
+            may_be_refused: whether the router may raise, as the reference index does: some engines publish a Stored below a
+                block that they have removed.
+
+        Raises:
+            RouterError: it raised, and must not.
+        """
+        hook = self._hooks.get("apply")
+        if hook is not None:
+            try:
+                yield from self._call("apply", hook, None, (), event, now_ms=now_ms)
+            except RouterError as error:
+                text = f"{error.problem} at {' '.join(event_text(event).split())}"
+                text += "".join(f"; {each}" for each in (story(), self._gone(event)) if each)
+                if not may_be_refused or isinstance(error.__cause__, TimeoutError):
+                    raise RouterError(text, now_ms) from error.__cause__
+                self.excused.append(text)
+        if self.on_hook is not None:
+            yield from self.on_hook("apply", now_ms, event)
+
+    def _gone(self, event: RouterEvent) -> str:
+        """That the worker of an event has left, for messages; empty where it has not."""
+        for worker in (event.worker_id, event.key):
+            if worker in self._removed_ms:
+                return f"worker {worker!r} has left: worker_removed({worker!r}) at {self._removed_ms[worker]:g} ms"
+        return ""
 
     def ask(
         self, name: str, method: Callable[..., Any], request: RouterRequest | None, now_ms: float, *arguments: Any

@@ -15,13 +15,13 @@ those too.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from random import Random
-from types import MappingProxyType
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from pytest_kvmock.events import Cleared, Removed, RouterEvent, StorageTier, StreamKey, block_text
 from pytest_kvmock.harness.chains import Chain, Chains, leading_run, orphaned_in
+from pytest_kvmock.harness.queued import QueuedEvent, QueuedRemoval, WrongAnswer
 from pytest_kvmock.harness.survival import SurvivalOracle
 from pytest_kvmock.harness.under_test import (
     Call,
@@ -55,60 +55,6 @@ THEN_ONE_IN: Final = 16
 
 MOST_IN_A_BURST: Final = 10_000
 """How many events an index is given at most without a flush."""
-
-
-class QueuedEvent(NamedTuple):
-    """An event that the index under test has not been given yet.
-
-    Attributes:
-        event: the event.
-        position: its number in the log.
-        problems: what the ledger found wrong with it.
-        refused: the reference index raised on it.
-        given: the event that the index is given, where a fault changes its input.
-        orphaned: the blocks that its worker and rank holds without their parents, each with the warning.
-    """
-
-    event: RouterEvent
-    position: int
-    problems: list[Problem]
-    refused: bool = False
-    given: RouterEvent | None = None
-    orphaned: Mapping[int, Problem] = MappingProxyType({})
-
-    @property
-    def key(self) -> StreamKey:
-        """The worker and rank of the event."""
-        return self.event.worker_id, self.event.event.dp_rank
-
-
-class WrongAnswer(NamedTuple):
-    """The first worker for which an answer of the index under test is wrong.
-
-    Attributes:
-        asked: the method that returned it.
-        answer: the answer, of the device.
-        tier: where it is wrong.
-        worker: which worker.
-        rank: and its rank.
-        blocks: how many blocks it returned.
-        expected: how many are right.
-    """
-
-    asked: str
-    answer: Scores | WorkerScores
-    tier: StorageTier
-    worker: int
-    rank: int
-    blocks: int
-    expected: range
-
-
-class QueuedRemoval(NamedTuple):
-    """A removal that the index under test has not been given yet: these workers and ranks begin anew."""
-
-    keys: Sequence[StreamKey]
-    calls: Sequence[Call]
 
 
 class IndexComparison:
@@ -209,7 +155,7 @@ class IndexComparison:
                 yield self._under_test.apply, queued.given or queued.event
             except Exception as error:  # noqa: BLE001 - as in run
                 # A dump leaves blocks out that no query can reach; the reference raises, too, when those are removed.
-                if not queued.refused or any(problem.is_error for problem in queued.problems):
+                if not queued.may_be_refused:
                     found.append(self._failure("apply", error, key, queued))
             else:
                 if isinstance(data, Cleared):
@@ -481,7 +427,7 @@ class IndexComparison:
         if wrong is not None:
             return WrongAnswer("find_tiered", answer, StorageTier.DEVICE, *wrong)
         free = () if self.survival is None else self.survival.unjudged_below(ignored)
-        below = difference_below(tiers, self._reference.find_tiered(chain.local), free)
+        below = difference_below(tiers, self._reference.find_tiered(chain.local), free, forgets=under_test.may_forget)
         return None if below is None else WrongAnswer("find_tiered", answer, *below)
 
     def _wrong(
@@ -505,7 +451,7 @@ class IndexComparison:
             else:
                 continue
             least[key], most[key] = min(run, due), max(run, due)
-        return first_difference(answer, least, most)
+        return first_difference(answer, {} if self._under_test.may_forget else least, most)
 
     def _question(self, chain: Chain) -> Call:
         asked = question(list(chain.local), chain.tokens, takes_tokens=self._under_test.takes_tokens, of_events=True)

@@ -14,7 +14,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from pytest_kvmock.events import Removed, RouterEvent, StorageTier, StreamKey
 from pytest_kvmock.harness.book import Book
-from pytest_kvmock.harness.index_comparison import IndexComparison, QueuedEvent, Sync
+from pytest_kvmock.harness.index_comparison import IndexComparison, Sync
+from pytest_kvmock.harness.queued import QueuedEvent
 from pytest_kvmock.harness.under_test import Calls, IndexUnderTest, TierScores, arun, run
 from pytest_kvmock.hygiene import entries
 from pytest_kvmock.hygiene.delivery import Delivery, Published
@@ -70,6 +71,7 @@ class Judge:
         index_input_filter: what the index under test is given for an event; None: the event.
         pending_recoveries: the answers that routers got from workers, and that are not applied yet.
         first_lost: the first event that a sink kept from the router, without a fault; None: there was none.
+        last_received: the event that was received last, with what was found; None: there was none.
     """
 
     def __init__(
@@ -85,11 +87,12 @@ class Judge:
         self.log = log
         self.ledger = Ledger(journal)
         self.reference = RadixIndex(semantics=semantics)
-        self.under_test = None if index is None else IndexUnderTest(index)
+        self.under_test = None if index is None else IndexUnderTest.of(index)
         self.book: Book | None = None
         self.index_input_filter: InputFilter | None = None
         self.pending_recoveries: deque[RecoveryAnswer] = deque()
         self.first_lost: Problem | None = None
+        self.last_received: QueuedEvent | None = None
         self._unpublished: dict[StreamKey, UnpublishedBlocks] = {}
         self._comparison = None
         if self.under_test is not None:
@@ -220,8 +223,9 @@ class Judge:
                 self.reference.apply(ledger.uncounted(event))
             except KvEventError:  # the ledger has found it already
                 refused = True
+        self.last_received = queued = QueuedEvent(event, position, problems, refused)
         if self._comparison is not None:
-            self._compare_at(QueuedEvent(event, position, problems, refused), self._comparison)
+            self._compare_at(queued, self._comparison)
         if book is not None:
             book.received(delivery)
 

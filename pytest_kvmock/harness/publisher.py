@@ -7,12 +7,13 @@ from dataclasses import replace
 from threading import RLock
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from pytest_kvmock.events import KvCacheEvent, RouterEvent, StreamKey
+from pytest_kvmock.events import KvCacheEvent, RouterEvent, Stored, StreamKey
 from pytest_kvmock.faults.injector import FaultInjector
 from pytest_kvmock.harness.judge import Judge
 from pytest_kvmock.harness.recovery import Recovery
 from pytest_kvmock.hygiene.delivery import Delivery
 from pytest_kvmock.hygiene.entries import BatchesLost, Skipped, Subscribed
+from pytest_kvmock.hygiene.story import removal_of
 from pytest_kvmock.sinks import EventSink, GivenSink, event_sink, given_sink, sink_text
 
 if TYPE_CHECKING:
@@ -169,6 +170,18 @@ class Publisher:
                 if event.chained is not delivery.event.chained:  # no transport carries it
                     event = replace(event, chained=delivery.event.chained)  # noqa: PLW2901 - the same event
                 self._judge.received(delivery._replace(event=event))
+
+    @property
+    def may_be_refused(self) -> bool:
+        """Whether a router that indexes parents may raise on the event that was received last."""
+        last = self._judge.last_received
+        return last is not None and last.is_of_the_engine
+
+    def story_before(self, event: RouterEvent) -> str:
+        """What became of the block that an event goes on from or removes; empty where there is none."""
+        stream, data = self._judge.ledger.streams.get(event.key), event.data
+        blocks = (data.parent_hash,) if isinstance(data, Stored) else getattr(data, "block_hashes", ())[:1]
+        return "" if stream is None or not blocks or blocks[0] is None else removal_of(stream, blocks[0])
 
     def losses_at(self, endpoints: Sequence[str], sink: int | None = None) -> LostBatches:
         """Return what one who subscribes at these endpoints, one a rank, calls for losses: `lost_batches` that knows who it is.

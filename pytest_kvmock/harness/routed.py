@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -105,7 +106,10 @@ class JudgedEvents:
         for delivery in self._on_the_way.take(now_ms):
             self._publisher.receive(delivery)
             if self._calls is not None and self._calls.wants("apply"):
-                yield from self._calls.hook("apply", now_ms, delivery.event)
+                event = delivery.event
+                excused = self._publisher.may_be_refused
+                story = partial(self._publisher.story_before, event)
+                yield from self._calls.apply(event, now_ms, story, may_be_refused=excused)
         injections, problems = self._publisher.injections, self._harness.events.problems
         if self._seen != (len(injections), len(problems)) and now_ms < math.inf:
             self._mark(now_ms, injections, problems)

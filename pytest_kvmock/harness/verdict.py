@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from pytest_kvmock.engine.worker import KvWorker, OpenRequest, Request
-from pytest_kvmock.harness.index_comparison import QueuedEvent
+from pytest_kvmock.harness.queued import QueuedEvent
 from pytest_kvmock.hygiene.log import EventLog
 from pytest_kvmock.hygiene.problem import Problem
 from pytest_kvmock.hygiene.rules import LEAKED_REQUESTS, NOT_FLUSHED

@@ -115,6 +115,14 @@ class Problem:
         """Id of the event that shows it; None where a comparison does."""
         return None if self.event is None else self.event.event.event_id
 
+    @property
+    def root(self) -> Problem:
+        """What it follows from in the end; itself where it stands by itself."""
+        problem = self
+        while problem.cause is not None:
+            problem = problem.cause
+        return problem
+
     def follows_from(self, cause: Problem) -> None:
         """List this problem under its cause; it does not stand by itself any more."""
         self.cause = cause

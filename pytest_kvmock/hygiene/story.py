@@ -33,6 +33,14 @@ def story_of(stream: Stream, block: int, tier: StorageTier = StorageTier.DEVICE)
     return f"{name} was stored by {_emptied_by(stream, stored)}"
 
 
+def removal_of(stream: Stream, block: int) -> str:
+    """What removed a block last that is not held, though a later event named it as a parent; else its story."""
+    removed = stream.removed_at.get(block)
+    if removed is None or (block in stream.device and stream.stored_at.get(block, -1) > removed):
+        return story_of(stream, block)
+    return f"block {block_text(block)} was removed by {_called(stream, removed)}"
+
+
 def _has_tiers(stream: Stream) -> bool:
     """Whether anything is known of tiers below the device; messages name the tiers then."""
     return len(stream.tiers) > 1 or bool(stream.spec.tier_blocks)

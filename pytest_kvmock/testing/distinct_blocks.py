@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Final, TypeAlias
 
 import pytest
 
+from pytest_kvmock.backends import BackendSpec, EngineProfile
+from pytest_kvmock.events import RouterEvent
+from pytest_kvmock.harness.router_harness import RouterHarness
 from pytest_kvmock.programs.near_hashes import TRUNCATIONS
-from pytest_kvmock.testing.index_driver import IndexDriver
+from pytest_kvmock.testing.index_driver import IndexDriver, prompt_of
 from pytest_kvmock.testing.index_subject import OverIndex
 
 _IMAGES: Final = ("1c" * 32, "2d" * 32)
@@ -78,45 +82,72 @@ class DistinctBlocks(OverIndex):
     def test_adapters_are_told_apart(self) -> None:
         """Blocks of the same tokens under two LoRA adapters, or under none, are different blocks."""
         self._expect_apart({"lora_name": "adapter-a"}, {"lora_name": "adapter-b"})
+        self._expect_apart({"lora_name": "adapter-a"}, {"lora_name": "Adapter-A"})
 
     def test_salts_are_told_apart(self) -> None:
         """Blocks of the same tokens under two cache salts, or under none, are different blocks."""
         self._expect_apart({"cache_salt": "tenant-1"}, {"cache_salt": "tenant-2"})
+        self._expect_apart({"cache_salt": "tenant-1"}, {"cache_salt": "Tenant-1"})
 
     def test_multimodal_items_are_told_apart(self) -> None:
         """Blocks of the same tokens with two images in them, or with none, are different blocks; those before are shared."""
         first, second = ({"multimodal": [(image, 0, 2)]} for image in _IMAGES)
         self._expect_apart(first, second)
-        index = self._start_keyed()
         first, second = ({"multimodal": [(image, self.block_size, 1)]} for image in _IMAGES)
-        index.store("abc", 0, keys=first)
-        index.expect("abc", {0: 3}, keys=first)
-        index.expect("abc", {0: 1}, keys=second)
-        index.expect("abc", {0: 1})
+        for index in self._start_keyed(first):
+            index.store("abc", 0, keys=first)
+            index.expect("abc", {0: 3}, keys=first)
+            index.expect("abc", {0: 1}, keys=second)
+            index.expect("abc", {0: 1})
 
     def _expect_apart(self, first: dict[str, Any], second: dict[str, Any]) -> None:
         """Prompts that carry these, or nothing, share no block."""
         __tracebackhide__ = True
-        index = self._start_keyed()
-        index.store("abc", 0, keys=first)
-        index.expect("abc", {})
-        index.expect("abc", {}, keys=second)
-        index.store("ab", 1, keys=second)
-        index.store("a", 2)
-        index.store("d", 0, after="abc", keys=first)
-        index.expect("abcd", {0: 4}, keys=first)
-        index.expect("abcd", {1: 2}, keys=second)
-        index.expect("abcd", {2: 1})
-        index.remove("abcd", "abc", keys=first)
-        index.expect("abcd", {0: 2}, keys=first)
-        index.expect("abcd", {1: 2}, keys=second)
+        for index in self._start_keyed(first):
+            index.store("abc", 0, keys=first)
+            index.expect("abc", {})
+            index.expect("abc", {}, keys=second)
+            index.store("ab", 1, keys=second)
+            index.store("a", 2)
+            index.store("d", 0, after="abc", keys=first)
+            index.expect("abcd", {0: 4}, keys=first)
+            index.expect("abcd", {1: 2}, keys=second)
+            index.expect("abcd", {2: 1})
+            index.remove("abcd", "abc", keys=first)
+            index.expect("abcd", {0: 2}, keys=first)
+            index.expect("abcd", {1: 2}, keys=second)
 
-    def _start_keyed(self) -> IndexDriver:
-        """As `_start`; the test is skipped for an index that is asked by tokens alone."""
+    def _start_keyed(self, keys: dict[str, Any]) -> Iterator[IndexDriver]:
+        """As `_start`, once for each form in which the engines of `backends` publish what a prompt carries.
+
+        The test is skipped for an index that is asked by tokens alone, and where no engine names blocks by that.
+        """
         index = self._start()
         if not index.takes_keys:
             pytest.skip(
                 f"match_tokens(tokens) of {index.index.name} takes no `extra`: prompts with an adapter, a salt or multimodal "
                 "items were not checked"
             )
-        return index
+        specs = self._specs()
+        forms = dict.fromkeys(form for spec in specs if (form := self._form(spec, keys)) is not None)
+        if not forms:
+            names = ", ".join(spec.name for spec in specs)
+            pytest.skip(
+                f"no engine of backends ({names}) names blocks by {', '.join(keys)}: prompts with it were not checked"
+            )
+        for form in forms if index.index.takes_tokens else list(forms)[:1]:
+            index = self._start()
+            index.carries = form
+            yield index
+
+    def _form(self, spec: BackendSpec, keys: dict[str, Any]) -> frozenset[str] | None:
+        """The names under which an engine publishes what a prompt carries; None where it refuses such a prompt."""
+        published: list[RouterEvent] = []
+        with RouterHarness(EngineProfile(self.block_size, 8), spec) as harness:
+            harness.add_sink(published.append)
+            try:
+                prompt = harness.worker(0).accept(prompt_of("ab", self.block_size, **keys))
+            except ValueError:
+                return None
+            harness.worker(0).serve(prompt)
+        return frozenset(name for event in published for name in event.extra or ())

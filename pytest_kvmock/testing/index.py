@@ -5,7 +5,6 @@ One subject, one class: the promises, each a test.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any, Final
 
 import pytest
@@ -18,14 +17,12 @@ from pytest_kvmock.reduce import NotReduced, reproduce
 from pytest_kvmock.testing.distinct_blocks import DistinctBlocks
 from pytest_kvmock.testing.drafts import Player, random_traffic
 from pytest_kvmock.testing.index_driver import IndexDriver, prompt_of
-from pytest_kvmock.testing.index_subject import SURVIVED
+from pytest_kvmock.testing.index_load import UnderLoad
 from pytest_kvmock.testing.subject import refuse, takes_argument
+from pytest_kvmock.testing.workers_that_go import WorkersThatGo
 
 _HOST: Final = StorageTier.HOST_PINNED
 _DISK: Final = StorageTier.DISK
-
-_PAIRS: Final = 10_000
-"""Pairs of store and remove over which `size()` must stay bounded."""
 
 _MOST_IN_A_BURST: Final = 100
 
@@ -33,7 +30,7 @@ _REDUCED: Final = 20_000
 """How many steps are replayed at most to cut a failure in live traffic down."""
 
 
-class IndexContract(DistinctBlocks):
+class IndexContract(DistinctBlocks, WorkersThatGo, UnderLoad):
     """Tests that hold for every index, asked by local hashes or by tokens (see `kv_index` for what it offers).
 
     A subclass defines `make_index`::
@@ -63,6 +60,10 @@ class IndexContract(DistinctBlocks):
         index_semantics: what a Cleared empties, as in `RouterHarness`: None for a rank, "e1" for all ranks of a worker.
         survives: the faults that the index must survive: "double" (an event is delivered twice), "restart" (a worker restarts
             unannounced). What is not named is skipped, and the skip says so.
+        threads: whether look-ups may come from threads while another applies events. If not, that is skipped.
+        bounded: how many blocks an index that forgets keeps at least, of all workers, from 1 to 10,000; None: it forgets
+            none. What was stored beyond that it may forget. It must not find what is not held, nor raise on an event that names
+            what it forgot.
         traits: of the engine that the next index is made for.
     """
 
@@ -361,126 +362,6 @@ class IndexContract(DistinctBlocks):
                     harness.worker(0).serve(prompt_of(letter, self.block_size))
                     self._check(harness)
 
-    # ----------------------------------------------------------------------------------- cleared, and removed
-
-    def test_a_cleared_worker_has_nothing(self) -> None:
-        """The others keep what they have."""
-        index = self._start()
-        index.store("abcd", 0)
-        index.store("xy", 0)
-        index.store("abc", 1)
-        index.clear(0)
-        index.expect("abcd", {1: 3})
-        index.expect("xy", {})
-
-    def test_a_cleared_worker_can_store_again(self) -> None:
-        """A worker stores after a Cleared as a new one does."""
-        index = self._start()
-        index.store("abcd")
-        index.clear()
-        index.store("ab")
-        index.expect("abcd", {0: 2})
-        index.store("cd", after="ab")
-        index.expect("abcd", {0: 4})
-
-    def test_clearing_a_worker_that_has_nothing_is_no_error(self) -> None:
-        """Engines publish a Cleared whenever they are asked to clear."""
-        index = self._start()
-        index.clear(0)
-        index.store("ab", 1)
-        index.clear(0)
-        index.expect("ab", {1: 2})
-
-    def test_a_cleared_rank_leaves_the_other_ranks(self) -> None:
-        """A Cleared empties its own rank; with `index_semantics = "e1"` all ranks of its worker."""
-        index = self._start()
-        ranks = (0, 1) if self.tells_ranks_apart else (1,)
-        for rank in ranks:
-            index.store("abcd"[: 4 - rank], rank=rank)
-        index.store("ab", 1)
-        index.clear(rank=ranks[0])
-        left = {(0, 1): 3} if ranks == (0, 1) and self.index_semantics is None else {}
-        index.expect("abcd", {(1, 0): 2, **left})
-
-    def test_a_removed_worker_loses_all_its_ranks(self) -> None:
-        """`remove_worker` removes every rank, not rank 0 alone."""
-        index = self._start()
-        if index.index.remove_worker is None:
-            pytest.skip(f"{index.index.name} has no remove_worker(worker_id): what it leaves was not checked")
-        for rank in (0, 1, 2) if self.tells_ranks_apart else (2,):
-            index.store("abcd", rank=rank)
-        index.store("ab", 1)
-        index.remove_worker(0)
-        index.expect("abcd", {1: 2})
-
-    def test_a_removed_worker_has_nothing(self) -> None:
-        """`remove_worker`, where the index has it, empties a worker and no other, which may come back."""
-        index = self._start()
-        if index.index.remove_worker is None:
-            pytest.skip(f"{index.index.name} has no remove_worker(worker_id): what it leaves was not checked")
-        index.store("abcd", 1)
-        index.store("abc", 2)
-        index.store("ab", 10)
-        index.store("a", 21)
-        others = {2: 3, 10: 2, 21: 1}
-        index.expect("abcd", {1: 4, **others})  # an answer that must not be kept
-        index.remove_worker(1)
-        index.expect("abcd", others)
-        index.store("ab", 1)
-        index.expect("abcd", {1: 2, **others})
-
-    # ------------------------------------------------------------------------------------------------ survived
-
-    def test_a_redelivered_event_changes_nothing(self) -> None:
-        """With "double" in `survives`: an event that is delivered twice counts once."""
-        index = self._start_surviving("double")
-        index.store("abcd")
-        index.redeliver()
-        index.expect("abcd", {0: 4})
-        index.remove("abcd")
-        index.expect("abcd", {0: 3})
-        index.redeliver()
-        index.expect("abcd", {0: 3})
-        index.store("d", after="abc")
-        index.expect("abcd", {0: 4})
-        index.clear()
-        index.redeliver()
-        index.expect("abcd", {})
-        for spec in self._specs():
-            with self._harness(spec, num_blocks=8) as harness:
-                harness.faults.survive("double")
-                with harness.faults.double(None):
-                    for letters in ("abc", "abc", "abd", "efgh", "abc"):
-                        harness.worker(0).serve(prompt_of(letters, self.block_size))
-                        self._check(harness)
-            # What counts each event twice is right again once the Removed came twice as well: here, only some come twice.
-            with self._harness(spec, num_blocks=3) as harness:
-                harness.faults.survive("double")
-                for number, letters in enumerate(("abc", "d", "efg", "abc", "hij")):
-                    with nullcontext() if number % 2 else harness.faults.double(1):
-                        harness.worker(0).serve(prompt_of(letters, self.block_size))
-                    self._check(harness)
-
-    def test_an_unannounced_restart_is_noticed(self) -> None:
-        """With "restart" in `survives`: what a worker had is gone when its event ids begin anew, as after a crash."""
-        index = self._start_surviving("restart")
-        index.store("abcd", 0)
-        index.store("abc", 1)
-        index.remove("abcd", worker=0)
-        index.restart(0)
-        index.store("xy", 0)
-        index.expect("abcd", {1: 3})
-        index.expect("xy", {0: 2})
-        index.store("ab", 0)
-        index.expect("abcd", {0: 2, 1: 3})
-
-    def _start_surviving(self, fault: str) -> IndexDriver:
-        """As `_start`; the test is skipped unless the contract declares that the index survives a fault."""
-        index = self._start()
-        if fault not in self.survives:
-            pytest.skip(f"{type(self).__name__}.survives does not name {fault!r}: {SURVIVED[fault]} was not checked")
-        return index
-
     # -------------------------------------------------------------------------------------------- all the while
 
     def test_a_question_changes_nothing(self) -> None:
@@ -500,58 +381,6 @@ class IndexContract(DistinctBlocks):
             refuse(self, "make_index gave the same object twice; each test needs an index of its own")
         first.store("abc")
         second.expect("abc", {})
-
-    def test_ten_thousand_events_may_come_before_a_flush(self) -> None:
-        """Ten thousand events without a flush are all applied: a Removed first, a Stored last, pairs between."""
-        index = self._start()
-        index.store("abcd")
-        index.expect("abcd", {0: 4})
-        letters = [chr(1000 + number) for number in range(5049)]
-        stores = [("store", letter) for letter in letters]
-        removes = [("remove", letter) for letter in letters[:-100]]
-        pairs = [step for pair in zip(stores[100:], removes, strict=True) for step in pair]
-        index.publish([("remove", "abcd"), *stores[:100], *pairs, ("store", "xyz")])
-        index.expect("abcd", {0: 3})
-        index.expect("xyz", {0: 3})
-        for letter in letters[-100:]:
-            index.expect(letter, {0: 1})
-        for letter in letters[:-100:50]:
-            index.expect(letter, {})
-
-    def test_it_does_not_grow_with_events(self) -> None:
-        """`size()`, where the index has it, stays bounded over 10,000 blocks that are stored and removed."""
-        index = self._start()
-        if index.size() is None:
-            pytest.skip(
-                f"{index.index.name} has no size(): whether it grows over {_PAIRS:,} blocks that are stored and removed was "
-                "not checked"
-            )
-        sizes = []
-        for first in range(0, _PAIRS, _PAIRS // 10):
-            letters = [chr(1000 + number) for number in range(first, first + _PAIRS // 10)]
-            index.publish([(kind, letter) for letter in letters for kind in ("store", "remove")])
-            sizes.append(index.size() or 0)
-        grown, most = sizes[-1] - sizes[4], _PAIRS // 4
-        assert grown <= most, (
-            f"size() is {sizes[4]:,} after {_PAIRS // 2:,} blocks that were stored and removed, and {sizes[-1]:,} after "
-            f"{_PAIRS:,}; expected to grow by {most:,} at most"
-        )
-
-    def test_it_does_not_grow_with_workers_that_go(self) -> None:
-        """`size()`, where the index has it, stays bounded over workers that are cleared, or removed."""
-        index = self._start()
-        if index.size() is None:
-            pytest.skip(f"{index.index.name} has no size(): what workers leave that go was not checked")
-        for what in ("a Cleared", "remove_worker(0)")[: 1 + (index.index.remove_worker is not None)]:
-            sizes = []
-            for first in range(0, 1000, 200):
-                index.store("".join(chr(1000 + number) for number in range(first, first + 200)))
-                index.clear() if what == "a Cleared" else index.remove_worker(0)
-                sizes.append(index.size() or 0)
-            assert sizes[-1] - sizes[0] <= 200, (
-                f"size() is {sizes[0]:,} after 200 blocks were stored and {what} came, and {sizes[-1]:,} after five times "
-                "that; expected to grow by 200 at most"
-            )
 
     def test_it_follows_live_traffic(self) -> None:
         """The index answers as the reference index does, for two engines of each of `backends` in any traffic."""
@@ -585,7 +414,7 @@ class IndexContract(DistinctBlocks):
 
         def made() -> Any:
             self.traits = spec.traits
-            return self._made()
+            return self._under_test()
 
         try:
             found = reproduce(harness, work=_REDUCED, make_index=made)

@@ -1,18 +1,38 @@
-"""Drives an index under contract: events and look-ups, in prompts of letters."""
+"""Drives an index under contract: events and look-ups, in prompts of letters.
+
+One subject: what is done with the index, and the message where it does not do what it must.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from inspect import isawaitable
 from reprlib import Repr
+from threading import Barrier, Event, Thread
 from typing import Any, Final, Literal
 
 from pytest_kvmock.checks import has_parameter
 from pytest_kvmock.events import Cleared, EventData, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
-from pytest_kvmock.harness.under_test import IndexUnderTest, Scores, UnreadableAnswer, WorkerScores, agree, question
+from pytest_kvmock.harness.under_test import (
+    IndexUnderTest,
+    Scores,
+    UnreadableAnswer,
+    WorkerScores,
+    agree,
+    difference_below,
+    first_difference,
+    question,
+)
 from pytest_kvmock.programs.near_hashes import TRUNCATIONS, hash_pair, token_pair
-from pytest_kvmock.prompt_keys import EventExtra
+from pytest_kvmock.prompt_keys import EventExtra, LoraIds
 from pytest_kvmock.tokens import Prompt, sequence_hashes
+
+_THREADS: Final = 3
+"""How many threads look up while another applies events."""
+
+_SWITCH_S: Final = 1e-5
+"""How long each of them runs, in seconds."""
 
 _SHORT: Final = Repr()
 _SHORT.maxstring = 25  # identifiers of multimodal items have 64 digits
@@ -33,10 +53,16 @@ class IndexDriver:
         index: what is under contract.
         block_size: tokens a block.
         wait: waits for what an async index answers.
+
+    Attributes:
+        index: as above.
+        carries: the names under which an engine publishes what a prompt carries beside its tokens; None: all that there are.
     """
 
     def __init__(self, index: IndexUnderTest, block_size: int, wait: Callable[[Awaitable[Any]], Any]) -> None:
         self.index = index
+        self.carries: frozenset[str] | None = None
+        self._lora_ids: dict[int, LoraIds] = {}
         self._size = block_size
         self._wait = wait
         self._ids: dict[tuple[int, int], int] = {}
@@ -84,6 +110,10 @@ class IndexDriver:
         local = prompt_of(letters, self._size).block_hashes(self._size)
         return Prompt(hashes=[self._hashes[letters[0]], *local[1:]])
 
+    def _published(self, extra: EventExtra) -> EventExtra:
+        """What an engine has of that beside its events."""
+        return {name: value for name, value in extra.items() if self.carries is None or name in self.carries}
+
     def _names(self, letters: str, keys: Mapping[str, Any] | None = None) -> list[int]:
         """The block hashes of a chain."""
         prompt = self._prompt(letters, keys=keys)
@@ -101,18 +131,23 @@ class IndexDriver:
         rank: int = 0,
         tier: StorageTier = StorageTier.DEVICE,
         keys: Mapping[str, Any] | None = None,
+        may_be_refused: bool = False,
     ) -> None:
-        """Apply a Stored: the blocks of these letters, after those of `after`, of a prompt that carries `keys`."""
+        """Apply a Stored: the blocks of these letters, after those of `after`, of a prompt that carries `keys`.
+
+        With `may_be_refused` the index may raise.
+        """
         prompt = self._prompt(after + letters, keys=keys)
         start, size = len(after), self._size
         local, blocks = prompt.block_hashes(size), self._names(after + letters, keys)
         flat, extra = prompt.tokens, None
         tokens = None if flat is None else [list(flat[at : at + size]) for at in range(start * size, len(flat), size)]
         if prompt.keys is not None:
-            extra = prompt.keys.carried(start, len(local), size)
+            ids = self._lora_ids.setdefault(worker, LoraIds())
+            extra = self._published(prompt.keys.carried(start, len(local), size, ids))
         data = Stored(blocks[start - 1] if start else None, tuple(blocks[start:]), tuple(local[start:]))
         what = f"stored {_chain(letters)}" + (f" after {_chain(after)}" if after else "") + _with(keys)
-        self._apply(worker, rank, data, what, tokens, tier=tier, extra=extra)
+        self._apply(worker, rank, data, what, tokens, tier=tier, extra=extra, may_be_refused=may_be_refused)
 
     def remove(
         self,
@@ -121,11 +156,12 @@ class IndexDriver:
         rank: int = 0,
         tier: StorageTier = StorageTier.DEVICE,
         keys: Mapping[str, Any] | None = None,
+        may_be_refused: bool = False,
     ) -> None:
-        """Apply a Removed: the last block of each chain."""
+        """Apply a Removed: the last block of each chain. With `may_be_refused` the index may raise."""
         blocks = tuple(self._names(chain, keys)[-1] for chain in chains)
         what = f"removed the last block of {', '.join(map(_chain, chains))}{_with(keys)}"
-        self._apply(worker, rank, Removed(blocks), what, tier=tier)
+        self._apply(worker, rank, Removed(blocks), what, tier=tier, may_be_refused=may_be_refused)
 
     def redeliver(self) -> None:
         """Apply the last event once more, with the id that it had."""
@@ -135,6 +171,7 @@ class IndexDriver:
     def restart(self, worker: int = 0) -> None:
         """Have a worker of one rank restart unannounced: its event ids begin anew."""
         del self._ids[worker, 0]
+        self._lora_ids.pop(worker, None)
         self._applied.append(f"worker {worker} restarted, unannounced: its event ids begin with 0")
 
     def publish(self, steps: Iterable[tuple[str, str]]) -> None:
@@ -203,6 +240,7 @@ class IndexDriver:
         """Remove a worker, where the index has `remove_worker`; one that comes back begins anew, as in a harness."""
         if self.index.remove_worker is not None:
             self._do(self.index.remove_worker, worker)
+            self._lora_ids.pop(worker, None)
             self._ids = {key: next_id for key, next_id in self._ids.items() if key[0] != worker}
             self._applied.append(f"worker {worker} removed: its event ids begin with 0")
 
@@ -216,21 +254,25 @@ class IndexDriver:
         *,
         tier: StorageTier = StorageTier.DEVICE,
         extra: EventExtra | None = None,
+        may_be_refused: bool = False,
     ) -> None:
         __tracebackhide__ = True
         event_id = self._ids.get((worker, rank), 0)
         self._ids[worker, rank] = event_id + 1
         self._last_event = event = RouterEvent(worker, KvCacheEvent(event_id, data, rank), tier, tokens, extra)
         where = "" if tier is StorageTier.DEVICE else f" in {tier.value}"
-        self._give(event, f"worker {worker}{f' rank {rank}' if rank else ''} {what}{where}")
+        self._give(event, f"worker {worker}{f' rank {rank}' if rank else ''} {what}{where}", may_be_refused)
 
-    def _give(self, event: RouterEvent, what: str) -> None:
+    def _give(self, event: RouterEvent, what: str, may_be_refused: bool = False) -> None:
         """Give the index an event."""
         __tracebackhide__ = True
         self._applied.append(what)
         try:
             self._do(self.index.apply, event)
         except Exception as error:
+            if may_be_refused:
+                self._applied[-1] += f", which the index refused ({type(error).__name__})"
+                return
             raise AssertionError(f"apply raised {type(error).__name__}: {error}\n{self._story()}") from error
 
     def expect(
@@ -256,8 +298,10 @@ class IndexDriver:
         answer = self.ask(letters, tail=tail, keys=keys)
         if any_rank:
             answer = {key[0] if isinstance(key, tuple) else key: blocks for key, blocks in answer.items()}
-        assert agree(answer, due), (
-            f"looked up {_chain(letters) or 'an empty prompt'}{_with(keys)}: expected {expected}, the index answered {answer}\n{self._story()}"
+        forgets = self.index.may_forget
+        assert agree(answer, due) or (forgets and first_difference(answer, {}, due) is None), (
+            f"looked up {_chain(letters) or 'an empty prompt'}{_with(keys)}: expected {'at most ' * forgets}{expected}, the index "
+            f"answered {answer}\n{self._story()}"
         )
 
     def expect_tiers(self, letters: str, expected: dict[str, dict[int, int]]) -> None:
@@ -280,10 +324,18 @@ class IndexDriver:
             raise AssertionError(f"{error}\n{self._story()}") from error
         except Exception as error:
             raise AssertionError(f"find_tiered raised {type(error).__name__}: {error}\n{self._story()}") from error
-        for tier in StorageTier:
-            due: Scores = {(worker, 0): blocks for worker, blocks in expected.get(tier, {}).items()}
+        by_tier = {
+            tier: {(worker, 0): blocks for worker, blocks in expected.get(tier, {}).items()} for tier in StorageTier
+        }
+        forgets = self.index.may_forget
+        for tier, due in by_tier.items():
             got = answer.get(tier, {})
-            assert agree(got, due), (
+            if forgets:
+                right = first_difference(answer.get(StorageTier.DEVICE, {}), {}, by_tier[StorageTier.DEVICE]) is None
+                right = right and difference_below(answer, by_tier, (), forgets=True) is None
+            else:
+                right = agree(got, due)
+            assert right, (
                 f"looked up {_chain(letters)} by tier: expected {expected.get(tier, {})} in {tier}, the index answered {got}\n"
                 f"{self._story()}"
             )
@@ -293,7 +345,7 @@ class IndexDriver:
         __tracebackhide__ = True
         under_test = self.index
         prompt = self._prompt(letters, tail, keys)
-        extra = None if prompt.keys is None else prompt.keys.carried(0, len(letters), self._size)
+        extra = None if prompt.keys is None else self._published(prompt.keys.carried(0, len(letters), self._size))
         asked = question(list(prompt.block_hashes(self._size)), prompt.tokens, takes_tokens=under_test.takes_tokens)
         self._flush()
         try:
@@ -305,6 +357,51 @@ class IndexDriver:
                 f"{under_test.asked} raised {type(error).__name__}: {error}\n{self._story()}"
             ) from error
 
+    def ask_meanwhile(self, letters: str, events: Iterable[Callable[[], None]], expected: Mapping[int, range]) -> None:
+        """Have threads look up a prompt of these letters, over and over, while this one applies events.
+
+        Args:
+            letters: the blocks.
+            events: apply one each; the rest are left out once an answer is wrong.
+            expected: the numbers of leading blocks that are right at any time, by worker; no other worker has any.
+        """
+        __tracebackhide__ = True
+        under_test, prompt = self.index, self._prompt(letters)
+        asked = question(list(prompt.block_hashes(self._size)), prompt.tokens, takes_tokens=under_test.takes_tokens)
+        started, done = Barrier(_THREADS + 1), Event()
+        wrong: list[str] = []
+
+        def look_up() -> None:
+            started.wait()
+            while not done.is_set() and not wrong:
+                try:
+                    answer = under_test.read(under_test.ask(asked))
+                except Exception as error:  # noqa: BLE001 - of the user's index, in a thread
+                    wrong.append(f"{under_test.asked} raised {type(error).__name__}: {error}")
+                    return
+                found = {key[0] if isinstance(key, tuple) else key: blocks for key, blocks in answer.items()}
+                if any(found.get(each, 0) not in expected.get(each, range(1)) for each in {*found, *expected}):
+                    wrong.append(f"looked up {letters}: the index answered {answer}")
+
+        threads = [Thread(target=look_up, daemon=True) for _ in range(_THREADS)]
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH_S)
+        try:
+            for thread in threads:
+                thread.start()
+            started.wait()
+            for apply in events:
+                if wrong:
+                    break
+                apply()
+        finally:
+            sys.setswitchinterval(interval)
+            done.set()
+            for thread in threads:
+                thread.join()
+        due = " and ".join(_at_any_time(worker, blocks) for worker, blocks in expected.items())
+        assert not wrong, f"in a thread, while another applied events: {wrong[0]}; expected {due}\n{self._story()}"
+
     def _do(self, call: Callable[..., Any], *arguments: Any) -> Any:
         __tracebackhide__ = True
         answer = call(*arguments)
@@ -315,6 +412,12 @@ class IndexDriver:
         shown = [line if len(line) <= 100 else line[:97] + "..." for line in self._applied[-12:]]
         more = [f"  ... {len(self._applied) - 12} events before"] if len(self._applied) > 12 else []
         return "\n".join([f"{self._about}the index was given, in this order:", *more, *(f"  {line}" for line in shown)])
+
+
+def _at_any_time(worker: int, blocks: range) -> str:
+    """What is right of a worker while events are applied, for a message."""
+    least, most = blocks.start, blocks.stop - 1
+    return f"{least if least == most else f'{least} to {most}'} of worker {worker}"
 
 
 def _short(tokens: tuple[int, ...]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Sequence
 from typing import Any, ClassVar, Final, Literal
 
 from pytest_kvmock.backends import BackendSpec, EngineProfile
+from pytest_kvmock.checks import is_integer
 from pytest_kvmock.engine.driver import Traits
 from pytest_kvmock.harness.router_harness import RouterHarness
 from pytest_kvmock.harness.under_test import IndexUnderTest
@@ -24,6 +25,8 @@ class OverIndex:
     backends: ClassVar[Sequence[str | BackendSpec] | None] = None
     index_semantics: ClassVar[Literal["e1"] | None] = None
     survives: ClassVar[Sequence[str]] = ()
+    threads: ClassVar[bool] = False
+    bounded: ClassVar[int | None] = None
     traits: Traits = Traits()
 
     def make_index(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002 - for those who define it
@@ -55,7 +58,12 @@ class OverIndex:
         __tracebackhide__ = True
         self.traits = spec.traits
         profile = EngineProfile(self.block_size, num_blocks, workers, dp_size)
-        return RouterHarness(profile, spec, self._made(), sync="every", index_semantics=self.index_semantics)
+        return RouterHarness(profile, spec, self._under_test(), sync="every", index_semantics=self.index_semantics)
+
+    def _under_test(self) -> IndexUnderTest:
+        """A new index, wrapped with what the contract declares of it."""
+        __tracebackhide__ = True
+        return IndexUnderTest(self._made(), bounded=self.bounded)
 
     def _check(self, harness: RouterHarness) -> None:
         """Compare the index, and raise if anything is wrong."""
@@ -73,11 +81,15 @@ class OverIndex:
             refuse(
                 self, f"survives must be a tuple or list of {' and '.join(map(repr, SURVIVED))}, got {survives!r:.80}"
             )
+        if not isinstance(self.threads, bool):
+            refuse(self, f"threads must be True or False, got {self.threads!r:.80}")
+        if self.bounded is not None and not (is_integer(self.bounded, 1) and self.bounded <= 10_000):
+            refuse(self, f"bounded must be an integer from 1 to 10000 (blocks), or None, got {self.bounded!r:.80}")
         self._specs()
         index = self._made()
         wrong = None
         try:
-            under_test = IndexUnderTest(index)
+            under_test = IndexUnderTest(index, bounded=self.bounded)
         except (TypeError, ValueError) as error:
             wrong = str(error)
         if wrong is not None:

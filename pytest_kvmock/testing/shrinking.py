@@ -9,10 +9,11 @@ that takes long for each.
 
 from __future__ import annotations
 
-import os
+import inspect
 import sys
 import time
 from collections.abc import Iterable
+from types import FrameType
 from typing import Final
 
 from pytest_kvmock.programs.operations import Program, Step
@@ -36,7 +37,7 @@ class _Shrinking:
 
     Attributes:
         clock: the time in seconds.
-        test: which test; what is counted begins anew with another.
+        test: the run of a test, as the outermost frame of Hypothesis; what is counted begins anew with another.
         events: how many events plays had since the first that failed.
         since: when that was, in seconds.
         smallest: the smallest program that failed, and its failure.
@@ -44,7 +45,7 @@ class _Shrinking:
 
     def __init__(self) -> None:
         self.clock = time.monotonic
-        self.test: str | None = None
+        self.test: FrameType | None = None
         self.events = 0
         self.since = 0.0
         self.smallest: tuple[Program, Exception] | None = None
@@ -64,8 +65,8 @@ class _Shrinking:
         hypothesis = sys.modules.get("hypothesis")
         if most is None or hypothesis is None or not hypothesis.currently_in_test_context():
             return
-        test = os.environ.get("PYTEST_CURRENT_TEST", "")
-        if test != self.test:
+        test = _outermost_of_hypothesis()
+        if test is not self.test:
             self.test, self.events, self.smallest = test, 0, None
         if self.smallest is None and failure is None:
             return
@@ -86,6 +87,16 @@ class _Shrinking:
                 f"the smallest program that failed has {len(program)} steps:\n{program!r}\n"
                 f"{type(failure).__name__}: {failure}"
             ) from failure
+
+
+def _outermost_of_hypothesis() -> FrameType | None:
+    """The frame in which Hypothesis runs the test: another in each run, by pytest, by unittest or by hand."""
+    frame, found = inspect.currentframe(), None
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] == "hypothesis":
+            found = frame
+        frame = frame.f_back
+    return found
 
 
 SHRINKING: Final = _Shrinking()

@@ -1,9 +1,11 @@
 """Faults by hand: what each does to the stream, which events it wants, and what is refused."""
 
+from contextlib import suppress
+
 import pytest
 from fault_worlds import PROFILE
 
-from pytest_kvmock import EngineProfile, EventRulesBroken, RadixIndex, RouterHarness
+from pytest_kvmock import EngineProfile, EventRulesBroken, KvEventError, RadixIndex, RouterHarness
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, Stored
 from pytest_kvmock.faults.changes import salted
 from pytest_kvmock.faults.kinds import FAULTS
@@ -64,7 +66,7 @@ def test_blocks_that_nobody_stored_may_be_any_u64(kv):
     kv.apply([event for n in range(20) for event in (one_block(n), Removed((n,)))])
     for made in (
         [event.data.parent_hash for event in kv.events.stored],
-        [event.data.block_hashes[1] for event in kv.events.removed],
+        [block for event in kv.events.removed for block in event.data.block_hashes[::2]],
     ):
         assert 20 == len(set(made))
         assert 2**63 <= max(made) < 2**64
@@ -152,8 +154,27 @@ def test_a_removed_names_a_block_that_nobody_stored(kv):
     kv.faults.unknown_removed()
     kv.apply([one_block(1), Removed((1,))])
     (removed,) = kv.events.removed
-    assert (1, 2) == (removed.data.block_hashes[0], len(removed.data.block_hashes))
+    first, own, last = removed.data.block_hashes
+    assert 3 == len({first, own, last})
+    assert own == 1
     assert [("block_not_found", "unknown_removed")] == errors(kv)
+
+
+def test_an_index_that_stops_at_an_unknown_block_does_not_survive_one():
+    class StopsAtTheFirst(RadixIndex):
+        def apply(self, event):
+            data = event.event.data
+            with suppress(KvEventError):
+                for block in data.block_hashes if isinstance(data, Removed) else ():
+                    super().apply(RouterEvent(event.worker_id, KvCacheEvent(event.event.event_id, Removed((block,)))))
+            if not isinstance(data, Removed):
+                super().apply(event)
+
+    kv = RouterHarness(PROFILE, index=StopsAtTheFirst())
+    kv.faults.survive("unknown_removed")
+    kv.faults.unknown_removed()
+    kv.apply([one_block(1), Removed((1,))])
+    assert ("index_drift", "unknown_removed") in errors(kv)
 
 
 def test_a_stored_is_its_own_parent(kv):

@@ -1,9 +1,11 @@
 """Router indexes with a fault each."""
 
-from collections import deque
+from collections import Counter, deque
 from contextlib import suppress
+from threading import Event, current_thread, main_thread
 from typing import ClassVar
 
+from bounded_indexes import BoundedIndex, HangsUnderTheRootWhatItForgot, RemovesNothingOnceItIsFull
 from contract_runs import Mutants
 from truncating_indexes import HashIndex, KeyedTokenIndex, TokenIndex
 
@@ -716,3 +718,234 @@ class KeepsWhatARestartedWorkerHad(Radix):
 
     class Subject(Tree):
         pass
+
+
+@INDEXES.breaks("test_an_unannounced_restart_is_noticed")
+class NoticesLowerIdsAlone(Radix):
+    survives = ("restart",)
+
+    class Subject(Tree):
+        def __init__(self):
+            super().__init__()
+            self.last = {}
+
+        def apply(self, event):
+            event_id = event.event.event_id
+            if event_id < self.last.get(event.worker_id, -1):
+                self.tree.remove_worker(event.worker_id)
+            self.last[event.worker_id] = event_id
+            super().apply(event)
+
+        def remove_worker(self, worker_id):
+            super().remove_worker(worker_id)
+            self.last.pop(worker_id, None)
+
+
+@INDEXES.breaks("test_a_removed_worker_has_nothing")
+class KeepsTheFirstEventOfARemovedWorker(Radix):
+    class Subject(Tree):
+        def __init__(self):
+            super().__init__()
+            self.first = {}
+
+        def apply(self, event):
+            known = event.event.event_id == 0 and self.first.get(event.worker_id) == event
+            self.first.setdefault(event.worker_id, event)
+            if not known:
+                super().apply(event)
+
+
+@INDEXES.breaks("test_it_does_not_grow_with_look_ups")
+class KeepsEveryAnswer(Radix):
+    class Subject(Sized):
+        def __init__(self):
+            super().__init__()
+            self.answers = {}
+
+        def apply(self, event):
+            self.answers.clear()
+            super().apply(event)
+
+        def remove_worker(self, worker_id):
+            self.answers.clear()
+            super().remove_worker(worker_id)
+
+        def find_matches(self, local_hashes):
+            asked = tuple(local_hashes)
+            if asked not in self.answers:
+                self.answers[asked] = super().find_matches(local_hashes)
+            return self.answers[asked]
+
+        def size(self):
+            return len(self.known) + len(self.answers)
+
+
+@INDEXES.breaks("test_a_removed_takes_its_blocks_beside_one_that_nobody_stored")
+class StopsAtAnUnknownBlock(Radix):
+    class Subject(Tree):
+        def apply(self, event):
+            data = event.event.data
+            for block in data.block_hashes if isinstance(data, Removed) else ():
+                super().apply(with_data(event, Removed((block,))))
+            if not isinstance(data, Removed):
+                super().apply(event)
+
+
+@INDEXES.breaks("test_a_removed_takes_its_blocks_beside_one_that_nobody_stored")
+class RemovesNothingBesideAnUnknownBlock(Radix):
+    class Subject(Tree):
+        def __init__(self):
+            super().__init__()
+            self.held = set()
+
+        def apply(self, event):
+            data = event.event.data
+            blocks = {(event.worker_id, block) for block in getattr(data, "block_hashes", ())}
+            if isinstance(data, Stored):
+                self.held |= blocks
+            elif isinstance(data, Removed) and not blocks <= self.held:
+                raise KeyError(data)
+            super().apply(event)
+
+
+@INDEXES.breaks("test_a_child_of_an_unknown_parent_is_not_found")
+class HangsOrphansUnderTheRoot(Radix):
+    class Subject(Tree):
+        def apply(self, event):
+            try:
+                super().apply(event)
+            except KvEventError:
+                data = event.event.data
+                if isinstance(data, Stored):
+                    super().apply(with_data(event, Stored(None, data.block_hashes, data.tokens_hashes)))
+
+
+@INDEXES.breaks("test_a_child_of_an_unknown_parent_is_not_found")
+class HangsOrphansUnderBlocksOfOtherWorkers(IndexContract):
+    def make_index(self):
+        return OneParentForAll()
+
+
+class OneParentForAll(HashIndex):
+    """Looks a parent up in all workers, and counts what is found at any place."""
+
+    def apply(self, event):
+        data = event.event.data
+        if isinstance(data, Stored) and data.parent_hash is not None:
+            chains, _ = self.ranks.setdefault((event.worker_id, event.event.dp_rank), ({}, Counter()))
+            found = [of[data.parent_hash] for of, _ in self.ranks.values() if data.parent_hash in of]
+            for chain in found[:1] if data.parent_hash not in chains else ():
+                chains[data.parent_hash] = chain
+                chains |= {end: chain[: end + 1] for end in range(len(chain))}
+        super().apply(event)
+
+
+@INDEXES.breaks("test_adapters_are_told_apart")
+class IgnoresTheCaseOfAdapters(IndexContract):
+    def make_index(self):
+        return LowersNames()
+
+
+class LowersNames(KeyedTokenIndex):
+    def looked_at(self, keys, extra):
+        return tuple(key.lower() if isinstance(key, str) else key for key in keys or ())
+
+
+class Paused(Tree):
+    """An index whose `apply` waits in the middle of a Stored, once, until it was asked by a thread."""
+
+    def __init__(self):
+        super().__init__()
+        self.between, self.has_threads, self.asked = False, False, Event()
+
+    def apply(self, event):
+        if isinstance(event.event.data, Stored) and self.has_threads and not self.asked.is_set():
+            self.between = True
+            self.asked.wait(5)
+            self.between = False
+        super().apply(event)
+
+    def find_matches(self, local_hashes):
+        self.has_threads = self.has_threads or current_thread() is not main_thread()
+        if self.between:
+            self.asked.set()
+            return self.found_between(local_hashes)
+        return super().find_matches(local_hashes)
+
+
+@INDEXES.breaks("test_look_ups_may_come_from_threads")
+class IsEmptyWhileItStores(Radix):
+    threads = True
+
+    class Subject(Paused):
+        def found_between(self, local_hashes):
+            return {}
+
+
+@INDEXES.breaks("test_look_ups_may_come_from_threads")
+class FindsWorkersThatDoNotHaveIt(Radix):
+    threads = True
+
+    class Subject(Paused):
+        def found_between(self, local_hashes):
+            return {(1, 0): 4, (2, 0): 1}
+
+
+@INDEXES.breaks("test_look_ups_may_come_from_threads")
+class RaisesWhileItStores(Radix):
+    threads = True
+
+    class Subject(Paused):
+        def found_between(self, local_hashes):
+            raise RuntimeError("dictionary changed size during iteration")
+
+
+@INDEXES.breaks("test_a_bounded_index_forgets_and_never_invents")
+class HangsUnderTheRoot(IndexContract):
+    bounded = 64
+
+    def make_index(self):
+        return HangsUnderTheRootWhatItForgot(64)
+
+
+@INDEXES.breaks("test_a_bounded_index_forgets_and_never_invents", "test_it_follows_live_traffic")
+class KeepsWhatIsRemovedOnceItIsFull(IndexContract):
+    bounded = 8
+
+    def make_index(self):
+        return RemovesNothingOnceItIsFull(8)
+
+
+@INDEXES.breaks("test_a_long_prompt_is_found_whole", "test_ten_thousand_events_may_come_before_a_flush")
+class ForgetsAndDoesNotSay(IndexContract):
+    def make_index(self):
+        return BoundedIndex(64)
+
+
+@INDEXES.breaks("test_a_prompt_is_found_on_all_workers_beside_one_that_has_more")
+class ForgetsBelowItsBound(IndexContract):
+    bounded = 64
+
+    def make_index(self):
+        return BoundedIndex(8)
+
+
+@INDEXES.breaks("test_adapters_are_told_apart", "test_salts_are_told_apart")
+class ReadsTheKeysOfVllmAlone(IndexContract):
+    backends = ("sglang",)
+
+    def make_index(self):
+        return KeyedTokenIndex()
+
+
+@INDEXES.breaks("test_adapters_are_told_apart")
+class TellsAdaptersApartByTheirNumbers(IndexContract):
+    backends = ("vllm",)
+
+    def make_index(self):
+        return ByNumber()
+
+
+class ByNumber(KeyedTokenIndex):
+    def looked_at(self, keys, extra):
+        return (extra.get("lora_id"),)

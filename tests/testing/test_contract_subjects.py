@@ -1,5 +1,6 @@
 """A contract that is applied to something that is not what it says fails in one clear line, and by no other error."""
 
+import asyncio
 from textwrap import dedent
 
 import pytest
@@ -119,6 +120,14 @@ CASES = [
     (
         subject(IndexContract, make_index=lambda self: RadixIndex(), survives="double"),
         "survives must be a tuple or list of 'double' and 'restart', got 'double'",
+    ),
+    (
+        subject(IndexContract, make_index=lambda self: RadixIndex(), threads=4),
+        "threads must be True or False, got 4",
+    ),
+    (
+        subject(IndexContract, make_index=lambda self: RadixIndex(), bounded=20_000),
+        "bounded must be an integer from 1 to 10000 (blocks), or None, got 20000",
     ),
     (
         subject(IndexContract, make_index=lambda self: {}),
@@ -302,6 +311,18 @@ def test_a_fault_in_live_traffic_that_cannot_be_reproduced_is_told_why():
             "TestMine.survives does not name 'double': an event that is delivered twice was not checked",
         ),
         (
+            "test_it_does_not_grow_with_look_ups",
+            "Plain has no size(): whether it grows over 1,000 look-ups was not checked",
+        ),
+        (
+            "test_look_ups_may_come_from_threads",
+            "TestMine.threads is not set: look-ups while another thread applies events were not checked",
+        ),
+        (
+            "test_a_bounded_index_forgets_and_never_invents",
+            "TestMine.bounded is not set: an index that forgets what is stored beyond a bound was not checked",
+        ),
+        (
             "test_an_unannounced_restart_is_noticed",
             "TestMine.survives does not name 'restart': a worker that restarts unannounced was not checked",
         ),
@@ -329,6 +350,24 @@ def test_an_async_index_without_a_loop_is_refused():
     contract = subject(IndexContract, make_index=lambda self: Async())
     assert failure_of(contract, "test_a_stored_prompt_is_found_whole") == (
         "Failed: TestMine: the index is async, and a contract has no loop: define run(self, awaitable), which runs it in yours"
+    )
+
+
+def test_an_async_index_is_not_asked_from_threads():
+    contract = subject(
+        IndexContract, make_index=lambda self: Async(), threads=True, run=lambda self, call: asyncio.run(call)
+    )
+    assert failure_of(contract, "test_look_ups_may_come_from_threads") == (
+        "Failed: TestMine: threads = True is for an index that is not async; an async one is asked in its loop"
+    )
+
+
+def test_prompts_that_no_engine_of_the_backends_takes_are_skipped():
+    contract = subject(IndexContract, make_index=lambda self: RadixIndex(), backends=("hash_cache",))
+    with pytest.raises(pytest.skip.Exception) as skipped:
+        contract().test_salts_are_told_apart()
+    assert skipped.value.msg == (
+        "no engine of backends (hash_cache) names blocks by cache_salt: prompts with it were not checked"
     )
 
 

@@ -1,5 +1,8 @@
 """The contracts hold for what we ship: backends, eviction policies and the reference index."""
 
+from threading import Lock
+
+from bounded_indexes import BoundedIndex
 from truncating_indexes import KeyedTokenIndex
 
 from pytest_kvmock import BACKENDS, RadixIndex, create_manager
@@ -158,17 +161,18 @@ class NoticesRepeats(RadixIndex):
         self.last = {}
 
     def apply(self, event):
-        key, event_id = (event.worker_id, event.event.dp_rank), event.event.event_id
-        if event_id == self.last.get(key):
+        key = (event.worker_id, event.event.dp_rank)
+        last = self.last.get(key)
+        if event == last:
             return
-        if event_id < self.last.get(key, -1):
+        if last is not None and event.event.event_id <= last.event.event_id:
             self.remove_worker_dp_rank(*key)
-        self.last[key] = event_id
+        self.last[key] = event
         super().apply(event)
 
     def remove_worker(self, worker_id):
         super().remove_worker(worker_id)
-        self.last = {key: event_id for key, event_id in self.last.items() if key[0] != worker_id}
+        self.last = {key: event for key, event in self.last.items() if key[0] != worker_id}
 
 
 class TestAnIndexThatNoticesRepeats(IndexContract):
@@ -184,11 +188,84 @@ class TestAnIndexByTokensAndKeys(IndexContract):
         return KeyedTokenIndex()
 
 
+class NamespaceIndex(KeyedTokenIndex):
+    """A right index of SGLang's events: what a request carries is named once, and holds for all its blocks; of others' too."""
+
+    def keyed(self, tokens, extra):
+        if extra and "extra_keys" in extra:
+            return super().keyed(tokens, extra)
+        namespace = tuple((name, extra[name]) for name in ("lora_name", "cache_salt") if (extra or {}).get(name))
+        return [(block, namespace) for block, _ in super().keyed(tokens, None)]
+
+
+class TestAnIndexByTokensAndNamespaces(IndexContract):
+    backends = ("sglang",)
+
+    def make_index(self):
+        return NamespaceIndex()
+
+
+class TestAnIndexByTokensAndEitherForm(IndexContract):
+    backends = ("lineage", "sglang", "vllm")
+
+    def make_index(self):
+        index = NamespaceIndex()
+        index.counts = self.traits.copies
+        return index
+
+
 class TestAnIndexThatDoesNotTellRanksApart(IndexContract):
     tells_ranks_apart = False
 
     def make_index(self):
         return OneRank()
+
+
+class Locked:
+    """A right index that may be asked from threads."""
+
+    def __init__(self):
+        self.lock, self.tree = Lock(), RadixIndex()
+
+    def apply(self, event):
+        with self.lock:
+            self.tree.apply(event)
+
+    def find_matches(self, local_hashes):
+        with self.lock:
+            return self.tree.find_matches(local_hashes)
+
+    def remove_worker(self, worker_id):
+        with self.lock:
+            self.tree.remove_worker(worker_id)
+
+
+class TestAnIndexThatMayBeAskedFromThreads(IndexContract):
+    threads = True
+
+    def make_index(self):
+        return Locked()
+
+
+class TestAnIndexThatForgets(IndexContract):
+    bounded = 64
+
+    def make_index(self):
+        return BoundedIndex(64)
+
+
+class TestAnIndexThatForgetsSoon(IndexContract):
+    bounded = 8
+
+    def make_index(self):
+        return BoundedIndex(8)
+
+
+class TestAnIndexThatForgetsNothingBelowItsBound(IndexContract):
+    bounded = 64
+
+    def make_index(self):
+        return RadixIndex()
 
 
 def under(contract):

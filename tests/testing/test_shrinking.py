@@ -64,6 +64,17 @@ def test_the_first_failure_counts():
         in_any_traffic((Phase.generate,), most_shrink_events=1)
 
 
+def test_each_run_is_counted_by_itself_whoever_runs_it(monkeypatch):
+    monkeypatch.setenv("PYTEST_CURRENT_TEST", "")  # as outside pytest
+    said = []
+    for _ in range(3):
+        with pytest.raises(EventRulesBroken):
+            in_any_traffic((Phase.generate,), most_shrink_events=5_000)
+        said.append(SHRINKING.events)
+        SHRINKING.events = 4_999 if len(said) < 3 else 0  # what a run leaves is no other run's
+    assert said[0] == said[1] == said[2]
+
+
 def test_without_a_bound_nothing_is_counted():
     with pytest.raises(EventRulesBroken):
         in_any_traffic((Phase.generate,), most_shrink_events=None)

@@ -17,7 +17,7 @@ from pytest_kvmock.cache.sglang.radix_manager import RadixManager
 from pytest_kvmock.cache.sglang.radix_tree import TreeNode
 from pytest_kvmock.checks import unknown_text
 from pytest_kvmock.events import BlockTokens, Cleared, Removed, StorageTier, Stored
-from pytest_kvmock.prompt_keys import part_of
+from pytest_kvmock.prompt_keys import LoraIds, part_of
 from pytest_kvmock.sinks import Sink
 from pytest_kvmock.tokens import chained_hash
 
@@ -89,6 +89,7 @@ class MockerRadixManager(RadixManager[PageRequest, PageTree]):
         self._next_page = 0
         self._hashes: dict[int, int] = {}  # of each page that has one
         self._copies: dict[int, int] = {}  # pages of each hash
+        self._lora_ids = LoraIds()
 
     def follow(self, semantics: Semantics) -> None:
         """Follow this release from now on.
@@ -163,6 +164,7 @@ class MockerRadixManager(RadixManager[PageRequest, PageTree]):
 
     def _hold(self, request: PageRequest, node: TreeNode, pages: list[int]) -> None:
         self._tree.lock(node)
+        self._lora_ids.use(request.tokens.keys)
         self.requests[request] = None
         request.node, request.pages, request.found = node, pages, len(pages)
         request.computed, request.allocated = len(pages) * self.block_size, len(pages)
@@ -364,7 +366,7 @@ class MockerRadixManager(RadixManager[PageRequest, PageTree]):
             places.append(at)
         if names:
             local = tuple(tokens.local_hashes[at] for at in places)
-            extra = None if tokens.keys is None else part_of(tokens.carried(0, places[-1] + 1), places)
+            extra = None if tokens.keys is None else part_of(tokens.carried(0, places[-1] + 1, self._lora_ids), places)
             data, token_ids = Stored(parent, tuple(names), local), self._token_ids(tokens, places)
             self._publisher.publish(data, token_ids, StorageTier.DEVICE, extra)
             if LOG.isEnabledFor(TRACE_LEVEL):

@@ -17,6 +17,7 @@ from pytest_kvmock.cache.cache_trace import TRACE_LEVEL, trace
 from pytest_kvmock.cache.hashed import HashedTokens
 from pytest_kvmock.cache.vllm.hashes import ExtraKeys, VllmHasher, vllm_version
 from pytest_kvmock.events import Cleared, StorageTier
+from pytest_kvmock.prompt_keys import LoraIds
 from pytest_kvmock.tokens import Prompt, TokenIds
 
 if TYPE_CHECKING:
@@ -131,6 +132,7 @@ class BlockPoolManager(RequestLevel):
         if not isinstance(enable_caching, bool):
             raise ValueError(f"enable_caching must be True or False, got {enable_caching!r}")  # noqa: TRY004 - one error
         self.enable_caching = enable_caching
+        self._lora_ids = LoraIds()
         self._lora_paths = {} if lora_paths is None else _checked_paths(lora_paths)
         self._free = OrderedDict.fromkeys(range(1, num_blocks + 1))
         # By the number of the block; the null block is never in use.
@@ -323,6 +325,7 @@ class BlockPoolManager(RequestLevel):
             )
         if self.missing_blocks(request, upto, new_computed_blocks) > len(free):
             return None
+        self._lora_ids.use(request.tokens.keys)
         # Touched before others are taken, so that they are not taken themselves.
         for block_id in new_computed_blocks:
             before = refs[block_id]
@@ -410,7 +413,7 @@ class BlockPoolManager(RequestLevel):
             if tokens.keys is None:
                 publisher.publish(data, token_ids)
             else:
-                publisher.publish(data, token_ids, StorageTier.DEVICE, tokens.carried(start, end))
+                publisher.publish(data, token_ids, StorageTier.DEVICE, tokens.carried(start, end, self._lora_ids))
 
     def free(self, request: PoolRequest) -> None:
         """Free all blocks of a request, tail first. Nothing happens for one that has none."""

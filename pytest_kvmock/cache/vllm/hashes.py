@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from xxhash import xxh3_128_digest
 
 from pytest_kvmock.checks import did_you_mean
-from pytest_kvmock.prompt_keys import MultimodalItem, PromptKeys, block_keys, lora_id
+from pytest_kvmock.prompt_keys import MultimodalItem, PromptKeys, block_keys, hashed_lora_id
 
 if TYPE_CHECKING:
     from pytest_kvmock.prompt_keys import EventExtra
@@ -61,7 +61,7 @@ class VllmVersion:
             return keys
         plain = [key[0] if isinstance(key, (tuple, list)) else key for key in keys]
         if self.lora_by_id and lora_name is not None:
-            plain[0] = lora_id(lora_name)
+            plain[0] = hashed_lora_id(lora_name)
         return tuple(plain)
 
 

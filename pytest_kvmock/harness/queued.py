@@ -1,0 +1,79 @@
+"""What an index under test is still to be given, and how an answer of it is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+from pytest_kvmock.events import RouterEvent, StorageTier, StreamKey
+from pytest_kvmock.harness.under_test import Call, Scores, WorkerScores
+from pytest_kvmock.hygiene.problem import Problem
+
+
+class QueuedEvent(NamedTuple):
+    """An event that the index under test has not been given yet.
+
+    Attributes:
+        event: the event.
+        position: its number in the log.
+        problems: what the ledger found wrong with it.
+        refused: the reference index raised on it.
+        given: the event that the index is given, where a fault changes its input.
+        orphaned: the blocks that its worker and rank holds without their parents, each with the warning.
+    """
+
+    event: RouterEvent
+    position: int
+    problems: list[Problem]
+    refused: bool = False
+    given: RouterEvent | None = None
+    orphaned: Mapping[int, Problem] = MappingProxyType({})
+
+    @property
+    def key(self) -> StreamKey:
+        """The worker and rank of the event."""
+        return self.event.worker_id, self.event.event.dp_rank
+
+    @property
+    def may_be_refused(self) -> bool:
+        """Whether an index may raise on it: the reference index does, and the ledger finds no error."""
+        return self.refused and not any(problem.is_error for problem in self.problems)
+
+    @property
+    def is_of_the_engine(self) -> bool:
+        """Whether who indexes parents may raise on it, as its engine does such things by itself.
+
+        That is an event on which an index may raise, or whose errors all follow from a warning.
+        """
+        errors = [problem for problem in self.problems if problem.is_error]
+        return self.may_be_refused or (bool(errors) and not any(each.root.is_error for each in errors))
+
+
+class WrongAnswer(NamedTuple):
+    """The first worker for which an answer of the index under test is wrong.
+
+    Attributes:
+        asked: the method that returned it.
+        answer: the answer, of the device.
+        tier: where it is wrong.
+        worker: which worker.
+        rank: and its rank.
+        blocks: how many blocks it returned.
+        expected: how many are right.
+    """
+
+    asked: str
+    answer: Scores | WorkerScores
+    tier: StorageTier
+    worker: int
+    rank: int
+    blocks: int
+    expected: range
+
+
+class QueuedRemoval(NamedTuple):
+    """A removal that the index under test has not been given yet: these workers and ranks begin anew."""
+
+    keys: Sequence[StreamKey]
+    calls: Sequence[Call]
