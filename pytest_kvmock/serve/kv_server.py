@@ -180,7 +180,7 @@ class KvServer(Controls):
                 )
                 undo.callback(publisher.close)
                 undo.callback(harness.publisher.remove_sink, publisher)
-                engines = [self._engine(worker, rank) for rank in range(ranks)]
+                engines = [self._engine(worker, rank, harness) for rank in range(ranks)]
                 loops = [
                     EngineLoop(
                         harness, engine, publisher, time_scale=time_scale, seed=seed, open_changed=self._open_changed
@@ -209,8 +209,8 @@ class KvServer(Controls):
         shown = ", ".join(port.url for port in self._ports.values())
         return f"<KvServer {self.dialect.name} at {shown}>"
 
-    def _engine(self, worker: int, rank: int) -> HarnessEngine:
-        engine = cast("HarnessEngine", self.harness.engine(worker, rank))
+    def _engine(self, worker: int, rank: int, harness: RouterHarness) -> HarnessEngine:
+        engine = cast("HarnessEngine", harness.engine(worker, rank))
         wanted = self._described.release.engine
         if engine.args.engine_type != wanted:
             raise ValueError(
@@ -477,32 +477,36 @@ class KvServer(Controls):
                 f"KvServer.use: workers {list(self._ports)} and {', '.join(fields)} must be those of before, got workers {ids} and "
                 f"{', '.join(f'{name}={getattr(harness.profile, name)}' for name in fields)}"
             )
-        self.harness = harness
         engines = {
-            (worker, rank): self._engine(worker, rank) for worker in ids for rank in range(self._described.ranks)
+            (worker, rank): self._engine(worker, rank, harness)
+            for worker in ids
+            for rank in range(self._described.ranks)
         }
 
         async def exchange() -> None:
-            for worker, port in self._ports.items():
+            for port in self._ports.values():
                 port.cut()
-                for loop in port.loops:
-                    loop.fail("the test ended")
-                old.publisher.remove_sink(port.publisher)
-                with port.publisher.step():
-                    for rank, loop in enumerate(port.loops):
-                        with old.publisher.lock:
-                            _let_go(loop.engine)
-                            for event in all_removed(old, worker, rank):
-                                port.publisher.publish(event)
+                # What the engines publish as they are let go, of a pass that is under way too, is on the wire like all before: what is
+                # taken back then is what subscribers hold.
+                with port.publisher.step(), old.publisher.lock:
+                    for loop in port.loops:
+                        loop.fail("the test ended")
+                        _let_go(loop.engine)
+                    old.publisher.remove_sink(port.publisher)
+                    for rank in range(port.publisher.ranks):
+                        for event in all_removed(old, port.worker, rank):
+                            port.publisher.publish(event)
+            self.harness = harness
+            self.log.clear()
+            self._truth = Truth(harness)
+            self._number_batches()
+            for worker, port in self._ports.items():
                 port.publisher.use_digests(self._digests(worker))
                 for rank, loop in enumerate(port.loops):
                     loop.use(harness, engines[worker, rank])
                 harness.add_sink(port.publisher, worker_id=worker)
 
         self._thread.call(exchange())
-        self.log.clear()
-        self._truth = Truth(harness)
-        self._number_batches()
 
 
 def _let_go(engine: HarnessEngine) -> None:
