@@ -155,10 +155,11 @@ def verdict_of(server: Server) -> dict[str, Any]:
         errors = [str(problem) for problem in log.unexcused(log.errors)]
         warnings = [str(problem) for problem in log.unexcused(log.warnings)]
     return {
-        "right": not errors and not server.differences,
+        "right": not (errors or server.differences or server.broken),
         "errors": errors,
         "warnings": warnings,
         "differences": server.differences,
+        "broken": server.broken,
         "events": log.total,
         "requests": server.log.total,
         "forgotten_requests": server.log.forgotten,

@@ -141,16 +141,12 @@ class Controls:
         """Restart a worker, announced to the harness: it is empty, its connections are cut, its batches begin with 0.
 
         Raises:
-            ValueError: there is no such worker.
+            ValueError: there is no such worker, or its engine is broken.
         """
         port = self._port(worker)
 
         async def restart() -> None:
-            port.cut()
-            for loop in port.loops:
-                loop.fail("the engine restarts")
-                with self.harness.publisher.lock:
-                    loop.engine.worker.restart(announced=True)
+            port.restart()
 
         self._thread.call(restart())
 

@@ -264,11 +264,13 @@ class KvServer(Controls):
             self.harness.publisher.remove_sink(port.publisher)
             port.publisher.close()
 
-    def close_sockets(self) -> None:
-        """Close what others see, at once, and leave engines and threads as they are: for a process that ends now."""
+    def halt(self) -> None:
+        """Run no further pass, and close what others see, at once; engines and threads stay as they are: for a process that ends now."""
 
         async def cut() -> None:
             for port in self._ports.values():
+                for loop in port.loops:
+                    loop.halt()
                 port.cut()
 
         self._thread.call(cut())
@@ -452,6 +454,16 @@ class KvServer(Controls):
         return self._truth.check(_prompt_of(prompt), blocks, last_batch)
 
     @property
+    def broken(self) -> list[str]:
+        """What is broken: of each such worker and rank why, by what its engine raised. A test of `kv_server` fails by it."""
+        return [
+            f"worker {worker} rank {rank} is broken: {loop.error}"
+            for worker, port in self._ports.items()
+            for rank, loop in enumerate(port.loops)
+            if loop.error is not None
+        ]
+
+    @property
     def differences(self) -> list[str]:
         """What `check` found to differ."""
         return list(self._truth.differences)
@@ -485,13 +497,12 @@ class KvServer(Controls):
 
         async def exchange() -> None:
             for port in self._ports.values():
-                port.cut()
+                port.cut_off("the test ended")
                 # What the engines publish as they are let go, of a pass that is under way too, is on the wire like all before: what is
                 # taken back then is what subscribers hold.
                 with port.publisher.step(), old.publisher.lock:
                     for loop in port.loops:
-                        loop.fail("the test ended")
-                        _let_go(loop.engine)
+                        loop.let_go()
                     old.publisher.remove_sink(port.publisher)
                     for rank in range(port.publisher.ranks):
                         for event in all_removed(old, port.worker, rank):
@@ -507,11 +518,6 @@ class KvServer(Controls):
                 harness.add_sink(port.publisher, worker_id=worker)
 
         self._thread.call(exchange())
-
-
-def _let_go(engine: HarnessEngine) -> None:
-    engine.close()
-    engine.driver = engine.output_of = None
 
 
 def _prompt_of(prompt: Prompt | TokenIds | str) -> Prompt:

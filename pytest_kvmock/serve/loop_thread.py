@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import CancelledError
+from contextlib import suppress
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
@@ -69,6 +71,13 @@ class LoopThread:
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
             self.loop.run_until_complete(self.loop.shutdown_default_executor())
             self.loop.close()
+
+
+def print_error(text: str, who: str = "KvServer") -> None:
+    """Print what went wrong as one line of standard error, where there is one."""
+    with suppress(OSError, ValueError, AttributeError):  # it is closed, or nobody reads it
+        sys.stderr.write(f"{who}: {text}\n")
+        sys.stderr.flush()
 
 
 async def _cancel_all() -> None:

@@ -123,20 +123,41 @@ class WorkerPort:
         """Cut all connections, as a process that dies does."""
         cut_all(self._server)
 
+    def cut_off(self, reason: str) -> None:
+        """Cut all connections, and end all that is open with a reason."""
+        self.cut()
+        for loop in self.loops:
+            loop.fail(reason)
+
     # --------------------------------------------------------------------------------------------------- the engine
+
+    @property
+    def error(self) -> str | None:
+        """Why its engine is broken, that of one rank; None: none is."""
+        return next((loop.error for loop in self.loops if loop.error is not None), None)
+
+    def restart(self) -> None:
+        """Restart the engine, announced: it is empty, its connections are cut, its batches begin with 0.
+
+        Raises:
+            ValueError: it is broken; nothing has changed.
+        """
+        if self.error is not None:
+            raise ValueError(f"KvServer: worker {self.worker} is broken and cannot restart ({self.error}): serve anew")
+        self.cut_off("the engine restarts")
+        for loop in self.loops:
+            loop.restart()
 
     def states(self) -> list[RankState]:
         """Return the state of each rank."""
         return [loop.look() for loop in self.loops]
 
     def reset_cache(self) -> bool:
-        """Empty the cache of all ranks; False, and nothing changes, while requests are open."""
-        if any(loop.num_open or loop.engine.worker.requests for loop in self.loops):
+        """Empty the cache of all ranks; False, and nothing changes, while requests are open, or where it is broken."""
+        if self.error is not None or any(loop.num_open or loop.engine.worker.requests for loop in self.loops):
             return False
         with self.publisher.step():
-            return sum(loop.engine.worker.clear() for loop in self.loops) == len(
-                self.loops
-            )  # of each, whatever others say
+            return sum(loop.clear() for loop in self.loops) == len(self.loops)  # of each, whatever others say
 
     def event_sources(self) -> list[dict[str, Any]]:
         """Return of each rank where its events are published."""
@@ -180,6 +201,8 @@ class WorkerPort:
         prompts = [Prompt(each, lora_name=asked.lora_name, cache_salt=asked.cache_salt) for each in asked.prompts]
         try:
             rows = [self._note(self.worker, rank, call, prompt) for prompt in prompts]
+            if self.error is not None:
+                return _response(self._refused(rows, _failed(self.error)))
             job = Job(asked, rows)
             loop.submit(job, prompts)
         except OutOfBlocks as error:

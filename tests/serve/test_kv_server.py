@@ -266,6 +266,56 @@ def test_a_restarted_worker_is_empty_and_its_connections_are_cut(kv, server):
     assert server.publisher(0).batches() == 1
 
 
+@pytest.mark.parametrize("dialect", ["vllm-0.33", "sglang-0.5.23"])
+def test_an_engine_that_raises_is_broken_for_all_to_see(dialect, capsys):
+    text = "worker 0 rank 1 is broken: ZeroDivisionError: a text of two lines"
+
+    def bad_pass(_now_ms):
+        raise ZeroDivisionError("a text\nof two lines")
+
+    with harness(2, dialect, dp_size=2) as kv, KvServer(kv, dialect, control_port=0) as server:
+        url, control = server.url(0), server.control_url
+        kv.engine(0, 1).start_pass = bad_pass
+        server.hold()
+        answers = []
+
+        def ask(stream):
+            body = {"prompt": "abc", "max_tokens": 2, "stream": stream, "data_parallel_rank": 1}
+            answers.append(call(url, "/v1/completions", body))
+
+        threads = [threading.Thread(target=ask, args=(stream,)) for stream in (False, True)]
+        for thread in threads:
+            thread.start()
+        server.wait_requests(open=2)
+        server.step()
+        for thread in threads:
+            thread.join()
+        assert sorted(status for status, _ in answers) == [200, 500]  # a stream had begun
+        assert all("ZeroDivisionError: a text of two lines" in str(answer) for _, answer in answers)
+        server.step()
+        server.release()
+        for path in ("/health", "/health_generate" if dialect.startswith("sglang") else "/ping"):
+            assert [call(each, path)[0] for each in server.urls] == [503, 200]
+        status, answer = call(
+            url, "/v1/completions", {"prompt": "abc", "max_tokens": 2}
+        )  # whatever rank would serve it
+        assert (status, "ZeroDivisionError" in str(answer)) == (500, True)
+        complete(server.url(1), "abc")
+        assert [each.status for each in server.requests] == [500, 500, 500, 200]
+        verdict = call(control, "/verdict")[1]
+        assert (verdict["right"], verdict["broken"], verdict["errors"]) == (False, [text], [])
+        status, answer = call(control, "/restart", {"worker": 0})
+        assert status == 400
+        assert answer["error"].startswith(
+            "restart: KvServer: worker 0 is broken and cannot restart (ZeroDivisionError: "
+        )
+        assert (server.reset(0), server.reset(1)) == (False, True)
+        assert server.broken == [text]
+    assert capsys.readouterr().err == f"KvServer: {text}\n"
+    assert kv.engine(0, 1).driver is None
+    assert not kv.worker(0, 1).requests
+
+
 def test_a_stopped_worker_refuses_and_comes_back_at_its_port(server):
     url = server.url(0)
     server.stop(0)

@@ -71,12 +71,42 @@ def _stream(url):
         call(url, "/v1/completions", {"prompt": "abc", "max_tokens": 50, "stream": True})
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_it_ends_with_a_signal_and_does_not_look_at_dev_null(number):
     process = Process(stdin=subprocess.DEVNULL)
     assert call(process.ready["workers"][0]["http"], "/health")[0] == 200
     process.popen.send_signal(number)
     assert process.ended() == (0, "", "")
+
+
+FULL = "/dev/full: cannot be written: No space left on device"
+needs_full_disk = pytest.mark.skipif(not Path("/dev/full").exists(), reason="only where there is a full disk at hand")
+
+
+@needs_full_disk
+def test_a_capture_whose_disk_fills_breaks_the_engine_for_all_to_see():
+    process = Process("--capture", "/dev/full", "--num-blocks", "64", "--workers", "2")
+    (url, other), control = (each["http"] for each in process.ready["workers"]), process.ready["control"]
+    for number in range(200):  # what is written is buffered, so it takes some
+        status, answer = call(url, "/v1/completions", {"prompt": f"{number:x<100}", "max_tokens": 1})
+        if status != 200:
+            break
+    broken = f"worker 0 rank 0 is broken: CaptureError: {FULL}"
+    assert (status, answer["error"]["message"]) == (500, f"CaptureError: {FULL}")
+    assert [call(each, "/health")[0] for each in (url, other)] == [503, 200]
+    verdict = call(control, "/verdict")[1]
+    assert (verdict["right"], verdict["broken"]) == (False, [broken])
+    assert call(control, "/restart", {"worker": 0})[0] == 400
+    process.popen.send_signal(signal.SIGTERM)
+    assert process.ended() == (2, "", f"KvServer: {broken}\nserve: {FULL}\n")
+
+
+@needs_full_disk
+def test_a_capture_that_cannot_be_written_at_the_end_is_an_error():
+    process = Process("--capture", "/dev/full")
+    complete(process.ready["workers"][0]["http"], "x" * 64)
+    process.popen.send_signal(signal.SIGHUP)
+    assert process.ended() == (2, "", f"serve: {FULL}\n")
 
 
 @pytest.mark.parametrize(
@@ -100,11 +130,12 @@ def test_it_ends_with_a_signal_and_does_not_look_at_dev_null(number):
     ],
 )
 def test_what_cannot_be_served_is_one_line(args, text, capsys):
-    before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
+    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = [signal.getsignal(each) for each in signals]
     try:
         assert main(["serve", *args]) == 2
     finally:
-        for each, handler in zip((signal.SIGTERM, signal.SIGINT), before, strict=True):
+        for each, handler in zip(signals, before, strict=True):
             signal.signal(each, handler)
     out, errors = capsys.readouterr()
     assert out == ""
