@@ -151,7 +151,9 @@ class Controls:
         self._thread.call(restart())
 
     def stop(self, worker: int) -> None:
-        """Refuse connections to a worker, and cut those that are open; `start` listens at the same port again.
+        """Refuse connections to a worker, and cut those that are open, as `restart` does; `start` listens at the same port again.
+
+        What the engine has cached stays.
 
         Raises:
             ValueError: there is no such worker.
@@ -159,8 +161,7 @@ class Controls:
         port = self._port(worker)
 
         async def stop() -> None:
-            for loop in port.loops:
-                loop.fail("the engine stops")
+            port.cut_off("the engine stops")
             await port.stop()
 
         self._thread.call(stop())

@@ -247,8 +247,7 @@ class KvServer(Controls):
         if self._control is not None:
             await self._control.stop()
         for port in self._ports.values():
-            for loop in port.loops:
-                loop.fail("the server ends")
+            port.cut_off("the server ends")
             await port.stop()
             for loop in port.loops:
                 await loop.stop()

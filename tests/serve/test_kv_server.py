@@ -325,6 +325,35 @@ def test_a_stopped_worker_refuses_and_comes_back_at_its_port(server):
     assert call(url, "/health")[0] == 200
 
 
+@pytest.mark.parametrize("method", ["stop", "restart", "close"])
+def test_what_is_open_is_cut_and_never_ends_properly(server, method):
+    url, text = server.url(0), server.text(3)
+    complete(url, text)
+    server.hold(0)
+    ends = []
+
+    def ask(stream):
+        try:
+            ends.append(call(url, "/v1/completions", {"prompt": text, "max_tokens": 9, "stream": stream}))
+        except (OSError, http.client.HTTPException) as error:
+            ends.append(type(error))
+
+    threads = [threading.Thread(target=ask, args=(stream,)) for stream in (False, True)]
+    for thread in threads:
+        thread.start()
+    server.wait_requests(open=2)
+    server.step(2, 0)
+    getattr(server, method)(*[0] * (method != "close"))
+    for thread in threads:
+        thread.join()
+    assert set(ends) <= {http.client.IncompleteRead, http.client.RemoteDisconnected, ConnectionResetError}
+    assert [(each.status, each.aborted) for each in server.requests[1:]] == [(None, True)] * 2
+    if method == "stop":
+        server.start(0)
+        server.release(0)
+        assert cached(complete(url, text)) == 32  # of 48: a whole prompt is never taken from the cache
+
+
 @pytest.mark.parametrize(
     ("method", "arguments"),
     [("wait_requests", {"open": 3, "timeout": 3600}), ("wait_subscribed", {"timeout": 3600})],
