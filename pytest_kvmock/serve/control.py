@@ -1,6 +1,8 @@
 """The control API: what a test in any language asks of a server, as JSON over a port of its own.
 
-Each path is a method of `KvServer`; a body is its arguments. What is refused is answered with 400 and `{"error": text}`.
+Each path is a method of `KvServer`; a body is its arguments. What is refused is answered with 400 and `{"error": text}`. What waits is awaited
+in the loop of the server, so that any number wait at once, and one whose client is gone waits no longer; all else has a thread, as it calls that
+loop.
 """
 
 from __future__ import annotations
@@ -9,16 +11,20 @@ import asyncio
 import inspect
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from aiohttp import web
 
-from pytest_kvmock.checks import unknown_text
+from pytest_kvmock.checks import check_number, unknown_text
 from pytest_kvmock.serve.api import to_json
 from pytest_kvmock.serve.worker_port import LOOPBACK, SILENT, end_listening, large_request
 
 if TYPE_CHECKING:
     import socket
+
+MOST_WAIT_S: Final = 600.0
+"""The longest time limit, in seconds."""
 
 Server: TypeAlias = Any
 """A `KvServer`, which imports this module."""
@@ -64,16 +70,19 @@ class ControlPort:
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         name = request.path.strip("/")
-        method = _METHODS.get(name)
-        if method is None:
-            return _json(404, {"error": f"unknown path {request.path!r}; known: /{', /'.join(_METHODS)}"})
+        if name not in _METHODS and name not in _WAITS:
+            return _json(404, {"error": f"unknown path {request.path!r}; known: /{', /'.join((*_METHODS, *_WAITS))}"})
         try:
             body = await request.read()
             given = _read(body)
             if not isinstance(given, dict):
                 raise TypeError(f"a body is an object with arguments, got {given!r:.80}")  # noqa: TRY301 - answered below
-            # A method waits for the loop of the server, which is the one that runs here: so it has a thread of its own.
-            answer = await asyncio.get_running_loop().run_in_executor(None, lambda: method(self._server, given))
+            if name in _WAITS:
+                check_number("timeout", given.get("timeout", 0), most=MOST_WAIT_S, unit=" seconds")
+                await _call(getattr(self._server, _WAITS[name]), given)
+                return _json(200, {"done": True})
+            method = partial(_METHODS[name], self._server, given)
+            answer = await asyncio.get_running_loop().run_in_executor(None, method)
         except web.HTTPRequestEntityTooLarge as error:
             return _json(413, {"error": f"{name}: {error.text}"})
         except (ValueError, TypeError, KeyError, OSError) as error:
@@ -170,13 +179,10 @@ def verdict_of(server: Server) -> dict[str, Any]:
 
 _METHODS: Final[dict[str, Callable[[Server, dict[str, Any]], Any]]] = {
     "ready": lambda server, _: server.ready_line(),
-    "wait_subscribed": _doing("wait_subscribed"),
     "expect": lambda server, given: server.expect(_prompt(given)),
     "check": _check,
     "hold": _doing("hold"),
     "release": _doing("release"),
-    "step": _doing("step"),
-    "wait_requests": _doing("wait_requests"),
     "fault": _fault,
     "replays": _replays,
     "restart": _doing("restart"),
@@ -188,3 +194,6 @@ _METHODS: Final[dict[str, Callable[[Server, dict[str, Any]], Any]]] = {
     "text": lambda server, given: {"text": _call(server.text, given)},
     "verdict": lambda server, _: verdict_of(server),
 }
+
+_WAITS: Final = {"wait_subscribed": "await_subscribed", "wait_requests": "await_requests", "step": "await_step"}
+"""What waits, by its path: the method that is awaited."""

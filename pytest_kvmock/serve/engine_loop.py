@@ -267,8 +267,8 @@ class EngineLoop:
     # --------------------------------------------------------------------------------------------------- passes
 
     def allow(self, *, steps: int = 0) -> None:
-        """Let so many passes run while it is held; 0: look anew whether it is."""
-        self.steps += steps
+        """Let so many passes run while it is held, or take back so many; 0: look anew whether it is."""
+        self.steps = max(0, self.steps + steps)
         self._wake.set()
 
     async def stepped(self) -> None:

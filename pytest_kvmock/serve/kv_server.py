@@ -27,7 +27,7 @@ from pytest_kvmock.wire.digests import StreamDigests
 try:
     from pytest_kvmock.serve.api import Call, Model, release_of
     from pytest_kvmock.serve.control import ControlPort
-    from pytest_kvmock.serve.controls import WAIT_S, Controls
+    from pytest_kvmock.serve.controls import Controls
     from pytest_kvmock.serve.engine_loop import EngineLoop
     from pytest_kvmock.serve.worker_port import LOOPBACK, WorkerPort, bound_socket
     from pytest_kvmock.wire.zmq import KvPublisher
@@ -411,16 +411,6 @@ class KvServer(Controls):
         return after + "".join(fresh)
 
     # ----------------------------------------------------------------------------------------------------- control
-
-    def wait_subscribed(self, subscribers: int = 1, timeout: float = WAIT_S) -> None:
-        """Wait until so many subscribe to the events of each rank of each worker; see `KvPublisher.wait_subscribed`.
-
-        Raises:
-            WireTimeout: there were not so many in time.
-        """
-        __tracebackhide__ = True
-        for port in self._ports.values():
-            self._thread.call(port.publisher.await_subscribed(subscribers, timeout))
 
     def expect(self, prompt: Prompt | TokenIds | str) -> dict[str, Any]:
         """Return what a router should know of a prompt once it has applied what was published so far.

@@ -1,5 +1,6 @@
 """Mock engines behind HTTP and ZMQ: what a router process and a test have of them."""
 
+import asyncio
 import http.client
 import json
 import threading
@@ -356,7 +357,7 @@ def test_what_is_open_is_cut_and_never_ends_properly(server, method):
 
 @pytest.mark.parametrize(
     ("method", "arguments"),
-    [("wait_requests", {"open": 3, "timeout": 3600}), ("wait_subscribed", {"timeout": 3600})],
+    [("wait_requests", {"open": 3, "timeout": 600}), ("wait_subscribed", {"timeout": 600})],
 )
 def test_who_waits_for_a_server_that_is_closed_waits_no_longer(kv, method, arguments):
     server = KvServer(kv, control_port=0)
@@ -384,6 +385,72 @@ def test_who_waits_for_a_server_that_is_closed_waits_no_longer(kv, method, argum
     assert ends[0] in ("this KvServer is closed", "this KvServer was closed meanwhile")
     with pytest.raises(ValueError, match="this KvServer is closed"):
         getattr(server, method)(**arguments)
+
+
+def test_any_number_of_waits_take_as_long_as_one(server):
+    control, answers = server.control_url, []
+
+    def wait(body):
+        answers.append(call(control, "/wait_requests", body))
+
+    bodies = [{"open": 1, "timeout": 600}] * 40 + [{"open": 2, "timeout": 0.01}]
+    threads = [threading.Thread(target=wait, args=(body,)) for body in bodies]
+    server.hold()
+    for thread in threads:
+        thread.start()
+    threads[-1].join()  # it is over while all others wait
+    assert len(answers) == 1
+    assert call(control, "/verdict")[1]["right"]
+    client = threading.Thread(target=complete, args=(server.url(), "abc"))
+    client.start()
+    for thread in threads:
+        thread.join()
+    assert answers[1:] == [(200, {"done": True})] * 40
+    server.release()
+    client.join()
+
+
+def test_a_wait_whose_client_is_gone_ends(server, monkeypatch):
+    server.hold()
+    client = threading.Thread(target=complete, args=(server.url(), "abc", 9))
+    client.start()
+    server.wait_requests(open=1)
+    (engine_loop,) = (loop for port in server._ports.values() for loop in port.loops if loop.num_open)
+    begun, over = threading.Event(), threading.Event()
+    monkeypatch.setattr(engine_loop, "stepped", lambda: forever(begun))
+    allow = engine_loop.allow
+
+    def allowed(*, steps=0):
+        allow(steps=steps)
+        if steps < 0:
+            over.set()
+
+    monkeypatch.setattr(engine_loop, "allow", allowed)
+    connection = http.client.HTTPConnection(urlsplit(server.control_url).netloc)
+    connection.request("POST", "/step", b'{"n": 5000}')
+    assert begun.wait(20)
+    connection.close()
+    assert over.wait(20)
+    assert engine_loop.steps == 0
+    monkeypatch.undo()
+    server.release()
+    client.join()
+
+
+async def forever(begun):
+    begun.set()
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("path", ["/wait_requests", "/wait_subscribed"])
+@pytest.mark.parametrize("timeout", [600.5, 10**30, -1, True, "5"])
+def test_a_wait_has_a_longest_time_limit(server, path, timeout):
+    body = {"timeout": timeout} | ({"open": 3} if path == "/wait_requests" else {})
+    status, answer = call(server.control_url, path, body)
+    assert (status, answer["error"]) == (
+        400,
+        f"{path[1:]}: timeout must be a finite number from 0 to 600 seconds, got {timeout!r}",
+    )
 
 
 @pytest.mark.parametrize("method", ["hold", "release", "step", "reset", "restart", "stop", "start"])
