@@ -11,6 +11,7 @@ import asyncio
 import inspect
 import json
 from collections.abc import Callable
+from concurrent.futures.thread import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -52,6 +53,8 @@ class ControlPort:
 
     async def start(self) -> None:
         """Listen."""
+        # Made here: the loop would look for its module at the first call, for which a descriptor must be free.
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(thread_name_prefix="KvServer control"))
         self._accepting = web.Server(
             self._handle, request_factory=large_request, handler_cancellation=True, access_log=None, logger=SILENT
         )

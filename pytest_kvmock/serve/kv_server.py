@@ -29,7 +29,7 @@ try:
     from pytest_kvmock.serve.control import ControlPort
     from pytest_kvmock.serve.controls import Controls
     from pytest_kvmock.serve.engine_loop import EngineLoop
-    from pytest_kvmock.serve.worker_port import LOOPBACK, WorkerPort, bound_socket
+    from pytest_kvmock.serve.worker_port import LOOPBACK, WorkerPort, bound_socket, check_descriptors
     from pytest_kvmock.wire.zmq import KvPublisher
 except ImportError as error:  # pragma: no cover - the environment without the extra
     raise ImportError(f"a KvServer needs aiohttp, msgspec and pyzmq ({error}): {install_text('serve')}") from None
@@ -73,7 +73,7 @@ class KvServer(Controls):
 
     Raises:
         ValueError: a dialect without an engine, an address that is not the loopback, a number out of range, or a harness of another engine.
-        EndpointError: a port that is taken; nothing is left open.
+        EndpointError: a port that is taken, or more workers than the process has descriptors for; nothing is left open.
         ImportError: aiohttp, msgspec or pyzmq is not installed (extra `serve`).
 
     Attributes:
@@ -146,12 +146,16 @@ class KvServer(Controls):
         if not ids:
             raise ValueError("KvServer: the harness has no workers; its profile says how many there are")
         ranks = profile.dp_size
-        bases = (("http_port", http_port, len(ids)), ("event_port", event_port, len(ids) * ranks))
-        for name, base, count in (*bases, ("replay_port", replay_port, len(ids) * ranks)):
+        for name, base, count in (
+            ("http_port", http_port, len(ids)),
+            ("event_port", event_port, len(ids) * ranks),
+            ("replay_port", replay_port, len(ids) * ranks),
+            ("control_port", control_port or 0, 1),
+        ):
             if check_integer(f"KvServer: {name}", base, 0) > 2**16 - count:
-                raise ValueError(
-                    f"KvServer: {name} must leave room for {count} ports, at most {2**16 - count}, got {base}"
-                )
+                room_text = f"leave room for {count} ports, " if count > 1 else "be "
+                raise ValueError(f"KvServer: {name} must {room_text}at most {2**16 - count}, got {base}")
+        check_descriptors(len(ids), ranks)
         room = profile.num_blocks * profile.block_size
         if release.is_sglang:  # a request must leave room there, and its prompt counts as whole pages
             room -= profile.block_size

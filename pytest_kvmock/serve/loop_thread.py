@@ -1,8 +1,9 @@
-"""An event loop in a thread of its own, in which the thread of a test has things done."""
+"""An event loop in a thread of its own, in which the thread of a test has things done; what goes wrong in it is a line of standard error."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import sys
 import threading
 from collections.abc import Coroutine
@@ -25,6 +26,8 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
+        self.loop.set_exception_handler(self._failed)
+        self._is_full = False
         self._thread: threading.Thread | None = None
         self._ending = threading.Lock()
         self._name = name
@@ -37,6 +40,15 @@ class LoopThread:
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
+
+    def _failed(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Print what nobody else is told of, as one line; that descriptors are used up once, as it is met at each try."""
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+            print_error(f"{context['message']}: {type(error).__name__}: {error}")
+        elif not self._is_full:
+            self._is_full = True
+            print_error("all descriptors are in use; a connection waits until one is free (ulimit -n)")
 
     def call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         """Run something in the loop, and wait for it.

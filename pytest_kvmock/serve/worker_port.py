@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +29,12 @@ if TYPE_CHECKING:
 LOOPBACK: Final = "127.0.0.1"
 MOST_BODY: Final = 2**26
 """Bytes of a body, at most."""
+
+WORKER_DESCRIPTORS: Final = 8
+RANK_DESCRIPTORS: Final = 4
+"""Descriptors that a worker has open, and those of each rank of it beside: sockets, and what ZMQ's threads wait with."""
+SPARE_DESCRIPTORS: Final = 32
+"""Descriptors for the loop, the control API and the first connections."""
 
 SILENT: Final = logging.getLogger("pytest_kvmock.serve.silent")
 """Where aiohttp says what it found wrong with a client's bytes, as with a probe of HTTP/2: nobody listens."""
@@ -303,6 +310,28 @@ def bound_socket(port: int) -> socket.socket:
     except OSError as error:
         reason = error.strerror.partition(" (")[0] if error.strerror else str(error)
         raise EndpointError(f"port {port} of {LOOPBACK} cannot be bound: {reason}") from None
+
+
+def check_descriptors(workers: int, ranks: int) -> None:
+    """Raise where a process cannot open what so many workers need: without an eventfd, ZMQ would end it.
+
+    Raises:
+        EndpointError: the message says how many there are.
+    """
+    needed = SPARE_DESCRIPTORS + workers * (WORKER_DESCRIPTORS + ranks * RANK_DESCRIPTORS)
+    opened: list[int] = []
+    try:
+        while len(opened) < needed:
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise EndpointError(
+            f"KvServer: {needed} descriptors are needed, {len(opened)} can be opened ({reason}): fewer workers or ranks, or a higher "
+            "limit (ulimit -n)"
+        ) from None
+    finally:
+        for each in opened:
+            os.close(each)
 
 
 def _port_of(endpoint: str | None) -> int | None:

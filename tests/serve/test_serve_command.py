@@ -1,29 +1,40 @@
 """The command `serve`: a server in a process of its own, which ends when it must."""
 
 import json
+import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from http.client import HTTPException
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from served import call, complete
 
+from pytest_kvmock import EngineProfile, RouterHarness
 from pytest_kvmock.__main__ import main
+from pytest_kvmock.serve import KvServer
+from pytest_kvmock.serve.worker_port import RANK_DESCRIPTORS, SPARE_DESCRIPTORS, WORKER_DESCRIPTORS
 
 SERVE = [sys.executable, "-m", "pytest_kvmock", "serve"]
+
+
+def with_descriptors(most, *args):
+    """The command, which may open so many descriptors."""
+    return ["sh", "-c", f'ulimit -n {most}; exec "$@"', "sh", *SERVE, *args]
 
 
 class Process:
     """The command, as a test in another language starts it."""
 
-    def __init__(self, *args, stdin=subprocess.PIPE):
-        self.popen = subprocess.Popen(
-            [*SERVE, *args], stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+    def __init__(self, *args, stdin=subprocess.PIPE, descriptors=None):
+        command = [*SERVE, *args] if descriptors is None else with_descriptors(descriptors, *args)
+        self.popen = subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self.ready = json.loads(self.popen.stdout.readline())
 
     def ended(self):
@@ -127,6 +138,12 @@ def test_a_capture_that_cannot_be_written_at_the_end_is_an_error():
             "serve: KvServer: topic must be a text in which {host}, {port} and {model} are filled in",
         ),
         (["--block-size", "0"], "serve: block_size must be"),
+        (["--control-port", "70000"], "serve: KvServer: control_port must be at most 65535, got 70000"),
+        (["--http-port", "65536"], "serve: KvServer: http_port must be at most 65535, got 65536"),
+        (
+            ["--http-port", "65535", "--workers", "2"],
+            "serve: KvServer: http_port must leave room for 2 ports, at most 65534",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_one_line(args, text, capsys):
@@ -141,6 +158,83 @@ def test_what_cannot_be_served_is_one_line(args, text, capsys):
     assert out == ""
     assert errors.startswith(text)
     assert errors.count("\n") == 1
+
+
+def ended(command, **options):
+    """Run the command to its end; return exit code, standard output and standard error."""
+    given = {"stdout": subprocess.PIPE, **options}
+    done = subprocess.run(
+        command, check=False, text=True, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=60, **given
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_more_workers_than_descriptors_are_one_line():
+    code, out, errors = ended(with_descriptors(256, "--workers", "400"))
+    assert (code, out) == (2, "")
+    assert re.fullmatch(
+        r"serve: KvServer: 4832 descriptors are needed, 2\d\d can be opened \(too many open files\): "
+        r"fewer workers or ranks, or a higher limit \(ulimit -n\)\n",
+        errors,
+    )
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="only where a process can count its descriptors")
+@pytest.mark.parametrize(("workers", "ranks"), [(1, 1), (6, 1), (3, 4)])
+def test_no_more_descriptors_are_open_than_were_asked_for(workers, ranks):
+    def count():
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before = count()
+    with (
+        RouterHarness(EngineProfile(workers=workers, dp_size=ranks, num_blocks=64), "vllm") as kv,
+        KvServer(kv, control_port=0),
+    ):
+        opened = count() - before
+    assert 0 <= opened - workers * (WORKER_DESCRIPTORS + ranks * RANK_DESCRIPTORS) <= SPARE_DESCRIPTORS // 2
+
+
+CANNOT = "serve: the ready line cannot be written to standard output: "
+
+
+def test_a_standard_output_that_nobody_reads_is_one_line():
+    assert ended(["sh", "-c", 'exec "$@" >&-', "sh", *SERVE]) == (2, "", f"{CANNOT}it is closed\n")
+    reads, writes = os.pipe()
+    os.close(reads)
+    with open(writes, "w") as broken:  # noqa: PTH123 - a descriptor
+        assert ended(SERVE, stdout=broken) == (2, None, f"{CANNOT}Broken pipe\n")
+
+
+@needs_full_disk
+def test_a_standard_output_that_is_full_is_one_line():
+    with Path("/dev/full").open("w") as full:
+        assert ended(SERVE, stdout=full) == (2, None, f"{CANNOT}No space left on device\n")
+
+
+def test_no_standard_error_is_no_traceback_and_the_exit_code_stays():
+    assert ended(["sh", "-c", 'exec "$@" 2>&-', "sh", *SERVE, "--workers", "0"]) == (2, "", "")
+
+
+@pytest.mark.parametrize("module", ["argparse", "msgspec", "aiohttp"])
+def test_ctrl_c_while_modules_are_loaded_ends_it_as_any_other_process(module, tmp_path):
+    (tmp_path / f"{module}.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    assert ended(SERVE, env=environment) == (-signal.SIGINT, "", "")
+
+
+def test_descriptors_that_are_used_up_are_one_line_and_it_goes_on():
+    process = Process(descriptors=64)
+    (worker,), control = process.ready["workers"], process.ready["control"]
+    address = urlsplit(worker["http"])
+    with ExitStack() as stack:
+        for _ in range(100):
+            stack.enter_context(socket.create_connection((address.hostname, address.port)))
+        line = process.popen.stderr.readline()
+    assert line == "KvServer: all descriptors are in use; a connection waits until one is free (ulimit -n)\n"
+    complete(worker["http"], "x" * 64)
+    assert call(control, "/verdict")[1]["right"]
+    process.popen.send_signal(signal.SIGTERM)
+    assert process.ended() == (0, "", "")
 
 
 def test_the_tokenizer_is_a_command(tmp_path, capsys):
