@@ -166,12 +166,14 @@ def verdict_of(server: Server) -> dict[str, Any]:
         server.harness.flush()
         errors = [str(problem) for problem in log.unexcused(log.errors)]
         warnings = [str(problem) for problem in log.unexcused(log.warnings)]
+    faults_left = server.faults_left
     return {
-        "right": not (errors or server.differences or server.broken),
+        "right": not (errors or server.differences or faults_left or server.broken),
         "errors": errors,
         "warnings": warnings,
         "differences": server.differences,
         "broken": server.broken,
+        "faults_left": faults_left,
         "events": log.total,
         "requests": server.log.total,
         "forgotten_requests": server.log.forgotten,

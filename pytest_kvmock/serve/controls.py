@@ -157,6 +157,12 @@ class Controls:
         fault(**options)
 
     @property
+    def faults_left(self) -> list[str]:
+        """The faults that were asked for and not injected as often as they should be; a test of `kv_server` fails by them."""
+        faults = [(worker, port.publisher.faults) for worker, port in self._ports.items()]
+        return [f"worker {worker}: {text}" for worker, each in faults for text in each.unused]
+
+    @property
     def replays(self) -> list[tuple[int, Replay]]:
         """Who asked for a replay: worker, and what was asked for and sent."""
         return [(worker, each) for worker, port in self._ports.items() for each in port.publisher.replays]

@@ -242,6 +242,43 @@ def test_the_control_api_is_the_methods(server):
     assert len(call(control, "/expect", {"prompt": large})[1]["tokens"]) == len(large)
 
 
+def test_the_verdict_lists_faults_that_struck_nothing_yet(server):
+    control = server.control_url
+    for body in ({"worker": 1, "name": "lose", "batches": 2}, {"worker": 0, "name": "truncate_replay"}):
+        assert call(control, "/fault", body)[0] == 200
+    left = ["worker 0: truncate_replay (no replay had so much to leave out)", "worker 1: lose (2 batches left)"]
+    assert server.faults_left == left
+    verdict = call(control, "/verdict")[1]
+    assert (verdict["right"], verdict["faults_left"]) == (False, left)
+    complete(server.url(1), server.text(2))
+    assert call(control, "/verdict")[1]["faults_left"][1:] == ["worker 1: lose (1 batch left)"]
+    complete(server.url(1), server.text(2))
+    assert call(control, "/verdict")[1]["faults_left"] == left[:1]
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [
+        ("lose", "batches"),
+        ("extra_field", "batches"),
+        ("slow_subscriber", "queued"),
+        ("slow_subscriber", "lost"),
+        ("truncate_replay", "after"),
+    ],
+)
+def test_a_fault_of_more_batches_than_any_test_has_is_refused(server, name, argument):
+    fault = {"worker": 0, "name": name}
+    for value, text in (
+        (10**30, "at most 1073741824, got 1000000000000000000000000000000"),
+        (2**30 + 1, "at most 1073741824, got 1073741825"),
+        (-1, f"an integer of at least {int(argument != 'after')}, got -1"),
+    ):
+        answer = call(server.control_url, "/fault", fault | {argument: value})
+        assert answer == (400, {"error": f"fault: {argument} must be {text}"})
+    assert server.faults_left == []
+    assert call(server.control_url, "/fault", fault | {argument: 2**29})[0] == 200
+
+
 def test_a_restarted_worker_is_empty_and_its_connections_are_cut(kv, server):
     text = server.text(2)
     complete(server.url(0), text)
