@@ -19,6 +19,7 @@ from aiohttp import web
 
 from pytest_kvmock.checks import check_number, unknown_text
 from pytest_kvmock.serve.api import to_json
+from pytest_kvmock.serve.truth import prompt_of
 from pytest_kvmock.serve.worker_port import LOOPBACK, SILENT, end_listening, large_request
 
 if TYPE_CHECKING:
@@ -120,10 +121,11 @@ def _json(status: int, value: Any) -> web.Response:
 
 
 def _check(server: Server, given: dict[str, Any]) -> Any:
-    found = server.check(_prompt(given), given["blocks"], given.get("last_batch"))
-    if found is None:
-        return _json(409, {"error": "more was published since last_batch: ask again", **server.expect(_prompt(given))})
-    return {"right": not found, "differences": found}
+    asked, truth = prompt_of(_prompt(given)), server.truth
+    found = truth.compare(asked, given["blocks"], given.get("last_batch"))
+    if found.is_outdated:  # it is the client that asks again, so nothing is kept
+        return _json(409, {"error": "more was published since last_batch: ask again", **truth.expect(asked)})
+    return {"right": not found.text, "differences": truth.keep(found)}
 
 
 def _prompt(given: dict[str, Any]) -> Any:

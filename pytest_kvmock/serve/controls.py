@@ -11,15 +11,13 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from pytest_kvmock.checks import check_integer, check_number, is_integer, unknown_text
+from pytest_kvmock.serve.loop_thread import WAIT_S
 
 if TYPE_CHECKING:
     from pytest_kvmock.harness import RouterHarness
     from pytest_kvmock.serve.loop_thread import LoopThread
     from pytest_kvmock.serve.worker_port import WorkerPort
     from pytest_kvmock.wire.replay_server import Replay
-
-WAIT_S: Final = 5.0
-"""How long something is waited for, in seconds, where nothing else is said."""
 
 _NO_FAULTS: Final = ("injected", "unused", "strike", "truncated", "begun_anew", "take_over", "restarts")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from random import Random
 from types import TracebackType
@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, Final, Self, cast
 from pytest_kvmock.checks import check_integer, check_number, install_text
 from pytest_kvmock.serve.loop_thread import LoopThread
 from pytest_kvmock.serve.request_log import RequestLog, Routing, ServedRequest
-from pytest_kvmock.serve.text import LETTERS, encode
-from pytest_kvmock.serve.truth import Truth, all_removed
-from pytest_kvmock.tokens import Prompt, TokenIds
+from pytest_kvmock.serve.text import LETTERS
+from pytest_kvmock.serve.truth import Knowledge, Truth, all_removed
+from pytest_kvmock.tokens import Prompt
 from pytest_kvmock.wire import Dialect, find_dialect
 from pytest_kvmock.wire.digests import StreamDigests
 
@@ -45,7 +45,7 @@ _FORGET_EVERY: Final = 256
 """How many requests come, at least, before what is remembered no more is dropped: that costs a look at all that is held."""
 
 
-class KvServer(Controls):
+class KvServer(Controls, Knowledge):
     """The workers of a harness behind sockets of the loopback. It is a context manager; while it serves, it alone drives the engines.
 
     Each worker has an HTTP port with the API of the dialect's engine, and each of its ranks an endpoint for KV events and one for replays.
@@ -81,6 +81,7 @@ class KvServer(Controls):
         dialect: as above.
         model: the name of the model.
         log: the requests.
+        truth: what the engines hold, and what `check` found to differ.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class KvServer(Controls):
         self._open_changed = asyncio.Event()
         self._seed = seed
         self._texts = Random(f"{seed}:texts")  # noqa: S311 - mock data
-        self._truth = Truth(harness)
+        self.truth = Truth(harness)
         self._closed = False
         self._ports: dict[int, WorkerPort] = {}
         self._control: ControlPort | None = None
@@ -347,7 +348,7 @@ class KvServer(Controls):
         }
 
     def _number_batches(self) -> None:
-        self._truth.numbered_by(
+        self.truth.numbered_by(
             {
                 (worker, rank): port.publisher
                 for worker, port in self._ports.items()
@@ -383,14 +384,6 @@ class KvServer(Controls):
                 with self.harness.publisher.lock:
                     loop.engine.requests = [each for each in loop.engine.requests if each.is_open]
 
-    def held(self, prompt: Prompt | TokenIds | str) -> dict[int, int]:
-        """Return how many leading blocks of a prompt each worker holds now, the best rank of each; workers without any are absent.
-
-        Args:
-            prompt: tokens, or a text.
-        """
-        return self._truth.held(_prompt_of(prompt))
-
     @property
     def requests(self) -> list[ServedRequest]:
         """The requests that are remembered, in the order in which they came."""
@@ -414,38 +407,6 @@ class KvServer(Controls):
         fresh = (self._texts.choice(LETTERS) for _ in range(blocks * self._described.block_size))
         return after + "".join(fresh)
 
-    # ----------------------------------------------------------------------------------------------------- control
-
-    def expect(self, prompt: Prompt | TokenIds | str) -> dict[str, Any]:
-        """Return what a router should know of a prompt once it has applied what was published so far.
-
-        Returns:
-            `blocks`: of each worker and rank that holds any, how many leading blocks; `last_batch`: of each worker and rank the number
-            of its last batch, -1 where there was none; `tokens`: the prompt's tokens.
-        """
-        return self._truth.expect(_prompt_of(prompt))
-
-    def check(
-        self,
-        prompt: Prompt | TokenIds | str,
-        blocks: Sequence[Mapping[str, int]],
-        last_batch: Sequence[Mapping[str, int]] | None = None,
-    ) -> str | None:
-        """Compare what a router knows of a prompt with the truth.
-
-        Args:
-            prompt: which.
-            blocks: rows as `expect` returns them.
-            last_batch: the batches up to which it is true; None: those of now.
-
-        Returns:
-            What differs, which is kept for the verdict; "" where nothing does; None: more was published since `last_batch`.
-
-        Raises:
-            TypeError: what is given are no such rows.
-        """
-        return self._truth.check(_prompt_of(prompt), blocks, last_batch)
-
     @property
     def broken(self) -> list[str]:
         """What is broken: of each such worker and rank why, by what its engine raised. A test of `kv_server` fails by it."""
@@ -455,11 +416,6 @@ class KvServer(Controls):
             for rank, loop in enumerate(port.loops)
             if loop.error is not None
         ]
-
-    @property
-    def differences(self) -> list[str]:
-        """What `check` found to differ."""
-        return list(self._truth.differences)
 
     # ------------------------------------------------------------------------------------- a router that lives longer
 
@@ -502,7 +458,7 @@ class KvServer(Controls):
                             port.publisher.publish(event)
             self.harness = harness
             self.log.clear()
-            self._truth = Truth(harness)
+            self.truth = Truth(harness)
             self._number_batches()
             for worker, port in self._ports.items():
                 port.publisher.use_digests(self._digests(worker))
@@ -511,10 +467,6 @@ class KvServer(Controls):
                 harness.add_sink(port.publisher, worker_id=worker)
 
         self._thread.call(exchange())
-
-
-def _prompt_of(prompt: Prompt | TokenIds | str) -> Prompt:
-    return Prompt(encode(prompt)) if isinstance(prompt, str) else Prompt.of(prompt)
 
 
 def _endpoint(port: int) -> str:

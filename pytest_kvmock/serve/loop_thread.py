@@ -9,7 +9,10 @@ import threading
 from collections.abc import Coroutine
 from concurrent.futures import CancelledError
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
+
+WAIT_S: Final = 5.0
+"""How long something is waited for, in seconds, where nothing else is said."""
 
 _T = TypeVar("_T")
 

@@ -185,8 +185,95 @@ def test_what_a_router_knows_is_checked(server):
         "worker 0 rank 0: the router knows 2 blocks, 0 are held; worker 1 rank 0: the router knows 0 blocks, 2 are held"
     )
     complete(server.url(0), text)
-    assert server.check(text, truth["blocks"], truth["last_batch"]) is None
-    assert server.differences == [f"a prompt of 32 tokens: {wrong}"]
+    old = server.check(text, truth["blocks"], truth["last_batch"])
+    assert old == "worker 0: the router answers by no batch, 0 was published"
+    assert server.differences == [f"a prompt of 32 tokens: {each}" for each in (wrong, old)]
+
+
+def test_a_router_that_heard_nothing_never_passes(server):
+    text = server.text(2)
+    empty = {"blocks": [], "last_batch": server.expect(text)["last_batch"]}
+    assert server.check(text, empty) == ""
+    for _ in range(6):
+        complete(server.url(0), server.text(2))
+    complete(server.url(0), text)
+    expected = "worker 0: the router answers by no batch, 6 was published"
+    for answer in (empty, lambda: empty):
+        assert server.check(text, answer, timeout=0.02) == expected
+    assert server.check(text, empty["blocks"], empty["last_batch"]) == expected
+    assert server.check(text, list, timeout=0.02) == "worker 0 rank 0: the router knows 0 blocks, 2 are held"
+    assert len(server.differences) == 4
+    rows = [{"worker": 0, "number": 3}]
+    assert server.check(text, [], rows) == "worker 0: the router answers by batch 3, 6 was published"
+    with pytest.raises(AssertionError, match=r"^worker 0 rank 0: the router knows 0 blocks, 2 are held$"):
+        server.assert_knows(text, [])
+    with pytest.raises(AssertionError, match=r"^worker 0 rank 0: .* 2 are held \(0.02 s after the first question\)$"):
+        server.assert_knows(text, list, timeout=0.02)
+    assert not call(server.control_url, "/verdict")[1]["right"]
+
+
+def test_ranks_are_named_where_there_are_several():
+    with harness(1, dp_size=2) as kv, KvServer(kv) as server:
+        text = server.text(2)
+        rows = server.expect(text)["last_batch"]
+        complete(server.url(0), text, data_parallel_rank=1)
+        assert server.check(text, [], rows) == "worker 0 rank 1: the router answers by no batch, 0 was published"
+
+
+def test_a_router_that_lags_is_asked_again_and_its_last_answer_counts(server):
+    text, answers = server.text(2), []
+    complete(server.url(0), text)
+    truth = server.expect(text)
+    lagging = [[], [{"worker": 0, "blocks": 1}], {"blocks": [], "last_batch": []}, truth]
+
+    def ask():
+        answers.append(lagging[len(answers)])
+        if len(answers) == 1:
+            raise AssertionError("it is starting")
+        return answers[-1]
+
+    assert server.check(text, ask) == ""
+    assert len(answers) == 4
+    server.assert_knows(text, lambda: truth["blocks"])
+    assert server.differences == []
+
+    def starting():
+        raise AssertionError("it is\nstarting")
+
+    assert server.check(text, starting, timeout=0) == "the router gave no answer: it is starting"
+
+    async def coroutine():
+        return []
+
+    for answer, error, message in (
+        (coroutine, TypeError, "^check takes a probe that answers at once, and got a coroutine$"),
+        (lambda: 5, TypeError, "^check: blocks must be rows as expect returns them, "),
+        (lambda: {"worker": 0}, TypeError, "^check: blocks must be rows as expect returns them, "),
+        (dict, TypeError, "^check: blocks must be rows as expect returns them, "),
+        (
+            lambda: {"blocks": [], "last_batch": 5},
+            TypeError,
+            "^check: last_batch must be rows as expect returns them, ",
+        ),
+        (lambda: 1 / 0, ZeroDivisionError, "division by zero"),
+    ):
+        with pytest.raises(error, match=message):
+            server.check(text, answer)
+    with pytest.raises(ValueError, match="timeout must be a finite number of at least 0 seconds, got -1"):
+        server.check(text, list, timeout=-1)
+    assert len(server.differences) == 1
+
+
+def test_who_asks_a_router_when_the_server_closes_asks_no_longer(kv):
+    server = KvServer(kv)
+    text = server.text(2)
+
+    def ask():
+        server.close()
+        return [{"worker": 0, "blocks": 1}]
+
+    with pytest.raises(ValueError, match="this KvServer is closed"):
+        server.check(text, ask, timeout=600)
 
 
 def test_the_control_api_is_the_methods(server):
@@ -203,7 +290,12 @@ def test_the_control_api_is_the_methods(server):
     assert call(control, "/fault", {"worker": 0, "rank": 0, "name": "lose"}) == (200, {"done": True})
     complete(server.url(0), server.text(2))
     assert call(control, "/reset", {}) == (200, {"success": True})
-    assert call(control, "/check", {"prompt": text, **truth})[0] == 409
+    status, answer = call(control, "/check", {"prompt": text, **truth})
+    assert (status, answer["error"], "right" in answer) == (
+        409,
+        "more was published since last_batch: ask again",
+        False,
+    )
     assert call(control, "/replays")[1] == []
     verdict = call(control, "/verdict")[1]
     assert verdict["right"]
