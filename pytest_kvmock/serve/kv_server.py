@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 from pytest_kvmock.checks import check_integer, check_number, install_text
+from pytest_kvmock.serve.controls import Controls
 from pytest_kvmock.serve.loop_thread import LoopThread
 from pytest_kvmock.serve.request_log import RequestLog, Routing, ServedRequest
 from pytest_kvmock.serve.text import LETTERS
@@ -27,7 +28,6 @@ from pytest_kvmock.wire.digests import StreamDigests
 try:
     from pytest_kvmock.serve.api import Call, Model, release_of
     from pytest_kvmock.serve.control import ControlPort
-    from pytest_kvmock.serve.controls import Controls
     from pytest_kvmock.serve.engine_loop import EngineLoop
     from pytest_kvmock.serve.worker_port import LOOPBACK, WorkerPort, bound_socket, check_descriptors
     from pytest_kvmock.wire.zmq import KvPublisher
