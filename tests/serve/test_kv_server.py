@@ -11,6 +11,7 @@ from served import cached, call, chunks, complete
 
 from pytest_kvmock import EngineProfile, RouterHarness
 from pytest_kvmock.backends import speaker_of
+from pytest_kvmock.capture.lines import CaptureError
 from pytest_kvmock.engine.worker import RequestError
 from pytest_kvmock.hygiene.problem import EventRulesBroken
 from pytest_kvmock.serve import KvServer
@@ -453,6 +454,52 @@ def test_a_stopped_worker_refuses_and_comes_back_at_its_port(server):
         call(url, "/health")
     server.start(0)
     assert call(url, "/health")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("error", "count"),
+    [
+        (CaptureError("FILE: cannot be written: No space left on device"), 1),
+        (ZeroDivisionError("none"), 1),
+        (ValueError("the index under test cannot remove it"), 0),
+    ],
+)
+@pytest.mark.parametrize("method", ["restart", "reset"])
+def test_a_refusal_breaks_nothing_and_all_else_does(server, capsys, error, count, method):
+    def raises(**_options):
+        raise error
+
+    engine = server.harness.engine(0)
+    setattr(engine.worker, {"restart": "restart", "reset": "clear"}[method], raises)
+    with pytest.raises(type(error), match=str(error)):
+        getattr(server, method)(0)
+    text = f"worker 0 rank 0 is broken: {type(error).__name__}: {error}"
+    assert server.broken == [text] * count
+    assert capsys.readouterr().err == f"KvServer: {text}\n" * count
+    assert [call(url, "/health")[0] for url in server.urls] == [503 if count else 200, 200]
+
+
+def test_an_engine_that_cannot_abort_is_broken_and_nobody_is_left_waiting(kv, server, monkeypatch, capsys):
+    server.hold(0)
+    answers = []
+    threads = [
+        threading.Thread(target=lambda: answers.append(call(server.url(0), "/v1/completions", {"prompt": "abc"})))
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    connection = http.client.HTTPConnection(urlsplit(server.url(0)).netloc)
+    connection.request("POST", "/v1/completions", b'{"prompt": "abc"}', {"Content-Type": "application/json"})
+    server.wait_requests(open=4)
+    monkeypatch.setattr(kv.engine(0), "abort", lambda _request: 1 / 0)
+    connection.close()
+    for thread in threads:
+        thread.join()
+    assert [status for status, _ in answers] == [500] * 3
+    assert server.num_open == 0
+    assert capsys.readouterr().err == "KvServer: worker 0 rank 0 is broken: ZeroDivisionError: division by zero\n"
+    server.close()
+    assert not kv.worker(0).requests
 
 
 @pytest.mark.parametrize("method", ["stop", "restart", "close"])
