@@ -6,9 +6,14 @@ cannot be done, with one line that says why.
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    # Ctrl-C while modules are loaded ends the process, and shows no traceback of theirs. `main` changes it back.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import argparse
 import os
-import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -136,19 +141,25 @@ def _path(text: str) -> str:
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
+    from pytest_kvmock.serve.loop_thread import print_error
+
     given = parser().parse_args(args)
     run: Callable[[argparse.Namespace], int] = given.run
     try:
+        if (
+            given.command != "serve" and signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+        ):  # `serve` has its own way to end
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         with _loaded(given.plugin):
             return run(given)
     except BrokenPipeError:  # `... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLEAN
     except (ValueError, TypeError, ImportError, OSError) as error:
-        sys.stderr.write(f"{given.command}: {' '.join(str(error).split())}\n")
+        print_error(" ".join(str(error).split()), given.command)
         return UNUSABLE
     except KeyboardInterrupt:
-        sys.stderr.write(f"{given.command}: interrupted\n")
+        print_error("interrupted", given.command)
         return 130
 
 

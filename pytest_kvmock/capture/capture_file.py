@@ -26,17 +26,19 @@ class CaptureFile:
     Attributes:
         path: the file.
         events: how many events were written.
+        error: why it could not be written; None: it could.
     """
 
     def __init__(self, path: str | Path, header: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> None:
         self.path = Path(path)
         self.events = 0
+        self.error: CaptureError | None = None
         self._header: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = header
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("w", encoding="utf-8", newline="\n")
         except OSError as error:
-            raise self._error(error) from None
+            raise self._failure(error) from None
 
     def __repr__(self) -> str:
         return f"<CaptureFile {self.path}: {self.events} events>"
@@ -53,8 +55,7 @@ class CaptureFile:
         try:
             self._file.write(text)
         except OSError as error:
-            self._give_up()
-            raise self._error(error) from None
+            raise self._give_up(error) from None
         self.events += "event" in line
 
     def close(self) -> None:
@@ -65,14 +66,15 @@ class CaptureFile:
         try:
             self._file.close()
         except OSError as error:
-            self._give_up()
-            raise self._error(error) from None
+            raise self._give_up(error) from None
 
-    def _give_up(self) -> None:
+    def _give_up(self, error: OSError) -> CaptureError:
         with suppress(OSError):  # what is buffered cannot be written either
             self._file.close()
+        self.error = self._failure(error)
+        return self.error
 
-    def _error(self, error: OSError) -> CaptureError:
+    def _failure(self, error: OSError) -> CaptureError:
         return CaptureError(f"{self.path}: {NOT_ALLOWED}: {error.strerror or error}")
 
     def __enter__(self) -> Self:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pytest_kvmock.capture.capture_file import CaptureFile
 from pytest_kvmock.capture.capturing_journal import CapturingJournal
-from pytest_kvmock.capture.lines import header
+from pytest_kvmock.capture.lines import CaptureError, header
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,6 +46,11 @@ class HarnessCapture:
         """Name the harness whose journal it is; nothing was published in it."""
         self._harness = harness
         return self
+
+    @property
+    def error(self) -> CaptureError | None:
+        """Why it could not be written; None: it could, so far."""
+        return self._file.error
 
     def close(self) -> None:
         """Write the rest.

@@ -76,7 +76,11 @@ def publishers(case: Case, harness: RouterHarness, kv_dialect: str) -> Iterator[
 def servers(
     case: Case, harness: RouterHarness, kv_dialect: str, make_publisher: Callable[..., KvPublisher]
 ) -> Iterator[Callable[..., KvServer]]:
-    """What makes the server of the harness; it is closed when the context is left."""
+    """What makes the server of the harness; it is closed when the context is left.
+
+    An engine that broke behind it fails a test that passed so far.
+    """
+    made: list[KvServer] = []
     with ExitStack() as stack:
 
         def make(**options: Any) -> KvServer:
@@ -84,11 +88,15 @@ def servers(
             try:
                 from pytest_kvmock.serve.kv_server import KvServer  # for those who use it
 
-                return stack.enter_context(KvServer(harness, make_publisher=make_publisher, **options))
+                made.append(stack.enter_context(KvServer(harness, make_publisher=make_publisher, **options)))
             except (ImportError, ValueError, TypeError, OSError) as error:
                 fail_in_one_line(case.item, f"kv_server: {error}")
+            return made[-1]
 
         yield make
+    broken = [text for server in made for text in server.broken]
+    if broken and case.passed:
+        pytest.fail(f"kvmock: kv_server: {'; '.join(broken)}", pytrace=False)
 
 
 def _digests(harness: RouterHarness, worker_id: int, dialect: Dialect) -> dict[int, StreamDigests]:

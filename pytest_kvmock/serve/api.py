@@ -248,6 +248,10 @@ class Histogram:
 class EngineView(Protocol):
     """What a face asks of its engine."""
 
+    @property
+    def error(self) -> str | None:
+        """Why it is broken; None: it is not."""
+
     def states(self) -> list[RankState]:
         """Return the state of each rank."""
 

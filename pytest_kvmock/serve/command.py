@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
 import stat
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_kvmock.backends import EngineProfile, speaker_of
 from pytest_kvmock.capture.harness_capture import HarnessCapture
+from pytest_kvmock.capture.lines import CaptureError
 from pytest_kvmock.harness import RouterHarness
+from pytest_kvmock.serve.loop_thread import print_error
 from pytest_kvmock.wire import find_dialect
 
 if TYPE_CHECKING:
@@ -94,13 +98,7 @@ def serve_engines(given: argparse.Namespace) -> int:
         dp_size=given.ranks,
         seed=given.seed,
     )
-    end, woken = os.pipe()
-
-    def stop(_signal: int, _frame: FrameType | None) -> None:
-        os.write(woken, b"x")
-
-    for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, stop)
+    end = _asked_to_end()
     capture = None if given.capture is None else HarnessCapture(given.capture, profile, "serve")
     journal = None if capture is None else capture.journal
     harness = RouterHarness(profile, None, name="serve", journal=journal)
@@ -124,16 +122,52 @@ def serve_engines(given: argparse.Namespace) -> int:
         log=given.log,
         seed=given.seed,
     )
-    sys.stdout.write(to_json(server.ready_line()).decode() + "\n")
-    sys.stdout.flush()
-    _wait(end)
+    unable = ""
+    try:
+        _print_ready(to_json(server.ready_line()).decode())
+        _wait(end)
+    except OSError as error:
+        unable = str(error)
     # Sockets are closed for all to see. To take a large harness apart would cost seconds that nobody needs.
-    server.close_sockets()
+    server.halt()
     if capture is not None:
-        capture.close()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+        with harness.publisher.lock, suppress(CaptureError):
+            capture.close()
+        unable = str(capture.error or unable)  # an engine may have met it long before: it is said last
+    if unable:
+        print_error(unable, "serve")
+    os._exit(2 if unable or server.broken else 0)
+
+
+def _asked_to_end() -> int:
+    """Return a descriptor that can be read once a signal asks the process to end."""
+    end, woken = os.pipe()
+    os.set_blocking(woken, False)
+
+    def stop(_signal: int, _frame: FrameType | None) -> None:
+        with suppress(BlockingIOError):  # it was asked thousands of times
+            os.write(woken, b"x")
+
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, stop)
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # else: nohup
+        signal.signal(signal.SIGHUP, stop)
+    return end
+
+
+def _print_ready(line: str) -> None:
+    """Print the line that says where everything is.
+
+    Raises:
+        OSError: it cannot be written; the message says so.
+    """
+    try:
+        if sys.stdout is None:
+            raise OSError(errno.EBADF, "it is closed")  # noqa: TRY301 - as one that is closed later
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
+    except OSError as error:
+        raise OSError(f"the ready line cannot be written to standard output: {error.strerror}") from None
 
 
 def _wait(end: int) -> None:

@@ -1,6 +1,8 @@
 """The control API: what a test in any language asks of a server, as JSON over a port of its own.
 
-Each path is a method of `KvServer`; a body is its arguments. What is refused is answered with 400 and `{"error": text}`.
+Each path is a method of `KvServer`; a body is its arguments. What is refused is answered with 400 and `{"error": text}`. What waits is awaited
+in the loop of the server, so that any number wait at once, and one whose client is gone waits no longer; all else has a thread, as it calls that
+loop.
 """
 
 from __future__ import annotations
@@ -9,16 +11,22 @@ import asyncio
 import inspect
 import json
 from collections.abc import Callable
+from concurrent.futures.thread import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from aiohttp import web
 
-from pytest_kvmock.checks import unknown_text
+from pytest_kvmock.checks import check_number, unknown_text
 from pytest_kvmock.serve.api import to_json
+from pytest_kvmock.serve.truth import prompt_of
 from pytest_kvmock.serve.worker_port import LOOPBACK, SILENT, end_listening, large_request
 
 if TYPE_CHECKING:
     import socket
+
+MOST_WAIT_S: Final = 600.0
+"""The longest time limit, in seconds."""
 
 Server: TypeAlias = Any
 """A `KvServer`, which imports this module."""
@@ -46,6 +54,8 @@ class ControlPort:
 
     async def start(self) -> None:
         """Listen."""
+        # Made here: the loop would look for its module at the first call, for which a descriptor must be free.
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(thread_name_prefix="KvServer control"))
         self._accepting = web.Server(
             self._handle, request_factory=large_request, handler_cancellation=True, access_log=None, logger=SILENT
         )
@@ -64,16 +74,19 @@ class ControlPort:
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         name = request.path.strip("/")
-        method = _METHODS.get(name)
-        if method is None:
-            return _json(404, {"error": f"unknown path {request.path!r}; known: /{', /'.join(_METHODS)}"})
+        if name not in _METHODS and name not in _WAITS:
+            return _json(404, {"error": f"unknown path {request.path!r}; known: /{', /'.join((*_METHODS, *_WAITS))}"})
         try:
             body = await request.read()
             given = _read(body)
             if not isinstance(given, dict):
                 raise TypeError(f"a body is an object with arguments, got {given!r:.80}")  # noqa: TRY301 - answered below
-            # A method waits for the loop of the server, which is the one that runs here: so it has a thread of its own.
-            answer = await asyncio.get_running_loop().run_in_executor(None, lambda: method(self._server, given))
+            if name in _WAITS:
+                check_number("timeout", given.get("timeout", 0), most=MOST_WAIT_S, unit=" seconds")
+                await _call(getattr(self._server, _WAITS[name]), given)
+                return _json(200, {"done": True})
+            method = partial(_METHODS[name], self._server, given)
+            answer = await asyncio.get_running_loop().run_in_executor(None, method)
         except web.HTTPRequestEntityTooLarge as error:
             return _json(413, {"error": f"{name}: {error.text}"})
         except (ValueError, TypeError, KeyError, OSError) as error:
@@ -108,10 +121,11 @@ def _json(status: int, value: Any) -> web.Response:
 
 
 def _check(server: Server, given: dict[str, Any]) -> Any:
-    found = server.check(_prompt(given), given["blocks"], given.get("last_batch"))
-    if found is None:
-        return _json(409, {"error": "more was published since last_batch: ask again", **server.expect(_prompt(given))})
-    return {"right": not found, "differences": found}
+    asked, truth = prompt_of(_prompt(given)), server.truth
+    found = truth.compare(asked, given["blocks"], given.get("last_batch"))
+    if found.is_outdated:  # it is the client that asks again, so nothing is kept
+        return _json(409, {"error": "more was published since last_batch: ask again", **truth.expect(asked)})
+    return {"right": not found.text, "differences": truth.keep(found)}
 
 
 def _prompt(given: dict[str, Any]) -> Any:
@@ -154,11 +168,14 @@ def verdict_of(server: Server) -> dict[str, Any]:
         server.harness.flush()
         errors = [str(problem) for problem in log.unexcused(log.errors)]
         warnings = [str(problem) for problem in log.unexcused(log.warnings)]
+    faults_left = server.faults_left
     return {
-        "right": not errors and not server.differences,
+        "right": not (errors or server.differences or faults_left or server.broken),
         "errors": errors,
         "warnings": warnings,
         "differences": server.differences,
+        "broken": server.broken,
+        "faults_left": faults_left,
         "events": log.total,
         "requests": server.log.total,
         "forgotten_requests": server.log.forgotten,
@@ -169,13 +186,10 @@ def verdict_of(server: Server) -> dict[str, Any]:
 
 _METHODS: Final[dict[str, Callable[[Server, dict[str, Any]], Any]]] = {
     "ready": lambda server, _: server.ready_line(),
-    "wait_subscribed": _doing("wait_subscribed"),
     "expect": lambda server, given: server.expect(_prompt(given)),
     "check": _check,
     "hold": _doing("hold"),
     "release": _doing("release"),
-    "step": _doing("step"),
-    "wait_requests": _doing("wait_requests"),
     "fault": _fault,
     "replays": _replays,
     "restart": _doing("restart"),
@@ -187,3 +201,6 @@ _METHODS: Final[dict[str, Callable[[Server, dict[str, Any]], Any]]] = {
     "text": lambda server, given: {"text": _call(server.text, given)},
     "verdict": lambda server, _: verdict_of(server),
 }
+
+_WAITS: Final = {"wait_subscribed": "await_subscribed", "wait_requests": "await_requests", "step": "await_step"}
+"""What waits, by its path: the method that is awaited."""

@@ -1,4 +1,7 @@
-"""What a test has the engines of a server do: hold and go on, restart, refuse connections, lose batches."""
+"""What a test has the engines of a server do: hold and go on, restart, refuse connections, lose batches.
+
+Methods are called in the test's thread. What waits for something has a twin that is awaited in the server's own loop, as the control API does.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,13 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from pytest_kvmock.checks import check_integer, check_number, is_integer, unknown_text
+from pytest_kvmock.serve.loop_thread import WAIT_S
 
 if TYPE_CHECKING:
     from pytest_kvmock.harness import RouterHarness
     from pytest_kvmock.serve.loop_thread import LoopThread
     from pytest_kvmock.serve.worker_port import WorkerPort
     from pytest_kvmock.wire.replay_server import Replay
-
-WAIT_S: Final = 5.0
-"""How long something is waited for, in seconds, where nothing else is said."""
 
 _NO_FAULTS: Final = ("injected", "unused", "strike", "truncated", "begun_anew", "take_over", "restarts")
 
@@ -76,17 +77,22 @@ class Controls:
         Raises:
             ValueError: there is no such worker, or `n` is below 1.
         """
+        self._thread.call(self.await_step(n, worker))
+
+    async def await_step(self, n: int = 1, worker: int | None = None) -> None:
+        """As `step`, in the server's loop. Who is cancelled takes back the passes that have not run."""
         check_integer("step: n", n, 1)
         ports = list(self._ports.values()) if worker is None else [self._port(worker)]
-
-        async def step() -> None:
-            loops = [loop for port in ports for loop in port.loops if loop.held]
-            for loop in loops:
-                loop.allow(steps=n)
+        loops = [loop for port in ports for loop in port.loops if loop.held]
+        for loop in loops:
+            loop.allow(steps=n)
+        try:
             for loop in loops:
                 await loop.stepped()
-
-        self._thread.call(step())
+        except asyncio.CancelledError:
+            for loop in loops:
+                loop.allow(steps=-n)
+            raise
 
     @property
     def num_open(self) -> int:
@@ -100,19 +106,35 @@ class Controls:
             TimeoutError: there were not so many in time; it says how many there are.
         """
         __tracebackhide__ = True
+        self._thread.call(self.await_requests(open, timeout))
+
+    async def await_requests(self, open: int, timeout: float = WAIT_S) -> None:  # noqa: A002, ASYNC109 - as its twin
+        """As `wait_requests`, in the server's loop."""
+        __tracebackhide__ = True
         check_integer("wait_requests: open", open, 0)
         check_number("wait_requests: timeout", timeout)
-
-        async def wait() -> bool:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(timeout):
-                    while self.num_open != open:
-                        self._open_changed.clear()
-                        await self._open_changed.wait()
-            return self.num_open == open
-
-        if not self._thread.call(wait()):
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while self.num_open != open:
+                    self._open_changed.clear()
+                    await self._open_changed.wait()
+        if self.num_open != open:
             raise TimeoutError(f"{self.num_open} requests are open after {timeout:g} s, {open} were waited for")
+
+    def wait_subscribed(self, subscribers: int = 1, timeout: float = WAIT_S) -> None:
+        """Wait until so many subscribe to the events of each rank of each worker; see `KvPublisher.wait_subscribed`.
+
+        Raises:
+            WireTimeout: there were not so many in time.
+        """
+        __tracebackhide__ = True
+        self._thread.call(self.await_subscribed(subscribers, timeout))
+
+    async def await_subscribed(self, subscribers: int = 1, timeout: float = WAIT_S) -> None:  # noqa: ASYNC109 - as its twin
+        """As `wait_subscribed`, in the server's loop."""
+        __tracebackhide__ = True
+        publishers = [port.publisher for port in self._ports.values()]
+        await asyncio.gather(*(each.await_subscribed(subscribers, timeout) for each in publishers))
 
     def fault(self, worker: int, name: str, **options: Any) -> None:
         """Ask for a fault of the wire: a method of `KvPublisher.faults`, by its name.
@@ -133,6 +155,12 @@ class Controls:
         fault(**options)
 
     @property
+    def faults_left(self) -> list[str]:
+        """The faults that were asked for and not injected as often as they should be; a test of `kv_server` fails by them."""
+        faults = [(worker, port.publisher.faults) for worker, port in self._ports.items()]
+        return [f"worker {worker}: {text}" for worker, each in faults for text in each.unused]
+
+    @property
     def replays(self) -> list[tuple[int, Replay]]:
         """Who asked for a replay: worker, and what was asked for and sent."""
         return [(worker, each) for worker, port in self._ports.items() for each in port.publisher.replays]
@@ -141,21 +169,19 @@ class Controls:
         """Restart a worker, announced to the harness: it is empty, its connections are cut, its batches begin with 0.
 
         Raises:
-            ValueError: there is no such worker.
+            ValueError: there is no such worker, or its engine is broken.
         """
         port = self._port(worker)
 
         async def restart() -> None:
-            port.cut()
-            for loop in port.loops:
-                loop.fail("the engine restarts")
-                with self.harness.publisher.lock:
-                    loop.engine.worker.restart(announced=True)
+            port.restart()
 
         self._thread.call(restart())
 
     def stop(self, worker: int) -> None:
-        """Refuse connections to a worker, and cut those that are open; `start` listens at the same port again.
+        """Refuse connections to a worker, and cut those that are open, as `restart` does; `start` listens at the same port again.
+
+        What the engine has cached stays.
 
         Raises:
             ValueError: there is no such worker.
@@ -163,8 +189,7 @@ class Controls:
         port = self._port(worker)
 
         async def stop() -> None:
-            for loop in port.loops:
-                loop.fail("the engine stops")
+            port.cut_off("the engine stops")
             await port.stop()
 
         self._thread.call(stop())

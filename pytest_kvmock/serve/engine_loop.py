@@ -2,24 +2,26 @@
 
 Theory of operation. All here runs in the thread of the server, and holds the lock of the harness while it touches engine or ledger. A pass
 begins, takes its time by the wall (`time_scale`), and ends; its events are one batch, which is on the wire before anybody hears of its
-tokens. A request that arrives during a pass waits for the next one, as in a real engine.
+tokens. A request that arrives during a pass waits for the next one, as in a real engine. Whatever an engine raises breaks it, and is said on
+standard error once: its requests fail, it takes no more of them, and it runs no further pass.
 """
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+from pytest_kvmock.capture.lines import CaptureError
 from pytest_kvmock.engine.worker import RequestError
-from pytest_kvmock.fleet.engine_state import EngineStalled
 from pytest_kvmock.serve.answers import Choice
 from pytest_kvmock.serve.api import RankState
+from pytest_kvmock.serve.loop_thread import print_error
 from pytest_kvmock.serve.text import Letters, letters_of
 from pytest_kvmock.tokens import Prompt
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from pytest_kvmock.engine.scheduler import ForwardPass
     from pytest_kvmock.fleet.engine_request import EngineRequest
@@ -120,7 +122,7 @@ class EngineLoop:
         self.use(harness, engine)
 
     def use(self, harness: RouterHarness, engine: HarnessEngine) -> None:
-        """Drive an engine from now on; nothing may be open."""
+        """Drive an engine from now on, one that is not broken; nothing may be open."""
         self._harness = harness
         self._lock = harness.publisher.lock
         self.engine = engine
@@ -139,12 +141,64 @@ class EngineLoop:
             with suppress(asyncio.CancelledError):
                 await self._task
             self._task = None
+        if self.error is not None:
+            self.let_go()
+            return
         with self._lock:
             if self.engine.is_in_pass:
-                with self._publisher.step(), suppress(EngineStalled):
+                with suppress(Exception), self.guarded(), self._publisher.step():
                     self.engine.finish_pass()
-            self.engine.driver = None
-            self.engine.output_of = None
+            self._leave()
+
+    def let_go(self) -> None:
+        """Close the engine, with a pass that is under way, and leave it to others."""
+        with self._lock:
+            with suppress(Exception), self.guarded():
+                self.engine.close()
+            self._leave()
+
+    def _leave(self) -> None:
+        self.engine.driver = None
+        self.engine.output_of = None
+
+    def halt(self) -> None:
+        """Run no further pass, and leave all as it is, with a pass that is under way: for a process that ends now."""
+        if self._task is not None:
+            self._task.cancel()
+        self._running.clear()
+
+    def restart(self) -> None:
+        """Restart the engine, announced to the harness."""
+        with self._lock, self.guarded():
+            self.engine.worker.restart(announced=True)
+
+    def clear(self) -> bool:
+        """Empty the cache, and return whether that was possible."""
+        with self._lock, self.guarded():
+            return self.engine.worker.clear()
+
+    # ----------------------------------------------------------------------------------------------- what goes wrong
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Within the context, what the engine raises breaks it, and is raised on; a refusal does not.
+
+        A refusal is a ValueError; one that a capture cannot be written is none.
+        """
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, CaptureError) or not isinstance(error, ValueError):
+                self.break_down(error)
+            raise
+
+    def break_down(self, error: Exception) -> None:
+        """Take the engine for broken, and end all that is open."""
+        if self.error is None:
+            self.error = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            worker = self.engine.worker
+            print_error(f"worker {worker.worker_id} rank {worker.dp_rank} is broken: {self.error}")
+        self.fail(self.error)
 
     # ------------------------------------------------------------------------------------------------- requests
 
@@ -185,46 +239,52 @@ class EngineLoop:
 
     def abort(self, job: Job) -> None:
         """Abort what is open of a request, as its client has gone."""
-        with self._lock:
-            for request in [each for each, running in self._running.items() if running.job is job]:
-                del self._running[request]
-                if request.is_open:
-                    self.engine.abort(request)
-                self.state.finished["abort"] += 1
+        for request in [each for each, running in self._running.items() if running.job is job]:
+            del self._running[request]
+            self._abort(request)
+            self.state.finished["abort"] += 1
         self._open_changed.set()
         self._wake.set()
 
     def fail(self, reason: str) -> None:
         """End all that is open with a reason: the engine has lost it, or is taken away."""
         jobs = dict.fromkeys(running.job for running in self._running.values())
-        with self._lock:
-            for request in self._running:
-                if request.is_open:
-                    with suppress(RequestError):
-                        self.engine.abort(request)
-            self._running.clear()
+        requests = list(self._running)
+        self._running.clear()
+        for request in requests:
+            self._abort(request)
         self._open_changed.set()
         for job in jobs:
             job.failure = reason
             job.changed.set()
 
+    def _abort(self, request: EngineRequest) -> None:
+        with self._lock:
+            if self.error is None and request.is_open:
+                with suppress(Exception), self.guarded(), suppress(RequestError):
+                    self.engine.abort(request)
+
     # --------------------------------------------------------------------------------------------------- passes
 
     def allow(self, *, steps: int = 0) -> None:
-        """Let so many passes run while it is held; 0: look anew whether it is."""
-        self.steps += steps
+        """Let so many passes run while it is held, or take back so many; 0: look anew whether it is."""
+        self.steps = max(0, self.steps + steps)
         self._wake.set()
 
     async def stepped(self) -> None:
         """Wait until the passes that were allowed have run, or nothing is left to run."""
-        while self.steps and self.engine.has_work:
+        while self.steps and self._has_passes:
             self._stepped.clear()
             await self._stepped.wait()
         self.steps = 0
 
     @property
+    def _has_passes(self) -> bool:
+        return self.error is None and self.engine.has_work
+
+    @property
     def _may_pass(self) -> bool:
-        return self.engine.has_work and (not self.held or self.steps > 0)
+        return self._has_passes and (not self.held or self.steps > 0)
 
     async def _drive(self) -> None:
         while True:
@@ -235,9 +295,8 @@ class EngineLoop:
                 continue
             try:
                 await self._pass()
-            except EngineStalled as error:
-                self.error = f"{type(error).__name__}: {error}"
-                self.fail(self.error)
+            except Exception as error:  # noqa: BLE001 - whatever it is, clients are waiting
+                self.break_down(error)
             self.steps = max(0, self.steps - 1)
             self._stepped.set()
 

@@ -40,7 +40,7 @@ class Face:
         self._names = Random(seed)  # noqa: S311 - mock data
         self._is_sglang = model.release.is_sglang
         paths: dict[str, tuple[str, Callable[[Call], Answer | Generate]]] = {
-            "/health": ("GET", self._empty),
+            "/health": ("GET", self._health),
             "/v1/models": ("GET", self._models),
             "/metrics": ("GET HEAD", self._metrics),
             "/v1/completions": ("POST", self._completions),
@@ -51,7 +51,7 @@ class Face:
         }
         if self._is_sglang:
             paths |= {
-                "/health_generate": ("GET", self._empty),
+                "/health_generate": ("GET", self._health),
                 "/generate": ("POST PUT", self._generate),
                 "/flush_cache": ("GET POST", self._flush_cache),
                 "/v1/tokenize": ("POST", self._tokenize),
@@ -61,7 +61,7 @@ class Face:
             paths |= dict.fromkeys(("/model_info", "/get_model_info"), ("GET", self._model_info))
         else:
             paths |= {
-                "/ping": ("GET POST", self._empty),
+                "/ping": ("GET POST", self._health),
                 "/version": ("GET", self._version),
                 "/load": ("GET", self._load),
                 "/v1/completions/render": ("POST", self._render_completions),
@@ -106,8 +106,8 @@ class Face:
 
     # ------------------------------------------------------------------------------------------------- plain paths
 
-    def _empty(self, _: Call) -> Answer:
-        return Answer(200, b"", PLAIN)
+    def _health(self, _: Call) -> Answer:
+        return Answer(200 if self._engine.error is None else 503, b"", PLAIN)
 
     def _models(self, _: Call) -> Answer:
         model = self.model

@@ -9,27 +9,27 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from random import Random
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 from pytest_kvmock.checks import check_integer, check_number, install_text
+from pytest_kvmock.serve.controls import Controls
 from pytest_kvmock.serve.loop_thread import LoopThread
 from pytest_kvmock.serve.request_log import RequestLog, Routing, ServedRequest
-from pytest_kvmock.serve.text import LETTERS, encode
-from pytest_kvmock.serve.truth import Truth, all_removed
-from pytest_kvmock.tokens import Prompt, TokenIds
+from pytest_kvmock.serve.text import LETTERS
+from pytest_kvmock.serve.truth import Knowledge, Truth, all_removed
+from pytest_kvmock.tokens import Prompt
 from pytest_kvmock.wire import Dialect, find_dialect
 from pytest_kvmock.wire.digests import StreamDigests
 
 try:
     from pytest_kvmock.serve.api import Call, Model, release_of
     from pytest_kvmock.serve.control import ControlPort
-    from pytest_kvmock.serve.controls import WAIT_S, Controls
     from pytest_kvmock.serve.engine_loop import EngineLoop
-    from pytest_kvmock.serve.worker_port import LOOPBACK, WorkerPort, bound_socket
+    from pytest_kvmock.serve.worker_port import LOOPBACK, WorkerPort, bound_socket, check_descriptors
     from pytest_kvmock.wire.zmq import KvPublisher
 except ImportError as error:  # pragma: no cover - the environment without the extra
     raise ImportError(f"a KvServer needs aiohttp, msgspec and pyzmq ({error}): {install_text('serve')}") from None
@@ -45,7 +45,7 @@ _FORGET_EVERY: Final = 256
 """How many requests come, at least, before what is remembered no more is dropped: that costs a look at all that is held."""
 
 
-class KvServer(Controls):
+class KvServer(Controls, Knowledge):
     """The workers of a harness behind sockets of the loopback. It is a context manager; while it serves, it alone drives the engines.
 
     Each worker has an HTTP port with the API of the dialect's engine, and each of its ranks an endpoint for KV events and one for replays.
@@ -73,7 +73,7 @@ class KvServer(Controls):
 
     Raises:
         ValueError: a dialect without an engine, an address that is not the loopback, a number out of range, or a harness of another engine.
-        EndpointError: a port that is taken; nothing is left open.
+        EndpointError: a port that is taken, or more workers than the process has descriptors for; nothing is left open.
         ImportError: aiohttp, msgspec or pyzmq is not installed (extra `serve`).
 
     Attributes:
@@ -81,6 +81,7 @@ class KvServer(Controls):
         dialect: as above.
         model: the name of the model.
         log: the requests.
+        truth: what the engines hold, and what `check` found to differ.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class KvServer(Controls):
         self._open_changed = asyncio.Event()
         self._seed = seed
         self._texts = Random(f"{seed}:texts")  # noqa: S311 - mock data
-        self._truth = Truth(harness)
+        self.truth = Truth(harness)
         self._closed = False
         self._ports: dict[int, WorkerPort] = {}
         self._control: ControlPort | None = None
@@ -146,12 +147,16 @@ class KvServer(Controls):
         if not ids:
             raise ValueError("KvServer: the harness has no workers; its profile says how many there are")
         ranks = profile.dp_size
-        bases = (("http_port", http_port, len(ids)), ("event_port", event_port, len(ids) * ranks))
-        for name, base, count in (*bases, ("replay_port", replay_port, len(ids) * ranks)):
+        for name, base, count in (
+            ("http_port", http_port, len(ids)),
+            ("event_port", event_port, len(ids) * ranks),
+            ("replay_port", replay_port, len(ids) * ranks),
+            ("control_port", control_port or 0, 1),
+        ):
             if check_integer(f"KvServer: {name}", base, 0) > 2**16 - count:
-                raise ValueError(
-                    f"KvServer: {name} must leave room for {count} ports, at most {2**16 - count}, got {base}"
-                )
+                room_text = f"leave room for {count} ports, " if count > 1 else "be "
+                raise ValueError(f"KvServer: {name} must {room_text}at most {2**16 - count}, got {base}")
+        check_descriptors(len(ids), ranks)
         room = profile.num_blocks * profile.block_size
         if release.is_sglang:  # a request must leave room there, and its prompt counts as whole pages
             room -= profile.block_size
@@ -180,7 +185,7 @@ class KvServer(Controls):
                 )
                 undo.callback(publisher.close)
                 undo.callback(harness.publisher.remove_sink, publisher)
-                engines = [self._engine(worker, rank) for rank in range(ranks)]
+                engines = [self._engine(worker, rank, harness) for rank in range(ranks)]
                 loops = [
                     EngineLoop(
                         harness, engine, publisher, time_scale=time_scale, seed=seed, open_changed=self._open_changed
@@ -209,8 +214,8 @@ class KvServer(Controls):
         shown = ", ".join(port.url for port in self._ports.values())
         return f"<KvServer {self.dialect.name} at {shown}>"
 
-    def _engine(self, worker: int, rank: int) -> HarnessEngine:
-        engine = cast("HarnessEngine", self.harness.engine(worker, rank))
+    def _engine(self, worker: int, rank: int, harness: RouterHarness) -> HarnessEngine:
+        engine = cast("HarnessEngine", harness.engine(worker, rank))
         wanted = self._described.release.engine
         if engine.args.engine_type != wanted:
             raise ValueError(
@@ -247,8 +252,7 @@ class KvServer(Controls):
         if self._control is not None:
             await self._control.stop()
         for port in self._ports.values():
-            for loop in port.loops:
-                loop.fail("the server ends")
+            port.cut_off("the server ends")
             await port.stop()
             for loop in port.loops:
                 await loop.stop()
@@ -264,11 +268,13 @@ class KvServer(Controls):
             self.harness.publisher.remove_sink(port.publisher)
             port.publisher.close()
 
-    def close_sockets(self) -> None:
-        """Close what others see, at once, and leave engines and threads as they are: for a process that ends now."""
+    def halt(self) -> None:
+        """Run no further pass, and close what others see, at once; engines and threads stay as they are: for a process that ends now."""
 
         async def cut() -> None:
             for port in self._ports.values():
+                for loop in port.loops:
+                    loop.halt()
                 port.cut()
 
         self._thread.call(cut())
@@ -342,7 +348,7 @@ class KvServer(Controls):
         }
 
     def _number_batches(self) -> None:
-        self._truth.numbered_by(
+        self.truth.numbered_by(
             {
                 (worker, rank): port.publisher
                 for worker, port in self._ports.items()
@@ -378,14 +384,6 @@ class KvServer(Controls):
                 with self.harness.publisher.lock:
                     loop.engine.requests = [each for each in loop.engine.requests if each.is_open]
 
-    def held(self, prompt: Prompt | TokenIds | str) -> dict[int, int]:
-        """Return how many leading blocks of a prompt each worker holds now, the best rank of each; workers without any are absent.
-
-        Args:
-            prompt: tokens, or a text.
-        """
-        return self._truth.held(_prompt_of(prompt))
-
     @property
     def requests(self) -> list[ServedRequest]:
         """The requests that are remembered, in the order in which they came."""
@@ -409,52 +407,15 @@ class KvServer(Controls):
         fresh = (self._texts.choice(LETTERS) for _ in range(blocks * self._described.block_size))
         return after + "".join(fresh)
 
-    # ----------------------------------------------------------------------------------------------------- control
-
-    def wait_subscribed(self, subscribers: int = 1, timeout: float = WAIT_S) -> None:
-        """Wait until so many subscribe to the events of each rank of each worker; see `KvPublisher.wait_subscribed`.
-
-        Raises:
-            WireTimeout: there were not so many in time.
-        """
-        __tracebackhide__ = True
-        for port in self._ports.values():
-            self._thread.call(port.publisher.await_subscribed(subscribers, timeout))
-
-    def expect(self, prompt: Prompt | TokenIds | str) -> dict[str, Any]:
-        """Return what a router should know of a prompt once it has applied what was published so far.
-
-        Returns:
-            `blocks`: of each worker and rank that holds any, how many leading blocks; `last_batch`: of each worker and rank the number
-            of its last batch, -1 where there was none; `tokens`: the prompt's tokens.
-        """
-        return self._truth.expect(_prompt_of(prompt))
-
-    def check(
-        self,
-        prompt: Prompt | TokenIds | str,
-        blocks: Sequence[Mapping[str, int]],
-        last_batch: Sequence[Mapping[str, int]] | None = None,
-    ) -> str | None:
-        """Compare what a router knows of a prompt with the truth.
-
-        Args:
-            prompt: which.
-            blocks: rows as `expect` returns them.
-            last_batch: the batches up to which it is true; None: those of now.
-
-        Returns:
-            What differs, which is kept for the verdict; "" where nothing does; None: more was published since `last_batch`.
-
-        Raises:
-            TypeError: what is given are no such rows.
-        """
-        return self._truth.check(_prompt_of(prompt), blocks, last_batch)
-
     @property
-    def differences(self) -> list[str]:
-        """What `check` found to differ."""
-        return list(self._truth.differences)
+    def broken(self) -> list[str]:
+        """What is broken: of each such worker and rank why, by what its engine raised. A test of `kv_server` fails by it."""
+        return [
+            f"worker {worker} rank {rank} is broken: {loop.error}"
+            for worker, port in self._ports.items()
+            for rank, loop in enumerate(port.loops)
+            if loop.error is not None
+        ]
 
     # ------------------------------------------------------------------------------------- a router that lives longer
 
@@ -477,41 +438,35 @@ class KvServer(Controls):
                 f"KvServer.use: workers {list(self._ports)} and {', '.join(fields)} must be those of before, got workers {ids} and "
                 f"{', '.join(f'{name}={getattr(harness.profile, name)}' for name in fields)}"
             )
-        self.harness = harness
         engines = {
-            (worker, rank): self._engine(worker, rank) for worker in ids for rank in range(self._described.ranks)
+            (worker, rank): self._engine(worker, rank, harness)
+            for worker in ids
+            for rank in range(self._described.ranks)
         }
 
         async def exchange() -> None:
+            for port in self._ports.values():
+                port.cut_off("the test ended")
+                # What the engines publish as they are let go, of a pass that is under way too, is on the wire like all before: what is
+                # taken back then is what subscribers hold.
+                with port.publisher.step(), old.publisher.lock:
+                    for loop in port.loops:
+                        loop.let_go()
+                    old.publisher.remove_sink(port.publisher)
+                    for rank in range(port.publisher.ranks):
+                        for event in all_removed(old, port.worker, rank):
+                            port.publisher.publish(event)
+            self.harness = harness
+            self.log.clear()
+            self.truth = Truth(harness)
+            self._number_batches()
             for worker, port in self._ports.items():
-                port.cut()
-                for loop in port.loops:
-                    loop.fail("the test ended")
-                old.publisher.remove_sink(port.publisher)
-                with port.publisher.step():
-                    for rank, loop in enumerate(port.loops):
-                        with old.publisher.lock:
-                            _let_go(loop.engine)
-                            for event in all_removed(old, worker, rank):
-                                port.publisher.publish(event)
                 port.publisher.use_digests(self._digests(worker))
                 for rank, loop in enumerate(port.loops):
                     loop.use(harness, engines[worker, rank])
                 harness.add_sink(port.publisher, worker_id=worker)
 
         self._thread.call(exchange())
-        self.log.clear()
-        self._truth = Truth(harness)
-        self._number_batches()
-
-
-def _let_go(engine: HarnessEngine) -> None:
-    engine.close()
-    engine.driver = engine.output_of = None
-
-
-def _prompt_of(prompt: Prompt | TokenIds | str) -> Prompt:
-    return Prompt(encode(prompt)) if isinstance(prompt, str) else Prompt.of(prompt)
 
 
 def _endpoint(port: int) -> str:

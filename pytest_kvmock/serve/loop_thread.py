@@ -1,12 +1,18 @@
-"""An event loop in a thread of its own, in which the thread of a test has things done."""
+"""An event loop in a thread of its own, in which the thread of a test has things done; what goes wrong in it is a line of standard error."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import sys
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import CancelledError
-from typing import Any, TypeVar
+from contextlib import suppress
+from typing import Any, Final, TypeVar
+
+WAIT_S: Final = 5.0
+"""How long something is waited for, in seconds, where nothing else is said."""
 
 _T = TypeVar("_T")
 
@@ -23,6 +29,8 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
+        self.loop.set_exception_handler(self._failed)
+        self._is_full = False
         self._thread: threading.Thread | None = None
         self._ending = threading.Lock()
         self._name = name
@@ -35,6 +43,15 @@ class LoopThread:
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
+
+    def _failed(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Print what nobody else is told of, as one line; that descriptors are used up once, as it is met at each try."""
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+            print_error(f"{context['message']}: {type(error).__name__}: {error}")
+        elif not self._is_full:
+            self._is_full = True
+            print_error("all descriptors are in use; a connection waits until one is free (ulimit -n)")
 
     def call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         """Run something in the loop, and wait for it.
@@ -69,6 +86,13 @@ class LoopThread:
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
             self.loop.run_until_complete(self.loop.shutdown_default_executor())
             self.loop.close()
+
+
+def print_error(text: str, who: str = "KvServer") -> None:
+    """Print what went wrong as one line of standard error, where there is one."""
+    with suppress(OSError, ValueError, AttributeError):  # it is closed, or nobody reads it
+        sys.stderr.write(f"{who}: {text}\n")
+        sys.stderr.flush()
 
 
 async def _cancel_all() -> None:

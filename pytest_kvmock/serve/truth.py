@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from pytest_kvmock.checks import is_integer
 from pytest_kvmock.events import KvCacheEvent, Removed, RouterEvent
+from pytest_kvmock.serve.loop_thread import WAIT_S
+from pytest_kvmock.serve.text import encode
+from pytest_kvmock.tokens import Prompt, TokenIds
+from pytest_kvmock.wire.waiting import POLL_MS, Deadline, at_once
 
 if TYPE_CHECKING:
     from pytest_kvmock.harness import RouterHarness
-    from pytest_kvmock.tokens import Prompt
+    from pytest_kvmock.serve.loop_thread import LoopThread
+
+
+RouterAnswer: TypeAlias = Sequence[Mapping[str, int]] | Mapping[str, Any]
+"""What a router knows of a prompt: rows of blocks, or `blocks` and `last_batch` as `KvServer.expect` returns them."""
+
+
+class Difference(NamedTuple):
+    """How what a router knows differs from the truth.
+
+    Attributes:
+        about: what it is about, in words.
+        text: what differs; "": nothing.
+        is_outdated: whether what differs is that the router answers by fewer batches than were published, or by more.
+    """
+
+    about: str
+    text: str
+    is_outdated: bool = False
 
 
 class Truth:
@@ -58,25 +81,59 @@ class Truth:
         """Take note of who numbers the batches of each worker and rank (`KvPublisher`)."""
         self._batches = publishers
 
-    def check(
-        self, prompt: Prompt, blocks: Sequence[Mapping[str, int]], last_batch: Sequence[Mapping[str, int]] | None
-    ) -> str | None:
-        """Compare what a router knows with the truth; see `KvServer.check`."""
-        known = _checked("blocks", blocks, "blocks", least=0)
+    def compare(self, prompt: Prompt, answer: object, last_batch: object = None) -> Difference:
+        """Compare what a router knows of a prompt with the truth.
+
+        Args:
+            prompt: which.
+            answer: rows of `blocks`, or `blocks` and `last_batch` as `expect` returns them.
+            last_batch: rows of the batches up to which the answer is true, where it does not have them; None: up to those of now.
+
+        Raises:
+            TypeError: what is given are no such rows.
+        """
+        if isinstance(answer, Mapping) and "blocks" in answer:
+            last_batch = answer.get("last_batch", last_batch)
+            answer = answer["blocks"]
+        known = _checked("blocks", answer, "blocks", least=0)
         numbers = None if last_batch is None else _checked("last_batch", last_batch, "number", least=-1)
         with self._harness.publisher.lock:
             expected = self.expect(prompt)
-            if numbers is not None and numbers != _by_rank(expected["last_batch"], "number"):
-                return None
+        about = _about(prompt)
+        published = _by_rank(expected["last_batch"], "number")
+        if numbers is not None and (text := self._outdated(numbers, published)):
+            return Difference(about, text, is_outdated=True)
         true = _by_rank(expected["blocks"], "blocks")
         text = "; ".join(
             f"worker {key[0]} rank {key[1]}: the router knows {known.get(key, 0)} blocks, {true.get(key, 0)} are held"
             for key in sorted(known.keys() | true.keys())
             if known.get(key, 0) != true.get(key, 0)
         )
-        if text:
-            self.differences.append(f"a prompt of {len(expected['tokens'])} tokens: {text}")
-        return text
+        return Difference(about, text)
+
+    def _outdated(self, numbers: Mapping[tuple[int, int], int], published: Mapping[tuple[int, int], int]) -> str:
+        """Return of which workers an answer is not up to the last batch; "" where it is of all."""
+        ranks = self._harness.profile.dp_size
+        return "; ".join(
+            f"worker {worker}{f' rank {rank}' if ranks > 1 else ''}: {_batches_text(answered, last)}"
+            for worker, rank in sorted(numbers.keys() | published.keys())
+            if (answered := numbers.get((worker, rank), -1)) != (last := published.get((worker, rank), -1))
+        )
+
+    def keep(self, difference: Difference) -> str:
+        """Keep a difference for the verdict, if it is one, and return its text."""
+        if difference.text:
+            self.differences.append(f"{difference.about}: {difference.text}")
+        return difference.text
+
+
+def _about(prompt: Prompt) -> str:
+    return f"a prompt of {len(prompt.tokens or ())} tokens"
+
+
+def _batches_text(answered: int, published: int) -> str:
+    by = f"batch {answered}" if answered >= 0 else "no batch"
+    return f"the router answers by {by}, {published if published >= 0 else 'none'} was published"
 
 
 def _checked(name: str, rows: object, value: str, least: int) -> dict[tuple[int, int], int]:
@@ -101,6 +158,98 @@ def _checked(name: str, rows: object, value: str, least: int) -> dict[tuple[int,
 
 def _by_rank(rows: Sequence[Mapping[str, int]], value: str) -> dict[tuple[int, int], int]:
     return {(row["worker"], row.get("rank", 0)): row[value] for row in rows}
+
+
+def prompt_of(prompt: Prompt | TokenIds | str) -> Prompt:
+    """Return a prompt of what a test gives: tokens, or a text."""
+    return Prompt(encode(prompt)) if isinstance(prompt, str) else Prompt.of(prompt)
+
+
+class Knowledge:
+    """The part of a `KvServer` that compares what a router knows with the truth.
+
+    Attributes:
+        truth: what the engines hold, and what was found to differ.
+    """
+
+    truth: Truth
+    _thread: LoopThread
+
+    def held(self, prompt: Prompt | TokenIds | str) -> dict[int, int]:
+        """Return how many leading blocks of a prompt each worker holds now, the best rank of each; workers without any are absent.
+
+        Args:
+            prompt: tokens, or a text.
+        """
+        return self.truth.held(prompt_of(prompt))
+
+    def expect(self, prompt: Prompt | TokenIds | str) -> dict[str, Any]:
+        """Return what a router should know of a prompt once it has applied what was published so far.
+
+        Returns:
+            `blocks`: of each worker and rank that holds any, how many leading blocks; `last_batch`: of each worker and rank the number
+            of its last batch, -1 where there was none; `tokens`: the prompt's tokens.
+        """
+        return self.truth.expect(prompt_of(prompt))
+
+    def check(
+        self,
+        prompt: Prompt | TokenIds | str,
+        blocks: RouterAnswer | Callable[[], RouterAnswer],
+        last_batch: Sequence[Mapping[str, int]] | None = None,
+        *,
+        timeout: float = WAIT_S,
+    ) -> str:
+        """Compare what a router knows of a prompt with the truth; see `assert_knows`, which fails where they differ.
+
+        Args:
+            prompt: which.
+            blocks: rows as `expect` returns them, or `blocks` and `last_batch` as it returns them; or what asks the router for these: it is
+                called again until nothing differs, and the last answer counts. An AssertionError of it counts as not yet.
+            last_batch: the batches up to which the rows are true, where the answer does not have them; None: those of now. More that was
+                published since is a difference.
+            timeout: for how many seconds the router is asked again.
+
+        Returns:
+            What differs, which is kept for the verdict; "" where nothing does.
+
+        Raises:
+            TypeError: what is given are no such rows, or what asks is a coroutine function.
+            ValueError: `timeout` is no finite number of at least 0.
+            Exception: whatever else the call raises.
+        """
+        asked, deadline = prompt_of(prompt), Deadline(timeout)
+        if not callable(blocks):
+            return self.truth.keep(self.truth.compare(asked, blocks, last_batch))
+        while True:
+            try:
+                found = self.truth.compare(asked, at_once(blocks(), "check", ""), last_batch)
+            except AssertionError as error:
+                found = Difference(_about(asked), f"the router gave no answer: {' '.join(str(error).split())}")
+            if not found.text or not deadline.left:
+                return self.truth.keep(found)
+            self._thread.call(asyncio.sleep(min(deadline.left, POLL_MS / 1000)))
+
+    def assert_knows(
+        self,
+        prompt: Prompt | TokenIds | str,
+        ask: RouterAnswer | Callable[[], RouterAnswer],
+        timeout: float = WAIT_S,
+    ) -> None:
+        """Fail unless a router knows of a prompt what it should; `check` has the arguments.
+
+        Raises:
+            AssertionError: it does not, at the end of the time; the message says what differs.
+        """
+        __tracebackhide__ = True
+        text = self.check(prompt, ask, timeout=timeout)
+        if text:
+            raise AssertionError(f"{text}{f' ({timeout:g} s after the first question)' if callable(ask) else ''}")
+
+    @property
+    def differences(self) -> list[str]:
+        """What `check` found to differ."""
+        return list(self.truth.differences)
 
 
 def all_removed(harness: RouterHarness, worker: int, rank: int) -> list[RouterEvent]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +29,12 @@ if TYPE_CHECKING:
 LOOPBACK: Final = "127.0.0.1"
 MOST_BODY: Final = 2**26
 """Bytes of a body, at most."""
+
+WORKER_DESCRIPTORS: Final = 8
+RANK_DESCRIPTORS: Final = 4
+"""Descriptors that a worker has open, and those of each rank of it beside: sockets, and what ZMQ's threads wait with."""
+SPARE_DESCRIPTORS: Final = 32
+"""Descriptors for the loop, the control API and the first connections."""
 
 SILENT: Final = logging.getLogger("pytest_kvmock.serve.silent")
 """Where aiohttp says what it found wrong with a client's bytes, as with a probe of HTTP/2: nobody listens."""
@@ -123,20 +130,41 @@ class WorkerPort:
         """Cut all connections, as a process that dies does."""
         cut_all(self._server)
 
+    def cut_off(self, reason: str) -> None:
+        """Cut all connections, and end all that is open with a reason."""
+        self.cut()
+        for loop in self.loops:
+            loop.fail(reason)
+
     # --------------------------------------------------------------------------------------------------- the engine
+
+    @property
+    def error(self) -> str | None:
+        """Why its engine is broken, that of one rank; None: none is."""
+        return next((loop.error for loop in self.loops if loop.error is not None), None)
+
+    def restart(self) -> None:
+        """Restart the engine, announced: it is empty, its connections are cut, its batches begin with 0.
+
+        Raises:
+            ValueError: it is broken; nothing has changed.
+        """
+        if self.error is not None:
+            raise ValueError(f"KvServer: worker {self.worker} is broken and cannot restart ({self.error}): serve anew")
+        self.cut_off("the engine restarts")
+        for loop in self.loops:
+            loop.restart()
 
     def states(self) -> list[RankState]:
         """Return the state of each rank."""
         return [loop.look() for loop in self.loops]
 
     def reset_cache(self) -> bool:
-        """Empty the cache of all ranks; False, and nothing changes, while requests are open."""
-        if any(loop.num_open or loop.engine.worker.requests for loop in self.loops):
+        """Empty the cache of all ranks; False, and nothing changes, while requests are open, or where it is broken."""
+        if self.error is not None or any(loop.num_open or loop.engine.worker.requests for loop in self.loops):
             return False
         with self.publisher.step():
-            return sum(loop.engine.worker.clear() for loop in self.loops) == len(
-                self.loops
-            )  # of each, whatever others say
+            return sum(loop.clear() for loop in self.loops) == len(self.loops)  # of each, whatever others say
 
     def event_sources(self) -> list[dict[str, Any]]:
         """Return of each rank where its events are published."""
@@ -180,6 +208,8 @@ class WorkerPort:
         prompts = [Prompt(each, lora_name=asked.lora_name, cache_salt=asked.cache_salt) for each in asked.prompts]
         try:
             rows = [self._note(self.worker, rank, call, prompt) for prompt in prompts]
+            if self.error is not None:
+                return _response(self._refused(rows, _failed(self.error)))
             job = Job(asked, rows)
             loop.submit(job, prompts)
         except OutOfBlocks as error:
@@ -280,6 +310,28 @@ def bound_socket(port: int) -> socket.socket:
     except OSError as error:
         reason = error.strerror.partition(" (")[0] if error.strerror else str(error)
         raise EndpointError(f"port {port} of {LOOPBACK} cannot be bound: {reason}") from None
+
+
+def check_descriptors(workers: int, ranks: int) -> None:
+    """Raise where a process cannot open what so many workers need: without an eventfd, ZMQ would end it.
+
+    Raises:
+        EndpointError: the message says how many there are.
+    """
+    needed = SPARE_DESCRIPTORS + workers * (WORKER_DESCRIPTORS + ranks * RANK_DESCRIPTORS)
+    opened: list[int] = []
+    try:
+        while len(opened) < needed:
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise EndpointError(
+            f"KvServer: {needed} descriptors are needed, {len(opened)} can be opened ({reason}): fewer workers or ranks, or a higher "
+            "limit (ulimit -n)"
+        ) from None
+    finally:
+        for each in opened:
+            os.close(each)
 
 
 def _port_of(endpoint: str | None) -> int | None:

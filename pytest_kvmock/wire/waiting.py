@@ -6,12 +6,15 @@ import asyncio
 import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from time import monotonic
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from pytest_kvmock.checks import check_number
 
 POLL_MS: Final = 5
 """How long a socket is polled between two questions to a consumer."""
+
+
+_T = TypeVar("_T")
 
 
 class WireTimeout(TimeoutError):  # noqa: N818 - named for what it is, as TimeoutExpired is
@@ -42,6 +45,11 @@ class Deadline:
         self.timeout = check_number("timeout", timeout, unit=" seconds")
         self._until = monotonic() + self.timeout
 
+    @property
+    def left(self) -> float:
+        """How many seconds are left, 0 at least."""
+        return max(0.0, self._until - monotonic())
+
     def rest(self, too_late: Callable[[], WireTimeout]) -> float:
         """Return how many seconds are left.
 
@@ -52,8 +60,8 @@ class Deadline:
             WireTimeout: none.
         """
         __tracebackhide__ = True  # a test's failure shows the test, and not who waited for it
-        rest = self._until - monotonic()
-        if rest <= 0:
+        rest = self.left
+        if not rest:
             raise too_late()
         return rest
 
@@ -79,11 +87,17 @@ def is_settled(answer: object, expected: object) -> bool:
     return bool(answer) if expected is None else bool(answer == expected)
 
 
-def at_once(answer: object) -> object:
-    """Return the answer of a probe, which must be no coroutine: any coroutine is true."""
+def at_once(answer: _T, who: str = "settle", twin: str = "; asettle awaits it") -> _T:
+    """Return the answer of a probe, which must be no coroutine: any coroutine is true.
+
+    Args:
+        answer: what it returned.
+        who: what asked it.
+        twin: what the message adds, where something awaits it.
+    """
     if isinstance(answer, Coroutine):
         answer.close()
-        raise TypeError("settle takes a probe that answers at once, and got a coroutine; asettle awaits it")
+        raise TypeError(f"{who} takes a probe that answers at once, and got a coroutine{twin}")
     return answer
 
 

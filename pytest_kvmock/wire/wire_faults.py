@@ -14,6 +14,9 @@ from pytest_kvmock.wire.table import Dialect
 UNKNOWN_TAG: Final = "BlockPinned"
 """The tag of an event that no engine has."""
 
+MOST_BATCHES: Final = 2**30
+"""So many batches a fault is asked for at most."""
+
 UNKNOWN_FIELD: Final = "kvmock_field"
 """A field that no engine has."""
 
@@ -90,7 +93,8 @@ class WireFaults:
     def unused(self) -> list[str]:
         """The faults that were asked for and were not injected as often as they should, as text."""
         planned = [
-            f"{each.name} ({each.left} {'batch' if each.left == 1 else 'batches'} left)" for each in self._planned
+            f"{each.name} ({each.left} {'batch' if each.left == 1 else 'batches'} left)"
+            for each in list(self._planned)  # the thread that publishes changes it
         ]
         return planned + ["truncate_replay (no replay had so much to leave out)"] * len(self._truncated)
 
@@ -138,8 +142,8 @@ class WireFaults:
             lost: how many are lost after these; a replay has them.
             dp_rank: of which rank; None: of the first that publishes.
         """
-        check_integer("queued", queued, 1)
-        check_integer("lost", lost, 1)
+        _check_batches("queued", queued)
+        _check_batches("lost", lost)
         waiting: list[Numbered] = []
         seen: list[Numbered] = []
 
@@ -188,7 +192,7 @@ class WireFaults:
         """
         if not isinstance(end_marker, bool):
             raise ValueError(f"end_marker must be True or False, got {end_marker!r:.80}")  # noqa: TRY004 - as the others
-        self._truncated.append((check_integer("after", after, 0), end_marker))
+        self._truncated.append((_check_batches("after", after, 0), end_marker))
 
     # ------------------------------------------------------------------------------------------------ to publish
 
@@ -244,7 +248,7 @@ class WireFaults:
     # ------------------------------------------------------------------------------------------------ changes
 
     def _plan(self, name: str, batches: int, dp_rank: int | None, change: Callable[[Numbered], Outcome]) -> None:
-        check_integer("batches", batches, 1)
+        _check_batches("batches", batches)
         if dp_rank is not None:
             self._check_rank(dp_rank)
         self._planned.append(_Planned(name, batches, dp_rank, change))
@@ -281,3 +285,14 @@ class WireFaults:
         fields = 1 + len(self._dialect.stored)
         metadata = event[fields] if len(event) > fields else {}
         return [*event[:fields], {**metadata, UNKNOWN_FIELD: True}]
+
+
+def _check_batches(name: str, value: int, least: int = 1) -> int:
+    """Return a number of batches.
+
+    Raises:
+        ValueError: it is out of range, or no integer.
+    """
+    if check_integer(name, value, least) > MOST_BATCHES:
+        raise ValueError(f"{name} must be at most {MOST_BATCHES}, got {value!r:.80}")
+    return value

@@ -278,6 +278,7 @@ def test_a_full_disk_is_said_once():
     with pytest.raises(CaptureError, match="/dev/full: cannot be written: No space left on device"):
         file.write({"event": "x" * 100_000})
     file.close()
+    assert str(file.error) == "/dev/full: cannot be written: No space left on device"
     Ledger(CapturingJournal(file)).take(GOOD[0])
 
 

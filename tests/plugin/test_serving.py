@@ -84,3 +84,21 @@ def test_stepped(kv_server, kv_engine):
             "*step of <MockEngine*: a KvServer drives it while it serves*",
         ]
     )
+
+
+def test_an_engine_that_breaks_fails_the_test(nested, client):
+    client(
+        """
+def bad_pass(now_ms):
+    raise ZeroDivisionError("no time")
+
+
+@pytest.mark.kv_dialects("vllm-0.33")
+def test_broken(kv_server, kv_engine):
+    kv_engine.start_pass = bad_pass
+    assert "error" in ask(kv_server.url(), {"prompt": "abc", "max_tokens": 1})
+"""
+    )
+    result = nested()
+    result.assert_outcomes(passed=1, errors=1)
+    result.stdout.fnmatch_lines(["kvmock: kv_server: worker 0 rank 0 is broken: ZeroDivisionError: no time"])

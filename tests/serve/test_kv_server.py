@@ -1,5 +1,6 @@
 """Mock engines behind HTTP and ZMQ: what a router process and a test have of them."""
 
+import asyncio
 import http.client
 import json
 import threading
@@ -10,6 +11,7 @@ from served import cached, call, chunks, complete
 
 from pytest_kvmock import EngineProfile, RouterHarness
 from pytest_kvmock.backends import speaker_of
+from pytest_kvmock.capture.lines import CaptureError
 from pytest_kvmock.engine.worker import RequestError
 from pytest_kvmock.hygiene.problem import EventRulesBroken
 from pytest_kvmock.serve import KvServer
@@ -184,8 +186,95 @@ def test_what_a_router_knows_is_checked(server):
         "worker 0 rank 0: the router knows 2 blocks, 0 are held; worker 1 rank 0: the router knows 0 blocks, 2 are held"
     )
     complete(server.url(0), text)
-    assert server.check(text, truth["blocks"], truth["last_batch"]) is None
-    assert server.differences == [f"a prompt of 32 tokens: {wrong}"]
+    old = server.check(text, truth["blocks"], truth["last_batch"])
+    assert old == "worker 0: the router answers by no batch, 0 was published"
+    assert server.differences == [f"a prompt of 32 tokens: {each}" for each in (wrong, old)]
+
+
+def test_a_router_that_heard_nothing_never_passes(server):
+    text = server.text(2)
+    empty = {"blocks": [], "last_batch": server.expect(text)["last_batch"]}
+    assert server.check(text, empty) == ""
+    for _ in range(6):
+        complete(server.url(0), server.text(2))
+    complete(server.url(0), text)
+    expected = "worker 0: the router answers by no batch, 6 was published"
+    for answer in (empty, lambda: empty):
+        assert server.check(text, answer, timeout=0.02) == expected
+    assert server.check(text, empty["blocks"], empty["last_batch"]) == expected
+    assert server.check(text, list, timeout=0.02) == "worker 0 rank 0: the router knows 0 blocks, 2 are held"
+    assert len(server.differences) == 4
+    rows = [{"worker": 0, "number": 3}]
+    assert server.check(text, [], rows) == "worker 0: the router answers by batch 3, 6 was published"
+    with pytest.raises(AssertionError, match=r"^worker 0 rank 0: the router knows 0 blocks, 2 are held$"):
+        server.assert_knows(text, [])
+    with pytest.raises(AssertionError, match=r"^worker 0 rank 0: .* 2 are held \(0.02 s after the first question\)$"):
+        server.assert_knows(text, list, timeout=0.02)
+    assert not call(server.control_url, "/verdict")[1]["right"]
+
+
+def test_ranks_are_named_where_there_are_several():
+    with harness(1, dp_size=2) as kv, KvServer(kv) as server:
+        text = server.text(2)
+        rows = server.expect(text)["last_batch"]
+        complete(server.url(0), text, data_parallel_rank=1)
+        assert server.check(text, [], rows) == "worker 0 rank 1: the router answers by no batch, 0 was published"
+
+
+def test_a_router_that_lags_is_asked_again_and_its_last_answer_counts(server):
+    text, answers = server.text(2), []
+    complete(server.url(0), text)
+    truth = server.expect(text)
+    lagging = [[], [{"worker": 0, "blocks": 1}], {"blocks": [], "last_batch": []}, truth]
+
+    def ask():
+        answers.append(lagging[len(answers)])
+        if len(answers) == 1:
+            raise AssertionError("it is starting")
+        return answers[-1]
+
+    assert server.check(text, ask) == ""
+    assert len(answers) == 4
+    server.assert_knows(text, lambda: truth["blocks"])
+    assert server.differences == []
+
+    def starting():
+        raise AssertionError("it is\nstarting")
+
+    assert server.check(text, starting, timeout=0) == "the router gave no answer: it is starting"
+
+    async def coroutine():
+        return []
+
+    for answer, error, message in (
+        (coroutine, TypeError, "^check takes a probe that answers at once, and got a coroutine$"),
+        (lambda: 5, TypeError, "^check: blocks must be rows as expect returns them, "),
+        (lambda: {"worker": 0}, TypeError, "^check: blocks must be rows as expect returns them, "),
+        (dict, TypeError, "^check: blocks must be rows as expect returns them, "),
+        (
+            lambda: {"blocks": [], "last_batch": 5},
+            TypeError,
+            "^check: last_batch must be rows as expect returns them, ",
+        ),
+        (lambda: 1 / 0, ZeroDivisionError, "division by zero"),
+    ):
+        with pytest.raises(error, match=message):
+            server.check(text, answer)
+    with pytest.raises(ValueError, match="timeout must be a finite number of at least 0 seconds, got -1"):
+        server.check(text, list, timeout=-1)
+    assert len(server.differences) == 1
+
+
+def test_who_asks_a_router_when_the_server_closes_asks_no_longer(kv):
+    server = KvServer(kv)
+    text = server.text(2)
+
+    def ask():
+        server.close()
+        return [{"worker": 0, "blocks": 1}]
+
+    with pytest.raises(ValueError, match="this KvServer is closed"):
+        server.check(text, ask, timeout=600)
 
 
 def test_the_control_api_is_the_methods(server):
@@ -202,7 +291,12 @@ def test_the_control_api_is_the_methods(server):
     assert call(control, "/fault", {"worker": 0, "rank": 0, "name": "lose"}) == (200, {"done": True})
     complete(server.url(0), server.text(2))
     assert call(control, "/reset", {}) == (200, {"success": True})
-    assert call(control, "/check", {"prompt": text, **truth})[0] == 409
+    status, answer = call(control, "/check", {"prompt": text, **truth})
+    assert (status, answer["error"], "right" in answer) == (
+        409,
+        "more was published since last_batch: ask again",
+        False,
+    )
     assert call(control, "/replays")[1] == []
     verdict = call(control, "/verdict")[1]
     assert verdict["right"]
@@ -241,6 +335,43 @@ def test_the_control_api_is_the_methods(server):
     assert len(call(control, "/expect", {"prompt": large})[1]["tokens"]) == len(large)
 
 
+def test_the_verdict_lists_faults_that_struck_nothing_yet(server):
+    control = server.control_url
+    for body in ({"worker": 1, "name": "lose", "batches": 2}, {"worker": 0, "name": "truncate_replay"}):
+        assert call(control, "/fault", body)[0] == 200
+    left = ["worker 0: truncate_replay (no replay had so much to leave out)", "worker 1: lose (2 batches left)"]
+    assert server.faults_left == left
+    verdict = call(control, "/verdict")[1]
+    assert (verdict["right"], verdict["faults_left"]) == (False, left)
+    complete(server.url(1), server.text(2))
+    assert call(control, "/verdict")[1]["faults_left"][1:] == ["worker 1: lose (1 batch left)"]
+    complete(server.url(1), server.text(2))
+    assert call(control, "/verdict")[1]["faults_left"] == left[:1]
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [
+        ("lose", "batches"),
+        ("extra_field", "batches"),
+        ("slow_subscriber", "queued"),
+        ("slow_subscriber", "lost"),
+        ("truncate_replay", "after"),
+    ],
+)
+def test_a_fault_of_more_batches_than_any_test_has_is_refused(server, name, argument):
+    fault = {"worker": 0, "name": name}
+    for value, text in (
+        (10**30, "at most 1073741824, got 1000000000000000000000000000000"),
+        (2**30 + 1, "at most 1073741824, got 1073741825"),
+        (-1, f"an integer of at least {int(argument != 'after')}, got -1"),
+    ):
+        answer = call(server.control_url, "/fault", fault | {argument: value})
+        assert answer == (400, {"error": f"fault: {argument} must be {text}"})
+    assert server.faults_left == []
+    assert call(server.control_url, "/fault", fault | {argument: 2**29})[0] == 200
+
+
 def test_a_restarted_worker_is_empty_and_its_connections_are_cut(kv, server):
     text = server.text(2)
     complete(server.url(0), text)
@@ -266,6 +397,56 @@ def test_a_restarted_worker_is_empty_and_its_connections_are_cut(kv, server):
     assert server.publisher(0).batches() == 1
 
 
+@pytest.mark.parametrize("dialect", ["vllm-0.33", "sglang-0.5.23"])
+def test_an_engine_that_raises_is_broken_for_all_to_see(dialect, capsys):
+    text = "worker 0 rank 1 is broken: ZeroDivisionError: a text of two lines"
+
+    def bad_pass(_now_ms):
+        raise ZeroDivisionError("a text\nof two lines")
+
+    with harness(2, dialect, dp_size=2) as kv, KvServer(kv, dialect, control_port=0) as server:
+        url, control = server.url(0), server.control_url
+        kv.engine(0, 1).start_pass = bad_pass
+        server.hold()
+        answers = []
+
+        def ask(stream):
+            body = {"prompt": "abc", "max_tokens": 2, "stream": stream, "data_parallel_rank": 1}
+            answers.append(call(url, "/v1/completions", body))
+
+        threads = [threading.Thread(target=ask, args=(stream,)) for stream in (False, True)]
+        for thread in threads:
+            thread.start()
+        server.wait_requests(open=2)
+        server.step()
+        for thread in threads:
+            thread.join()
+        assert sorted(status for status, _ in answers) == [200, 500]  # a stream had begun
+        assert all("ZeroDivisionError: a text of two lines" in str(answer) for _, answer in answers)
+        server.step()
+        server.release()
+        for path in ("/health", "/health_generate" if dialect.startswith("sglang") else "/ping"):
+            assert [call(each, path)[0] for each in server.urls] == [503, 200]
+        status, answer = call(
+            url, "/v1/completions", {"prompt": "abc", "max_tokens": 2}
+        )  # whatever rank would serve it
+        assert (status, "ZeroDivisionError" in str(answer)) == (500, True)
+        complete(server.url(1), "abc")
+        assert [each.status for each in server.requests] == [500, 500, 500, 200]
+        verdict = call(control, "/verdict")[1]
+        assert (verdict["right"], verdict["broken"], verdict["errors"]) == (False, [text], [])
+        status, answer = call(control, "/restart", {"worker": 0})
+        assert status == 400
+        assert answer["error"].startswith(
+            "restart: KvServer: worker 0 is broken and cannot restart (ZeroDivisionError: "
+        )
+        assert (server.reset(0), server.reset(1)) == (False, True)
+        assert server.broken == [text]
+    assert capsys.readouterr().err == f"KvServer: {text}\n"
+    assert kv.engine(0, 1).driver is None
+    assert not kv.worker(0, 1).requests
+
+
 def test_a_stopped_worker_refuses_and_comes_back_at_its_port(server):
     url = server.url(0)
     server.stop(0)
@@ -276,8 +457,83 @@ def test_a_stopped_worker_refuses_and_comes_back_at_its_port(server):
 
 
 @pytest.mark.parametrize(
+    ("error", "count"),
+    [
+        (CaptureError("FILE: cannot be written: No space left on device"), 1),
+        (ZeroDivisionError("none"), 1),
+        (ValueError("the index under test cannot remove it"), 0),
+    ],
+)
+@pytest.mark.parametrize("method", ["restart", "reset"])
+def test_a_refusal_breaks_nothing_and_all_else_does(server, capsys, error, count, method):
+    def raises(**_options):
+        raise error
+
+    engine = server.harness.engine(0)
+    setattr(engine.worker, {"restart": "restart", "reset": "clear"}[method], raises)
+    with pytest.raises(type(error), match=str(error)):
+        getattr(server, method)(0)
+    text = f"worker 0 rank 0 is broken: {type(error).__name__}: {error}"
+    assert server.broken == [text] * count
+    assert capsys.readouterr().err == f"KvServer: {text}\n" * count
+    assert [call(url, "/health")[0] for url in server.urls] == [503 if count else 200, 200]
+
+
+def test_an_engine_that_cannot_abort_is_broken_and_nobody_is_left_waiting(kv, server, monkeypatch, capsys):
+    server.hold(0)
+    answers = []
+    threads = [
+        threading.Thread(target=lambda: answers.append(call(server.url(0), "/v1/completions", {"prompt": "abc"})))
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    connection = http.client.HTTPConnection(urlsplit(server.url(0)).netloc)
+    connection.request("POST", "/v1/completions", b'{"prompt": "abc"}', {"Content-Type": "application/json"})
+    server.wait_requests(open=4)
+    monkeypatch.setattr(kv.engine(0), "abort", lambda _request: 1 / 0)
+    connection.close()
+    for thread in threads:
+        thread.join()
+    assert [status for status, _ in answers] == [500] * 3
+    assert server.num_open == 0
+    assert capsys.readouterr().err == "KvServer: worker 0 rank 0 is broken: ZeroDivisionError: division by zero\n"
+    server.close()
+    assert not kv.worker(0).requests
+
+
+@pytest.mark.parametrize("method", ["stop", "restart", "close"])
+def test_what_is_open_is_cut_and_never_ends_properly(server, method):
+    url, text = server.url(0), server.text(3)
+    complete(url, text)
+    server.hold(0)
+    ends = []
+
+    def ask(stream):
+        try:
+            ends.append(call(url, "/v1/completions", {"prompt": text, "max_tokens": 9, "stream": stream}))
+        except (OSError, http.client.HTTPException) as error:
+            ends.append(type(error))
+
+    threads = [threading.Thread(target=ask, args=(stream,)) for stream in (False, True)]
+    for thread in threads:
+        thread.start()
+    server.wait_requests(open=2)
+    server.step(2, 0)
+    getattr(server, method)(*[0] * (method != "close"))
+    for thread in threads:
+        thread.join()
+    assert set(ends) <= {http.client.IncompleteRead, http.client.RemoteDisconnected, ConnectionResetError}
+    assert [(each.status, each.aborted) for each in server.requests[1:]] == [(None, True)] * 2
+    if method == "stop":
+        server.start(0)
+        server.release(0)
+        assert cached(complete(url, text)) == 32  # of 48: a whole prompt is never taken from the cache
+
+
+@pytest.mark.parametrize(
     ("method", "arguments"),
-    [("wait_requests", {"open": 3, "timeout": 3600}), ("wait_subscribed", {"timeout": 3600})],
+    [("wait_requests", {"open": 3, "timeout": 600}), ("wait_subscribed", {"timeout": 600})],
 )
 def test_who_waits_for_a_server_that_is_closed_waits_no_longer(kv, method, arguments):
     server = KvServer(kv, control_port=0)
@@ -305,6 +561,72 @@ def test_who_waits_for_a_server_that_is_closed_waits_no_longer(kv, method, argum
     assert ends[0] in ("this KvServer is closed", "this KvServer was closed meanwhile")
     with pytest.raises(ValueError, match="this KvServer is closed"):
         getattr(server, method)(**arguments)
+
+
+def test_any_number_of_waits_take_as_long_as_one(server):
+    control, answers = server.control_url, []
+
+    def wait(body):
+        answers.append(call(control, "/wait_requests", body))
+
+    bodies = [{"open": 1, "timeout": 600}] * 40 + [{"open": 2, "timeout": 0.01}]
+    threads = [threading.Thread(target=wait, args=(body,)) for body in bodies]
+    server.hold()
+    for thread in threads:
+        thread.start()
+    threads[-1].join()  # it is over while all others wait
+    assert len(answers) == 1
+    assert call(control, "/verdict")[1]["right"]
+    client = threading.Thread(target=complete, args=(server.url(), "abc"))
+    client.start()
+    for thread in threads:
+        thread.join()
+    assert answers[1:] == [(200, {"done": True})] * 40
+    server.release()
+    client.join()
+
+
+def test_a_wait_whose_client_is_gone_ends(server, monkeypatch):
+    server.hold()
+    client = threading.Thread(target=complete, args=(server.url(), "abc", 9))
+    client.start()
+    server.wait_requests(open=1)
+    (engine_loop,) = (loop for port in server._ports.values() for loop in port.loops if loop.num_open)
+    begun, over = threading.Event(), threading.Event()
+    monkeypatch.setattr(engine_loop, "stepped", lambda: forever(begun))
+    allow = engine_loop.allow
+
+    def allowed(*, steps=0):
+        allow(steps=steps)
+        if steps < 0:
+            over.set()
+
+    monkeypatch.setattr(engine_loop, "allow", allowed)
+    connection = http.client.HTTPConnection(urlsplit(server.control_url).netloc)
+    connection.request("POST", "/step", b'{"n": 5000}')
+    assert begun.wait(20)
+    connection.close()
+    assert over.wait(20)
+    assert engine_loop.steps == 0
+    monkeypatch.undo()
+    server.release()
+    client.join()
+
+
+async def forever(begun):
+    begun.set()
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("path", ["/wait_requests", "/wait_subscribed"])
+@pytest.mark.parametrize("timeout", [600.5, 10**30, -1, True, "5"])
+def test_a_wait_has_a_longest_time_limit(server, path, timeout):
+    body = {"timeout": timeout} | ({"open": 3} if path == "/wait_requests" else {})
+    status, answer = call(server.control_url, path, body)
+    assert (status, answer["error"]) == (
+        400,
+        f"{path[1:]}: timeout must be a finite number from 0 to 600 seconds, got {timeout!r}",
+    )
 
 
 @pytest.mark.parametrize("method", ["hold", "release", "step", "reset", "restart", "stop", "start"])

@@ -29,6 +29,8 @@ FIRST_BRANCH = {"chat: no role", "chat: content 5"}
 
 
 class Engine:
+    error = None
+
     def states(self):
         return [RankState()]
 

@@ -1,29 +1,40 @@
 """The command `serve`: a server in a process of its own, which ends when it must."""
 
 import json
+import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from http.client import HTTPException
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from served import call, complete
 
+from pytest_kvmock import EngineProfile, RouterHarness
 from pytest_kvmock.__main__ import main
+from pytest_kvmock.serve import KvServer
+from pytest_kvmock.serve.worker_port import RANK_DESCRIPTORS, SPARE_DESCRIPTORS, WORKER_DESCRIPTORS
 
 SERVE = [sys.executable, "-m", "pytest_kvmock", "serve"]
+
+
+def with_descriptors(most, *args):
+    """The command, which may open so many descriptors."""
+    return ["sh", "-c", f'ulimit -n {most}; exec "$@"', "sh", *SERVE, *args]
 
 
 class Process:
     """The command, as a test in another language starts it."""
 
-    def __init__(self, *args, stdin=subprocess.PIPE):
-        self.popen = subprocess.Popen(
-            [*SERVE, *args], stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+    def __init__(self, *args, stdin=subprocess.PIPE, descriptors=None):
+        command = [*SERVE, *args] if descriptors is None else with_descriptors(descriptors, *args)
+        self.popen = subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self.ready = json.loads(self.popen.stdout.readline())
 
     def ended(self):
@@ -71,12 +82,42 @@ def _stream(url):
         call(url, "/v1/completions", {"prompt": "abc", "max_tokens": 50, "stream": True})
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_it_ends_with_a_signal_and_does_not_look_at_dev_null(number):
     process = Process(stdin=subprocess.DEVNULL)
     assert call(process.ready["workers"][0]["http"], "/health")[0] == 200
     process.popen.send_signal(number)
     assert process.ended() == (0, "", "")
+
+
+FULL = "/dev/full: cannot be written: No space left on device"
+needs_full_disk = pytest.mark.skipif(not Path("/dev/full").exists(), reason="only where there is a full disk at hand")
+
+
+@needs_full_disk
+def test_a_capture_whose_disk_fills_breaks_the_engine_for_all_to_see():
+    process = Process("--capture", "/dev/full", "--num-blocks", "64", "--workers", "2")
+    (url, other), control = (each["http"] for each in process.ready["workers"]), process.ready["control"]
+    for number in range(200):  # what is written is buffered, so it takes some
+        status, answer = call(url, "/v1/completions", {"prompt": f"{number:x<100}", "max_tokens": 1})
+        if status != 200:
+            break
+    broken = f"worker 0 rank 0 is broken: CaptureError: {FULL}"
+    assert (status, answer["error"]["message"]) == (500, f"CaptureError: {FULL}")
+    assert [call(each, "/health")[0] for each in (url, other)] == [503, 200]
+    verdict = call(control, "/verdict")[1]
+    assert (verdict["right"], verdict["broken"]) == (False, [broken])
+    assert call(control, "/restart", {"worker": 0})[0] == 400
+    process.popen.send_signal(signal.SIGTERM)
+    assert process.ended() == (2, "", f"KvServer: {broken}\nserve: {FULL}\n")
+
+
+@needs_full_disk
+def test_a_capture_that_cannot_be_written_at_the_end_is_an_error():
+    process = Process("--capture", "/dev/full")
+    complete(process.ready["workers"][0]["http"], "x" * 64)
+    process.popen.send_signal(signal.SIGHUP)
+    assert process.ended() == (2, "", f"serve: {FULL}\n")
 
 
 @pytest.mark.parametrize(
@@ -97,19 +138,103 @@ def test_it_ends_with_a_signal_and_does_not_look_at_dev_null(number):
             "serve: KvServer: topic must be a text in which {host}, {port} and {model} are filled in",
         ),
         (["--block-size", "0"], "serve: block_size must be"),
+        (["--control-port", "70000"], "serve: KvServer: control_port must be at most 65535, got 70000"),
+        (["--http-port", "65536"], "serve: KvServer: http_port must be at most 65535, got 65536"),
+        (
+            ["--http-port", "65535", "--workers", "2"],
+            "serve: KvServer: http_port must leave room for 2 ports, at most 65534",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_one_line(args, text, capsys):
-    before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
+    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = [signal.getsignal(each) for each in signals]
     try:
         assert main(["serve", *args]) == 2
     finally:
-        for each, handler in zip((signal.SIGTERM, signal.SIGINT), before, strict=True):
+        for each, handler in zip(signals, before, strict=True):
             signal.signal(each, handler)
     out, errors = capsys.readouterr()
     assert out == ""
     assert errors.startswith(text)
     assert errors.count("\n") == 1
+
+
+def ended(command, **options):
+    """Run the command to its end; return exit code, standard output and standard error."""
+    given = {"stdout": subprocess.PIPE, **options}
+    done = subprocess.run(
+        command, check=False, text=True, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=60, **given
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_more_workers_than_descriptors_are_one_line():
+    code, out, errors = ended(with_descriptors(256, "--workers", "400"))
+    assert (code, out) == (2, "")
+    assert re.fullmatch(
+        r"serve: KvServer: 4832 descriptors are needed, 2\d\d can be opened \(too many open files\): "
+        r"fewer workers or ranks, or a higher limit \(ulimit -n\)\n",
+        errors,
+    )
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="only where a process can count its descriptors")
+@pytest.mark.parametrize(("workers", "ranks"), [(1, 1), (6, 1), (3, 4)])
+def test_no_more_descriptors_are_open_than_were_asked_for(workers, ranks):
+    def count():
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before = count()
+    with (
+        RouterHarness(EngineProfile(workers=workers, dp_size=ranks, num_blocks=64), "vllm") as kv,
+        KvServer(kv, control_port=0),
+    ):
+        opened = count() - before
+    assert 0 <= opened - workers * (WORKER_DESCRIPTORS + ranks * RANK_DESCRIPTORS) <= SPARE_DESCRIPTORS // 2
+
+
+CANNOT = "serve: the ready line cannot be written to standard output: "
+
+
+def test_a_standard_output_that_nobody_reads_is_one_line():
+    assert ended(["sh", "-c", 'exec "$@" >&-', "sh", *SERVE]) == (2, "", f"{CANNOT}it is closed\n")
+    reads, writes = os.pipe()
+    os.close(reads)
+    with open(writes, "w") as broken:  # noqa: PTH123 - a descriptor
+        assert ended(SERVE, stdout=broken) == (2, None, f"{CANNOT}Broken pipe\n")
+
+
+@needs_full_disk
+def test_a_standard_output_that_is_full_is_one_line():
+    with Path("/dev/full").open("w") as full:
+        assert ended(SERVE, stdout=full) == (2, None, f"{CANNOT}No space left on device\n")
+
+
+def test_no_standard_error_is_no_traceback_and_the_exit_code_stays():
+    assert ended(["sh", "-c", 'exec "$@" 2>&-', "sh", *SERVE, "--workers", "0"]) == (2, "", "")
+
+
+@pytest.mark.parametrize("module", ["argparse", "msgspec", "aiohttp"])
+def test_ctrl_c_while_modules_are_loaded_ends_it_as_any_other_process(module, tmp_path):
+    (tmp_path / f"{module}.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    assert ended(SERVE, env=environment) == (-signal.SIGINT, "", "")
+
+
+def test_descriptors_that_are_used_up_are_one_line_and_it_goes_on():
+    process = Process(descriptors=64)
+    (worker,), control = process.ready["workers"], process.ready["control"]
+    address = urlsplit(worker["http"])
+    with ExitStack() as stack:
+        for _ in range(100):
+            stack.enter_context(socket.create_connection((address.hostname, address.port)))
+        line = process.popen.stderr.readline()
+    assert line == "KvServer: all descriptors are in use; a connection waits until one is free (ulimit -n)\n"
+    complete(worker["http"], "x" * 64)
+    assert call(control, "/verdict")[1]["right"]
+    process.popen.send_signal(signal.SIGTERM)
+    assert process.ended() == (0, "", "")
 
 
 def test_the_tokenizer_is_a_command(tmp_path, capsys):
