@@ -260,7 +260,7 @@ class EngineLoop:
 
     def _abort(self, request: EngineRequest) -> None:
         with self._lock:
-            if self.error is None and request.is_open:
+            if request.is_open:
                 with suppress(Exception), self.guarded(), suppress(RequestError):
                     self.engine.abort(request)
 

@@ -119,3 +119,16 @@ def test_engines_that_another_server_drives_are_refused_and_all_stays():
             server.use(second)
         assert server.harness is first
         assert len(server.requests) == 1
+
+
+def test_the_engines_of_the_next_harness_serve_where_one_of_before_was_broken():
+    with harness("vllm-0.33") as first, KvServer(first) as server, harness("vllm-0.33") as second:
+        first.engine(0).start_pass = lambda _now_ms: 1 / 0
+        assert call(server.url(), "/v1/completions", {"prompt": "abc"})[0] == 500
+        server.use(second)
+        first.worker(0).serve(first.prompt(2))
+        assert len(first.events) == 1
+        assert server.publisher().batches() == 0  # the last engines are heard no more
+        assert server.broken == []
+        assert call(server.url(), "/health")[0] == 200
+        complete(server.url(), "abc")
