@@ -269,6 +269,8 @@ class IndexDriver:
         self._applied.append(what)
         try:
             self._do(self.index.apply, event)
+            if may_be_refused:  # one that queues raises as it is flushed
+                self._flush()
         except Exception as error:
             if may_be_refused:
                 self._applied[-1] += f", which the index refused ({type(error).__name__})"

@@ -50,7 +50,9 @@ def test_the_tests_of_a_page_pass(page_run, page):
     assert set() == {"failed", "errors", "error", "xfailed"} & set(outcomes)
     # A contract skips what an index does not have; nothing else is skipped.
     skipped = re.findall(
-        r"^SKIPPED \[(\d+)\] \S*(?:testing/index|testing/distinct_blocks)\.py:", result.stdout.str(), re.MULTILINE
+        r"^SKIPPED \[(\d+)\] \S*testing/(?:index|index_load|workers_that_go|distinct_blocks)\.py:",
+        result.stdout.str(),
+        re.MULTILINE,
     )
     assert outcomes.get("skipped", 0) == sum(map(int, skipped))
     passed = set(re.findall(r"^(\S+?)::(\w+).* PASSED", result.stdout.str(), re.MULTILINE))
