@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from random import Random
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from pytest_kvmock.events import Cleared, Removed, RouterEvent, Stored, StreamKey
 from pytest_kvmock.hygiene.orphans import Orphaned, orphaned
@@ -20,13 +20,14 @@ from pytest_kvmock.tokens import sequence_hashes
 class Chain(NamedTuple):
     """A chain to look up: local hashes and block hashes from the first to the last; tokens and what they carried where known.
 
-    Of a negative query, which must match nothing, the block hashes only show which chain it was made from.
+    Of a negative query, which must match nothing, the block hashes only show which chain it was made from: by leaving out its
+    first block ("tail"), or by exchanging it for one that nobody stored ("foreign").
     """
 
     local: tuple[int, ...]
     blocks: tuple[int, ...]
     tokens: tuple[int, ...] | None
-    negative: bool = False
+    negative: Literal["", "tail", "foreign"] = ""
     extra: EventExtra | None = None
 
     @property
@@ -113,14 +114,18 @@ class Chains:
         return Chain(stored.local_hashes, stored.blocks, stored.tokens, extra=extra)
 
     def negative_queries(self, chain: Chain) -> Iterator[Chain]:
-        """Yield a chain with its first block exchanged, and without it."""
+        """Yield a chain with its first block exchanged, and without it. Of tokens, one of the block is another."""
         if len(chain.local) > 1:
             foreign, size, rest = self._rng.getrandbits(64), chain.block_size, chain.part(1, len(chain.local))
             tokens = None
             if rest.tokens is not None:
-                tokens = (*(self._rng.getrandbits(32) for _ in range(size)), *rest.tokens)
-            yield Chain((foreign, *rest.local), chain.blocks, tokens, negative=True, extra=chain.extra)
-            yield rest._replace(negative=True)
+                assert chain.tokens is not None
+                first = list(chain.tokens[:size])
+                place, token = self._rng.randrange(size), self._rng.getrandbits(32)
+                first[place] = token ^ 1 if token == first[place] else token
+                tokens = (*first, *rest.tokens)
+            yield Chain((foreign, *rest.local), chain.blocks, tokens, "foreign", chain.extra)
+            yield rest._replace(negative="tail")
 
 
 def leading_run(stream: Stream, chain: Chain) -> int:

@@ -323,21 +323,25 @@ class IndexComparison:
         if wrong is None:
             return []  # an index whose answers differ between two lookups: the next lookup shows it again
         asked, answer, tier, worker, rank, got, right = wrong
-        block, story = self._story((worker, rank), shortest, tier, too_many=got >= right.stop)
+        too_many = got >= right.stop
+        block, story = self._story((worker, rank), shortest, tier, too_many=too_many)
+        on = f"on a {len(shortest.local)}-block prefix (ends in {block_text(block)}); {story}"
+        if too_many and (what := self._never_stored((worker, rank), shortest)):
+            on = f"for {what}"
         if queued is not None and queued.key == (worker, rank) and self._left_a_copy(queued.event, block):
-            story += "; this Removed took one copy of it, and the engine has another"
+            on += "; this Removed took one copy of it, and the engine has another"
         on_device = tier is StorageTier.DEVICE
         orphan, warning = self._orphan(answer, (worker, rank), shortest) if on_device else (0, None)
         if len(right) == 1 and got >= right.stop:
             warning = None  # more than is held there: an orphan is no excuse for that
         if warning is not None:
-            story += f"; block {block_text(orphan)} was left without its parent by event {warning.event_id}"
+            on += f"; block {block_text(orphan)} was left without its parent by event {warning.event_id}"
         problem = Problem(
             INDEX_DRIFT,
             worker,
             rank,
             f"{asked}() of your index ({self._under_test.name}) returned {got}{'' if on_device else f' in {tier}'} for "
-            f"{worker_text(worker, rank)} on a {len(shortest.local)}-block prefix (ends in {block_text(block)}); {story}",
+            f"{worker_text(worker, rank)} {on}",
             _expected_text(right, "the reference index returned" if self.survival is None else "was published"),
             queued.event if queued else None,
             queued.position if queued else position,
@@ -348,6 +352,20 @@ class IndexComparison:
         if warning is not None:
             self._warned[problem] = warning
         return [problem]
+
+    def _never_stored(self, key: StreamKey, chain: Chain) -> str:
+        """What a negative query has asked for, and which key must be wrong; empty where it is a stored prefix after all."""
+        stream = self._ledger.streams.get(key)
+        if not chain.negative or (stream is not None and stored_as(stream, chain.local)):
+            return ""
+        first, last, count = block_text(chain.blocks[0]), block_text(chain.blocks[-1]), len(chain.local)
+        if chain.negative == "tail":
+            what = f"block {last} alone" if count == 1 else f"the {count} blocks from {first} to {last}"
+            return f"{what}, without the blocks before {'it' if count == 1 else 'them'}: no stored prefix begins so"
+        made = f"{first} with one token changed" if chain.tokens is not None else f"another in place of {first}"
+        if count > 1:
+            return f"{last} behind a block that nobody stored: {made}; what stands before a block is part of it"
+        return f"a block that nobody stored: {made}; your key of it is also that of {first}"
 
     def _story(self, key: StreamKey, chain: Chain, tier: StorageTier, *, too_many: bool) -> tuple[int, str]:
         """The last block of a chain, by the name that the worker and rank has for it, and its history.

@@ -1,0 +1,89 @@
+"""Look-ups that are no stored prefix: an index that finds them is told what was asked."""
+
+import pytest
+
+from pytest_kvmock import EngineProfile, RadixIndex, RouterHarness
+from pytest_kvmock.events import Cleared, Stored
+from pytest_kvmock.tokens import block_hashes
+
+PROMPT = tuple(range(1, 14))
+
+
+class ByContent:
+    """Knows blocks by their tokens alone, wherever they stand."""
+
+    def __init__(self):
+        self.held = {}
+
+    def apply(self, event):
+        data = event.event.data
+        if isinstance(data, Stored):
+            self.held.update(zip(data.block_hashes, self.of_event(event), strict=True))
+        for block in () if isinstance(data, (Stored, Cleared)) else data.block_hashes:
+            self.held.pop(block, None)
+
+    def of_event(self, event):
+        return event.event.data.tokens_hashes
+
+    def find_matches(self, local_hashes):
+        known = set(self.held.values())
+        return {0: next((at for at, each in enumerate(local_hashes) if each not in known), len(local_hashes))}
+
+
+class LastBlockAlone(ByContent):
+    def find_matches(self, local_hashes):
+        return {0: len(local_hashes) if local_hashes[-1] in self.held.values() else 0}
+
+
+class FirstTokens(RadixIndex):
+    """Keys a block by its first token."""
+
+    find_matches = None
+
+    def apply(self, event):
+        data = event.event.data
+        if isinstance(data, Stored):
+            data = Stored(data.parent_hash, data.block_hashes, self.keyed([t for ids in event.token_ids for t in ids]))
+            event = type(event)(event.worker_id, type(event.event)(event.event.event_id, data))
+        super().apply(event)
+
+    def keyed(self, tokens):
+        return tuple(block_hashes([t for at, t in enumerate(tokens) if at % 4 == 0], 1))
+
+    def match_tokens(self, tokens):
+        return RadixIndex.find_matches(self, self.keyed(tokens[: len(tokens) // 4 * 4]))
+
+
+@pytest.mark.parametrize(
+    ("index", "pattern"),
+    [
+        (
+            ByContent,
+            (
+                "find_matches() of your index (ByContent) returned 1 for worker 0 for block {1} alone, without the blocks before it: "
+                "no stored prefix begins so"
+            ),
+        ),
+        (
+            LastBlockAlone,
+            (
+                "find_matches() of your index (LastBlockAlone) returned 2 for worker 0 for {1} behind a block that nobody stored: "
+                "another in place of {0}; what stands before a block is part of it"
+            ),
+        ),
+        (
+            FirstTokens,
+            (
+                "match_tokens() of your index (FirstTokens) returned 1 for worker 0 for a block that nobody stored: {0} with one token "
+                "changed; your key of it is also that of {0}"
+            ),
+        ),
+    ],
+)
+def test_what_was_asked_is_said(index, pattern):
+    kv = RouterHarness(EngineProfile(block_size=4, num_blocks=16), index=index())
+    kv.worker(0).serve(PROMPT)
+    blocks = [f"0x{block:016x}" for block in kv.events.stored[0].data.block_hashes]
+    observed = [problem.observed for problem in kv.judge().errors]
+    assert pattern.format(*blocks) in observed
+    assert not [text for text in observed if "never removed" in text and "alone" in text]
