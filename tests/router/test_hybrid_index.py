@@ -154,6 +154,7 @@ def test_a_tail_is_no_block(counts):
 
 
 def test_a_location_makes_no_block_known(index):
+    index(Located((1,)))
     index(Located((1, 2)), tier=StorageTier.HOST_PINNED)
     index(Stored(None, (1,), (11,)))
     index(Located((1,)), tier=StorageTier.HOST_PINNED)
