@@ -1,4 +1,4 @@
-"""What engines publish and routers receive: Stored, Removed, Cleared, and the two envelopes around them.
+"""What engines publish and routers receive: Stored, Removed, Located, Cleared, and the two envelopes around them.
 
 One subject: what travels, and its form in JSON. The shapes, names and JSON are those of Dynamo's `kv-router` protocols. Blocks travel as parallel tuples, not as an
 object each; `Stored.blocks` makes pairs when somebody asks.
@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, SupportsIndex, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, NoReturn, TypeAlias
 
 from pytest_kvmock.checks import is_integer, unknown_text
 
@@ -129,6 +129,8 @@ class Stored:
         ValueError: the tuples differ in length.
     """
 
+    kind: ClassVar[str] = "stored"
+
     parent_hash: int | None
     block_hashes: tuple[int, ...]
     tokens_hashes: tuple[int, ...]
@@ -161,9 +163,68 @@ class Stored:
         return tuple(map(StoredBlock, self.block_hashes, self.tokens_hashes, infos))
 
 
+# A class of its own, so that a Stored of every block, as nearly all are, has no slot for what it does not say.
+
+
+@dataclass(slots=True, unsafe_hash=True, repr=False)
+class SparseStored(Stored):
+    """A Stored of a sparse cache group: of the blocks of a span, which were kept; perhaps none.
+
+    Groups with a window or a state keep only what a later prompt can resume from, and vLLM publishes the whole span that was
+    considered. Which of its blocks were kept the names alone say: there is no local hash of any, and no block is the child of
+    the one before it. The token ids that travel with it are those of all blocks of the span.
+
+    Attributes:
+        parent_hash: sequence hash of the block before the span, whether or not anybody holds it; None where the span begins a
+            prompt.
+        block_hashes: of the blocks that were kept, in order; fewer than the span has.
+        tokens_hashes: none.
+        start_position: None.
+        mm_extra_info: None.
+        span: tokens of the span.
+        block_size: tokens a block of the group.
+
+    Raises:
+        ValueError: the span is not of whole blocks, or has no block that was not kept.
+    """
+
+    tokens_hashes: tuple[int, ...] = field(default=(), init=False)
+    start_position: int | None = field(default=None, init=False)
+    mm_extra_info: tuple[Any, ...] | None = field(default=None, init=False)
+    span: int
+    block_size: int
+
+    def __post_init__(self) -> None:
+        if type(self.block_hashes) is not tuple:
+            self.block_hashes = tuple(self.block_hashes)
+        if not is_integer(self.block_size, 1):
+            raise ValueError(f"SparseStored: block_size must be an integer of at least 1, got {self.block_size!r:.80}")
+        if not is_integer(self.span, 1) or self.span % self.block_size:
+            raise ValueError(
+                f"SparseStored: a span has whole blocks of {self.block_size} tokens, got {self.span!r:.80}"
+            )
+        blocks = self.span // self.block_size
+        if len(self.block_hashes) >= blocks:
+            raise ValueError(
+                f"SparseStored: {len(self.block_hashes)} block_hashes, and the span of {self.span} tokens has {blocks} "
+                f"blocks of {self.block_size}; where all were kept it is a Stored"
+            )
+
+    def __repr__(self) -> str:
+        hashes = f"parent_hash={block_text(self.parent_hash)}, block_hashes={value_text(self.block_hashes)}"
+        return f"SparseStored({hashes}, span={self.span!r}, block_size={self.block_size!r})"
+
+    @property
+    def blocks(self) -> tuple[StoredBlock, ...]:
+        """None: of no block more than its name is known."""
+        return ()
+
+
 @dataclass(slots=True, unsafe_hash=True, repr=False)
 class Removed:
     """Blocks are cached no more, in the order in which they were evicted."""
+
+    kind: ClassVar[str] = "removed"
 
     block_hashes: tuple[int, ...]
 
@@ -174,12 +235,33 @@ class Removed:
         return f"Removed(block_hashes={value_text(self.block_hashes)})"
 
 
+@dataclass(slots=True, unsafe_hash=True, repr=False)
+class Located:
+    """Blocks that are known, or will be, are in a tier now, too: a placeholder, which says nothing of them but their names.
+
+    vLLM's offloading publishes one for what it has copied to the host. It makes no block known, and none the child of another:
+    a tier-aware index notes the place, and any other leaves it out.
+    """
+
+    kind: ClassVar[str] = "located"
+
+    block_hashes: tuple[int, ...]
+
+    def __init__(self, block_hashes: Iterable[int]) -> None:
+        self.block_hashes = block_hashes if type(block_hashes) is tuple else tuple(block_hashes)
+
+    def __repr__(self) -> str:
+        return f"Located(block_hashes={value_text(self.block_hashes)})"
+
+
 @dataclass(slots=True, unsafe_hash=True)
 class Cleared:
     """Nothing is cached any more."""
 
+    kind: ClassVar[str] = "cleared"
 
-EventData: TypeAlias = Stored | Removed | Cleared
+
+EventData: TypeAlias = Stored | Removed | Located | Cleared
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -188,7 +270,7 @@ class KvCacheEvent:
 
     Attributes:
         event_id: 0, 1, 2 ... for each rank by itself, over all tiers.
-        data: the Stored, Removed or Cleared.
+        data: the Stored, Removed, Located or Cleared.
         dp_rank: data-parallel rank of the engine that says it.
     """
 
@@ -228,10 +310,11 @@ class RouterEvent:
         worker_id: which worker.
         event: what it published.
         storage_tier: where the blocks are.
-        token_ids: for a Stored, the token ids of each block, where they are known. They travel beside the event:
-            no part of equality, nor of Dynamo's JSON.
+        token_ids: for a Stored, the token ids of each block, where they are known; for a sparse one, of each block of its
+            span. They travel beside the event: no part of equality, nor of Dynamo's JSON.
         extra: what else travels beside it, by the names of the wire (`prompt_keys.EventExtra`): the adapter, salt and session
-            of the request that stored, and per block what was hashed beside its tokens. None: nothing. Not to be changed.
+            of the request that stored, per block what was hashed beside its tokens, and the cache group of a hybrid model.
+            None: nothing. Not to be changed.
         chained: whether it was published for a request, so that its hashes must be the engine's chain; hand-made moves have
             free hashes. Like the two before it beside the event: no part of equality, text or JSON.
     """
@@ -250,7 +333,7 @@ class RouterEvent:
 
     @property
     def data(self) -> EventData:
-        """The Stored, Removed or Cleared."""
+        """The Stored, Removed, Located or Cleared."""
         return self.event.data
 
     @property
@@ -305,56 +388,6 @@ class RouterEvent:
         return cls.from_dict(_loads(text, "RouterEvent"))
 
 
-class HashedBlocks(list[tuple[int, ...]]):
-    """Token ids of complete blocks, as they travel with an event, and what an engine made of them.
-
-    Who judges the event does not hash them again where the arrays in it are the very ones that were made here (`proves`): what
-    was changed on its way has others. A copy is a plain list.
-
-    Args:
-        tokens: of each block.
-        data: the Stored of these blocks, whose hashes were made of them.
-        digests: what the names of the blocks are taken from.
-        hasher: makes these of tokens.
-    """
-
-    __slots__ = ("_given", "digests", "hasher", "local_hashes", "names", "parent")
-
-    def __init__(
-        self,
-        tokens: Iterable[tuple[int, ...]],
-        data: Stored,
-        digests: Sequence[bytes],
-        hasher: object,
-    ) -> None:
-        super().__init__(tokens)
-        self._given = tuple(self)
-        self.parent, self.names, self.local_hashes = data.parent_hash, data.block_hashes, data.tokens_hashes
-        self.digests, self.hasher = digests, hasher
-
-    def proves(self, data: Stored, block_size: int | None) -> bool:
-        """Whether the hashes of a Stored were made of these tokens, after the parent that it has."""
-        return (
-            data.block_hashes is self.names
-            and data.tokens_hashes is self.local_hashes
-            and data.parent_hash == self.parent
-            and tuple(self) == self._given
-            and len(self._given[0]) == block_size
-        )
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        return list, (list(self),)
-
-
-def own_blocks(
-    data: Stored, token_ids: BlockTokens | None, block_size: int | None, extra: EventExtra | None
-) -> HashedBlocks | None:
-    """The blocks of an event that are proved to be as its engine made them; None: whoever judges it has to hash them."""
-    if extra is None and type(token_ids) is HashedBlocks and token_ids.proves(data, block_size):
-        return token_ids
-    return None
-
-
 _new: Final = object.__new__
 
 
@@ -383,7 +416,15 @@ def stored_event(  # noqa: PLR0917 - it is called for each event that is decoded
 # ------------------------------------------------------------------------------------------------ Dynamo's JSON
 
 
+# Dynamo's JSON has no sparse Stored, and no location. These have a form of their own, which Dynamo refuses.
+
+
 def _data_to_json(data: EventData) -> Any:
+    if isinstance(data, SparseStored):
+        parent = None if data.parent_hash is None else data.parent_hash & _U64
+        kept = [block_hash & _U64 for block_hash in data.block_hashes]
+        span = {"span": data.span, "block_size": data.block_size}
+        return {"stored": {"parent_hash": parent, "block_hashes": kept, **span}}
     if isinstance(data, Stored):
         blocks = [
             {"block_hash": block_hash & _U64, "tokens_hash": tokens_hash, "mm_extra_info": info}
@@ -391,8 +432,8 @@ def _data_to_json(data: EventData) -> Any:
         ]
         parent = None if data.parent_hash is None else data.parent_hash & _U64
         return {"stored": {"parent_hash": parent, "start_position": data.start_position, "blocks": blocks}}
-    if isinstance(data, Removed):
-        return {"removed": {"block_hashes": [block_hash & _U64 for block_hash in data.block_hashes]}}
+    if isinstance(data, (Removed, Located)):
+        return {data.kind: {"block_hashes": [block_hash & _U64 for block_hash in data.block_hashes]}}
     return "cleared"
 
 
@@ -412,11 +453,9 @@ def _data_from_json(value: object, where: str) -> EventData:
         kind, body = next(iter(value.items()))
         if kind == "stored":
             return _stored_from_json(body, f"{where}.stored")
-        if kind == "removed":
-            fields = _object(body, f"{where}.removed")
-            hashes = _array(fields, "block_hashes", f"{where}.removed")
-            place = f"{where}.removed.block_hashes"
-            return Removed(tuple(_number(h, f"{place}[{i}]") for i, h in enumerate(hashes)))
+        if kind in ("removed", "located"):
+            hashes = _hashes_from_json(_object(body, f"{where}.{kind}"), f"{where}.{kind}")
+            return Removed(hashes) if kind == "removed" else Located(hashes)
         if kind == "cleared" and body is None:
             return Cleared()
     raise ValueError(
@@ -424,8 +463,20 @@ def _data_from_json(value: object, where: str) -> EventData:
     )
 
 
+def _hashes_from_json(fields: Mapping[str, Any], where: str) -> tuple[int, ...]:
+    place = f"{where}.block_hashes"
+    return tuple(_number(h, f"{place}[{i}]") for i, h in enumerate(_array(fields, "block_hashes", where)))
+
+
 def _stored_from_json(body: object, where: str) -> Stored:
     fields = _object(body, where)
+    if "span" in fields:
+        parent, kept = fields.get("parent_hash"), _hashes_from_json(fields, where)
+        sizes = [_unsigned(fields, name, where) for name in ("span", "block_size")]
+        try:
+            return SparseStored(None if parent is None else _number(parent, f"{where}.parent_hash"), kept, *sizes)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
     hashes, locals_, infos = [], [], []
     for i, block in enumerate(_array(fields, "blocks", where)):
         place = f"{where}.blocks[{i}]"
@@ -481,6 +532,7 @@ _FIELDS: Final = frozenset(
         *("worker_id", "storage_tier", "event", "event_id", "data", "dp_rank"),
         *("parent_hash", "start_position", "blocks", "block_hash", "tokens_hash", "block_hashes"),
         *("mm_extra_info", "mm_objects", "mm_hash", "offsets"),
+        *("span", "block_size"),
     )
 )
 _DECODER: Final = json.JSONDecoder(object_pairs_hook=_unique_fields, parse_constant=_no_constant)
@@ -524,10 +576,10 @@ def _number(value: object, where: str, top: int = _U64) -> int:
     return value
 
 
-KINDS: Final = ("stored", "removed", "cleared")
+KINDS: Final = tuple(data.kind for data in (Stored, Removed, Cleared, Located))
 """Kinds of events."""
 
 
 def kind_of(event: RouterEvent) -> str:
-    """An event's kind: "stored", "removed" or "cleared"."""
-    return type(event.event.data).__name__.lower()
+    """An event's kind: "stored", "removed", "cleared" or "located"."""
+    return event.event.data.kind

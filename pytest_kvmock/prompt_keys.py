@@ -21,7 +21,14 @@ EventExtra: TypeAlias = Mapping[str, Any]
 
 `lora_id`, `lora_name`, `cache_salt`, `session_id`; and `extra_keys`: per block, what vLLM hashes beside its tokens (a tuple, or
 None): the adapter's name, `(identifier, offset)` of each multimodal item, in the first block the salt. `lora_path` is on no wire.
+Of a cache group `group_idx`, `kv_cache_spec_kind` and `kv_cache_spec_sliding_window` (`group_extra`).
 """
+
+FULL_ATTENTION: Final = "full_attention"
+"""The kind of cache (`kv_cache_spec_kind` in vLLM's events) that engines with one cache have."""
+
+_WHOLE_PREFIX: Final = frozenset({None, FULL_ATTENTION, "mla_attention", "sink_full_attention", "unknown"})
+"""Kinds that keep all blocks of a prefix; the others keep a chunk, a window, or a state."""
 
 _DIGEST: Final = re.compile(r"[0-9a-fA-F]{64}", re.ASCII)
 
@@ -208,6 +215,43 @@ def group_of(extra: EventExtra | None) -> int:
     """
     group = None if extra is None else extra.get("group_idx")
     return group if is_integer(group, 1) else 0
+
+
+def group_extra(
+    group_idx: int, kind: str = FULL_ATTENTION, window: int | None = None, extra: EventExtra | None = None
+) -> dict[str, Any] | None:
+    """What travels beside a Stored of a cache group; beside a Removed it is that of the `group_idx` alone.
+
+    Group 0, full attention and no window are what engines with one cache have, and travel with no event.
+
+    Args:
+        group_idx: which group, from 0.
+        kind: its kind, as vLLM's `kv_cache_spec_kind`.
+        window: tokens of its window, if it has one.
+        extra: what else travels beside the event.
+    """
+    found = dict(extra or {})
+    if group_idx:
+        found["group_idx"] = group_idx
+    if kind != FULL_ATTENTION:
+        found["kv_cache_spec_kind"] = kind
+    if window is not None:
+        found["kv_cache_spec_sliding_window"] = window
+    return found or None
+
+
+def group_kind(extra: EventExtra | None) -> str | None:
+    """The kind of the cache group that a Stored is about; None where the event says that it has none."""
+    kind = FULL_ATTENTION if extra is None else extra.get("kv_cache_spec_kind", FULL_ATTENTION)
+    return kind if isinstance(kind, str) else None
+
+
+def is_attention_group(extra: EventExtra | None) -> bool:
+    """Whether a Stored is about an attention group: one that keeps every block of a prefix, which is what routers ask for.
+
+    A wire that says no kind has full attention alone, as far as a router can know.
+    """
+    return group_kind(extra) in _WHOLE_PREFIX
 
 
 def hash_options(extra: EventExtra | None) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Events as values, and Dynamo's JSON form of them (each acceptance and rejection is serde's, see tests/interop)."""
 
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -9,8 +10,10 @@ from hypothesis import strategies as st
 from pytest_kvmock.events import (
     Cleared,
     KvCacheEvent,
+    Located,
     Removed,
     RouterEvent,
+    SparseStored,
     StorageTier,
     Stored,
     StoredBlock,
@@ -50,6 +53,72 @@ def test_a_stored_shows_its_blocks_as_objects_when_asked():
 def test_a_stored_of_uneven_lists_says_how_long_they_are(arguments, message):
     with pytest.raises(ValueError, match=message):
         Stored(*arguments)
+
+
+# What hybrid models and offloading publish: a span of which some blocks were kept, and a place of blocks that are known.
+SPARSE = SparseStored(7, (1, 2), span=24, block_size=4)
+SPANS = [SPARSE, SparseStored(None, (), 4, 4), SparseStored(2**64 - 1, (2**63,), 8, 4)]
+
+
+def test_a_sparse_stored_is_a_stored_with_names_alone():
+    assert isinstance(SPARSE, Stored)
+    assert ("stored", (), (), None, None) == (
+        SPARSE.kind, SPARSE.tokens_hashes, SPARSE.blocks, SPARSE.start_position, SPARSE.mm_extra_info
+    )  # fmt: skip
+    assert Stored(7, (), ()) != SparseStored(7, (), 4, 4) != SparseStored(7, (), 8, 4)
+    assert 3 == len({*SPANS, SparseStored(7, [1, 2], 24, 4)})
+    assert "SparseStored(parent_hash=7, block_hashes=(1, 2), span=24, block_size=4)" == repr(SPARSE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            (None, (1, 2), 8, 4),
+            "2 block_hashes, and the span of 8 tokens has 2 blocks of 4; where all were kept it is a Stored",
+        ),
+        ((None, (1,), 9, 4), "a span has whole blocks of 4 tokens, got 9"),
+        ((None, (), 0, 4), "a span has whole blocks of 4 tokens, got 0"),
+        ((None, (), 4, 0), "block_size must be an integer of at least 1, got 0"),
+        ((None, (), 4, None), "block_size must be an integer of at least 1, got None"),
+    ],
+)
+def test_a_span_that_is_none_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        SparseStored(*arguments)
+
+
+@pytest.mark.parametrize("data", [*SPANS, Located((3, 2**64 - 1)), Located(())], ids=repr)
+def test_a_sparse_stored_and_a_location_have_a_json_of_their_own(data):
+    event = RouterEvent(1, KvCacheEvent(4, data, 2), StorageTier.HOST_PINNED)
+    assert event == RouterEvent.from_json(event.to_json())
+    assert data.kind in event.to_dict()["event"]["data"]
+
+
+def test_their_json_has_hashes_as_dynamo_reads_them():
+    assert {"located": {"block_hashes": [2**64 - 1]}} == KvCacheEvent(0, Located((-1,))).to_dict()["data"]
+    sparse = {"parent_hash": 2**64 - 2, "block_hashes": [2**64 - 1], "span": 8, "block_size": 4}
+    assert {"stored": sparse} == KvCacheEvent(0, SparseStored(-2, (-1,), 8, 4)).to_dict()["data"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"span": 8, "block_size": 4}, "missing field 'block_hashes'"),
+        ({"span": 8, "block_hashes": []}, "missing field 'block_size'"),
+        ({"span": 9, "block_size": 4, "block_hashes": []}, "data.stored: SparseStored: a span has whole blocks of 4"),
+        ({"span": 8, "block_size": 4, "block_hashes": [-1]}, "stored.block_hashes[0]: expected an integer"),
+    ],
+)
+def test_a_json_of_no_span_is_refused(fields, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        KvCacheEvent.from_dict({"event_id": 0, "data": {"stored": fields}})
+
+
+def test_a_location_is_a_value():
+    assert Located([1, 2]) == Located((1, 2)) != Removed((1, 2))
+    assert "Located(block_hashes=(1, 2))" == repr(Located([1, 2]))
+    assert ("located", "removed", "cleared") == (Located.kind, Removed.kind, Cleared.kind)
 
 
 def test_token_ids_travel_beside_a_router_event_and_do_not_count():

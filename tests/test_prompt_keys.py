@@ -6,7 +6,18 @@ from hypothesis import strategies as st
 
 from pytest_kvmock.cache.vllm.hashes import VERSIONS
 from pytest_kvmock.events import KvCacheEvent, RouterEvent, Stored
-from pytest_kvmock.prompt_keys import MultimodalItem, PromptKeys, hash_options, lora_id, mm_hash, names_blocks, part_of
+from pytest_kvmock.prompt_keys import (
+    MultimodalItem,
+    PromptKeys,
+    group_extra,
+    group_kind,
+    hash_options,
+    is_attention_group,
+    lora_id,
+    mm_hash,
+    names_blocks,
+    part_of,
+)
 from pytest_kvmock.tokens import Prompt, block_hashes
 
 DIGEST = "00000000deadbeef" + "0" * 48
@@ -228,3 +239,27 @@ def test_items_come_in_the_order_of_their_offsets():
     keys = PromptKeys(multimodal=[("b", 4, 1), ["a", 0, 2]])
     assert (MultimodalItem("a", 0, 2), MultimodalItem("b", 4, 1)) == keys.multimodal
     assert "PromptKeys(multimodal=(('a', 0, 2), ('b', 4, 1)))" == repr(keys)
+
+
+def test_what_travels_beside_events_of_a_cache_group_is_what_engines_with_one_cache_have_not():
+    assert None is group_extra(0)
+    assert {"group_idx": 1} == group_extra(1)
+    window = {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 8}
+    assert window == group_extra(0, "sliding_window", 8)
+    assert {"lora_name": "a", "group_idx": 2} == group_extra(2, extra={"lora_name": "a"})
+
+
+@pytest.mark.parametrize(
+    ("extra", "kind", "is_attention"),
+    [
+        (None, "full_attention", True),
+        ({"group_idx": 1}, "full_attention", True),
+        ({"kv_cache_spec_kind": "mla_attention"}, "mla_attention", True),
+        ({"kv_cache_spec_kind": None}, None, True),
+        ({"kv_cache_spec_kind": 7}, None, True),
+        ({"kv_cache_spec_kind": "mamba"}, "mamba", False),
+        ({"kv_cache_spec_kind": "chunked_local_attention"}, "chunked_local_attention", False),
+    ],
+)
+def test_the_attention_group_is_told_by_its_kind(extra, kind, is_attention):
+    assert (kind, is_attention) == (group_kind(extra), is_attention_group(extra))

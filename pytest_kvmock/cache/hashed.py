@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterable, Sequence
 from random import Random
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from pytest_kvmock.events import BlockTokens, HashedBlocks, Stored, own_blocks
+from pytest_kvmock.events import BlockTokens, Stored
+from pytest_kvmock.hashed_blocks import HashedBlocks, own_blocks
 from pytest_kvmock.prompt_keys import names_blocks
 from pytest_kvmock.tokens import Prompt, keyed_block_hashes, sequence_hashes
 

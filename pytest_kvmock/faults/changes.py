@@ -7,7 +7,8 @@ from dataclasses import replace
 from random import Random
 from typing import TypeAlias
 
-from pytest_kvmock.events import Cleared, Removed, RouterEvent, Stored, StreamKey
+from pytest_kvmock.events import Cleared, EventData, Located, Removed, RouterEvent, SparseStored, Stored, StreamKey
+from pytest_kvmock.prompt_keys import is_attention_group
 from pytest_kvmock.tokens import block_hashes, sequence_hashes
 
 _U64 = 2**64 - 1
@@ -36,7 +37,7 @@ def wrong_parent(rng: Random, parent: int | None = None) -> Change:
 
     def change(event: RouterEvent) -> list[RouterEvent] | None:
         data = event.event.data
-        if not isinstance(data, Stored) or parent == data.parent_hash is not None:
+        if not isinstance(data, Stored) or not _needs_parent(event) or parent == data.parent_hash is not None:
             return None
         return [_with(event, replace(data, parent_hash=rng.getrandbits(64) if parent is None else parent))]
 
@@ -46,9 +47,14 @@ def wrong_parent(rng: Random, parent: int | None = None) -> Change:
 def self_parent(event: RouterEvent) -> list[RouterEvent] | None:
     """Give a Stored its own first block as parent."""
     data = event.event.data
-    if not isinstance(data, Stored) or not data.block_hashes:
+    if not isinstance(data, Stored) or not data.block_hashes or not _needs_parent(event):
         return None
     return [_with(event, replace(data, parent_hash=data.block_hashes[0]))]
+
+
+def _needs_parent(event: RouterEvent) -> bool:
+    """Whether the parent of a Stored must be held: nothing hangs on that of a sparse one, nor in a sparse group."""
+    return not isinstance(event.event.data, SparseStored) and is_attention_group(event.extra)
 
 
 def unknown_removed(rng: Random) -> Change:
@@ -82,9 +88,9 @@ def salted(block_size: int, lora_name: str | None, cache_namespace: str | None) 
     def change(event: RouterEvent) -> list[RouterEvent] | None:
         data, tokens = event.event.data, event.token_ids
         key = (event.worker_id, event.event.dp_rank)
-        if isinstance(data, Removed):
+        if isinstance(data, (Removed, Located)):
             blocks = tuple(names.get((key, block), block) for block in data.block_hashes)
-            return None if blocks == data.block_hashes else [_with(event, Removed(blocks))]
+            return None if blocks == data.block_hashes else [_with(event, type(data)(blocks))]
         if isinstance(data, Cleared) or tokens is None or len(tokens) != len(data.block_hashes):
             return None
         if any(len(ids) != block_size for ids in tokens):
@@ -114,9 +120,9 @@ def signed(event: RouterEvent) -> list[RouterEvent] | None:
     data = event.event.data
     if isinstance(data, Stored):
         parent = None if data.parent_hash is None else _i64(data.parent_hash)
-        arriving: Stored | Removed = replace(data, parent_hash=parent, block_hashes=tuple(map(_i64, data.block_hashes)))
-    elif isinstance(data, Removed):
-        arriving = Removed(tuple(map(_i64, data.block_hashes)))
+        arriving: EventData = replace(data, parent_hash=parent, block_hashes=tuple(map(_i64, data.block_hashes)))
+    elif isinstance(data, (Removed, Located)):
+        arriving = type(data)(tuple(map(_i64, data.block_hashes)))
     else:
         return None
     return None if arriving == data else [_with(event, arriving)]
@@ -131,7 +137,7 @@ def named(event: RouterEvent) -> set[int]:
     return {*data.block_hashes, *(() if parent is None else (parent,))}
 
 
-def _with(event: RouterEvent, data: Stored | Removed) -> RouterEvent:
+def _with(event: RouterEvent, data: EventData) -> RouterEvent:
     return replace(event, event=replace(event.event, data=data))
 
 

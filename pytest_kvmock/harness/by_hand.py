@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import NoReturn
 
-from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored, StreamKey
+from pytest_kvmock.events import EventData, KvCacheEvent, RouterEvent, StorageTier, StreamKey
 from pytest_kvmock.harness.publisher import Publisher
 from pytest_kvmock.harness.user_sink import HASHES, Publishable, is_event
 from pytest_kvmock.harness.workers import Workers
@@ -32,7 +32,7 @@ class ByHand:
 
     def publish(self, events: Publishable | Iterable[Publishable], worker_id: int, dp_rank: int) -> None:
         """Publish one or more events; see `RouterHarness.apply`."""
-        if isinstance(events, (Stored, Removed, Cleared, KvCacheEvent, RouterEvent)):
+        if isinstance(events, (EventData, KvCacheEvent, RouterEvent)):
             events = (events,)
         elif not isinstance(events, Iterable) or isinstance(events, (str, bytes, Mapping)):
             _refuse(events)
@@ -44,7 +44,7 @@ class ByHand:
 
     def _addressed(self, event: Publishable, worker_id: int, dp_rank: int) -> RouterEvent:
         """An event with what it lacks: id, rank and worker; and with its tier, where it has the name of one."""
-        if isinstance(event, (Stored, Removed, Cleared)):
+        if isinstance(event, EventData):
             event = KvCacheEvent(self.next_id(worker_id, dp_rank), event, dp_rank)
         if isinstance(event, KvCacheEvent):
             event = RouterEvent(worker_id, event)

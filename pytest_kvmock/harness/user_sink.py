@@ -14,6 +14,7 @@ from pytest_kvmock.events import (
     Cleared,
     EventData,
     KvCacheEvent,
+    Located,
     Removed,
     RouterEvent,
     StorageTier,
@@ -57,7 +58,7 @@ def is_event(event: object) -> TypeGuard[RouterEvent]:
         parent = () if data.parent_hash is None else (data.parent_hash,)
         blocks: tuple[Any, ...] = (parent, data.block_hashes)
         unsigned: tuple[Any, ...] = (data.tokens_hashes,)
-    elif isinstance(data, Removed):
+    elif isinstance(data, (Removed, Located)):
         blocks, unsigned = (data.block_hashes,), ()
     elif isinstance(data, Cleared):
         blocks = unsigned = ()
@@ -142,12 +143,12 @@ class KvSink:
             event = event.event
         tier = StorageTier.of(storage_tier)
         with self._publisher.lock:  # from the next id on, or two threads would get one id
-            if isinstance(event, (Stored, Removed, Cleared)):
+            if isinstance(event, EventData):
                 event = KvCacheEvent(self._publisher.next_id(self.worker_id, 0), event)
             addressed = RouterEvent(self.worker_id, event, tier, token_ids, extra)
             if not is_event(addressed):
                 raise TypeError(
-                    f"a kv_sink takes Stored, Removed, Cleared, KvCacheEvent or RouterEvent, with {HASHES}, "
+                    f"a kv_sink takes Stored, Removed, Located, Cleared, KvCacheEvent or RouterEvent, with {HASHES}, "
                     f"got {event!r:.80} ({type(event).__name__})"
                 )
             self.events.append(event)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
-from pytest_kvmock.events import BlockTokens, RouterEvent, Stored, block_text, own_blocks
+from pytest_kvmock.events import BlockTokens, RouterEvent, Stored, block_text
+from pytest_kvmock.hashed_blocks import own_blocks
 from pytest_kvmock.prompt_keys import hash_options, names_blocks, part_of
 from pytest_kvmock.tokens import block_hashes, chained_hash, sequence_hashes
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from pytest_kvmock.checks import check_integer
-from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, Stored
+from pytest_kvmock.events import Cleared, EventData, KvCacheEvent, Removed, Stored
 from pytest_kvmock.hygiene.counts import EventCounts
 from pytest_kvmock.hygiene.log_entry import LogEntry, WorkerNote
 from pytest_kvmock.hygiene.problem import EventRulesBroken, Problem
@@ -99,7 +99,7 @@ class EventLog:
         self._missing: tuple[WorkerNote, int] | None = (
             None  # the last note of missing batches, and of how many gaps it is
         )
-        self._counts: Counter[tuple[int, int, type]] = Counter()  # events by worker, rank and kind
+        self._counts: Counter[tuple[int, int, type[EventData]]] = Counter()  # events by worker, rank and kind
 
     def __len__(self) -> int:
         return len(self._lines)

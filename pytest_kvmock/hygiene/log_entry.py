@@ -52,7 +52,7 @@ class LogEntry:
 
     @property
     def kind(self) -> str:
-        """The event's kind: "stored", "removed" or "cleared"."""
+        """The event's kind: "stored", "removed", "cleared" or "located"."""
         return kind_of(self.event)
 
     @property

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from pytest_kvmock.events import KvCacheEvent, RouterEvent, StorageTier, Stored, block_text
+from pytest_kvmock.events import KvCacheEvent, RouterEvent, SparseStored, StorageTier, Stored, block_text
 from pytest_kvmock.prompt_keys import group_of
 
 if TYPE_CHECKING:
@@ -80,6 +80,9 @@ def data_text(data: EventData) -> str:
     kind = type(data).__name__
     if isinstance(data, Stored):
         root = "as a root" if data.parent_hash is None else f"after {block_text(data.parent_hash)}"
+        if isinstance(data, SparseStored):
+            kept = blocks_text(data.block_hashes) if data.block_hashes else "no block"
+            return f"Stored {kept} of {data.span} tokens {root}"
         return f"{kind} {blocks_text(data.block_hashes)} {root}"
     hashes = getattr(data, "block_hashes", None)
     return kind if hashes is None else f"{kind} {blocks_text(hashes)}"

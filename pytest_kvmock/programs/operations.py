@@ -415,7 +415,7 @@ class DropNext(Operation):
 
     Attributes:
         count: how many.
-        of: of which kind: "stored", "removed" or "cleared"; None for any.
+        of: of which kind: "stored", "removed", "cleared" or "located"; None for any.
     """
 
     kind = "drop_next"

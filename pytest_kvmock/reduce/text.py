@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
-from pytest_kvmock.events import Removed, RouterEvent, StorageTier, Stored, block_text
+from pytest_kvmock.events import Cleared, RouterEvent, SparseStored, StorageTier, Stored, block_text
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
 from pytest_kvmock.hygiene.entries import BatchesLost, WorkerRemoved
 from pytest_kvmock.programs.python import literal, number_parts, token_list
@@ -172,13 +172,16 @@ def _extra(step: RouterEvent) -> str:
 
 
 def _data(data: EventData) -> str:
+    if isinstance(data, SparseStored):
+        parent = "None" if data.parent_hash is None else block_text(data.parent_hash)
+        return f"SparseStored({parent}, {_tuple(data.block_hashes)}, span={data.span}, block_size={data.block_size})"
     if isinstance(data, Stored):
         parent = "None" if data.parent_hash is None else block_text(data.parent_hash)
         more = "" if data.start_position is None else f", start_position={data.start_position}"
         more += "" if data.mm_extra_info is None else f", mm_extra_info={data.mm_extra_info!r}"
         return f"Stored({parent}, {_tuple(data.block_hashes)}, {_tuple(data.tokens_hashes)}{more})"
-    if isinstance(data, Removed):
-        return f"Removed({_tuple(data.block_hashes)})"
+    if not isinstance(data, Cleared):
+        return f"{type(data).__name__}({_tuple(data.block_hashes)})"
     return "Cleared()"
 
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, Final, Literal, NoReturn
+from typing import ClassVar, Literal, NoReturn
 
 from pytest_kvmock.events import (
     Cleared,
@@ -39,12 +39,9 @@ from pytest_kvmock.events import (
     block_text,
     value_text,
 )
-from pytest_kvmock.prompt_keys import group_of
+from pytest_kvmock.prompt_keys import group_of, is_attention_group
 from pytest_kvmock.router.lower_tier import LowerTier, Match
 from pytest_kvmock.router.tree import Tree, WorkerRank
-
-WHOLE_PREFIX: Final = frozenset({None, "full_attention", "mla_attention", "sink_full_attention", "unknown"})
-"""Kinds of cache (`kv_cache_spec_kind` in vLLM's events) that keep all blocks of a prefix; the others keep a window, or a state."""
 
 # The three errors bear Dynamo's names, which its users look for.
 
@@ -220,7 +217,7 @@ class RadixIndex:
         key, group = (event.worker_id, inner.dp_rank), group_of(extra)
         held, is_whole = self._groups.get(key, (0, True))
         if isinstance(inner.data, Stored):
-            whole = extra.get("kv_cache_spec_kind") in WHOLE_PREFIX
+            whole = is_attention_group(extra)
             if group == held and whole != is_whole:
                 self._groups[key] = held, whole
             elif group != held and whole and not is_whole:

@@ -478,7 +478,7 @@ def _as_expected(event: RouterEvent, like: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(data, Cleared):
         fields: dict[str, Any] = {"cleared": True}
     else:
-        kind = type(data).__name__.lower()
+        kind = data.kind
         fields = {kind: len(data.block_hashes) if isinstance(like.get(kind), int) else list(data.block_hashes)}
         if isinstance(data, Stored) and ("parent" in like or not like):
             fields["parent"] = data.parent_hash

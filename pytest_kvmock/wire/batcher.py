@@ -15,7 +15,6 @@ from pytest_kvmock.events import (
     Cleared,
     EventData,
     KvCacheEvent,
-    Removed,
     RouterEvent,
     StorageTier,
     Stored,
@@ -197,13 +196,13 @@ class Batcher(ABC):
             storage_tier = StorageTier.of(storage_tier)
         if extra is not None:
             self._check_extra(extra)
-        if isinstance(event, (Stored, Removed, Cleared)):
+        if isinstance(event, EventData):
             self._check_carries(event, token_ids, extra)
             event = KvCacheEvent(self._next_event_id, event)
             self._next_event_id += 1
         if not isinstance(event, KvCacheEvent):
             raise TypeError(
-                f"a {type(self).__name__} takes Stored, Removed, Cleared, KvCacheEvent or RouterEvent, "
+                f"a {type(self).__name__} takes Stored, Removed, Located, Cleared, KvCacheEvent or RouterEvent, "
                 f"got {event!r:.80} ({type(event).__name__})"
             )
         return RouterEvent(0, event, storage_tier, token_ids, extra)

@@ -230,7 +230,9 @@ class _Writer:
             self._place(event, REMOVED, values)
             return self._structs.types[REMOVED](*values)
         if type(data) is not Cleared:
-            raise EncodeError(event_flaw(event) or f"its data must be Stored, Removed or Cleared, got {data!r:.80}")
+            raise EncodeError(
+                event_flaw(event) or f"its data must be Stored, Removed, Located or Cleared, got {data!r:.80}"
+            )
         if self._digests is not None:
             self._digests.cleared()
         return self._cleared

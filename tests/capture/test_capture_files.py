@@ -8,7 +8,8 @@ import pytest
 
 from pytest_kvmock import Cleared, Removed, Stored
 from pytest_kvmock.capture import CaptureError, CaptureFile, CapturingJournal, check_file
-from pytest_kvmock.events import KvCacheEvent, RouterEvent
+from pytest_kvmock.capture.lines import bare_line, event_of
+from pytest_kvmock.events import KvCacheEvent, Located, RouterEvent, SparseStored, StorageTier
 from pytest_kvmock.hygiene.ledger import Ledger
 from pytest_kvmock.wire import DIALECTS, KvWire
 
@@ -43,6 +44,20 @@ def json_lines(events, form):
 def test_json_lines_of_dynamo_are_judged(file, form):
     assert [] == check_file(file(json_lines(GOOD, form))).problems
     assert ["block_not_found"] == [problem.rule for problem in check_file(file(json_lines(BAD, form))).problems]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [SparseStored(-7, (-1, 2**63), 24, 4), SparseStored(None, (), 4, 4), Located((-3, 5)), Located((2**63,))],
+    ids=repr,
+)
+def test_a_line_has_the_span_the_location_and_the_group_of_an_event(data):
+    group = {"group_idx": 2, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 8}
+    event = RouterEvent(1, KvCacheEvent(4, data, 2), StorageTier.HOST_PINNED, [[1, 2, 3, 4]], group)
+
+    read = event_of(json.loads(json.dumps(bare_line(event))))
+
+    assert (event, group, [[1, 2, 3, 4]]) == (read, read.extra, read.token_ids)
 
 
 SPOKEN = [name for name, dialect in DIALECTS.items() if dialect.hashes != "bytes" and dialect.is_msgpack]

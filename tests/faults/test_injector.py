@@ -1,8 +1,10 @@
 """The injector by itself: a delivery in, an injection and deliveries out; it needs neither a judge nor a harness."""
 
+from random import Random
+
 import pytest
 
-from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, Stored
+from pytest_kvmock.events import Cleared, KvCacheEvent, Located, Removed, RouterEvent, SparseStored, Stored
 from pytest_kvmock.faults import changes
 from pytest_kvmock.faults.fault import Fault, RandomFault, wanted
 from pytest_kvmock.faults.injector import FaultInjector
@@ -103,3 +105,29 @@ def test_a_fault_of_the_index_input_leaves_the_delivery_as_it_is():
     injection, given = injector.filter_index_input(delivery.event)
     assert ("signed", (-1,)) == (injection.kind, given.event.data.block_hashes)
     assert (None, delivery.event) == injector.filter_index_input(delivery.event)
+
+
+WINDOW = {"kv_cache_spec_kind": "sliding_window"}
+
+
+@pytest.mark.parametrize("change", [changes.wrong_parent(Random(0), 9), changes.self_parent])
+@pytest.mark.parametrize(
+    ("data", "extra"),
+    [(SparseStored(1, (2,), 24, 4), None), (SparseStored(1, (2,), 24, 4), WINDOW), (Stored(1, (2,), (3,)), WINDOW)],
+)
+def test_no_fault_gives_another_parent_to_what_no_parent_is_asked_of(change, data, extra):
+    assert None is change(RouterEvent(0, KvCacheEvent(0, data), extra=extra))
+    assert None is not change(RouterEvent(0, KvCacheEvent(0, Stored(1, (2,), (3,))), extra={"group_idx": 1}))
+
+
+def test_a_sparse_stored_and_a_location_are_signed_and_salted_as_any_event():
+    high = 2**64 - 1
+    for data in (SparseStored(high, (high, 5), 24, 4), Located((high, 5))):
+        (event,) = changes.signed(RouterEvent(0, KvCacheEvent(0, data)))
+        assert (type(data), (-1, 5)) == (type(event.data), event.data.block_hashes)
+
+    salt = changes.salted(2, "adapter", None)
+    (stored,) = salt(RouterEvent(0, KvCacheEvent(0, Stored(None, (7,), (8,))), token_ids=[[1, 2]]))
+    (located,) = salt(RouterEvent(0, KvCacheEvent(1, Located((7, 9)))))
+    assert (*stored.data.block_hashes, 9) == located.data.block_hashes
+    assert None is salt(RouterEvent(0, KvCacheEvent(2, SparseStored(None, (7,), 4, 2)), token_ids=[[1, 2], [3, 4]]))

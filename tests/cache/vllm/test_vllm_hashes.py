@@ -10,7 +10,8 @@ from depth import seeds
 from pytest_kvmock.cache.hashed import HashChain, HashedTokens
 from pytest_kvmock.cache.vllm import hashes
 from pytest_kvmock.cache.vllm.hashes import ALGORITHMS, VERSIONS, ExtraKeys, VllmHasher
-from pytest_kvmock.events import Stored, own_blocks
+from pytest_kvmock.events import Stored
+from pytest_kvmock.hashed_blocks import own_blocks
 from pytest_kvmock.prompt_keys import MultimodalItem
 from pytest_kvmock.tokens import Prompt
 
