@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from pytest_kvmock.cache.vllm.group_policies import (
     FullPolicy,
     GroupPolicy,
-    GroupRequest,
-    GroupTable,
     Journal,
     LocalPolicy,
     Lookup,
     RingPolicy,
-    Span,
     WindowPolicy,
 )
+from pytest_kvmock.cache.vllm.group_request import ComputedBlocks
 from pytest_kvmock.cache.vllm.groups import FULL, LOCAL, RING, STATE, WINDOWS, CacheGroup, Geometry
 from pytest_kvmock.cache.vllm.named_pool import NamedPool
 from pytest_kvmock.cache.vllm.states import StatePolicy, UncachedStatePolicy
+
+if TYPE_CHECKING:
+    from pytest_kvmock.cache.vllm.group_request import GroupRequest, Span
 
 _POLICIES: Final[dict[str, type[GroupPolicy]]] = {
     **dict.fromkeys(FULL, FullPolicy),
@@ -28,20 +29,6 @@ _POLICIES: Final[dict[str, type[GroupPolicy]]] = {
     STATE: StatePolicy,
     RING: RingPolicy,
 }
-
-
-class ComputedBlocks(NamedTuple):
-    """What a request could start with.
-
-    Attributes:
-        num_tokens: tokens that need not be computed.
-        blocks: of each group by position, null where it needs none; empty where there is no hit.
-        junction: tokens that one group has, where that is more than all of them can resume from; else 0.
-    """
-
-    num_tokens: int
-    blocks: tuple[list[int], ...]
-    junction: int
 
 
 class Coordinator:
@@ -75,8 +62,8 @@ class Coordinator:
     def lookup(self, request: GroupRequest) -> ComputedBlocks:
         """The longest hit that all groups can resume from. Changes nothing."""
         policies, tokens = self.policies, request.tokens
-        hit, reached = 0, {}
-        if self.geometry.caching:
+        hit, reached = 0, dict[int, int]()
+        if self.geometry.caching and not request.skip_reading_prefix_cache:
             hit, reached = self._longest(request, tokens.num_tokens - request.computes_last_token)
         if not hit:
             nothing: tuple[list[int], ...] = tuple([] for _ in policies)
@@ -113,7 +100,7 @@ class Coordinator:
                 length = found
                 for number in family:
                     reached[number] = max(found, reached.get(number, 0))
-            if length >= limit or self._in_one_pass:
+            if length >= limit or self._in_one_pass or not length:
                 return length, reached
             limit = length
 
@@ -133,16 +120,24 @@ class Coordinator:
         for policy, table in zip(self.policies, request.tables, strict=True):
             policy.retire(table, processed)
 
-    def fill(self, request: GroupRequest, span: Span, hits: ComputedBlocks | None) -> None:
-        """Give a request its hits, and what else it needs: all hits are held before a block is taken."""
+    def fill(self, request: GroupRequest, span: Span, hits: ComputedBlocks | None) -> tuple[list[int], ...]:
+        """Give a request its hits, and what else it needs: all hits are held before a block is taken.
+
+        Returns:
+            The new blocks of each group.
+        """
         if hits is not None and any(hits.blocks):
             for policy, table, blocks in zip(self.policies, request.tables, hits.blocks, strict=True):
                 policy.adopt(table, blocks, hits.num_tokens)
+        taken: list[list[int]] = []
         for policy, table in zip(self.policies, request.tables, strict=True):
             copies: list[tuple[int, int]] = []
+            held = len(table.blocks)
             policy.fill(table, span, copies)
+            taken.append(table.blocks[held:])
             if copies:
                 self._copies.setdefault(policy.number, []).extend(copies)
+        return tuple(taken)
 
     def cache(self, request: GroupRequest, upto: int) -> None:
         """Name what of the first so many tokens is worth it, group by group."""
@@ -175,7 +170,7 @@ class Coordinator:
         """Free what a request holds, group by group, tail first."""
         for table in request.tables:
             self.pool.release(reversed(table.blocks))
-        request.tables = [GroupTable() for _ in request.tables]
+        request.forget_blocks()
 
 
 def _policy_of(group: CacheGroup) -> type[GroupPolicy]:

@@ -6,114 +6,22 @@ One subject: the life of a block in its group, from the lookup that finds it to 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from pytest_kvmock.cache.vllm.named_pool import NULL, NamedPool
 
 if TYPE_CHECKING:
     from pytest_kvmock.cache.hashed import HashedTokens
+    from pytest_kvmock.cache.vllm.group_request import GroupRequest, GroupTable, Span
     from pytest_kvmock.cache.vllm.groups import Geometry
-
-
-class GroupTable:
-    """The blocks that one request holds of one group.
-
-    Attributes:
-        blocks: by position; the null block where it needs none.
-        cached: how many positions, from the first, were considered for caching; None: none, and nothing was found.
-        shares_last: the last block is another's, which is copied before anything is written into it.
-        begun, retired, checkpoint, named_inside: of states alone, see `StatePolicy`.
-    """
-
-    __slots__ = ("begun", "blocks", "cached", "checkpoint", "named_inside", "retired", "shares_last")
-
-    def __init__(self) -> None:
-        self.blocks: list[int] = []
-        self.cached: int | None = None
-        self.shares_last = False
-        self.begun = False
-        self.retired = 0
-        self.checkpoint: Checkpoint | None = None
-        self.named_inside: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A state that is exported within a chunk.
-
-    Attributes:
-        tokens: the state is the one after so many.
-        position: where in the table its block stands.
-    """
-
-    tokens: int
-    position: int
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """What a request asks a group for.
-
-    Attributes:
-        hit: tokens that the lookup found, for a request without blocks; else 0.
-        start: tokens that are computed, those found included.
-        end: tokens once the chunk is computed.
-        slots: tokens that need a slot: `end`, and those that a draft model looks ahead.
-    """
-
-    hit: int
-    start: int
-    end: int
-    slots: int
-
-
-class GroupRequest:
-    """One request of an engine with cache groups, and the blocks that it holds. `new_request` of the manager makes one.
-
-    Attributes:
-        tokens: its tokens, and the hashes of their units; it grows as tokens are generated.
-        tables: what it holds of each group.
-        num_computed_tokens: how many of its tokens have been given to the model.
-        num_in_flight: how many of these the model has not answered yet, under async scheduling.
-        junction: where it left what others have in common with it, which that group of attention has longer than a hit
-            could be; 0: nowhere.
-        computes_last_token: its last token is computed whatever is cached, as its output is needed.
-    """
-
-    __slots__ = ("_found", "computes_last_token", "junction", "num_computed_tokens", "num_in_flight", "tables", "tokens")
-
-    def __init__(self, tokens: HashedTokens, num_groups: int) -> None:
-        self.tokens = tokens
-        self.tables = [GroupTable() for _ in range(num_groups)]
-        self.num_computed_tokens = 0
-        self.num_in_flight = 0
-        self.junction = 0
-        self.computes_last_token = True
-        self._found: tuple[object, object] | None = None  # the coordinator's: when it looked, and what it found
-
-    def __len__(self) -> int:
-        return self.tokens.num_tokens
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Length of its prompt."""
-        return self.tokens.num_prompt_tokens
-
-    @property
-    def holds_blocks(self) -> bool:
-        """Whether it was admitted."""
-        return any(table.blocks for table in self.tables)
-
-    def key(self, tokens: int) -> int:
-        """The hash of its first tokens, whole units."""
-        return self.tokens.names[tokens // self.tokens.block_size - 1]
 
 
 class Journal(Protocol):
     """Who publishes what groups do."""
 
-    def stored(self, request: GroupRequest, group: int, block_size: int, start: int, ends: Sequence[int], end: int) -> None:
+    def stored(
+        self, request: GroupRequest, group: int, *, block_size: int, start: int, ends: Sequence[int], end: int
+    ) -> None:
         """Blocks were named.
 
         Args:
@@ -294,7 +202,9 @@ class GroupPolicy:
         ends = [(place + 1) * size for place in kept]
         for place, end in zip(kept, ends, strict=True):
             pool.name(blocks[place], number, request.key(end), end)
-        self._journal.stored(request, number, size, considered.start * size, ends, considered.stop * size)
+        self._journal.stored(
+            request, number, block_size=size, start=considered.start * size, ends=ends, end=considered.stop * size
+        )
         return considered
 
     def _name_inside(self, request: GroupRequest, block: int, tokens: int) -> None:
@@ -305,7 +215,8 @@ class GroupPolicy:
         if pool.names(block) and pool.tokens(block) < tokens:
             self._journal.removed(pool.strip(block))
         pool.name(block, *name, tokens)
-        self._journal.stored(request, self.number, self._unit, tokens - self._unit, (tokens,), tokens)
+        unit = self._unit
+        self._journal.stored(request, self.number, block_size=unit, start=tokens - unit, ends=(tokens,), end=tokens)
 
 
 class FullPolicy(GroupPolicy):
@@ -315,11 +226,12 @@ class FullPolicy(GroupPolicy):
     could resume from; where hits may end inside a block, it is found by that.
     """
 
-    @property
-    def drop_unit(self) -> int:  # type: ignore[override]  # a constant of most kinds
-        return self._unit if self._alignment < self.block_size else self.block_size
+    def __init__(self, number: int, geometry: Geometry, pool: NamedPool, journal: Journal) -> None:
+        super().__init__(number, geometry, pool, journal)
+        self.drop_unit = self._unit if self._alignment < self.block_size else self.block_size
 
     def longest(self, look: Lookup, limit: int, drops: bool) -> int:
+        """Blocks from the left until one is missing; where hits may end inside a block, also the units of the next one."""
         size, unit, alignment = self.block_size, self._unit, self._alignment
         length = look.leading(0, limit // size, size) * size
         if alignment < size:
@@ -330,6 +242,7 @@ class FullPolicy(GroupPolicy):
         return length // alignment * alignment
 
     def found(self, request: GroupRequest, hit: int, reached: int) -> list[int]:
+        """All blocks, the last one perhaps for its first tokens alone."""
         blocks, size = super().found(request, hit, reached), self.block_size
         if hit % size:  # the block that the lookup came to, perhaps by more tokens than are left of it
             inside = min(reached + (self._unit if self.drops else 0), -(-hit // size) * size)
@@ -337,11 +250,12 @@ class FullPolicy(GroupPolicy):
         return blocks
 
     def cache(self, request: GroupRequest, upto: int) -> None:
+        """Name all blocks, and the one that the prompt ends in."""
         table = request.tables[self.number]
         self._cache_whole(request, table, upto)
         if self.block_size == self._unit:
             return
-        prompt, unit = request.num_prompt_tokens, self._unit
+        prompt, unit = request.tokens.num_prompt_tokens, self._unit
         tail = (prompt if self.drops else prompt - 1) // unit * unit
         if tail % self.block_size and tail <= upto:
             block = table.blocks[tail // self.block_size]
@@ -360,6 +274,7 @@ class WindowPolicy(GroupPolicy):
         self.drop_unit = self.block_size
 
     def longest(self, look: Lookup, limit: int, drops: bool) -> int:
+        """The last place before which a whole window of blocks stands, or all blocks."""
         size, alignment, most = self.block_size, self._alignment, self._need + drops
         run = end = 0  # blocks that stand in a row, and where they end
         for position in range(limit // size, 0, -1):
@@ -374,9 +289,11 @@ class WindowPolicy(GroupPolicy):
         return max(whole - drops * size, 0) // alignment * alignment
 
     def skipped(self, tokens: int) -> int:
+        """All tokens before the window."""
         return tokens - self._window + 1
 
     def kept(self, request: GroupRequest, start: int, end: int) -> Iterable[int]:
+        """The blocks of the windows that prompts resume from, and by the retention those before each of its multiples."""
         geometry, size, drops = self._geometry, self.block_size, self.drops
         need = (self._need + drops) * size
         every = self._alignment if geometry.retention is None else geometry.retention
@@ -384,7 +301,7 @@ class WindowPolicy(GroupPolicy):
             return range(start, end)
         marks: Collection[int] = ()
         if geometry.retention is not None:
-            marks = geometry.checkpoints(request.num_prompt_tokens, request.junction, self.number)
+            marks = geometry.checkpoints(request.tokens.num_prompt_tokens, request.junction, self.number)
         shift = drops * size
         return [
             position
@@ -402,11 +319,13 @@ class LocalPolicy(GroupPolicy):
         self._chunk = self.group.chunk
 
     def longest(self, look: Lookup, limit: int, drops: bool) -> int:  # noqa: ARG002 - refused with a draft model
+        """Blocks from the begin of the chunk that the limit lies in, until one is missing."""
         size = self.block_size
         first = self.skipped(limit) // size
         return (first + look.leading(first, limit // size, size)) * size
 
     def skipped(self, tokens: int) -> int:
+        """All tokens before the chunk."""
         return tokens // self._chunk * self._chunk
 
 
@@ -414,6 +333,7 @@ class RingPolicy(GroupPolicy):
     """A circular buffer: one block a request, which is never found again."""
 
     def found(self, request: GroupRequest, hit: int, reached: int) -> list[int]:  # noqa: ARG002 - nothing ever is
+        """Nothing."""
         return []
 
     def missing(
@@ -425,17 +345,19 @@ class RingPolicy(GroupPolicy):
         *,
         asks: bool = False,  # noqa: ARG002 - as above
     ) -> int:
+        """One block, once."""
         return not request.tables[self.number].blocks
 
     def retire(self, table: GroupTable, processed: int) -> None:
-        pass
+        """Nothing is freed before the end."""
 
     def adopt(self, table: GroupTable, hits: Sequence[int], hit: int) -> None:
-        pass
+        """Nothing was found."""
 
     def fill(self, table: GroupTable, span: Span, copies: list[tuple[int, int]]) -> None:  # noqa: ARG002 - as above
+        """Take the one block."""
         if not table.blocks:
             table.blocks = self._pool.take(1)
 
     def cache(self, request: GroupRequest, upto: int) -> None:
-        pass
+        """Nothing has a name."""

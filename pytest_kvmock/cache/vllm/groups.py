@@ -142,7 +142,7 @@ class Geometry:
         """Work out the sizes of an engine of these groups.
 
         Args:
-            groups: at least one, of which one is of full attention or MLA, or windows alone.
+            groups: at least one that can be cached.
             retention: as above; a multiple of the scheduler's block.
             match_unit: tokens of a hash (`--prefix-match-unit`), which divides all blocks; None: the largest that does.
             use_eagle: as above.
@@ -172,6 +172,8 @@ class Geometry:
         fine = any(group.kind == STATE and group.block_size > unit for group in cacheable) and all(
             group.kind in FULL or group.kind == STATE or group.block_size == unit for group in cacheable
         )
+        if use_eagle and any(group.kind == LOCAL for group in taken):
+            raise ValueError(f"use_eagle: vLLM has no draft model with groups of kind {LOCAL!r}")
         families: dict[tuple[Any, ...], list[int]] = {}
         for number, group in enumerate(taken):
             if group.cacheable:
@@ -207,9 +209,10 @@ class Geometry:
         return self.caching and any(group.kind == STATE and group.mode == "align" for group in self.groups)
 
     @property
-    def attention_group(self) -> int | None:
-        """The number of the dense group that a router's blocks are of; None where there are windows alone."""
-        return next((number for number, group in enumerate(self.groups) if group.kind in FULL), None)
+    def main_group(self) -> int:
+        """The number of the attention group, whose blocks are a router's; without one, of the first that is cached."""
+        kinds = [group.kind for group in self.groups]
+        return next((number for number, kind in enumerate(kinds) if kind in FULL), self.families[0][0])
 
     def prompt_end(self, prompt_tokens: int, unit: int) -> int:
         """The last multiple of a unit that a request of the same prompt could resume from."""

@@ -118,6 +118,14 @@ class NamedPool:
             free[block] = None
             free.move_to_end(block, last=False)
 
+    def grow(self, count: int) -> None:
+        """Put so many more blocks at the end of the queue."""
+        first = len(self.refs)
+        self.free.update(dict.fromkeys(range(first, first + count)))
+        self.refs += [0] * count
+        self._tokens += [0] * count
+        self._names += [[] for _ in range(count)]
+
     def reset(self) -> None:
         """Drop all names; the queue keeps its order."""
         for cached in self.cached:

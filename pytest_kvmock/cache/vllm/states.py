@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from pytest_kvmock.cache.vllm.group_policies import Checkpoint, GroupPolicy, GroupTable, Lookup, Span
+from pytest_kvmock.cache.vllm.group_policies import GroupPolicy
+from pytest_kvmock.cache.vllm.group_request import Checkpoint, Span
 from pytest_kvmock.cache.vllm.groups import RING, STATE
 from pytest_kvmock.cache.vllm.named_pool import NULL, NamedPool
 
 if TYPE_CHECKING:
-    from pytest_kvmock.cache.vllm.group_policies import GroupRequest, Journal
+    from pytest_kvmock.cache.vllm.group_policies import Journal, Lookup
+    from pytest_kvmock.cache.vllm.group_request import GroupRequest, GroupTable
     from pytest_kvmock.cache.vllm.groups import Geometry
 
 # Theory of operation
@@ -41,13 +43,16 @@ class StatePolicy(GroupPolicy):
         self.named_in_step: set[tuple[int, int]] = set()
 
     def longest(self, look: Lookup, limit: int, drops: bool) -> int:  # noqa: ARG002 - states are checkpointed earlier instead
+        """The last place at which a state is cached."""
         size = self._alignment
         return next((tokens for tokens in range(limit // size * size, 0, -size) if look.has(tokens)), 0)
 
     def skipped(self, tokens: int) -> int:
+        """All tokens but the last one, which the running state is that of."""
         return tokens - 1
 
     def found(self, request: GroupRequest, hit: int, reached: int) -> list[int]:  # noqa: ARG002 - there is one state
+        """One state."""
         return [NULL] * self._first_found(hit) + [self._pool.cached[self.number][request.key(hit)]]
 
     # ------------------------------------------------------------------------------------------------ allocation
@@ -61,6 +66,7 @@ class StatePolicy(GroupPolicy):
         *,
         asks: bool = False,
     ) -> int:
+        """The running state, whatever the length of the chunk; a checkpoint, a copy and scratch blocks where they are due."""
         table, pool, size = request.tables[self.number], self._pool, self.block_size
         checkpoint = self._checkpoint(request, table, span)
         if not asks:
@@ -75,7 +81,7 @@ class StatePolicy(GroupPolicy):
     def _checkpoint(self, request: GroupRequest, table: GroupTable, span: Span) -> Checkpoint | None:
         """The state that is exported within a chunk; None: none is."""
         every = self.group.checkpoint
-        last = max(request.num_prompt_tokens, len(request) - 1)
+        last = max(request.tokens.num_prompt_tokens, len(request) - 1)
         if every is None or (self._geometry.retention == 0 and span.end < last):
             return None
         checkpoint = self.exported(span.start, span.end, every)
@@ -95,11 +101,13 @@ class StatePolicy(GroupPolicy):
         return Checkpoint(tokens, position) if position >= 0 and position > (start - 1) // size else None
 
     def retire(self, table: GroupTable, processed: int) -> None:
+        """Free the states before the running one."""
         behind = min(self.skipped(processed) // self.block_size, len(table.blocks))
         self._retire_down_to(table, behind, table.retired, passes_null=True)
         table.retired = max(behind, table.retired)
 
     def fill(self, table: GroupTable, span: Span, copies: list[tuple[int, int]]) -> None:
+        """Take blocks for the running state and what stands about it; scratch blocks move to the end."""
         blocks, pool = table.blocks, self._pool
         required = -(-span.end // self.block_size) + self._scratch
         due = table.shares_last or table.named_inside is not None or table.checkpoint is not None
@@ -132,11 +140,14 @@ class StatePolicy(GroupPolicy):
     # --------------------------------------------------------------------------------------------------- caching
 
     def kept(self, request: GroupRequest, start: int, end: int) -> Iterable[int]:
+        """The states that prompts resume from, and by the retention those at its multiples."""
         size = self.block_size
         if self._geometry.retention is None:
             return range(start, end)
-        marks = self._geometry.checkpoints(request.num_prompt_tokens, request.junction, self.number)
-        return [place for place in range(start, end) if self._is_regular((place + 1) * size) or (place + 1) * size in marks]
+        marks = self._geometry.checkpoints(request.tokens.num_prompt_tokens, request.junction, self.number)
+        return [
+            place for place in range(start, end) if self._is_regular((place + 1) * size) or (place + 1) * size in marks
+        ]
 
     def _is_regular(self, tokens: int) -> bool:
         """Whether the state after so many tokens is kept of every request."""
@@ -144,13 +155,14 @@ class StatePolicy(GroupPolicy):
         return not tokens % self.block_size and (every is None or (every > 0 and not tokens % every))
 
     def cache(self, request: GroupRequest, upto: int) -> None:
+        """Name the state at the end of a chunk, and the checkpoint or the state at the end of the prompt."""
         table, pool = request.tables[self.number], self._pool
         considered = self._cache_whole(request, table, upto)
         for block in table.blocks[considered.start : considered.stop]:
             self.named_in_step.update(pool.names(block)[:1])
         if table.checkpoint is not None:
             self._cache_checkpoint(request, table, table.checkpoint)
-        elif upto and upto == self._geometry.prompt_end(request.num_prompt_tokens, self._unit):
+        elif upto and upto == self._geometry.prompt_end(request.tokens.num_prompt_tokens, self._unit):
             self._cache_prompt_end(request, table, upto)
 
     def _cache_checkpoint(self, request: GroupRequest, table: GroupTable, checkpoint: Checkpoint) -> None:
@@ -158,7 +170,7 @@ class StatePolicy(GroupPolicy):
         block = table.blocks[checkpoint.position]
         if block == NULL:
             return
-        ends = (self._geometry.prompt_end(request.num_prompt_tokens, self._alignment), request.junction)
+        ends = (self._geometry.prompt_end(request.tokens.num_prompt_tokens, self._alignment), request.junction)
         kept = tokens in ends or self._is_regular(tokens)
         if kept and pool.tokens(block) == tokens:
             return
@@ -185,24 +197,28 @@ class UncachedStatePolicy(GroupPolicy):
     """States in mode "none": a block each for so many tokens, and none is ever found again."""
 
     def longest(self, look: Lookup, limit: int, drops: bool) -> int:  # noqa: ARG002 - as it says
+        """Nothing."""
         return 0
 
     def skipped(self, tokens: int) -> int:
+        """All tokens but the last one."""
         return tokens - 1
 
     def missing(
         self, request: GroupRequest, span: Span, hits: Sequence[int], cap: int | None = None, *, asks: bool = False
     ) -> int:
+        """A block for each so many tokens, and the scratch blocks."""
         return super().missing(request, self._with_scratch(span), hits, cap, asks=asks)
 
     def fill(self, table: GroupTable, span: Span, copies: list[tuple[int, int]]) -> None:
+        """Take as many."""
         super().fill(table, self._with_scratch(span), copies)
 
     def _with_scratch(self, span: Span) -> Span:
         return Span(span.hit, span.start, span.end, span.end + self.group.speculative_blocks * self.block_size)
 
     def cache(self, request: GroupRequest, upto: int) -> None:
-        pass
+        """Nothing has a name."""
 
 
 class ChunkEnds:
@@ -232,7 +248,7 @@ class ChunkEnds:
             tokens: those that are left and fit into the step.
             junction: as `GroupRequest.junction`.
         """
-        prompt, size, geometry = request.num_prompt_tokens, self._size, self._geometry
+        prompt, size, geometry = request.tokens.num_prompt_tokens, self._size, self._geometry
         end, prefill = start + tokens, max(prompt, len(request) - 1)
         if not self._cuts or start >= prefill:
             return tokens

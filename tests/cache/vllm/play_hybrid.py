@@ -13,7 +13,9 @@ from zlib import crc32
 
 from pytest_kvmock.cache.vllm.groups import CacheGroup
 from pytest_kvmock.cache.vllm.hashes import ExtraKeys
-from pytest_kvmock.cache.vllm.hybrid import HybridManager, SpanRemoved, SpanStored
+from pytest_kvmock.cache.vllm.hybrid import HybridManager
+from pytest_kvmock.events import Cleared, Removed, SparseStored
+from pytest_kvmock.prompt_keys import group_of
 from pytest_kvmock.tokens import Prompt
 
 
@@ -28,7 +30,7 @@ class Player:
         self.manager = HybridManager(
             groups=[CacheGroup(**group) for group in self.groups],
             num_blocks=program["num_blocks"] - 1,
-            block_size=16,
+            sink=self,
             retention=program["retention"],
             match_unit=program.get("unit"),
             use_eagle=program.get("use_eagle", False),
@@ -37,6 +39,8 @@ class Player:
             max_model_len=program["max_model_len"],
             async_scheduling=program["async"],
         )
+        self.events = []
+        self.kinds = program["facts"]["kinds"]
         self.requests = {}
         self.placeholders = {}
 
@@ -47,7 +51,7 @@ class Player:
             "hash_block_size": geometry.hash_unit,
             "partial_hits": geometry.fine_hits,
             "hit_alignment": geometry.alignment,
-            "admission_caps": self.manager._caps,
+            "admission_caps": self.manager.admission_caps,
         }
 
     def make(self, runs, salt):
@@ -70,11 +74,11 @@ class Player:
         hits = manager.get_computed_blocks(request)
         tokens = manager.chunk_tokens(request, min(len(request) - hits.num_tokens, budget), hits)
         before = [[len(blocks), sum(map(bool, blocks))] for blocks in hits.blocks]
-        ok = tokens > 0 and manager.allocate_slots(
+        ok = bool(tokens) and None is not manager.allocate_slots(
             request, tokens, hits, num_lookahead_tokens=self.lookahead, full_sequence_must_fit=True
         )
         if ok:
-            request.num_in_flight += tokens
+            request.num_in_flight_tokens += tokens
         return {
             "computed_tokens": hits.num_tokens,
             "junction": hits.junction,
@@ -87,9 +91,9 @@ class Player:
         manager, request = self.manager, self.requests[name]
         asked = min(len(request) + self.placeholders[name] - request.num_computed_tokens, budget)
         tokens = manager.chunk_tokens(request, asked)
-        ok = not tokens or manager.allocate_slots(request, tokens, num_lookahead_tokens=self.lookahead)
+        ok = not tokens or manager.allocate_slots(request, tokens, num_lookahead_tokens=self.lookahead) is not None
         if ok:
-            request.num_in_flight += tokens
+            request.num_in_flight_tokens += tokens
         return {"tokens": tokens, "ok": ok}
 
     def do_end(self):
@@ -101,12 +105,12 @@ class Player:
 
     def do_out(self, name, tokens, token, stale):
         request = self.requests[name]
-        request.num_in_flight -= tokens
+        request.num_in_flight_tokens -= tokens
         if token is not None:
             request.tokens.append(token)
             if self.placeholders[name] and not stale:
                 self.placeholders[name] -= 1
-                self.manager.cache_blocks(request, request.num_computed_tokens - request.num_in_flight)
+                self.manager.cache_blocks(request, request.num_computed_tokens - request.num_in_flight_tokens)
 
     def do_free(self, name):
         self.manager.free(self.requests.pop(name))
@@ -118,34 +122,42 @@ class Player:
     def do_reset(self):
         return {"ok": self.manager.reset_prefix_cache()}
 
-    def events(self):
-        out = []
-        for event in self.manager.log:
-            if isinstance(event, SpanStored):
-                one = ["S", event.group, event.parent, list(event.hashes), event.block_size, event.end - event.start]
-                one.append(event.first_token)
-                if event.extra_keys:
-                    one.append(list(event.extra_keys))
-                out.append(one)
-            elif isinstance(event, SpanRemoved):
-                out.append(["R", event.group, [event.hash]])
-            else:
-                out.append(["C"])
-        self.manager.log.clear()
-        return out
+    def publish(self, event, storage_tier, token_ids=None, extra=None):
+        """Take an event of the manager, in the form of the recordings."""
+        data, group, extra = event.data, group_of(extra), extra or {}
+        if isinstance(data, Cleared):
+            self.events.append(["C"])
+        elif isinstance(data, Removed):
+            self.events.append(["R", group, list(data.block_hashes)])
+        else:
+            kind = [extra.get("kv_cache_spec_kind", "full_attention"), extra.get("kv_cache_spec_sliding_window")]
+            assert kind == self.kinds[group], kind
+            sizes = {len(tokens) for tokens in token_ids}
+            assert len(sizes) == 1
+            assert type(data) is SparseStored or len(token_ids) == len(data.block_hashes)
+            one = ["S", group, data.parent_hash, list(data.block_hashes), *sizes]
+            one += [sum(map(len, token_ids)), token_ids[0][0]]
+            if any(extra.get("extra_keys", ())):
+                one.append([keys and list(keys) for keys in extra["extra_keys"]])
+            self.events.append(one)
+
+    def taken(self):
+        """The events since the last step."""
+        events, self.events = self.events, []
+        return events
 
     def play(self, step):
         op, *args = step["op"]
         got = getattr(self, f"do_{op}")(*args) or {}
         request = self.requests.get(args[0]) if op in {"admit", "run", "out"} else None
         tables = [table.blocks for table in request.tables] if request else []
-        queue = list(self.manager._pool.free)
+        queue = self.manager.free_queue
         if "held" in step:
             got["held"] = [[len(blocks), sum(map(bool, blocks))] for blocks in tables]
         return {
             "op": step["op"],
             **got,
-            "events": self.events(),
+            "events": self.taken(),
             "free": len(queue),
             "crc": crc32(json.dumps([queue, tables]).encode()),
         }
@@ -182,8 +194,8 @@ def main(paths):
             if found is None:
                 equal += 1
             else:
-                print(f"{Path(path).name}: {program['geometry']}, seed {program['seed']}: {found}")
-        print(f"{equal} of {len(programs)} programs equal")
+                print(f"{Path(path).name}: {program['geometry']}, seed {program['seed']}: {found}")  # noqa: T201 - a command
+        print(f"{equal} of {len(programs)} programs equal")  # noqa: T201 - a command
         wrong += len(programs) - equal
     return bool(wrong)
 
