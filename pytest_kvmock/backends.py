@@ -210,6 +210,8 @@ def _check_scheduler(name: str, scheduler: object) -> None:
         raise ValueError(f"backend {name!r}: scheduler must be {known}, got {scheduler!r}")
 
 
+_VLLM_OPTIONS: Final = ("hash_algorithm", "hash_seed", "enable_caching", "lora_paths")
+
 _LOGICAL: Final = "dynamo-mocker 1.2.1 on kvbm-logical 1.2.1"
 
 BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
@@ -238,7 +240,7 @@ BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
                 in_matrix=False,
                 driver=makers.block_pool_driver,
                 chain=makers.hash_chain,
-                options=("version", "hash_algorithm", "hash_seed", "enable_caching", "lora_paths"),
+                options=("version", *_VLLM_OPTIONS, "groups", *makers.GROUP_SETTINGS),
                 semantics="1.6.1",
             ),
             BackendSpec(
@@ -249,7 +251,7 @@ BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
                 in_matrix=False,
                 driver=makers.block_pool_driver,
                 chain=makers.hash_chain,
-                options=("hash_algorithm", "hash_seed", "enable_caching", "lora_paths"),
+                options=_VLLM_OPTIONS,
                 semantics="1.6.1",
             ),
             BackendSpec(
@@ -365,7 +367,7 @@ def create_manager(
     backend: str | BackendSpec = "lineage",
     *,
     num_blocks: int,
-    block_size: int = 16,
+    block_size: int | None = None,
     dp_rank: int = 0,
     sink: GivenSink | None = None,
     **options: Any,
@@ -375,7 +377,8 @@ def create_manager(
     Args:
         backend: its name, or a spec.
         num_blocks: capacity in blocks.
-        block_size: tokens a block; for the logical backends a power of two from 2 to 1024.
+        block_size: tokens a block; for the logical backends a power of two from 2 to 1024. None: 16, or where cache `groups` are
+            given that of the attention group.
         dp_rank: the data-parallel rank that its events name.
         sink: where its events are published, of any shape of `sinks.GivenSink`; None: nowhere.
         **options: what else the backend takes (`BackendSpec.options`); each takes `tiers=None`.
@@ -389,7 +392,9 @@ def create_manager(
     spec = backend_spec(backend)
     options = spec.check_options(options)
     taken = None if sink is None else adapted(sink)
-    return spec.make(num_blocks=num_blocks, block_size=block_size, dp_rank=dp_rank, sink=taken, **options)
+    if block_size is not None or options.get("groups") is None:
+        options["block_size"] = 16 if block_size is None else block_size
+    return spec.make(num_blocks=num_blocks, dp_rank=dp_rank, sink=taken, **options)
 
 
 MOST_WORKERS: Final = 2**16

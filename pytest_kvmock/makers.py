@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from random import Random
@@ -10,6 +10,16 @@ if TYPE_CHECKING:
     from pytest_kvmock.cache.manager import KvManager
     from pytest_kvmock.engine.driver import Driver
     from pytest_kvmock.hygiene.content import Chain
+
+GROUP_SETTINGS: Final = (
+    "retention",
+    "match_unit",
+    "use_eagle",
+    "max_num_batched_tokens",
+    "max_model_len",
+    "async_scheduling",
+)
+"""Options of vLLM's manager that are for engines with cache groups alone."""
 
 
 def lineage(*, tiers: Any = None, **sizes: Any) -> KvManager:
@@ -60,8 +70,15 @@ def whole_move_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> 
     return WholeMoveDriver(manager, prefix_caching, rng)
 
 
-def vllm(**options: Any) -> KvManager:
-    """Make a `BlockPoolManager`."""
+def vllm(*, groups: Any = None, **options: Any) -> KvManager:
+    """Make a `BlockPoolManager`, or a `HybridManager` where there are other groups than one of full attention."""
+    settings: dict[str, Any] = {name: options.pop(name) for name in GROUP_SETTINGS if name in options}
+    if groups is not None:
+        from pytest_kvmock.cache.vllm.hybrid import of_groups
+
+        return of_groups(groups, settings, options)
+    if settings:
+        raise ValueError(f"{next(iter(settings))} is for engines with cache groups; give groups, too")
     from pytest_kvmock.cache.vllm.block_pool import BlockPoolManager
 
     return BlockPoolManager(**options)

@@ -17,7 +17,7 @@ from pytest_kvmock.cache.vllm.group_policies import (
 from pytest_kvmock.cache.vllm.group_request import ComputedBlocks
 from pytest_kvmock.cache.vllm.groups import FULL, LOCAL, RING, STATE, WINDOWS, CacheGroup, Geometry
 from pytest_kvmock.cache.vllm.named_pool import NamedPool
-from pytest_kvmock.cache.vllm.states import StatePolicy, UncachedStatePolicy
+from pytest_kvmock.cache.vllm.state_groups import StatePolicy, UncachedStatePolicy
 
 if TYPE_CHECKING:
     from pytest_kvmock.cache.vllm.group_request import GroupRequest, Span

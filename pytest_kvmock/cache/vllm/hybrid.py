@@ -13,16 +13,17 @@ from uuid import UUID
 
 from pytest_kvmock.cache.base import LOG, Publisher
 from pytest_kvmock.cache.cache_trace import TRACE_LEVEL, trace
+from pytest_kvmock.cache.vllm.block_pool import BlockPoolManager
 from pytest_kvmock.cache.vllm.coordinator import Coordinator
 from pytest_kvmock.cache.vllm.group_request import ComputedBlocks, GroupRequest, Span
-from pytest_kvmock.cache.vllm.groups import CacheGroup, Geometry, Retention
+from pytest_kvmock.cache.vllm.groups import FULL, CacheGroup, Geometry, Retention, checked_groups
 from pytest_kvmock.cache.vllm.hashes import ExtraKeys
 from pytest_kvmock.cache.vllm.named_pool import NamedPool
-from pytest_kvmock.cache.vllm.states import ChunkEnds
+from pytest_kvmock.cache.vllm.state_groups import ChunkEnds
 from pytest_kvmock.cache.vllm.vllm_manager import VllmManager
 from pytest_kvmock.checks import check_integer
 from pytest_kvmock.events import Cleared, Removed, SparseStored, StorageTier, Stored
-from pytest_kvmock.prompt_keys import group_extra
+from pytest_kvmock.prompt_keys import FULL_ATTENTION, group_extra
 from pytest_kvmock.tokens import Prompt, TokenIds, keyed_block_hashes
 
 if TYPE_CHECKING:
@@ -393,3 +394,24 @@ def _of_kept(carried: dict[str, Any], kept: Sequence[int]) -> EventExtra:
         else:
             del carried["extra_keys"]
     return carried
+
+
+def of_groups(groups: object, settings: dict[str, Any], options: dict[str, Any]) -> HybridManager | BlockPoolManager:
+    """The manager of an engine with these groups: with one of full attention alone, that of the block pool.
+
+    Args:
+        groups: its groups; one is of full attention or MLA.
+        settings: arguments of `HybridManager` that are its own.
+        options: those that both managers have.
+
+    Raises:
+        ValueError: an argument is not what it must be.
+    """
+    taken = checked_groups(groups)
+    if not any(group.kind in FULL for group in taken):
+        kinds = ", ".join(group.kind for group in taken)
+        raise ValueError(f"groups must have one of kind {' or '.join(map(repr, FULL))}, got {kinds}")
+    if len(taken) > 1 or taken[0].kind != FULL_ATTENTION:
+        return HybridManager(groups=taken, **settings, **options)
+    HybridManager(groups=taken, **settings, **{**options, "num_blocks": 1, "sink": None})  # it raises for a wrong value
+    return BlockPoolManager(**{"block_size": taken[0].block_size, **options})
