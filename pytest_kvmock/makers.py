@@ -90,7 +90,11 @@ def vllm_0_19(**options: Any) -> KvManager:
 
 
 def block_pool_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> Driver:
-    """Make the driver of a `BlockPoolManager`."""
+    """Make the driver of a manager of vLLM: a `BlockPoolManager`, or a `HybridManager` if that has several cache groups."""
+    if hasattr(manager, "geometry"):
+        from pytest_kvmock.engine.hybrid_driver import HybridDriver
+
+        return HybridDriver(manager, prefix_caching, rng)
     from pytest_kvmock.engine.block_pool_driver import BlockPoolDriver
 
     return BlockPoolDriver(manager, prefix_caching, rng)

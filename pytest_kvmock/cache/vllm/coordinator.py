@@ -120,6 +120,15 @@ class Coordinator:
         for policy, table in zip(self.policies, request.tables, strict=True):
             policy.retire(table, processed)
 
+    def retirable(self, request: GroupRequest, processed: int) -> int:
+        """Count the blocks that `retire` would put into the queue."""
+        refs = self.pool.refs
+        return sum(
+            refs[table.blocks[position]] == 1
+            for policy, table in zip(self.policies, request.tables, strict=True)
+            for position in policy.behind(table, processed)
+        )
+
     def fill(self, request: GroupRequest, span: Span, hits: ComputedBlocks | None) -> tuple[list[int], ...]:
         """Give a request its hits, and what else it needs: all hits are held before a block is taken.
 

@@ -5,7 +5,7 @@ One subject: the life of a block in its group, from the lookup that finds it to 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from pytest_kvmock.cache.vllm.named_pool import NULL, NamedPool
@@ -141,17 +141,20 @@ class GroupPolicy:
 
     def retire(self, table: GroupTable, processed: int) -> None:
         """Free the blocks behind the window once so many tokens are processed, the last one first."""
-        self._retire_down_to(table, self.skipped(processed) // self.block_size, 0)
+        freed = []
+        for position in self.behind(table, processed):
+            freed.append(table.blocks[position])
+            table.blocks[position] = NULL
+        if freed:
+            self._pool.release(freed)
 
-    def _retire_down_to(self, table: GroupTable, behind: int, least: int, *, passes_null: bool = False) -> None:
-        blocks, freed = table.blocks, []
-        for position in range(min(behind, len(blocks)) - 1, least - 1, -1):
-            if blocks[position] != NULL:
-                freed.append(blocks[position])
-                blocks[position] = NULL
-            elif not passes_null:
-                break
-        self._pool.release(freed)
+    def behind(self, table: GroupTable, processed: int) -> Iterator[int]:
+        """The positions of the blocks that `retire` would free, the last one first."""
+        blocks = table.blocks
+        for position in range(min(self.skipped(processed) // self.block_size, len(blocks)) - 1, -1, -1):
+            if blocks[position] == NULL:
+                return
+            yield position
 
     def adopt(self, table: GroupTable, hits: Sequence[int], hit: int) -> None:
         """Give a request without blocks those that the lookup found."""
@@ -177,6 +180,24 @@ class GroupPolicy:
             self._pool.touch((copy,))
             copies.append((table.blocks[-1], copy))
             table.blocks[-1] = copy
+
+    def quiet_tokens(self, table: GroupTable, computed: int) -> int:
+        """Tokens that can be computed one a step, after so many, before a step takes, fills or frees a block."""
+        blocks, size = table.blocks, self.block_size
+        if self._slots(table) <= computed:
+            return 0
+        behind = max(self.skipped(computed), 0) // size
+        if behind and blocks[min(behind, len(blocks)) - 1] != NULL:
+            return 0
+        return min(size - 1 - computed % size, self._next_retired(computed) - computed)
+
+    def _slots(self, table: GroupTable) -> int:
+        return len(table.blocks) * self.block_size
+
+    def _next_retired(self, computed: int) -> int:
+        """How many tokens must be computed before one block more is behind the window."""
+        skipped = self.skipped(computed)
+        return computed - skipped + (max(skipped, 0) // self.block_size + 1) * self.block_size
 
     # --------------------------------------------------------------------------------------------------- caching
 
@@ -328,6 +349,9 @@ class LocalPolicy(GroupPolicy):
         """All tokens before the chunk."""
         return tokens // self._chunk * self._chunk
 
+    def _next_retired(self, computed: int) -> int:
+        return (computed // self._chunk + 1) * self._chunk
+
 
 class RingPolicy(GroupPolicy):
     """A circular buffer: one block a request, which is never found again."""
@@ -351,8 +375,16 @@ class RingPolicy(GroupPolicy):
     def retire(self, table: GroupTable, processed: int) -> None:
         """Nothing is freed before the end."""
 
+    def behind(self, table: GroupTable, processed: int) -> Iterator[int]:  # noqa: ARG002 - as above
+        """As it says."""
+        return iter(())
+
     def adopt(self, table: GroupTable, hits: Sequence[int], hit: int) -> None:
         """Nothing was found."""
+
+    def quiet_tokens(self, table: GroupTable, computed: int) -> int:  # noqa: ARG002 - as above
+        """Nothing ever happens."""
+        return self.block_size
 
     def fill(self, table: GroupTable, span: Span, copies: list[tuple[int, int]]) -> None:  # noqa: ARG002 - as above
         """Take the one block."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import gcd, lcm
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 
 from pytest_kvmock.checks import check_integer, unknown_text
 
@@ -25,7 +25,9 @@ RING: Final = "ring"
 KINDS: Final = (*FULL, *WINDOWS, LOCAL, STATE, RING)
 """Kinds of groups, by vLLM's names (`kv_cache_spec_kind`); a ring is its circular buffer, which is never cached."""
 
-Retention = int | None
+_WHOLE_REQUEST: Final = 2**40  # tokens, more than a request has
+
+Retention: TypeAlias = int | None
 """Which blocks of sparse groups are cached: 0: those that prompts resume from; positive: also those that end at each multiple of
 so many tokens; None: all that a hit may use."""
 
@@ -208,11 +210,12 @@ class Geometry:
         """Whether chunks end where states are cached."""
         return self.caching and any(group.kind == STATE and group.mode == "align" for group in self.groups)
 
-    @property
-    def main_group(self) -> int:
-        """The number of the attention group, whose blocks are a router's; without one, of the first that is cached."""
-        kinds = [group.kind for group in self.groups]
-        return next((number for number, kind in enumerate(kinds) if kind in FULL), self.families[0][0])
+    def uncached(self) -> Geometry:
+        """The same engine without prefix caching: of a state, a request has one block for all its tokens."""
+        groups = tuple(
+            group if group.kind != STATE else CacheGroup(STATE, _WHOLE_REQUEST, mode="none") for group in self.groups
+        )
+        return Geometry.of(groups, retention=self.retention and 0, use_eagle=self.use_eagle, caching=False)
 
     def prompt_end(self, prompt_tokens: int, unit: int) -> int:
         """The last multiple of a unit that a request of the same prompt could resume from."""

@@ -72,18 +72,11 @@ class HybridManager(VllmManager):
         async_scheduling: bool = False,
         **options: Any,
     ) -> None:
-        geometry = self.geometry = Geometry.of(
-            groups,
-            retention=retention,
-            match_unit=match_unit,
-            use_eagle=use_eagle,
-            caching=options.get("enable_caching", True),
-        )
-        main = geometry.main_group
-        size = geometry.groups[main].block_size
-        if options.setdefault("block_size", size) != size:
+        taken = checked_groups(groups)
+        main = next((group for group in taken if group.kind in FULL), taken[0])
+        if options.setdefault("block_size", main.block_size) != main.block_size:
             raise ValueError(
-                f"block_size must be that of the attention group, {size} tokens, or not given; "
+                f"block_size must be that of the attention group, {main.block_size} tokens, or not given; "
                 f"got {options['block_size']!r}"
             )
         super().__init__(num_blocks=num_blocks, **options)
@@ -96,16 +89,28 @@ class HybridManager(VllmManager):
             check_integer("max_model_len", max_model_len, 1, " tokens, or None")
         self.max_num_batched_tokens = max_num_batched_tokens
         self._most_tokens = _NO_LIMIT if max_model_len is None else max_model_len
-        count = len(geometry.groups)
-        self._pool = NamedPool(num_blocks, count, self.removed, front=not self.enable_caching)
-        self._coordinator = Coordinator(geometry, self._pool, self)
-        self._chunks = ChunkEnds(geometry, self._coordinator.policies, max_num_batched_tokens)
         in_flight = max_num_batched_tokens * (2 if async_scheduling else 1)
-        self.admission_caps = [geometry.admission_cap(number, in_flight, max_model_len) for number in range(count)]
-        self._uncapped = [None] * count
-        self._main = main, size
-        self._extras = [group_extra(number, each.kind, each.window) for number, each in enumerate(geometry.groups)]
-        self._removed_extras = [group_extra(number) for number in range(count)]
+        self._main = taken.index(main)
+        self._uncapped = [None] * len(taken)
+        self._extras = [group_extra(number, each.kind, each.window) for number, each in enumerate(taken)]
+        self._removed_extras = [group_extra(number) for number in range(len(taken))]
+        geometry = Geometry.of(
+            taken, retention=retention, match_unit=match_unit, use_eagle=use_eagle, caching=self.enable_caching
+        )
+        self.admission_caps = [geometry.admission_cap(place, in_flight, max_model_len) for place in range(len(taken))]
+        self._begin(geometry)
+
+    def _begin(self, geometry: Geometry) -> None:
+        """Have all blocks free, and none cached."""
+        self.geometry = geometry
+        self._pool = NamedPool(self.max_capacity, len(geometry.groups), self.removed, front=not geometry.caching)
+        self._coordinator = Coordinator(geometry, self._pool, self)
+        self._chunks = ChunkEnds(geometry, self._coordinator.policies, self.max_num_batched_tokens)
+
+    def turn_caching_off(self) -> None:
+        """Have an engine that caches nothing from the start, before its first request; a state is one block a request then."""
+        self.enable_caching = False
+        self._begin(self.geometry.uncached())
 
     # ------------------------------------------------------------------------------------------------- queries
 
@@ -189,12 +194,17 @@ class HybridManager(VllmManager):
         Raises:
             ValueError: the prompt is empty, its hashes do not fit, or it has hashes where tokens are needed.
         """
-        prompt, unit = Prompt.of(prompt), self.geometry.hash_unit
-        if prompt.tokens is None and {group.block_size for group in self.geometry.groups} != {unit}:
+        prompt, main = Prompt.of(prompt), self.geometry.groups[self._main].block_size
+        unit = self.geometry.hash_unit if self.enable_caching else main
+        if (
+            prompt.tokens is None
+            and self.enable_caching
+            and {each.block_size for each in self.geometry.groups} != {unit}
+        ):
             raise ValueError(
                 f"a prompt of hashes has no tokens: this engine has blocks of several sizes, and hashes {unit} tokens at a time"
             )
-        request = GroupRequest(self._hashed(prompt, unit, rng, keys), len(self.geometry.groups), self._main)
+        request = GroupRequest(self._hashed(prompt, unit, rng, keys), len(self.geometry.groups), (self._main, main))
         request.skip_reading_prefix_cache = skip_reading_prefix_cache
         return request
 
@@ -275,7 +285,7 @@ class HybridManager(VllmManager):
         """
         if new_computed_blocks is not None and request.holds_blocks:
             raise ValueError("new_computed_blocks are for a request without blocks; this one has some")
-        if num_new_tokens < 1:
+        if num_new_tokens < (1 if new_computed_blocks is None or request.computes_last_token else 0):
             raise ValueError(f"num_new_tokens must be at least 1, got {num_new_tokens!r}")
         coordinator, free, hit = self._coordinator, self._pool.free, 0
         if new_computed_blocks is not None:
@@ -286,7 +296,7 @@ class HybridManager(VllmManager):
                 return None
         start, most = request.num_computed_tokens + hit, self._most_tokens
         upto = start + num_new_tokens
-        coordinator.retire(request, max(0, min(start, most) - request.num_in_flight_tokens))
+        coordinator.retire(request, self._processed(request, start))
         span = Span(hit, start, min(upto, most), min(upto + num_lookahead_tokens, most))
         if coordinator.missing(request, span, new_computed_blocks, self._uncapped, asks=False) > len(free):
             return None
@@ -306,6 +316,19 @@ class HybridManager(VllmManager):
     def free(self, request: GroupRequest) -> None:
         """Free all blocks of a request, group by group, tail first. Nothing happens for one that has none."""
         self._coordinator.free(request)
+
+    def retirable_blocks(self, request: GroupRequest) -> int:
+        """Count the blocks behind windows that the next step of a request puts into the queue before it takes others."""
+        return self._coordinator.retirable(request, self._processed(request, request.num_computed_tokens))
+
+    def _processed(self, request: GroupRequest, computed: int) -> int:
+        return max(0, min(computed, self._most_tokens) - request.num_in_flight_tokens)
+
+    def quiet_tokens(self, request: GroupRequest) -> int:
+        """Tokens that a request can compute one a step, before a step takes, fills or frees a block."""
+        computed = request.num_computed_tokens
+        policies = self._coordinator.policies
+        return min(policy.quiet_tokens(table, computed) for policy, table in zip(policies, request.tables, strict=True))
 
     def new_step_starts(self) -> None:
         """A step of the scheduler starts: what was cached in the one before is computed, and may be hit."""

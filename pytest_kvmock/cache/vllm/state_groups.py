@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from pytest_kvmock.cache.vllm.group_policies import GroupPolicy
@@ -102,9 +102,16 @@ class StatePolicy(GroupPolicy):
 
     def retire(self, table: GroupTable, processed: int) -> None:
         """Free the states before the running one."""
-        behind = min(self.skipped(processed) // self.block_size, len(table.blocks))
-        self._retire_down_to(table, behind, table.retired, passes_null=True)
-        table.retired = max(behind, table.retired)
+        super().retire(table, processed)
+        table.retired = max(self._end_of_null(table, processed), table.retired)
+
+    def behind(self, table: GroupTable, processed: int) -> Iterator[int]:
+        """All states before the running one, with null positions between them."""
+        end = self._end_of_null(table, processed)
+        return (place for place in range(end - 1, table.retired - 1, -1) if table.blocks[place] != NULL)
+
+    def _end_of_null(self, table: GroupTable, processed: int) -> int:
+        return min(self.skipped(processed) // self.block_size, len(table.blocks))
 
     def fill(self, table: GroupTable, span: Span, copies: list[tuple[int, int]]) -> None:
         """Take blocks for the running state and what stands about it; scratch blocks move to the end."""
@@ -136,6 +143,13 @@ class StatePolicy(GroupPolicy):
             self.named_in_step.update(pool.names(copy)[:1])
             pool.touch((source,))
             copies.append((source, copy))
+
+    def quiet_tokens(self, table: GroupTable, computed: int) -> int:
+        """As of others, once no copy is due."""
+        return 0 if table.named_inside is not None else super().quiet_tokens(table, computed)
+
+    def _slots(self, table: GroupTable) -> int:
+        return super()._slots(table) - self._scratch * self.block_size
 
     # --------------------------------------------------------------------------------------------------- caching
 
@@ -213,6 +227,9 @@ class UncachedStatePolicy(GroupPolicy):
     def fill(self, table: GroupTable, span: Span, copies: list[tuple[int, int]]) -> None:
         """Take as many."""
         super().fill(table, self._with_scratch(span), copies)
+
+    def _slots(self, table: GroupTable) -> int:
+        return super()._slots(table) - self.group.speculative_blocks * self.block_size
 
     def _with_scratch(self, span: Span) -> Span:
         return Span(span.hit, span.start, span.end, span.end + self.group.speculative_blocks * self.block_size)

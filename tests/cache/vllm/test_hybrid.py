@@ -238,4 +238,6 @@ def test_a_prompt_of_hashes_needs_blocks_of_one_size():
 def test_sizes_follow_from_the_groups():
     geometry = Geometry.of((WINDOW, CacheGroup("full_attention", block_size=12), CacheGroup("ring", block_size=8)))
     assert (geometry.scheduler_block_size, geometry.hash_unit, geometry.alignment) == (24, 4, 24)
-    assert geometry.main_group == 1
+    assert geometry.admission_cap(0, 24, None) == 9
+    assert geometry.admission_cap(0, 24, 20) == 6
+    assert geometry.admission_cap(1, 24, None) is None
