@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -57,6 +57,8 @@ class BackendSpec:
         scheduler: whose scheduler an engine of it has (`MockEngineArgs.engine_type`).
         semantics: the release of Dynamo whose scheduler that is, where the engine's arguments name none; None: the
             scheduler's default.
+        default_block_size: tokens of a block where none are asked for.
+        real_block_size: those of the model that it is the engine of; None: it is of no certain model.
 
     Raises:
         ValueError: a field is not what it must be.
@@ -73,6 +75,8 @@ class BackendSpec:
     options: tuple[str, ...] = ()
     scheduler: EngineType = "vllm"
     semantics: Semantics | None = None
+    default_block_size: int = 16
+    real_block_size: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name) or self.name in _RESERVED:
@@ -104,7 +108,7 @@ class BackendSpec:
         No worker is made for that, but a manager of one block, which the driver is asked about.
 
         Raises:
-            ValueError: the backend refuses a manager of one block of 16 tokens.
+            ValueError: the backend refuses a manager of one block of its default size.
         """
         if self.driver is None:
             from pytest_kvmock.engine.move_driver import MoveDriver
@@ -112,7 +116,7 @@ class BackendSpec:
             return MoveDriver.traits
         from random import Random
 
-        manager = self.make(num_blocks=1, block_size=16, dp_rank=0, sink=None)
+        manager = self.make(num_blocks=1, block_size=self.default_block_size, dp_rank=0, sink=None)
         return self.driver(manager, True, Random(0)).traits  # noqa: S311 - nothing is drawn
 
     def variant(
@@ -130,7 +134,8 @@ class BackendSpec:
             ValueError: it has no such option, or not of this value, or the name is none.
         """
         options = self.check_options(options)
-        self.make(num_blocks=1, block_size=16, dp_rank=0, sink=None, **options)  # it raises for a wrong value
+        size = _default_block_size(self, options)
+        self.make(num_blocks=1, block_size=size, dp_rank=0, sink=None, **options)  # it raises for a wrong value
 
         def make(**sizes: Any) -> KvManager:
             manager = self.make(**sizes, **options)
@@ -149,6 +154,7 @@ class BackendSpec:
             prefix_closed=self.prefix_closed if prefix_closed is None else prefix_closed,
             in_matrix=in_matrix,
             options=tuple(option for option in self.options if option not in options),
+            default_block_size=size,
         )
 
     def check_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,6 +208,17 @@ class BackendSpec:
         return cls(name, models, make, prefix_closed=prefix_closed, in_matrix=in_matrix)
 
 
+def _default_block_size(spec: BackendSpec, options: Mapping[str, Any]) -> int:
+    """Tokens of a block where none are asked for: with cache groups those of the attention group."""
+    groups = options.get("groups")
+    sizes = [
+        group.block_size
+        for group in (groups or ())
+        if getattr(group, "kind", "") in ("full_attention", "mla_attention")
+    ]
+    return sizes[0] if sizes else spec.default_block_size
+
+
 def _check_scheduler(name: str, scheduler: object) -> None:
     from pytest_kvmock.engine.schedulers import SCHEDULERS
 
@@ -211,6 +228,19 @@ def _check_scheduler(name: str, scheduler: object) -> None:
 
 
 _VLLM_OPTIONS: Final = ("hash_algorithm", "hash_seed", "enable_caching", "lora_paths")
+
+_HYBRID_MODELS: Final = (
+    ("gpt_oss", "gpt-oss (20b, 120b)", 16, 16),
+    ("gemma3", "Gemma 3 27b", 16, 16),
+    ("gemma4", "Gemma 4 31b", 16, 32),
+    ("qwen3_next", "Qwen3-Next 80B-A3B", 16, 544),
+    ("kimi_linear", "Kimi-Linear 48B-A3B", 16, 1920),
+    ("kimi_k3", "Kimi-K3 (tensor parallel 8, fp8)", 16, 1536),
+    ("deepseek_v4", "DeepSeek-V4-Flash", 64, 256),
+    ("llama4", "Llama 4 Scout", 16, 16),
+)
+"""Of each model in `cache/vllm/hybrid_models.py`, which is not loaded here: name, model, and tokens of a block by default and
+at the model's own sizes."""
 
 _LOGICAL: Final = "dynamo-mocker 1.2.1 on kvbm-logical 1.2.1"
 
@@ -253,6 +283,23 @@ BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
                 chain=makers.hash_chain,
                 options=_VLLM_OPTIONS,
                 semantics="1.6.1",
+            ),
+            *(
+                BackendSpec(
+                    f"vllm_{name}",
+                    f"vLLM 0.33.0 with {model}",
+                    partial(makers.hybrid_model, name),
+                    residency="counted",
+                    prefix_closed=False,
+                    in_matrix=False,
+                    driver=makers.block_pool_driver,
+                    chain=makers.hash_chain,
+                    options=(*_VLLM_OPTIONS, *makers.GROUP_SETTINGS),
+                    semantics="1.6.1",
+                    default_block_size=default,
+                    real_block_size=real,
+                )
+                for name, model, default, real in _HYBRID_MODELS
             ),
             BackendSpec(
                 "sglang",
@@ -377,8 +424,8 @@ def create_manager(
     Args:
         backend: its name, or a spec.
         num_blocks: capacity in blocks.
-        block_size: tokens a block; for the logical backends a power of two from 2 to 1024. None: 16, or where cache `groups` are
-            given that of the attention group.
+        block_size: tokens a block; for the logical backends a power of two from 2 to 1024. None: `default_block_size`, or
+            where cache `groups` are given that of the attention group.
         dp_rank: the data-parallel rank that its events name.
         sink: where its events are published, of any shape of `sinks.GivenSink`; None: nowhere.
         **options: what else the backend takes (`BackendSpec.options`); each takes `tiers=None`.
@@ -392,9 +439,8 @@ def create_manager(
     spec = backend_spec(backend)
     options = spec.check_options(options)
     taken = None if sink is None else adapted(sink)
-    if block_size is not None or options.get("groups") is None:
-        options["block_size"] = 16 if block_size is None else block_size
-    return spec.make(num_blocks=num_blocks, dp_rank=dp_rank, sink=taken, **options)
+    size = _default_block_size(spec, options) if block_size is None else block_size
+    return spec.make(num_blocks=num_blocks, block_size=size, dp_rank=dp_rank, sink=taken, **options)
 
 
 MOST_WORKERS: Final = 2**16

@@ -89,6 +89,13 @@ def vllm_0_19(**options: Any) -> KvManager:
     return vllm(backend="vllm_0_19", version="0.19.1", **options)
 
 
+def hybrid_model(model: str, **options: Any) -> KvManager:
+    """Make the `HybridManager` of a model, by its name in `hybrid_models`."""
+    from pytest_kvmock.cache.vllm.hybrid_models import hybrid_manager
+
+    return hybrid_manager(model, **options)
+
+
 def block_pool_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> Driver:
     """Make the driver of a manager of vLLM: a `BlockPoolManager`, or a `HybridManager` if that has several cache groups."""
     if hasattr(manager, "geometry"):
