@@ -27,7 +27,7 @@ Of a cache group `group_idx`, `kv_cache_spec_kind` and `kv_cache_spec_sliding_wi
 FULL_ATTENTION: Final = "full_attention"
 """The kind of cache (`kv_cache_spec_kind` in vLLM's events) that engines with one cache have."""
 
-_WHOLE_PREFIX: Final = frozenset({None, FULL_ATTENTION, "mla_attention", "sink_full_attention", "unknown"})
+_WHOLE_PREFIX: Final = frozenset({FULL_ATTENTION, "mla_attention", "sink_full_attention"})
 """Kinds that keep all blocks of a prefix; the others keep a chunk, a window, or a state."""
 
 _DIGEST: Final = re.compile(r"[0-9a-fA-F]{64}", re.ASCII)
@@ -251,7 +251,13 @@ def is_attention_group(extra: EventExtra | None) -> bool:
 
     A wire that says no kind has full attention alone, as far as a router can know.
     """
-    return group_kind(extra) in _WHOLE_PREFIX
+    kind = group_kind(extra)
+    return kind is None or kind == "unknown" or kind in _WHOLE_PREFIX
+
+
+def may_be_sparse(extra: EventExtra | None) -> bool:
+    """Whether the cache group that a Stored is about may leave blocks of a span out, as far as its kind says it."""
+    return group_kind(extra) not in _WHOLE_PREFIX
 
 
 def hash_options(extra: EventExtra | None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ PAIRS: Final = "token_pairs"
 """In `RouterEvent.extra`: the token ids of an event that has pairs of them, as EAGLE's bigram pages have."""
 
 SIZE: Final = "block_size"
-"""In `RouterEvent.extra`: the block size of a Stored without blocks."""
+"""In `RouterEvent.extra`: the block size of a Stored without blocks, or of a location where it is not 0."""
 
 
 SMALL: Final = 2**32

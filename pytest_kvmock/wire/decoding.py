@@ -8,7 +8,18 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from pytest_kvmock.checks import check_integer
-from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored, stored_event
+from pytest_kvmock.events import (
+    Cleared,
+    EventData,
+    KvCacheEvent,
+    Located,
+    Removed,
+    RouterEvent,
+    SparseStored,
+    StorageTier,
+    Stored,
+    stored_event,
+)
 from pytest_kvmock.prompt_keys import hash_options
 from pytest_kvmock.tokens import BlockCutter, block_hashes
 from pytest_kvmock.wire.batch import DIGESTS, PAIRS, SIZE, Decoded
@@ -21,7 +32,10 @@ from pytest_kvmock.wire.event_fields import (
     Tag,
     entries_flaw,
     fields_of,
+    is_location,
     is_plain,
+    is_sparse,
+    located_value,
     ordinary_value,
     read_event,
 )
@@ -249,7 +263,7 @@ class _Decoder:
             if type(record) is kind:
                 hashes, parent, tokens, size, *others = get(record)
                 blocks = len(hashes)
-                if blocks and len(tokens) == blocks * size:
+                if tokens and len(tokens) == blocks * size:
                     plan = known.get((blocks, size)) or plans.plan(blocks, size)
                     tier = device if others == plan[1] else plan.tier_of(others)
                     if tier is not None:
@@ -293,16 +307,22 @@ class _Decoder:
             elif own["medium"] not in self._structs.tiers:
                 return None
         blocks = len(own.get("hashes", ()))
+        if tag == STORED and is_location(self._dialect, own):
+            fields.form = "located"
         for one in ordinary.others:
             value = getattr(record, one.name)
-            if value != ordinary_value(one, blocks):
+            if value != (located_value(one) if fields.form == "located" else ordinary_value(one, blocks)):
                 if not is_plain(value) or entries_flaw(one, value, blocks) is not None:
                     return None
                 fields.extra[one.name] = value
-        if tag == STORED:
-            tokens = own["tokens"]
-            if len(tokens) != blocks * own["block_size"] or (tokens and not 0 <= min(tokens) <= max(tokens) <= _U32):
+        if tag == STORED and fields.form != "located":
+            tokens, size = own["tokens"], own["block_size"]
+            if not size or (tokens and not 0 <= min(tokens) <= max(tokens) <= _U32):
                 return None
+            if len(tokens) != blocks * size:
+                if not is_sparse(self._dialect, fields):
+                    return None
+                fields.form = "sparse"
         if self._dialect.hashes == "bytes" and not {*DIGEST_SIZES}.issuperset(map(len, self._digests(own))):
             return None
         return self._event(fields, index, rank)
@@ -326,9 +346,17 @@ class _Decoder:
             parent = None if parent is None else int.from_bytes(parent[-8:], "big")
         token_ids = None
         if fields.tag == REMOVED:
-            data: Stored | Removed | Cleared = Removed(hashes)
+            data: EventData = Removed(hashes)
         elif fields.tag != STORED:
             data = Cleared()
+        elif fields.form == "located":
+            data = Located(hashes)
+            if own["block_size"]:
+                extra[SIZE] = own["block_size"]
+        elif fields.form == "sparse":
+            tokens, size = tuple(own["tokens"]), own["block_size"]
+            data = SparseStored(parent, hashes, len(tokens), size)
+            token_ids = [tokens[start : start + size] for start in range(0, len(tokens), size)]
         else:
             local_hashes, token_ids = self._blocks(fields)
             data = Stored(parent, hashes, local_hashes)

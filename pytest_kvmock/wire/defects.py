@@ -54,12 +54,12 @@ DEFECTS: Final[Mapping[WireDefect, str]] = MappingProxyType(
         WireDefect.MISSING_FIELD: "a field without a default is absent",
         WireDefect.DUPLICATE_KEY: "a key of a map is there twice",
         WireDefect.UNKNOWN_MEDIUM: "the dialect has no such medium",
-        WireDefect.BAD_BLOCK_SIZE: "the block size is below 1",
+        WireDefect.BAD_BLOCK_SIZE: "the block size is below 1, and the event is no location",
         WireDefect.HASH_OUT_OF_RANGE: "a block hash does not fit the dialect's 64 bits, or is no whole digest",
         WireDefect.WRONG_HASH_FORM: "a block hash is bytes where the dialect has integers, or the other way round",
         WireDefect.TOKEN_OUT_OF_RANGE: "a token id is below 0 or above 4294967295",
         WireDefect.EAGLE_PAIRS: "token ids are pairs, as EAGLE's bigram pages have them",
-        WireDefect.SPAN_MISMATCH: "there are not block_size token ids, or not one entry of extra_keys, for each block hash",
+        WireDefect.SPAN_MISMATCH: "there are not block_size token ids, or not one entry of extra_keys, for each block hash, and it is no span of a sparse group",
     }
 )
 """When each defect is reported."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
-from pytest_kvmock.events import Removed, RouterEvent, Stored, block_text
+from pytest_kvmock.events import Located, Removed, RouterEvent, SparseStored, Stored, block_text
 from pytest_kvmock.prompt_keys import names_blocks
 from pytest_kvmock.wire.defects import EncodeError
 
@@ -85,6 +85,8 @@ class StreamDigests:
         """
         data = event.event.data
         assert isinstance(data, Stored)
+        if isinstance(data, SparseStored):
+            raise EncodeError("a sparse Stored has no digests: its blocks are named in units that no event says")
         before: bytes | None = None
         position = 0
         if data.parent_hash is not None:
@@ -120,12 +122,24 @@ class StreamDigests:
         assert isinstance(data, Removed)
         out = []
         for name in data.block_hashes:
-            held = self._held.get(name & _U64)
-            if held is None:
-                raise EncodeError(f"block {block_text(name)} is not held, so that there is no digest of it")
+            held = self._known(name)
             out.append(held.digest)
             self._change(name & _U64, held._replace(copies=held.copies - 1) if held.copies > 1 else None)
         return out
+
+    def located(self, data: Located) -> list[bytes]:
+        """Return the digests of the blocks of a location.
+
+        Raises:
+            EncodeError: a block is not held.
+        """
+        return [self._known(name).digest for name in data.block_hashes]
+
+    def _known(self, name: int) -> _Held:
+        held = self._held.get(name & _U64)
+        if held is None:
+            raise EncodeError(f"block {block_text(name)} is not held, so that there is no digest of it")
+        return held
 
     def cleared(self) -> None:
         """Forget all blocks."""

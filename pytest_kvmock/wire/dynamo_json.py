@@ -5,11 +5,11 @@ It has event ids and ranks of its own, and no token ids.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Final
 
-from pytest_kvmock.events import KvCacheEvent, RouterEvent
-from pytest_kvmock.wire.defects import WireDefect, WireProblem, shown
+from pytest_kvmock.events import KvCacheEvent, Located, RouterEvent, SparseStored
+from pytest_kvmock.wire.defects import EncodeError, WireDefect, WireProblem, shown
 from pytest_kvmock.wire.table import Dialect
 
 # How the messages of `events.py` say what is wrong, in the order in which they are looked for.
@@ -26,8 +26,15 @@ _DEFECTS: Final = (
 _HASHES: Final = ("block_hash", "tokens_hash", "parent_hash")
 
 
-def write_lines(events: Iterable[RouterEvent], dialect: Dialect) -> bytes:
-    """Write events, one a line; signed block hashes as the u64 of the same bits, as Dynamo reads them."""
+def write_lines(events: Sequence[RouterEvent], dialect: Dialect) -> bytes:
+    """Write events, one a line; signed block hashes as the u64 of the same bits, as Dynamo reads them.
+
+    Raises:
+        EncodeError: Dynamo's JSON has no form for one of them.
+    """
+    for index, event in enumerate(events):
+        if isinstance(event.event.data, (SparseStored, Located)):
+            raise EncodeError(f"event {index} of the batch: Dynamo's JSON has no {type(event.event.data).__name__}")
     whole = dialect.form == "router_json"
     return b"".join((event if whole else event.event).to_json().encode() + b"\n" for event in events)
 

@@ -1,4 +1,7 @@
-"""Events to bytes: what an engine of a dialect writes for a batch."""
+"""Events to bytes: what an engine of a dialect writes for a batch.
+
+One subject: the writing of events. `decoding.py` reads them.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from functools import lru_cache
 from typing import Any, Final
 
 from pytest_kvmock.checks import is_integer
-from pytest_kvmock.events import Cleared, Removed, RouterEvent, StorageTier, Stored
+from pytest_kvmock.events import Cleared, Located, Removed, RouterEvent, SparseStored, StorageTier, Stored
 from pytest_kvmock.wire.batch import DIGESTS, PAIRS, SIZE, SMALL, Batch, widened
 from pytest_kvmock.wire.defects import EncodeError, shown, shown_hash
 from pytest_kvmock.wire.digests import StreamDigests
@@ -20,6 +23,7 @@ from pytest_kvmock.wire.event_fields import (
     entries_flaw,
     fields_of,
     is_pairs,
+    located_value,
     metadata_flaw,
     value_flaw,
 )
@@ -229,6 +233,10 @@ class _Writer:
             )
             self._place(event, REMOVED, values)
             return self._structs.types[REMOVED](*values)
+        if isinstance(data, Stored):
+            return self._of_stored(event, data)
+        if isinstance(data, Located):
+            return self._of_located(event, data)
         if type(data) is not Cleared:
             raise EncodeError(
                 event_flaw(event) or f"its data must be Stored, Removed, Located or Cleared, got {data!r:.80}"
@@ -242,7 +250,9 @@ class _Writer:
         parent: Any = data.parent_hash
         blocks = len(hashes)
         flat, size = self._tokens_of(event, data)
-        if len(flat) != blocks * size or not size:
+        if isinstance(data, SparseStored):
+            self._check_sparse(data, flat, size)
+        elif len(flat) != blocks * size or not size:
             raise EncodeError(f"{len(flat)} token ids came for {blocks} blocks of {size}")
         if self._dialect.hashes == "bytes":
             parent, hashes = self._digests_of(event)
@@ -266,10 +276,32 @@ class _Writer:
             return self._structs.stored_with_metadata(*values, metadata)
         return self._structs.types[STORED](*values)
 
+    def _check_sparse(self, data: SparseStored, tokens: Sequence[int], size: int) -> None:
+        if not self._dialect.has_groups:
+            raise EncodeError(f"dialect {self._dialect.name!r} has no cache groups, and a SparseStored is of one")
+        if len(tokens) != data.span or size != data.block_size:
+            raise EncodeError(
+                f"{len(tokens)} token ids in blocks of {size} came for a span of {data.span} in blocks of {data.block_size}"
+            )
+
+    def _of_located(self, event: RouterEvent, data: Located) -> Any:
+        if event.storage_tier is StorageTier.DEVICE or not data.block_hashes:
+            raise EncodeError("a location names blocks in a tier below the device")
+        hashes: Any = data.block_hashes
+        hashes = self._hashes(hashes) if self._dialect.hashes != "bytes" else self._digests_of(event)[1]
+        values = [located_value(one) for one in self._dialect.stored]
+        size = (event.extra or {}).get(SIZE, 0)
+        if not is_integer(size, 0):
+            raise EncodeError(f"extra[{SIZE!r}]: expected an integer of at least 0, got {shown(size)}")
+        place = self._stored_at
+        values[place[0]], values[place[1]], values[place[2]], values[place[3]] = hashes, None, [], size
+        self._place(event, STORED, values)
+        return self._structs.types[STORED](*values)
+
     def _tokens_of(self, event: RouterEvent, data: Stored) -> tuple[list[Any], int]:
         """Token ids and block size of a Stored that is not as most are."""
         extra, blocks = event.extra or {}, len(data.block_hashes)
-        if not blocks:
+        if not blocks and not isinstance(data, SparseStored):
             size = extra.get(SIZE)
             if not is_integer(size, 1):
                 raise EncodeError("a Stored without blocks has no block size; no engine publishes one")
@@ -318,6 +350,8 @@ class _Writer:
         if self._digests is not None:
             if isinstance(data, Removed):
                 return None, tuple(self._digests.removed(event))
+            if isinstance(data, Located):
+                return None, tuple(self._digests.located(data))
             found, parent = self._digests.stored(event)
             return parent, tuple(found)
         if DIGESTS in extra:
@@ -362,8 +396,8 @@ class _Writer:
                 continue
             value = extra[field.name]
             if field.is_own and not (field.type == "medium" and value is None):
-                if field.type == "block_size" and not blocks:
-                    continue  # `_tokens_of` has taken it
+                if field.type == "block_size" and (not blocks or isinstance(event.event.data, Located)):
+                    continue  # that is what it is taken from
                 raise EncodeError(f"extra[{field.name!r}]: the event itself says it, and extra is for what it does not")
             flaw = value_flaw(self._dialect, field, value) or entries_flaw(field, value, blocks)
             if flaw is not None:

@@ -11,6 +11,8 @@ from itertools import pairwise
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from pytest_kvmock.checks import is_integer
+from pytest_kvmock.events import StorageTier
+from pytest_kvmock.prompt_keys import may_be_sparse
 from pytest_kvmock.wire.defects import WireDefect, WireProblem, shown, shown_hash
 from pytest_kvmock.wire.reader import MOST_DEPTH, Pairs, Unreadable
 from pytest_kvmock.wire.table import (
@@ -52,6 +54,10 @@ class Flaw(NamedTuple):
     expected: str
 
 
+Form: TypeAlias = Literal["dense", "sparse", "located"]
+"""What a `BlockStored` is: of every block of its span, of some of them, or a location."""
+
+
 @dataclass(slots=True)
 class EventFields:
     """An event whose fields are what they should be.
@@ -61,12 +67,14 @@ class EventFields:
         own: what the event itself has a place for, by `WireField.type`.
         extra: what it has beside that and an ordinary event has not, by name.
         pairs: the token ids are pairs, in which each begins with what the one before ends with.
+        form: of a `BlockStored`, what it is.
     """
 
     tag: Tag
     own: dict[FieldType, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
     pairs: bool = False
+    form: Form = "dense"
 
 
 def fields_of(dialect: Dialect, tag: Tag) -> tuple[WireField, ...]:
@@ -76,7 +84,26 @@ def fields_of(dialect: Dialect, tag: Tag) -> tuple[WireField, ...]:
 
 def ordinary_value(field: WireField, blocks: int) -> object:
     """What an ordinary engine writes in a field of an event of so many blocks."""
-    return [None] * blocks if field.ordinary is NONE_PER_BLOCK else field.ordinary
+    return [None] * blocks or None if field.ordinary is NONE_PER_BLOCK else field.ordinary
+
+
+def located_value(field: WireField) -> object:
+    """What an ordinary engine writes in a field of a location: of its blocks no more than the group."""
+    return field.ordinary if field.type == "integer" else None
+
+
+def is_location(dialect: Dialect, own: Mapping[FieldType, Any]) -> bool:
+    """Whether a `BlockStored` names blocks below the device and says nothing of them, as vLLM's connectors write it."""
+    medium = own.get("medium")
+    below = medium is not None and medium != dialect.media.get(StorageTier.DEVICE)
+    return below and own["parent"] is None and not own["tokens"] and len(own["hashes"]) > 0
+
+
+def is_sparse(dialect: Dialect, event: EventFields) -> bool:
+    """Whether a `BlockStored` has the token ids of whole blocks, and not a hash of each, in a cache group that may be sparse."""
+    own = event.own
+    left_out, rest = divmod(len(own["tokens"]) - len(own["hashes"]) * own["block_size"], own["block_size"])
+    return left_out > 0 and not rest and not event.pairs and dialect.has_groups and may_be_sparse(event.extra)
 
 
 def hash_text(dialect: Dialect) -> str:
@@ -123,16 +150,24 @@ def read_event(dialect: Dialect, value: object, index: int, problems: list[WireP
     if any(not problem.is_kept for problem in problems[before:]):
         return None
     blocks = len(event.own.get("hashes", ()))
+    if tag == STORED and is_location(dialect, event.own):
+        event.form = "located"
     for one in fields_of(dialect, tag):
         if not one.is_own:
             present = _plain(values.get(one.name, one.default))
-            if present != ordinary_value(one, blocks):
+            if present != (located_value(one) if event.form == "located" else ordinary_value(one, blocks)):
                 event.extra[one.name] = present
         elif one.type == "medium" and event.own["medium"] is None and dialect.media:
             event.extra[one.name] = None
-    if tag == STORED and (flaw := _span_flaw(event)) is not None:
-        note(flaw, _name_of(dialect, "tokens"))
-        return None
+    if tag == STORED and event.form != "located":
+        if not event.own["block_size"]:
+            note(Flaw(WireDefect.BAD_BLOCK_SIZE, "0", FIELD_TYPES["block_size"].text), _name_of(dialect, "block_size"))
+            return None
+        if is_sparse(dialect, event):
+            event.form = "sparse"
+        elif (flaw := _span_flaw(event)) is not None:
+            note(flaw, _name_of(dialect, "tokens"))
+            return None
     for one in fields_of(dialect, tag):
         if one.name in event.extra and (flaw := entries_flaw(one, event.extra[one.name], blocks)) is not None:
             note(flaw, one.name, kept=True)
@@ -261,6 +296,11 @@ def _own_fields(dialect: Dialect, event: EventFields, values: Mapping[str, Any],
     event.own.setdefault("medium", None)
 
 
+def least_read(one: WireField) -> int | None:
+    """The smallest integer that is read in a field: a location, which is told by other fields, has block size 0."""
+    return 0 if one.type == "block_size" else FIELD_TYPES[one.type].least
+
+
 def value_flaw(dialect: Dialect, one: WireField, value: Any) -> Flaw | None:
     """What is wrong with the value of a field; None where it is right."""
     if (flaw := unreadable(value)) is not None:
@@ -282,7 +322,7 @@ def value_flaw(dialect: Dialect, one: WireField, value: Any) -> Flaw | None:
         return Flaw(WireDefect.WRONG_TYPE, shown(value), shape.text)
     if one.type == "medium" and value not in dialect.media.values():
         return Flaw(WireDefect.UNKNOWN_MEDIUM, shown(value), " or ".join(dialect.media.values()) or "no medium")
-    if shape.least is not None and value < shape.least:
+    if (least := least_read(one)) is not None and value < least:
         return Flaw(WireDefect.BAD_BLOCK_SIZE, shown(value), shape.text)
     return None
 

@@ -23,6 +23,7 @@ from pytest_kvmock.wire.event_fields import (
     TAGS,
     Tag,
     fields_of,
+    least_read,
     ordinary_value,
 )
 from pytest_kvmock.wire.table import DIGEST_SIZES, FIELD_TYPES, REQUIRED, Dialect, WireField
@@ -273,7 +274,7 @@ def _type(msgspec: Any, dialect: Dialect, one: WireField) -> Any:
         else:
             kind = Annotated[int, meta(ge=0) if dialect.hashes == "unsigned" else meta(le=2**63 - 1)]
     elif shape.least is not None and not shape.depth:  # of token ids it is checked where they are packed
-        kind = Annotated[int, meta(ge=shape.least)]
+        kind = Annotated[int, meta(ge=least_read(one))]
     for _ in range(shape.depth):
         kind = tuple[kind, ...] if one.is_own else list[kind]
     return kind | None if shape.is_optional and kind is not Any else kind

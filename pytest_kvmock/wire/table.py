@@ -277,6 +277,11 @@ class Dialect:
         return media
 
     @property
+    def has_groups(self) -> bool:
+        """Whether its events say of which cache group they are, so that it has sparse Stored."""
+        return any(field.name == "group_idx" for field in self.stored)
+
+    @property
     def is_msgpack(self) -> bool:
         """Whether it is written in msgpack, which takes the extra `wire`."""
         return self.form in ("array", "map")
