@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_kvmock import KvWorker, OutOfBlocks, create_manager
+from pytest_kvmock import KvWorker, MockEngine, MockEngineArgs, OutOfBlocks, create_manager
 from pytest_kvmock.backends import BACKENDS
 from pytest_kvmock.cache import CacheGroup
 from pytest_kvmock.engine.hybrid_driver import HybridDriver
@@ -161,3 +161,58 @@ def test_without_prefix_caching_nothing_is_published_and_all_is_freed(name):
 def test_a_driver_refuses_another_manager():
     with pytest.raises(ValueError, match=r"^a HybridDriver drives a HybridManager, got <BlockPoolManager vllm"):
         HybridDriver(create_manager("vllm", num_blocks=4), True, Random(0))
+
+
+MODELS = [name for name, spec in BACKENDS.items() if spec.real_block_size]
+ROOM = {"vllm_gemma3": 70, "vllm_gemma4": 104, "vllm_deepseek_v4": 900, "vllm_llama4": 40}  # blocks; others have 22
+
+
+def served(backend, seed, *, pass_by_pass, **fields):
+    """An engine after requests some of which share prefixes, in few blocks."""
+    rng, size, sink = Random(seed), BACKENDS[backend].default_block_size, CapturingSink()
+    args = MockEngineArgs(block_size=size, num_gpu_blocks=ROOM.get(backend, 22), semantics="1.6.1", **fields)
+    engine = MockEngine(args, backend=backend, seed=seed, sink=sink)
+    if pass_by_pass:
+        engine.on_pass(lambda done: None)  # who looks at every pass has each of them made
+    prefixes = [[rng.getrandbits(17) for _ in range(4 * size)] for _ in range(3)]
+    now = 0.0
+    for _ in range(14):
+        now += rng.choice([0.0, 1.0, 30.0, 400.0])
+        prompt = rng.choice(prefixes)[: rng.randint(1, 4 * size)] + [
+            rng.getrandbits(17) for _ in range(rng.randint(0, 9))
+        ]
+        engine.submit(prompt, rng.choice([1, 2, size, rng.randint(1, 4 * size)]), now)
+    engine.run()
+    return engine, sink.events
+
+
+@pytest.mark.parametrize("backend", MODELS)
+@pytest.mark.parametrize("fields", [{}, {"max_num_batched_tokens": 40}], ids=["whole", "chunked"])
+def test_an_engine_does_in_one_go_what_it_does_pass_by_pass(backend, fields):
+    preemptions = reused = 0
+    for seed in range(4):
+        (quick, events), (slow, expected) = (
+            served(backend, seed, pass_by_pass=each, **fields) for each in (False, True)
+        )
+        assert {request.status for request in quick.requests} == {"finished"}
+        assert events == expected
+        assert quick.metrics == slow.metrics
+        for name in ("token_ms", "admissions", "preemptions", "computed_tokens", "first_reused_tokens"):
+            assert [getattr(one, name) for one in quick.requests] == [getattr(one, name) for one in slow.requests], name
+        assert quick.worker.manager.free_queue == slow.worker.manager.free_queue
+        assert quick.worker.manager.num_active_blocks == 0
+        preemptions += sum(request.preemptions for request in quick.requests)
+        reused += sum(request.first_reused_tokens or 0 for request in quick.requests)
+    assert reused
+    assert preemptions or backend == "vllm_deepseek_v4"  # its windows give back more than its decode steps take
+
+
+def test_the_sibling_of_a_state_that_was_cached_in_this_pass_waits_for_the_next():
+    engine = MockEngine(MockEngineArgs(block_size=16, num_gpu_blocks=200, semantics="1.6.1"), backend="vllm_qwen3_next")
+    passes = []
+    engine.on_pass(lambda done: passes.append([(each.request, each.tokens) for each in done.scheduled]))
+    first, second = (engine.submit(range(40), 2, 0.0) for _ in range(2))
+    engine.run()
+    assert passes[0] == [(first, 32)]  # up to where its state is cached
+    assert passes[1] == [(first, 8), (second, 8)]
+    assert (first.first_reused_tokens, second.first_reused_tokens) == (0, 32)
