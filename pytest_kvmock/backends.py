@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_][\w.-]*", re.ASCII)
-_RESERVED: Final = ("all", "no-backend")  # words of the command line and of the matrix
+HYBRID: Final = "hybrid"
+"""The word for the backends of hybrid models, on the command line and in markers."""
+
+_RESERVED: Final = ("all", "no-backend", HYBRID)  # words of the command line and of the matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -450,12 +453,19 @@ MOST_RANKS: Final = 1024
 """Data-parallel ranks that one worker of a profile can have."""
 
 
+class _NotGiven(int):
+    """A number of tokens a block that nobody asked for, so that a backend may have another."""
+
+
+_BLOCK_SIZE: Final = _NotGiven(16)
+
+
 @dataclass(frozen=True, slots=True)
 class EngineProfile:
     """The size and kind of the mock engines of a test.
 
     Attributes:
-        block_size: tokens a block.
+        block_size: tokens a block; where none are given 16, or what the backend has by default (`sized_for`).
         num_blocks: capacity of one worker (of each rank), in blocks.
         workers: how many workers exist from the start, with ids from 0.
         dp_size: data-parallel ranks of each worker.
@@ -465,12 +475,13 @@ class EngineProfile:
         seed: seeds everything random, together with the test's name.
         tiers: the host memory below each rank, where evicted blocks go; given as `Tiers`, or as a mapping that `Tiers.of`
             reads. None: there is none.
+        real_sizes: the engine of a hybrid model has blocks of the model's own size, whatever `block_size` is.
 
     Raises:
         ValueError: a field out of range. The message has its name, what was given and what is allowed.
     """
 
-    block_size: int = 16
+    block_size: int = _BLOCK_SIZE
     num_blocks: int = 256
     workers: int = 1
     dp_size: int = 1
@@ -478,6 +489,7 @@ class EngineProfile:
     chunk: int | None = None
     seed: int = 0
     tiers: Tiers | None = None
+    real_sizes: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("block_size", 1), ("num_blocks", 1), ("workers", 0), ("dp_size", 1)):
@@ -492,14 +504,24 @@ class EngineProfile:
             )
         if self.chunk is not None:
             check_integer("chunk", self.chunk, 1, " tokens, or None")
-        if not isinstance(self.prefix_caching, bool):
-            raise ValueError(f"prefix_caching must be True or False, got {self.prefix_caching!r}")  # noqa: TRY004 - one error
+        for name in ("prefix_caching", "real_sizes"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")  # noqa: TRY004 - one error
         if not is_integer(self.seed):
             raise ValueError(f"seed must be an integer, got {self.seed!r}")
         if self.tiers is not None:
             from pytest_kvmock.tiers.config import Tiers  # for those who have some
 
             object.__setattr__(self, "tiers", Tiers.of(self.tiers))
+
+    def sized_for(self, spec: BackendSpec) -> EngineProfile:
+        """Return the profile with the block size that a backend has where none is given, or by `real_sizes`."""
+        size = self.block_size
+        if self.real_sizes and spec.real_block_size is not None:
+            size = spec.real_block_size
+        elif type(size) is _NotGiven:
+            size = spec.default_block_size
+        return self if size == self.block_size else self.replace(block_size=size)
 
     def replace(self, **fields: Any) -> EngineProfile:
         """Return the same profile with some fields changed.

@@ -105,6 +105,10 @@ class HybridDriver:
 
     # ------------------------------------------------------------------------------------------ for a scheduler
 
+    def limit_passes(self, tokens: int) -> None:
+        """Passes have so many tokens at most."""
+        self.manager.limit_steps(tokens)
+
     def begin_pass(self) -> None:
         """A step begins: what the one before cached may be hit."""
         self._in_pass = True

@@ -93,6 +93,9 @@ class VllmScheduler(Scheduler):
             and getattr(driver, "decodes_ahead", True)
         )
         # Of an engine with several cache groups; the others have no steps, and chunks of any length.
+        limit_passes: Callable[[int], None] | None = getattr(driver, "limit_passes", None)
+        if limit_passes is not None and args.max_num_batched_tokens:
+            limit_passes(args.max_num_batched_tokens)
         self._begin_pass: Callable[[], None] | None = getattr(driver, "begin_pass", None)
         self._end_pass: Callable[[], None] | None = getattr(driver, "end_pass", None)
         self._chunk_tokens: Callable[[object, int], int] | None = getattr(driver, "chunk_tokens", None)

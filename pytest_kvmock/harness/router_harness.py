@@ -11,7 +11,7 @@ from random import Random
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
-from pytest_kvmock.backends import BackendSpec, EngineProfile
+from pytest_kvmock.backends import BackendSpec, EngineProfile, backend_spec
 from pytest_kvmock.checks import check_integer, unknown_text
 from pytest_kvmock.events import Cleared, StorageTier, StreamKey
 from pytest_kvmock.harness.by_hand import ByHand
@@ -114,6 +114,8 @@ class RouterHarness:
             from pytest_kvmock.harness.engines import engine_profile  # for those who use it
 
             self.profile = engine_profile(self.profile, engine)
+        if backend is not None:
+            self.profile = self.profile.sized_for(backend_spec(backend))
         self._allow = frozenset(map(check_rule, allow))
         self.events = EventLog(self.flush, allow=self._allow)
         self._seed = f"{self.profile.seed}:{name}"

@@ -87,9 +87,9 @@ class HybridManager(VllmManager):
         check_integer("max_num_batched_tokens", max_num_batched_tokens, 1)
         if max_model_len is not None:
             check_integer("max_model_len", max_model_len, 1, " tokens, or None")
-        self.max_num_batched_tokens = max_num_batched_tokens
+        self._steps_in_flight = 2 if async_scheduling else 1
+        self._max_model_len = max_model_len
         self._most_tokens = _NO_LIMIT if max_model_len is None else max_model_len
-        in_flight = max_num_batched_tokens * (2 if async_scheduling else 1)
         self._main = taken.index(main)
         self._uncapped = [None] * len(taken)
         self._extras = [group_extra(number, each.kind, each.window) for number, each in enumerate(taken)]
@@ -97,20 +97,28 @@ class HybridManager(VllmManager):
         geometry = Geometry.of(
             taken, retention=retention, match_unit=match_unit, use_eagle=use_eagle, caching=self.enable_caching
         )
-        self.admission_caps = [geometry.admission_cap(place, in_flight, max_model_len) for place in range(len(taken))]
         self._begin(geometry)
+        self.limit_steps(max_num_batched_tokens)
+
+    def limit_steps(self, max_num_batched_tokens: int) -> None:
+        """Have steps of so many tokens at most, which windows free blocks after; before the first request."""
+        self.max_num_batched_tokens = max_num_batched_tokens
+        geometry, in_flight = self.geometry, max_num_batched_tokens * self._steps_in_flight
+        places = range(len(geometry.groups))
+        self.admission_caps = [geometry.admission_cap(place, in_flight, self._max_model_len) for place in places]
+        self._chunks = ChunkEnds(geometry, self._coordinator.policies, max_num_batched_tokens)
 
     def _begin(self, geometry: Geometry) -> None:
         """Have all blocks free, and none cached."""
         self.geometry = geometry
         self._pool = NamedPool(self.max_capacity, len(geometry.groups), self.removed, front=not geometry.caching)
         self._coordinator = Coordinator(geometry, self._pool, self)
-        self._chunks = ChunkEnds(geometry, self._coordinator.policies, self.max_num_batched_tokens)
 
     def turn_caching_off(self) -> None:
         """Have an engine that caches nothing from the start, before its first request; a state is one block a request then."""
         self.enable_caching = False
         self._begin(self.geometry.uncached())
+        self.limit_steps(self.max_num_batched_tokens)
 
     # ------------------------------------------------------------------------------------------------- queries
 
