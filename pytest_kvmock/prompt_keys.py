@@ -30,6 +30,8 @@ FULL_ATTENTION: Final = "full_attention"
 _WHOLE_PREFIX: Final = frozenset({FULL_ATTENTION, "mla_attention", "sink_full_attention"})
 """Kinds that keep all blocks of a prefix; the others keep a chunk, a window, or a state."""
 
+_OF_A_GROUP: Final = ("group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window")
+
 _DIGEST: Final = re.compile(r"[0-9a-fA-F]{64}", re.ASCII)
 
 
@@ -238,6 +240,11 @@ def group_extra(
     if window is not None:
         found["kv_cache_spec_sliding_window"] = window
     return found or None
+
+
+def is_of_group(extra: EventExtra | None) -> bool:
+    """Whether an event says of which cache group it is, as those of a hybrid model do but for group 0 of full attention."""
+    return extra is not None and any(name in extra for name in _OF_A_GROUP)
 
 
 def group_kind(extra: EventExtra | None) -> str | None:

@@ -54,8 +54,9 @@ class Stream:
 
     @property
     def attention(self):
-        """The number of the attention group, and its block size."""
-        return next((i, self.groups[i]["block_size"]) for i, (kind, _) in enumerate(self.kinds) if kind in DENSE)
+        """The number of the attention group, and its block size; None and None where there is none."""
+        found = ((i, self.groups[i]["block_size"]) for i, (kind, _) in enumerate(self.kinds) if kind in DENSE)
+        return next(found, (None, None))
 
     @property
     def batches(self):

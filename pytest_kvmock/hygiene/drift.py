@@ -92,7 +92,8 @@ def over_capacity(stream: Stream) -> list[Problem]:
     problems = []
     for tier, held in stream.tiers.items():
         most = stream.spec.capacity(tier)
-        if most is None or (tier not in stream.overfull and not stream.copies and len(held) <= most):
+        fits = len(held) <= most if most is not None else True
+        if most is None or (tier not in stream.overfull and not stream.copies and not stream.groups and fits):
             continue
         count, reported = stream.count(tier), tier in stream.overfull
         if count <= most:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, repeat
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from pytest_kvmock.events import BlockTokens, Removed, RouterEvent, StorageTier, Stored
+from pytest_kvmock.events import BlockTokens, Cleared, Removed, RouterEvent, SparseStored, StorageTier, Stored
 from pytest_kvmock.hygiene.content import MOST_PARENTS, sparse
 from pytest_kvmock.prompt_keys import block_keys
 
@@ -44,14 +44,27 @@ class History:
     Attributes:
         events: every event, in order.
         anew: when event ids began anew: how many `events` there were by then, and why (`EVENTS_BEGAN_ANEW`).
+        block_size: tokens a block, as far as it is known.
+        tails: names of prompts' tails: second names of blocks, by a part of their tokens, of which no chain is made.
     """
 
-    __slots__ = ("_cleared", "_last_removed", "_last_stored", "_parents_left", "_read", "anew", "block_size", "events")
+    __slots__ = (
+        "_cleared",
+        "_last_removed",
+        "_last_stored",
+        "_parents_left",
+        "_read",
+        "anew",
+        "block_size",
+        "events",
+        "tails",
+    )
 
     def __init__(self, block_size: int | None = None) -> None:
         self.block_size = block_size
         self.events: list[RouterEvent] = []
         self.anew: list[tuple[int, str]] = []
+        self.tails: set[int] = set()
         self._parents_left = MOST_PARENTS
         self._reset_index()
 
@@ -75,10 +88,11 @@ class History:
         for place in range(self._read, len(self.events)):
             data = self.events[place].event.data
             if isinstance(data, Stored):
-                self._last_stored.update(zip(data.block_hashes, repeat(place)))
+                if not self.tails or self.tails.isdisjoint(data.block_hashes):
+                    self._last_stored.update(zip(data.block_hashes, repeat(place)))
             elif isinstance(data, Removed):
                 self._last_removed.update(zip(data.block_hashes, repeat(place)))
-            else:
+            elif isinstance(data, Cleared):
                 self._cleared.append(place)
         self._read = len(self.events)
         return self._last_stored
@@ -274,7 +288,9 @@ class Links:
             data = event.event.data
             if isinstance(data, Stored):
                 parent = data.parent_hash
-                for block, local in zip(data.block_hashes, data.tokens_hashes, strict=True):
+                for block, local in zip(
+                    data.block_hashes, data.tokens_hashes, strict=not isinstance(data, SparseStored)
+                ):
                     self._after.setdefault((parent, local), set()).add(block)
                     parent = block
         self._read = len(events)

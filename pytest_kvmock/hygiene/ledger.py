@@ -21,7 +21,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
-from pytest_kvmock.events import Cleared, Removed, RouterEvent, StorageTier, Stored, StreamKey, block_text
+from pytest_kvmock.events import Cleared, Located, Removed, RouterEvent, StorageTier, Stored, StreamKey, block_text
 from pytest_kvmock.hygiene import entries
 from pytest_kvmock.hygiene.content import DynamoChain, own_parent, sparse, wrong_hash
 from pytest_kvmock.hygiene.drift import confirm, differences, over_capacity
@@ -112,9 +112,14 @@ class Ledger:
         key = (event.worker_id, inner.dp_rank)
         stream = self.streams.get(key) or self.stream(key)
         problems: list[Problem] = []
-        part = stream  # what it is about: the blocks of one cache group
-        if event.extra is not None and (group := group_of(event.extra)):
-            part, stream.restored = stream.group(group), {}
+        part, data = stream, inner.data  # what it is about: the blocks of one cache group
+        before: list[Problem] = []
+        if (event.extra is not None or stream.groups) and not isinstance(data, Cleared):
+            part = stream.part_of(event)
+            if part is not stream:
+                stream.restored = {}
+            if stream.groups and not isinstance(data, Removed):
+                before = over_capacity(stream)
         restored, cause = part.restored, None
         if inner.event_id != stream.next_id and stream.next_id is not None:
             if not stream.take_hole(inner.event_id):
@@ -123,13 +128,15 @@ class Ledger:
                     stream.next_id = inner.event_id + 1
         else:
             stream.next_id = inner.event_id + 1
-        data = inner.data
         if isinstance(data, Stored):
             found = self._stored(part, event, data)
         elif isinstance(data, Removed):
             found = self._removed(part, event, data)
         else:
             found = []
+            if isinstance(data, Located):
+                part.take_names(event)
+        found = before + found if before else found
         for problem in found:
             problem.event, problem.position = event, self.position
             if cause is not None and problem.cause is None:
@@ -140,7 +147,7 @@ class Ledger:
         if isinstance(data, Cleared):
             for each in (stream, *stream.groups.values()):
                 each.events.append(event)
-            stream.clear()
+            stream.clear(below=stream.spec.clears_below)
         if cause is not None:  # a repeat does not count as the event before
             part.restored = restored
         stream.last = part.last = event
@@ -186,6 +193,9 @@ class Ledger:
         return None
 
     def _stored(self, stream: Stream, event: RouterEvent, data: Stored) -> list[Problem]:
+        if (event.extra is not None or stream.groups or type(data) is not Stored) and stream.names_alone(event):
+            stream.take_names(event)
+            return []
         hashes, parent, tier = data.block_hashes, data.parent_hash, event.storage_tier
         on_device = tier is StorageTier.DEVICE
         held = stream.device if on_device else stream.held(tier)
@@ -214,7 +224,7 @@ class Ledger:
             resident = stream.removed_but_resident
             stream.restored = {**stream.restored, **{b: resident[b] for b in hashes if b in resident}}
         if not on_device:
-            stream.add_below(tier, hashes, again)
+            stream.add_names(tier, hashes, again)
         elif plain:
             stream.add(held, hashes, parent)
         else:
@@ -490,7 +500,7 @@ class Ledger:
         stream = self.streams.get((event.worker_id, event.event.dp_rank))
         if stream is None or stream.spec.residency == "unique" or not isinstance(data, Removed):
             return event
-        held = stream.groups.get(group_of(event.extra), stream).held(event.storage_tier)
+        held = stream.part(group_of(event.extra)).held(event.storage_tier)
         blocks = data.block_hashes
         if held.keys().isdisjoint(blocks) and (len(blocks) == 1 or len(set(blocks)) == len(blocks)):
             return event

@@ -11,15 +11,24 @@ from dataclasses import replace
 from itertools import pairwise, repeat
 from typing import Final
 
-from pytest_kvmock.events import RouterEvent, StorageTier, StreamKey
+from pytest_kvmock.events import Cleared, RouterEvent, SparseStored, StorageTier, Stored, StreamKey
 from pytest_kvmock.hygiene.history import Below, History, Links
 from pytest_kvmock.hygiene.problem import Problem
 from pytest_kvmock.hygiene.stream_spec import UNKNOWN, StreamSpec
+from pytest_kvmock.prompt_keys import group_of, is_attention_group, is_of_group
 
 LAST: Final = 2**64
 """Stands for the block after another where there is none."""
 FORK: Final = 2**64 + 1
 """Stands for the block after another where there are several; see `Stream.forks`."""
+
+
+_OF_A_GROUP: Final = (
+    *("events", "anew", "tails", "second_names", "block_size", "_read", "_last_stored", "_last_removed", "_cleared"),
+    *("device", "tiers", "copies", "forks", "unmarked", "implied", "desync", "restored", "doubled", "drifted"),
+    *("removed_but_resident", "orphaned", "links", "below", "unconfirmed", "emptied"),
+)
+"""The attributes of a `Stream` that are those of one cache group."""
 
 
 class Desync:
@@ -66,6 +75,7 @@ class Stream(History):
         holes: ids that did not arrive.
         skipped: ids that the worker left out when it published, of which no gap was reported yet.
         late: ids that did not arrive either, but were part of a recovery since (see `Ledger.recovered`).
+        second_names: how many names of prompts' tails are held on the device.
         unconfirmed: every orphaned_child and over_capacity since the last comparison with the engine, with its tier.
         desync: open while blocks are unknown.
         restored: blocks of the event before, a Stored, that were held already; each with the cause of the desync that
@@ -73,9 +83,10 @@ class Stream(History):
         doubled: the duplicate_store that the event before was, if it was one.
         removed_but_resident: blocks that the engine holds though a Removed named them, each with the evicted_and_restored of it.
         orphaned: blocks of the device whose parent was removed before them, still held or not, each with its orphaned_child.
-        group_idx: of which cache group it is; a hybrid model has several, each with copies of its own.
-        groups: the other cache groups of the worker and rank by their numbers, from 1, each with the blocks that it holds.
-            Event ids are counted over all of them.
+        group_idx: of which cache group its blocks are; a hybrid model has several, each with copies of its own. None: it has none
+            of full attention, as far as is known.
+        groups: the other cache groups of the worker and rank by their numbers, each with the blocks that it holds. Event ids
+            are counted over all of them.
         links: which blocks were stored after which, for chains through those.
         below: which blocks were stored after which below the device.
         overfull: the tiers that hold more than the engine has there, where that was reported.
@@ -106,6 +117,7 @@ class Stream(History):
         "removed_but_resident",
         "restarts",
         "restored",
+        "second_names",
         "skipped",
         "spec",
         "tiers",
@@ -125,7 +137,7 @@ class Stream(History):
         self.device: dict[int, int] = {}
         self.tiers: dict[StorageTier, dict[int, int]] = {StorageTier.DEVICE: self.device}
         self.forks: dict[int, set[int]] = {}
-        self.group_idx = 0
+        self.group_idx: int | None = 0
         self.groups: dict[int, Stream] = {}
         self.unmarked: set[int] = set()
         self.copies: dict[StorageTier, dict[int, int]] = {}
@@ -143,6 +155,7 @@ class Stream(History):
         self.links = Links()
         self.below = Below()
         self.unconfirmed: list[tuple[StorageTier, Problem]] = []
+        self.second_names = 0
         self.overfull: set[StorageTier] = set()
         self.drifted: set[tuple[StorageTier, int]] = set()
         self.emptied: tuple[int, ...] = ()
@@ -158,7 +171,32 @@ class Stream(History):
             or self.drifted
             or self.implied
             or self.desync
+            or self.second_names
         )
+
+    def names_alone(self, event: RouterEvent) -> bool:
+        """Whether of the blocks of a Stored no more than the names counts, as nothing hangs on their parents and tokens.
+
+        So it is in a sparse cache group, and of a prompt's tail, which is a second name of a block by a part of its tokens.
+        A tail is told by its size; where the size of blocks is not known yet, by a parent that nobody has.
+        """
+        data, tokens = event.event.data, event.token_ids
+        if isinstance(data, SparseStored) or not is_attention_group(event.extra):
+            return True
+        if not tokens or not (self.groups or is_of_group(event.extra)):
+            return False
+        assert isinstance(data, Stored)
+        size, known = len(tokens[0]), self.block_size
+        if len(data.block_hashes) == 1 and len(tokens) == 1:
+            if known is None and data.parent_hash is not None and data.parent_hash not in self.device:
+                self.tails.update(data.block_hashes)
+                return True
+            if known is not None and 0 < size < known and not known % size:
+                self.tails.update(data.block_hashes)
+                return True
+        if known is None or (self.spec.block_size is None and size > known):
+            self.block_size = size
+        return False
 
     def held(self, tier: StorageTier) -> dict[int, int]:
         """The blocks that are held in a tier: see `tiers`."""
@@ -203,10 +241,24 @@ class Stream(History):
             self._link(held, block, child)
         self._add_copies(StorageTier.DEVICE, hashes, again)
 
-    def add_below(self, tier: StorageTier, hashes: tuple[int, ...], again: set[int]) -> None:
-        """Hold blocks in a tier below the device, of which some, `again`, are held already."""
+    def add_names(self, tier: StorageTier, hashes: tuple[int, ...], again: set[int]) -> None:
+        """Hold blocks of which no more than the names is known, or that are below the device; some, `again`, are held already."""
         self.held(tier).update(dict.fromkeys(hashes, LAST))
         self._add_copies(tier, hashes, again)
+
+    def take_names(self, event: RouterEvent) -> None:
+        """Take an event that names blocks, and of which nothing else is judged."""
+        data, tier = event.event.data, event.storage_tier
+        assert not isinstance(data, Cleared)
+        hashes = data.block_hashes
+        self.add_names(tier, hashes, self.held(tier).keys() & hashes)
+        if tier is StorageTier.DEVICE and self.tails:
+            self.second_names += sum(block in self.tails for block in hashes)
+        self.restored = {}
+        self.events.append(event)
+        self.mark_named(hashes, tier)
+        if self.desync is not None:
+            self.desync.named(tier).update(hashes)
 
     def _add_copies(self, tier: StorageTier, hashes: tuple[int, ...], again: set[int]) -> None:
         """Count the copies beyond the first, where they are counted."""
@@ -234,6 +286,8 @@ class Stream(History):
 
     def remove(self, tier: StorageTier, held: dict[int, int], blocks: tuple[int, ...]) -> tuple[int | None, ...]:
         """Remove blocks from a tier, or one copy of each; return what `held` had of each: None if it was not there."""
+        if self.second_names and tier is StorageTier.DEVICE:
+            self.second_names -= sum(block in self.tails and block in held for block in blocks)
         copies = self.copies.get(tier) if self.copies else None
         if not copies or copies.keys().isdisjoint(blocks):
             return tuple(map(held.pop, blocks, repeat(None)))
@@ -266,8 +320,11 @@ class Stream(History):
         return left
 
     def count(self, tier: StorageTier) -> int:
-        """How many blocks are held in a tier, every copy counted."""
-        return len(self.held(tier)) + sum(self.copies.get(tier, {}).values())
+        """How many blocks are held in a tier, every copy counted, in all cache groups; second names are no blocks."""
+        names = len(self.held(tier)) + sum(self.copies.get(tier, {}).values())
+        if tier is StorageTier.DEVICE:
+            names -= self.second_names
+        return names + sum(part.count(tier) for part in self.groups.values())
 
     def begin_anew(self, why: str) -> None:
         """Record that event ids begin anew from here on; `why` is a key of `EVENTS_BEGAN_ANEW`."""
@@ -289,13 +346,15 @@ class Stream(History):
             for block in blocks:
                 self.removed_but_resident.pop(block, None)
 
-    def clear(self) -> None:
-        """Clear the stream: nothing is held, and no block is unknown."""
-        samples = [list(held) for held in self.tiers.values() if held]
+    def clear(self, *, below: bool = True) -> None:
+        """Clear the stream: nothing is held on the device, nor, if `below`, in the tiers below it, and no block is unknown."""
+        cleared = [tier for tier in self.tiers if below or tier is StorageTier.DEVICE]
+        left = {tier: copies for tier, copies in self.copies.items() if tier not in cleared}
+        samples = [list(self.tiers[tier]) for tier in cleared if self.tiers[tier]]
         picked = [{blocks[0], blocks[len(blocks) // 2], blocks[-1]} for blocks in samples]
         self.emptied = tuple(dict.fromkeys(block for some in picked for block in some))
-        for held in self.tiers.values():
-            held.clear()
+        for tier in cleared:
+            self.tiers[tier].clear()
         for group in (
             self.forks,
             self.unmarked,
@@ -307,7 +366,9 @@ class Stream(History):
         ):
             group.clear()
         for part in self.groups.values():
-            part.clear()
+            part.clear(below=below)
+        self.copies.update(left)
+        self.second_names = 0
         self.orphaned = {}  # a new one: the old one is shared
         self.unconfirmed = []
         self.desync = self.doubled = None
@@ -333,8 +394,27 @@ class Stream(History):
         """Take an id out of the recovered ones; return whether it was there."""
         return _take(self.late, event_id)
 
-    def group(self, group_idx: int) -> Stream:
-        """The blocks of a cache group from 1 on, of which nothing is held at first. How many it may have is not known."""
+    def part(self, group_idx: int) -> Stream:
+        """The blocks of a cache group; those of this stream itself where nothing is known of such a group."""
+        return self if group_idx == self.group_idx else self.groups.get(group_idx, self)
+
+    def part_of(self, event: RouterEvent) -> Stream:
+        """The blocks of the cache group that an event is about, of which nothing is held at first.
+
+        Those of the attention group are this stream's own, as routers ask for them. That is group 0, or, where nothing is stored
+        there or no whole prefix kept, the first that keeps one.
+        """
+        extra, group_idx = event.extra, group_of(event.extra)
+        if isinstance(event.event.data, Stored):
+            is_whole = is_attention_group(extra)
+            if group_idx == self.group_idx and not is_whole:
+                self._exchange(None)
+            elif group_idx != self.group_idx and is_whole and not self.stored_at:
+                self._exchange(group_idx)
+        return self if group_idx == self.group_idx else self._group(group_idx)
+
+    def _group(self, group_idx: int) -> Stream:
+        """The blocks of another cache group. They have no number of their own: there is one pool for all groups."""
         part = self.groups.get(group_idx)
         if part is None:
             part = self.groups[group_idx] = self.fresh()
@@ -343,6 +423,22 @@ class Stream(History):
             part.desync = None if self.desync is None else Desync(self.desync.cause)
         return part
 
+    def _exchange(self, group_idx: int | None) -> None:
+        """Have the blocks of another cache group as this stream's own; None: of none, as the attention group is not known."""
+        taken = None if group_idx is None else self._group(group_idx)
+        if self.group_idx is not None:
+            self._exchange_with(self._group(self.group_idx))
+        if taken is not None:
+            self._exchange_with(taken)
+            del self.groups[taken.group_idx]  # type: ignore[arg-type]  # a part has a number
+        self.group_idx = group_idx
+
+    def _exchange_with(self, part: Stream) -> None:
+        for name in _OF_A_GROUP:
+            ours, theirs = getattr(self, name), getattr(part, name)
+            setattr(self, name, theirs)
+            setattr(part, name, ours)
+
     def fresh(self) -> Stream:
         """Return an empty stream of the same worker and rank."""
         return Stream((self.worker_id, self.dp_rank), self.spec)
@@ -350,7 +446,7 @@ class Stream(History):
     def copy(self) -> Stream:
         """Return a copy that holds the same, without what is missing of it."""
         copy = self.fresh()
-        copy.group_idx = self.group_idx
+        copy.group_idx, copy.block_size = self.group_idx, self.block_size
         copy.recover(self, range(0))
         return copy
 
@@ -403,6 +499,8 @@ class Stream(History):
         }
         self.orphaned = {block: orphaned.get(block, problem) for block, problem in published.orphaned.items()}
         self.events, self.emptied, self.anew = list(published.events), published.emptied, list(published.anew)
+        self.group_idx, self.tails = published.group_idx, set(published.tails)
+        self.second_names = published.second_names
         self.groups = {group: part.copy() for group, part in published.groups.items()}
         self._reset_index()
         self.links = Links()

@@ -43,6 +43,7 @@ class StreamSpec:
         prefix_closed: see `BackendSpec`; where it is false a wrong hash is a warning, and an orphaned child is none.
         chain: makes the rule by which it names blocks, to judge `wrong_hash` by: each stream has its own, as a chain of hashes
             has a state.
+        clears_below: whether a Cleared, which has no tier, empties the tiers below the device, too; vLLM's is of the device alone.
     """
 
     block_size: int | None = None
@@ -51,6 +52,7 @@ class StreamSpec:
     residency: Residency = "unique"
     prefix_closed: bool = True
     chain: Callable[[], Chain] = DynamoChain
+    clears_below: bool = True
 
     def capacity(self, tier: StorageTier) -> int | None:
         """How many blocks the engine has in a tier; None: unknown."""
