@@ -32,14 +32,17 @@ from pytest_kvmock.events import (
     Cleared,
     EventData,
     KvCacheEvent,
+    Located,
     Removed,
     RouterEvent,
+    SparseStored,
     StorageTier,
     Stored,
     block_text,
     value_text,
 )
-from pytest_kvmock.prompt_keys import group_of, is_attention_group
+from pytest_kvmock.prompt_keys import is_of_group
+from pytest_kvmock.router.attention_group import AttentionGroup
 from pytest_kvmock.router.lower_tier import LowerTier, Match
 from pytest_kvmock.router.tree import Tree, WorkerRank
 
@@ -150,8 +153,7 @@ class RadixIndex:
         # By worker, rank and tier: how often a block was stored and not removed since. A Stored that is refused counts
         # too: the engine holds those blocks.
         self._copies: dict[tuple[WorkerRank, StorageTier], Counter[int]] | None = {} if count_copies else None
-        # By worker and rank, where it is not group 0 of full attention: which group is held, and whether of full attention.
-        self._groups: dict[WorkerRank, tuple[int, bool]] = {}
+        self._groups: dict[WorkerRank, AttentionGroup] = {}  # where events say of which group they are
         self._device = Tree()
         # In the order in which a query goes on from tier to tier.
         lower = (tier for tier in StorageTier if tier is not StorageTier.DEVICE)
@@ -162,27 +164,42 @@ class RadixIndex:
         return type(self)(semantics=self._semantics, count_copies=self._copies is not None)
 
     def apply(self, event: RouterEvent) -> None:
-        """Apply one event; one of a cache group that a prefix does not hang on changes nothing.
+        """Apply one event.
+
+        Of a hybrid model the blocks are those of its attention group. An event of another group changes nothing, nor does one
+        that names a prompt's tail.
 
         Raises:
             ParentBlockNotFound: a Stored whose parent the rank does not hold; nothing changed.
             BlockNotFound: a Removed with a block that the rank does not hold; the others are removed.
             InvalidBlockSequence: a Stored with a block under itself; what stands before it is stored.
-            TypeError: it is no `RouterEvent` with a Stored, Removed or Cleared.
+            TypeError: it is no `RouterEvent` with a Stored, Removed, Located or Cleared.
             ValueError: its tier is none.
         """
         if not isinstance(event, RouterEvent):
             raise TypeError(f"RadixIndex.apply takes a RouterEvent, got {event!r:.200}")
         inner, tier = event.event, event.storage_tier
         data: EventData = inner.data
-        if (event.extra is not None or self._groups) and self._is_of_other_group(event):
-            return
+        group = None
+        if event.extra is not None or self._groups:
+            group = self._groups.get((event.worker_id, inner.dp_rank))
+            if group is None and is_of_group(event.extra):
+                group = self._groups[event.worker_id, inner.dp_rank] = AttentionGroup()
+            if group is not None:
+                found = group.data_of(event, self._device.ranks)
+                if group.has_changed:
+                    self._clear(event.worker_id, inner.dp_rank)
+                if found is None:
+                    return
+                data = found
         lower = None
         if tier is not StorageTier.DEVICE:
             tier = StorageTier.of(tier)
             lower = self._lower.get(tier)
         key = (event.worker_id, inner.dp_rank)
         if isinstance(data, Stored):
+            if type(data) is SparseStored:
+                return
             if self._copies is not None:
                 self._copies.setdefault((key, tier), Counter()).update(data.block_hashes)
             if lower is None:
@@ -198,32 +215,14 @@ class RadixIndex:
                 unknown = lower.remove(key, blocks)
             elif (rank := self._device.ranks.get(key)) is not None:
                 unknown = self._device.remove(rank, blocks)
-            if unknown is not None:
+            if unknown is not None and (group is None or group.is_whole):
                 _fail(BlockNotFound, event, unknown)
+        elif isinstance(data, Located):
+            return
         elif isinstance(data, Cleared):
             self._clear(event.worker_id, None if self._clear_all_ranks else inner.dp_rank)
         else:
-            raise TypeError(f"the data of an event is a Stored, Removed or Cleared, got {data!r:.200}")
-
-    def _is_of_other_group(self, event: RouterEvent) -> bool:
-        """Whether an event is of another cache group than the one whose blocks are held here.
-
-        That is group 0, or, where its blocks are of a window, the first group of full attention: a window lets go of blocks
-        that a prefix still has.
-        """
-        inner, extra = event.event, event.extra or {}
-        if isinstance(inner.data, Cleared):
-            return False
-        key, group = (event.worker_id, inner.dp_rank), group_of(extra)
-        held, is_whole = self._groups.get(key, (0, True))
-        if isinstance(inner.data, Stored):
-            whole = is_attention_group(extra)
-            if group == held and whole != is_whole:
-                self._groups[key] = held, whole
-            elif group != held and whole and not is_whole:
-                self._clear(*key)
-                self._groups[key] = held, _ = group, True
-        return group != held
+            raise TypeError(f"the data of an event is a Stored, Removed, Located or Cleared, got {data!r:.200}")
 
     def _clear(self, worker_id: int, dp_rank: int | None = None) -> None:
         """Empty one rank of a worker, or all of them, in all tiers."""
@@ -344,6 +343,7 @@ class RadixIndex:
             self._device.clear(rank)
         for lower in self._lower.values():
             lower.ranks.pop((worker_id, dp_rank), None)
+        self._groups.pop((worker_id, dp_rank), None)
         self._forget_copies(worker_id, dp_rank)
 
     def clear_all_blocks(self, worker_id: int) -> None:
