@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_][\w.-]*", re.ASCII)
-_RESERVED: Final = ("all", "no-backend")  # words of the command line and of the matrix
+HYBRID: Final = "hybrid"
+"""The word for the backends of hybrid models, on the command line and in markers."""
+
+_RESERVED: Final = ("all", "no-backend", HYBRID)  # words of the command line and of the matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,8 @@ class BackendSpec:
         scheduler: whose scheduler an engine of it has (`MockEngineArgs.engine_type`).
         semantics: the release of Dynamo whose scheduler that is, where the engine's arguments name none; None: the
             scheduler's default.
+        default_block_size: tokens of a block where none are asked for.
+        real_block_size: those of the model that it is the engine of; None: it is of no certain model.
 
     Raises:
         ValueError: a field is not what it must be.
@@ -73,6 +78,8 @@ class BackendSpec:
     options: tuple[str, ...] = ()
     scheduler: EngineType = "vllm"
     semantics: Semantics | None = None
+    default_block_size: int = 16
+    real_block_size: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name) or self.name in _RESERVED:
@@ -104,7 +111,7 @@ class BackendSpec:
         No worker is made for that, but a manager of one block, which the driver is asked about.
 
         Raises:
-            ValueError: the backend refuses a manager of one block of 16 tokens.
+            ValueError: the backend refuses a manager of one block of its default size.
         """
         traits: Traits = self._asked.traits
         return traits
@@ -127,7 +134,7 @@ class BackendSpec:
             return MoveDriver
         from random import Random
 
-        manager = self.make(num_blocks=1, block_size=16, dp_rank=0, sink=None)
+        manager = self.make(num_blocks=1, block_size=self.default_block_size, dp_rank=0, sink=None)
         return self.driver(manager, True, Random(0))  # noqa: S311 - nothing is drawn
 
     def variant(
@@ -145,7 +152,8 @@ class BackendSpec:
             ValueError: it has no such option, or not of this value, or the name is none.
         """
         options = self.check_options(options)
-        self.make(num_blocks=1, block_size=16, dp_rank=0, sink=None, **options)  # it raises for a wrong value
+        size = _default_block_size(self, options)
+        self.make(num_blocks=1, block_size=size, dp_rank=0, sink=None, **options)  # it raises for a wrong value
 
         def make(**sizes: Any) -> KvManager:
             manager = self.make(**sizes, **options)
@@ -164,6 +172,7 @@ class BackendSpec:
             prefix_closed=self.prefix_closed if prefix_closed is None else prefix_closed,
             in_matrix=in_matrix,
             options=tuple(option for option in self.options if option not in options),
+            default_block_size=size,
         )
 
     def check_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -217,6 +226,16 @@ class BackendSpec:
         return cls(name, models, make, prefix_closed=prefix_closed, in_matrix=in_matrix)
 
 
+def _default_block_size(spec: BackendSpec, options: Mapping[str, Any]) -> int:
+    """Tokens of a block where none are asked for: with cache groups those of the attention group."""
+    groups = options.get("groups")
+    for group in groups if isinstance(groups, (list, tuple)) else ():
+        if getattr(group, "kind", None) in ("full_attention", "mla_attention"):
+            size: int = group.block_size
+            return size
+    return spec.default_block_size
+
+
 def _check_scheduler(name: str, scheduler: object) -> None:
     from pytest_kvmock.engine.schedulers import SCHEDULERS
 
@@ -224,6 +243,21 @@ def _check_scheduler(name: str, scheduler: object) -> None:
         known = " or ".join(map(repr, SCHEDULERS))
         raise ValueError(f"backend {name!r}: scheduler must be {known}, got {scheduler!r}")
 
+
+_VLLM_OPTIONS: Final = ("hash_algorithm", "hash_seed", "enable_caching", "lora_paths")
+
+_HYBRID_MODELS: Final = (
+    ("gpt_oss", "gpt-oss (20b, 120b)", 16, 16),
+    ("gemma3", "Gemma 3 27b", 16, 16),
+    ("gemma4", "Gemma 4 31b", 16, 32),
+    ("qwen3_next", "Qwen3-Next 80B-A3B", 16, 544),
+    ("kimi_linear", "Kimi-Linear 48B-A3B", 16, 1920),
+    ("kimi_k3", "Kimi-K3 (tensor parallel 8, fp8)", 16, 1536),
+    ("deepseek_v4", "DeepSeek-V4-Flash", 64, 256),
+    ("llama4", "Llama 4 Scout", 16, 16),
+)
+"""Of each model in `cache/vllm/hybrid_models.py`, which is not loaded here: name, model, and tokens of a block by default and
+at the model's own sizes."""
 
 _LOGICAL: Final = "dynamo-mocker 1.2.1 on kvbm-logical 1.2.1"
 
@@ -253,7 +287,7 @@ BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
                 in_matrix=False,
                 driver=makers.block_pool_driver,
                 chain=makers.hash_chain,
-                options=("version", "hash_algorithm", "hash_seed", "enable_caching", "lora_paths"),
+                options=("version", *_VLLM_OPTIONS, "groups", *makers.GROUP_SETTINGS),
                 semantics="1.6.1",
             ),
             BackendSpec(
@@ -264,8 +298,25 @@ BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
                 in_matrix=False,
                 driver=makers.block_pool_driver,
                 chain=makers.hash_chain,
-                options=("hash_algorithm", "hash_seed", "enable_caching", "lora_paths"),
+                options=_VLLM_OPTIONS,
                 semantics="1.6.1",
+            ),
+            *(
+                BackendSpec(
+                    f"vllm_{name}",
+                    f"vLLM 0.33.0 with {model}",
+                    partial(makers.hybrid_model, name),
+                    residency="counted",
+                    prefix_closed=False,
+                    in_matrix=False,
+                    driver=makers.block_pool_driver,
+                    chain=makers.hash_chain,
+                    options=(*_VLLM_OPTIONS, *makers.GROUP_SETTINGS),
+                    semantics="1.6.1",
+                    default_block_size=default,
+                    real_block_size=real,
+                )
+                for name, model, default, real in _HYBRID_MODELS
             ),
             BackendSpec(
                 "sglang",
@@ -380,7 +431,7 @@ def create_manager(
     backend: str | BackendSpec = "lineage",
     *,
     num_blocks: int,
-    block_size: int = 16,
+    block_size: int | None = None,
     dp_rank: int = 0,
     sink: GivenSink | None = None,
     **options: Any,
@@ -390,7 +441,8 @@ def create_manager(
     Args:
         backend: its name, or a spec.
         num_blocks: capacity in blocks.
-        block_size: tokens a block; for the logical backends a power of two from 2 to 1024.
+        block_size: tokens a block; for the logical backends a power of two from 2 to 1024. None: `default_block_size`, or
+            where cache `groups` are given that of the attention group.
         dp_rank: the data-parallel rank that its events name.
         sink: where its events are published, of any shape of `sinks.GivenSink`; None: nowhere.
         **options: what else the backend takes (`BackendSpec.options`); each takes `tiers=None`.
@@ -404,7 +456,8 @@ def create_manager(
     spec = backend_spec(backend)
     options = spec.check_options(options)
     taken = None if sink is None else adapted(sink)
-    return spec.make(num_blocks=num_blocks, block_size=block_size, dp_rank=dp_rank, sink=taken, **options)
+    size = _default_block_size(spec, options) if block_size is None else block_size
+    return spec.make(num_blocks=num_blocks, block_size=size, dp_rank=dp_rank, sink=taken, **options)
 
 
 MOST_WORKERS: Final = 2**16
@@ -414,12 +467,19 @@ MOST_RANKS: Final = 1024
 """Data-parallel ranks that one worker of a profile can have."""
 
 
+class _NotGiven(int):
+    """A number of tokens a block that nobody asked for, so that a backend may have another."""
+
+
+_BLOCK_SIZE: Final = _NotGiven(16)
+
+
 @dataclass(frozen=True, slots=True)
 class EngineProfile:
     """The size and kind of the mock engines of a test.
 
     Attributes:
-        block_size: tokens a block.
+        block_size: tokens a block; where none are given 16, or what the backend has by default (`sized_for`).
         num_blocks: capacity of one worker (of each rank), in blocks.
         workers: how many workers exist from the start, with ids from 0.
         dp_size: data-parallel ranks of each worker.
@@ -429,12 +489,13 @@ class EngineProfile:
         seed: seeds everything random, together with the test's name.
         tiers: the host memory below each rank, where evicted blocks go; given as `Tiers`, or as a mapping that `Tiers.of`
             reads. None: there is none.
+        real_sizes: the engine of a hybrid model has blocks of the model's own size, whatever `block_size` is.
 
     Raises:
         ValueError: a field out of range. The message has its name, what was given and what is allowed.
     """
 
-    block_size: int = 16
+    block_size: int = _BLOCK_SIZE
     num_blocks: int = 256
     workers: int = 1
     dp_size: int = 1
@@ -442,6 +503,7 @@ class EngineProfile:
     chunk: int | None = None
     seed: int = 0
     tiers: Tiers | None = None
+    real_sizes: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("block_size", 1), ("num_blocks", 1), ("workers", 0), ("dp_size", 1)):
@@ -456,14 +518,30 @@ class EngineProfile:
             )
         if self.chunk is not None:
             check_integer("chunk", self.chunk, 1, " tokens, or None")
-        if not isinstance(self.prefix_caching, bool):
-            raise ValueError(f"prefix_caching must be True or False, got {self.prefix_caching!r}")  # noqa: TRY004 - one error
+        for name in ("prefix_caching", "real_sizes"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")  # noqa: TRY004 - one error
         if not is_integer(self.seed):
             raise ValueError(f"seed must be an integer, got {self.seed!r}")
         if self.tiers is not None:
             from pytest_kvmock.tiers.config import Tiers  # for those who have some
 
             object.__setattr__(self, "tiers", Tiers.of(self.tiers))
+
+    def sized_for(self, backend: str | BackendSpec | None) -> EngineProfile:
+        """Return the profile with the block size that a backend has where none is given, or by `real_sizes`.
+
+        Raises:
+            ValueError: there is no backend of this name.
+        """
+        if backend is None:
+            return self
+        spec, size = backend_spec(backend), self.block_size
+        if self.real_sizes and spec.real_block_size is not None:
+            size = spec.real_block_size
+        elif type(size) is _NotGiven:
+            size = spec.default_block_size
+        return self if size == self.block_size else self.replace(block_size=size)
 
     def replace(self, **fields: Any) -> EngineProfile:
         """Return the same profile with some fields changed.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from random import Random
@@ -10,6 +10,16 @@ if TYPE_CHECKING:
     from pytest_kvmock.cache.manager import KvManager
     from pytest_kvmock.engine.driver import Driver
     from pytest_kvmock.hygiene.content import Chain
+
+GROUP_SETTINGS: Final = (
+    "retention",
+    "match_unit",
+    "use_eagle",
+    "max_num_batched_tokens",
+    "max_model_len",
+    "async_scheduling",
+)
+"""Options of vLLM's manager that are for engines with cache groups alone."""
 
 
 def lineage(*, tiers: Any = None, **sizes: Any) -> KvManager:
@@ -60,8 +70,15 @@ def whole_move_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> 
     return WholeMoveDriver(manager, prefix_caching, rng)
 
 
-def vllm(**options: Any) -> KvManager:
-    """Make a `BlockPoolManager`."""
+def vllm(*, groups: Any = None, **options: Any) -> KvManager:
+    """Make a `BlockPoolManager`, or a `HybridManager` where there are other groups than one of full attention."""
+    settings: dict[str, Any] = {name: options.pop(name) for name in GROUP_SETTINGS if name in options}
+    if groups is not None:
+        from pytest_kvmock.cache.vllm.hybrid import of_groups
+
+        return of_groups(groups, settings, options)
+    if settings:
+        raise ValueError(f"{next(iter(settings))} is for engines with cache groups; give groups, too")
     from pytest_kvmock.cache.vllm.block_pool import BlockPoolManager
 
     return BlockPoolManager(**options)
@@ -72,8 +89,19 @@ def vllm_0_19(**options: Any) -> KvManager:
     return vllm(backend="vllm_0_19", version="0.19.1", **options)
 
 
+def hybrid_model(model: str, **options: Any) -> KvManager:
+    """Make the `HybridManager` of a model, by its name in `hybrid_models`."""
+    from pytest_kvmock.cache.vllm.hybrid_models import hybrid_manager
+
+    return hybrid_manager(model, **options)
+
+
 def block_pool_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> Driver:
-    """Make the driver of a `BlockPoolManager`."""
+    """Make the driver of a manager of vLLM: a `BlockPoolManager`, or a `HybridManager` if that has several cache groups."""
+    if hasattr(manager, "geometry"):
+        from pytest_kvmock.engine.hybrid_driver import HybridDriver
+
+        return HybridDriver(manager, prefix_caching, rng)
     from pytest_kvmock.engine.block_pool_driver import BlockPoolDriver
 
     return BlockPoolDriver(manager, prefix_caching, rng)
@@ -83,7 +111,8 @@ def hash_chain(manager: Any) -> Chain:
     """Make the rule of block hashes for the stream of a manager that has a hasher."""
     from pytest_kvmock.cache.hashed import HashChain
 
-    return HashChain(manager.hasher)
+    geometry = getattr(manager, "geometry", None)
+    return HashChain(manager.hasher, None if geometry is None else geometry.hash_unit)
 
 
 def sglang(**options: Any) -> KvManager:

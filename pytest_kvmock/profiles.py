@@ -93,6 +93,7 @@ def _base(node: Node) -> Node:
 def _field(name: str) -> Callable[[Node], Any]:
     readers: Mapping[str, Callable[[Node], Any]] = {
         "prefix_caching": boolean,
+        "real_sizes": boolean,
         "chunk": nullable(integer),
         "tiers": plain,
     }

@@ -191,12 +191,14 @@ class HashChain:
 
     Args:
         hasher: names the blocks of this stream.
+        unit: tokens that a digest is made of, where that is less than a block; None: a block.
     """
 
-    __slots__ = ("_digests", "_hasher")
+    __slots__ = ("_digests", "_hasher", "_unit")
 
-    def __init__(self, hasher: BlockHasher) -> None:
+    def __init__(self, hasher: BlockHasher, unit: int | None = None) -> None:
         self._hasher = hasher
+        self._unit = unit
         self._digests: dict[int, bytes] = {}
 
     def forget(self, kept: Collection[int]) -> None:
@@ -234,12 +236,10 @@ class HashChain:
         if own is not None and own.hasher == self._hasher:
             self._digests.update(zip(own.names, own.digests, strict=True))
             return own.names
-        flat = list(_flat(token_ids))
-        hasher, position = self._hasher, 0 if parent is None else 1
-        if extra is not None and names_blocks(extra):
-            hasher = hasher.of_event(extra, position)
-        digests = hasher.digests(flat, block_size, position, before)
-        names = list(map(hasher.name, digests))
+        digests = self._made(list(_flat(token_ids)), block_size, before, extra)
+        if digests is None:
+            return None
+        names = list(map(self._hasher.name, digests))
         self._digests.update(zip(names, digests, strict=True))
         return names
 
@@ -269,10 +269,21 @@ class HashChain:
         before = None if parent is None else self._digests.get(parent)
         if not tokens or block_size is None or (parent is not None and before is None):
             return None
-        hasher, position = self._hasher, 0 if parent is None else 1
+        digests = self._made(tokens, block_size, before, extra)
+        return None if digests is None else self._hasher.name(digests[0])
+
+    def _made(
+        self, tokens: Sequence[int], block_size: int, before: bytes | None, extra: EventExtra | None
+    ) -> list[bytes] | None:
+        """The digest of each block after one digest; None where it cannot be known."""
+        unit = self._unit
+        step = 1 if unit is None or block_size % unit else block_size // unit
+        hasher, position = self._hasher, 0 if before is None else 1
         if extra is not None and names_blocks(extra):
+            if step > 1:
+                return None  # what is hashed beside the tokens travels by block, and not by unit
             hasher = hasher.of_event(extra, position)
-        return hasher.name(hasher.digests(tokens, block_size, position, before)[0])
+        return hasher.digests(tokens, block_size // step, position, before)[step - 1 :: step]
 
 
 def _named(prompt: Prompt, block_size: int, hasher: BlockHasher) -> tuple[list[int], list[bytes], bytes | int | None]:

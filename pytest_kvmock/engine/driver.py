@@ -177,7 +177,12 @@ class SchedulerDriver(GeneratingDriver, Protocol):
 
 @runtime_checkable
 class PoolSchedulerDriver(SchedulerDriver, Protocol):
-    """Of an engine that allocates a block when the first of its tokens is computed: generating a token needs none."""
+    """Of an engine that allocates a block when the first of its tokens is computed: generating a token needs none.
+
+    Where requests may not be cut anywhere, or one pass shows in another, a driver has besides, each alone: `limit_passes(tokens)`,
+    the most of one pass; `begin_pass()` and `end_pass()`, which are called before a pass schedules and after; `chunk_tokens(request, most)`, the tokens of the next chunk,
+    0 where the request has to wait; `decodes_ahead = False`, where blocks do other than open and fill at multiples of one size.
+    """
 
     def step_inside(self, request: Any, upto: int) -> bool:
         """Count the tokens up to one as computed, if that needs no block and fills none; False: it does."""

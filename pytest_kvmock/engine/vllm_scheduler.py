@@ -16,7 +16,7 @@ from pytest_kvmock.engine.scheduler import ForwardPass, Scheduled, ScheduledRequ
 from pytest_kvmock.engine.timing import moments, rounded_ms
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from pytest_kvmock.engine.driver import PoolSchedulerDriver, SchedulerDriver
     from pytest_kvmock.engine.scheduler import SchedulerArgs
@@ -87,8 +87,18 @@ class VllmScheduler(Scheduler):
             args.performance, manager.max_capacity * manager.block_size, self._decode_speedup
         )
         self._decodes_ahead = (
-            release.last_token_free and type(args.performance) is PolynomialModel and manager.block_size >= _LEAST_SIZE
+            release.last_token_free
+            and type(args.performance) is PolynomialModel
+            and manager.block_size >= _LEAST_SIZE
+            and getattr(driver, "decodes_ahead", True)
         )
+        # Of an engine with several cache groups; the others have no steps, and chunks of any length.
+        limit_passes: Callable[[int], None] | None = getattr(driver, "limit_passes", None)
+        if limit_passes is not None and args.max_num_batched_tokens:
+            limit_passes(args.max_num_batched_tokens)
+        self._begin_pass: Callable[[], None] | None = getattr(driver, "begin_pass", None)
+        self._end_pass: Callable[[], None] | None = getattr(driver, "end_pass", None)
+        self._chunk_tokens: Callable[[object, int], int] | None = getattr(driver, "chunk_tokens", None)
         # Of the pass that is under way.
         self._pass = ForwardPass(0.0)
         self._used: dict[ScheduledRequest, int] = {}
@@ -137,9 +147,13 @@ class VllmScheduler(Scheduler):
         if tiers is not None:
             tiers.tick(max(now_ms, tiers.now))
             self._waiting.extendleft(reversed(tiers.parking.take_back()))
+        if self._begin_pass is not None:
+            self._begin_pass()
         self._schedule_running()
         if not done.preempted:
             self._admit()
+        if self._end_pass is not None:
+            self._end_pass()
         done.prefill_ms = self._prefill_ms()
         self._decode()
         done.end_ms = (now_ms + done.prefill_ms) + done.decode_ms
@@ -251,6 +265,10 @@ class VllmScheduler(Scheduler):
             return _BLOCKED
         if remaining and not desired:
             return _BLOCKED
+        if self._chunk_tokens is not None and desired:
+            desired = self._chunk_tokens(state, int(desired))
+            if not desired:  # its chunk would end where nothing can be resumed from
+                return _BLOCKED if waits else 0
         target = start + int(desired)
         while True:
             fits = not self._whole or driver.need(state, target) <= driver.room()

@@ -236,6 +236,15 @@ def _waives(item: pytest.Item, problem: Problem) -> bool:
     return answer is True
 
 
+def _backend_of_matrix(item: pytest.Item) -> BackendSpec | None:
+    """The backend that a test is run over; None: it is not known before its fixtures are made."""
+    from pytest_kvmock.backends import known_backends
+
+    callspec = getattr(item, "callspec", None)
+    name = None if callspec is None else callspec.params.get(BACKENDS.fixture)
+    return known_backends().get(name) if isinstance(name, str) else None
+
+
 def effective_profile(item: pytest.Item, base: EngineProfile) -> EngineProfile:
     """Return the profile of a test: the base, under its markers, under the command line."""
     from pytest_kvmock.backends import EngineProfile
@@ -248,6 +257,8 @@ def effective_profile(item: pytest.Item, base: EngineProfile) -> EngineProfile:
         settings = item.config.stash[SETTINGS]
         case = scheduler_case(item)
         sizes = {} if case is None else case.sizes
-        return resolve_profile(base, marker_values(item), settings.command_line, settings.profiles, sizes)
+        profile = resolve_profile(base, marker_values(item), settings.command_line, settings.profiles, sizes)
+        backend = _backend_of_matrix(item)
+        return profile if backend is None else profile.sized_for(backend)
     except ValueError as error:
         fail_in_one_line(item, str(error))

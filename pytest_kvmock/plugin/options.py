@@ -22,7 +22,17 @@ REDUCE_SECONDS: Final = 2.0
 
 ALL: Final = "all"
 
-PROFILE_KEYS: Final = ("block_size", "num_blocks", "workers", "dp_size", "prefix_caching", "chunk", "seed", "tiers")
+PROFILE_KEYS: Final = (
+    "block_size",
+    "num_blocks",
+    "workers",
+    "dp_size",
+    "prefix_caching",
+    "chunk",
+    "seed",
+    "tiers",
+    "real_sizes",
+)
 """The fields of `EngineProfile`; by name, because importing it is for those who use it (a test compares the two)."""
 
 SCHEDULER_MATRIX: Final = "kv_scheduler_matrix"
@@ -38,7 +48,7 @@ MARKERS: Final = (
         "it runs on the engines that speak them."
     ),
     (
-        "kvmock(*, block_size=, num_blocks=, workers=, dp_size=, prefix_caching=, chunk=, seed=, tiers={'host': blocks}, profile=, "
+        "kvmock(*, block_size=, num_blocks=, workers=, dp_size=, prefix_caching=, chunk=, seed=, tiers={'host': blocks}, real_sizes=, profile=, "
         "sync='every|auto|burst|end', index_semantics=None|'e1', trace_tokens=False, event_errors='fail|warn|ignore', event_warnings='ignore|warn|fail', allow=(rules,), "
         "faults={fault: rate}, survive=(faults,), engine={field: value}): size the mock engines of the test, say what a "
         "broken event rule does, which faults strike, what kv_engine is, and whether kv_trace has tokens; keys of module, class and function "
@@ -141,13 +151,22 @@ def known_names(value: object, what: str, known: tuple[str, ...]) -> tuple[str, 
 
 
 def all_named(value: object, what: str) -> tuple[str, ...]:
-    """Read names of backends or dialects; `vllm` stands for the dialects `vllm-...` that tests run over by default."""
+    """Read names of backends or dialects.
+
+    `hybrid` stands for the backends of hybrid models, and `vllm` for the dialects `vllm-...` that tests run over by default.
+    """
     given = names(value)
     if what != "dialect":
-        return given
+        return tuple(each for name in given for each in (_hybrid_backends() if name == "hybrid" else (name,)))
     known, default = known_dialects(), default_dialects()
     releases = {name: [each for each in default if each.startswith(f"{name}-")] for name in given if name not in known}
     return tuple(each for name in given for each in releases.get(name) or [name])
+
+
+def _hybrid_backends() -> tuple[str, ...]:
+    from pytest_kvmock import backends
+
+    return tuple(name for name, spec in backends.known_backends().items() if spec.real_block_size is not None)
 
 
 def unknown_name(what: str, name: object, known: tuple[str, ...]) -> str:
@@ -280,7 +299,7 @@ OPTIONS: Final = (
     Option(
         "backends",
         backend_choice,
-        "run only this backend of a test's matrix; repeatable; `all` for no restriction",
+        "run only this backend of a test's matrix; repeatable; `hybrid` for those of hybrid models, `all` for no restriction",
         flag="--kv-backend",
         metavar="NAME",
     ),

@@ -6,23 +6,21 @@ One subject: the life of a physical block, from the free queue to a request and 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from random import Random
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-from pytest_kvmock.cache.base import LOG, RequestLevel
+from pytest_kvmock.cache.base import LOG
 from pytest_kvmock.cache.cache_trace import TRACE_LEVEL, trace
 from pytest_kvmock.cache.hashed import HashedTokens
-from pytest_kvmock.cache.vllm.hashes import ExtraKeys, VllmHasher, vllm_version
+from pytest_kvmock.cache.vllm.hashes import ExtraKeys
+from pytest_kvmock.cache.vllm.vllm_manager import VllmManager
 from pytest_kvmock.events import Cleared, StorageTier
-from pytest_kvmock.prompt_keys import LoraIds
 from pytest_kvmock.tokens import Prompt, TokenIds
 
 if TYPE_CHECKING:
     from pytest_kvmock.moves import Block
-    from pytest_kvmock.sinks import Sink
 
 # Theory of operation
 #
@@ -84,56 +82,21 @@ class PoolRequest:
         return [*names, *(UUID(int=block_id) for block_id in held[len(names) :])]
 
 
-class BlockPoolManager(RequestLevel):
+class BlockPoolManager(VllmManager):
     """Blocks of one vLLM engine: looked up, allocated, cached, freed and evicted as its `KVCacheManager` does.
 
     Blocks are numbered from 1; block 0 is vLLM's null block, which nobody gets, and comes on top of `num_blocks`.
 
     Args:
         num_blocks: capacity in usable blocks, at least 1.
-        block_size: tokens a block, at least 1.
-        dp_rank: data-parallel rank that events name.
-        sink: where events are published; None: nowhere, and no event id is consumed.
-        backend: its name.
-        version: release of vLLM (`hashes.VERSIONS`).
-        hash_algorithm: how blocks are named (`hashes.ALGORITHMS`).
-        hash_seed: seed of the hashes, as PYTHONHASHSEED; None as where it is not set.
-        enable_caching: False: no block is hashed, so that none is reused.
-        lora_paths: where adapters lie, by name; 0.33.0 hashes it. One that is not there has an empty path.
+        **options: the others of `VllmManager`.
 
     Raises:
         ValueError: an argument is not what it must be.
-
-    Attributes:
-        version: what is particular to its release.
-        hasher: names the blocks of its requests.
-        enable_caching: as given.
     """
 
-    takes: ClassVar[str] = "new_request, get_computed_blocks, allocate_slots, free, reset_prefix_cache"
-
-    def __init__(
-        self,
-        *,
-        num_blocks: int,
-        block_size: int = 16,
-        dp_rank: int = 0,
-        sink: Sink | None = None,
-        backend: str = "vllm",
-        version: str = "0.33.0",
-        hash_algorithm: str = "sha256_cbor",
-        hash_seed: str | None = "0",
-        enable_caching: bool = True,
-        lora_paths: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(backend=backend, num_blocks=num_blocks, block_size=block_size, dp_rank=dp_rank, sink=sink)
-        self.version = vllm_version(version)
-        self.hasher = VllmHasher(version, hash_algorithm, hash_seed)
-        if not isinstance(enable_caching, bool):
-            raise ValueError(f"enable_caching must be True or False, got {enable_caching!r}")  # noqa: TRY004 - one error
-        self.enable_caching = enable_caching
-        self._lora_ids = LoraIds()
-        self._lora_paths = {} if lora_paths is None else _checked_paths(lora_paths)
+    def __init__(self, *, num_blocks: int, **options: Any) -> None:
+        super().__init__(num_blocks=num_blocks, **options)
         self._free = OrderedDict.fromkeys(range(1, num_blocks + 1))
         # By the number of the block; the null block is never in use.
         self._refs = [0] * (num_blocks + 1)
@@ -143,7 +106,6 @@ class BlockPoolManager(RequestLevel):
         self._copies: dict[int, list[int]] = {}
         self._references = 0
         self._changes = 0  # grows whenever what a lookup finds may change
-        self._rng = Random(0)  # noqa: S311 - mock data
 
     # ------------------------------------------------------------------------------------------------- queries
 
@@ -223,23 +185,7 @@ class BlockPoolManager(RequestLevel):
         Raises:
             ValueError: the prompt is empty, its hashes do not fit the block size, or it has hashes and extra keys.
         """
-        prompt = Prompt.of(prompt)
-        if keys is not None:
-            if prompt.tokens is None:
-                raise ValueError("a prompt of hashes has no tokens to hash extra keys (LoRA, multimodal, salt) with")
-            prompt = prompt.with_keys(keys.of_prompt)
-        elif self._lora_paths and prompt.keys is not None:
-            path = self._lora_paths.get(prompt.keys.lora_name or "", "")
-            prompt = prompt.with_keys(replace(prompt.keys, lora_path=path))
-        hasher: VllmHasher | None = self.hasher
-        if not self.enable_caching:
-            hasher = None
-        elif prompt.keys is not None and prompt.keys.naming:
-            carried = prompt.keys
-            hasher = self.hasher.keyed(
-                ExtraKeys(carried.lora_name, carried.lora_path, carried.multimodal, carried.cache_salt)
-            )
-        tokens = HashedTokens(prompt, self.block_size, hasher, rng or self._rng)
+        tokens = self._hashed(prompt, self.block_size, rng, keys)
         return PoolRequest(tokens, skip_reading_prefix_cache=skip_reading_prefix_cache)
 
     def get_computed_blocks(self, request: PoolRequest) -> list[int]:
@@ -459,9 +405,3 @@ class BlockPoolManager(RequestLevel):
     def clear(self) -> bool:
         """Reset the prefix cache; see `reset_prefix_cache`."""
         return self.reset_prefix_cache()
-
-
-def _checked_paths(paths: object) -> dict[str, str]:
-    if isinstance(paths, Mapping) and all(isinstance(text, str) for pair in paths.items() for text in pair):
-        return dict(paths)
-    raise ValueError(f"lora_paths must be a mapping of adapter names to paths, got {paths!r:.80}")

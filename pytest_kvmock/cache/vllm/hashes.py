@@ -40,6 +40,7 @@ class VllmVersion:
         lora_by_id: an adapter is hashed by its number, and not by its name.
         signed_names: names are signed: 0.9 hashed with Python's own `hash`, whose numbers are not the same in two
             processes, so that ours are the SHA-256 of the same triple.
+        has_groups: its cache groups are mocked, as they were recorded.
     """
 
     name: str
@@ -49,6 +50,7 @@ class VllmVersion:
     item_offsets: bool = True
     lora_by_id: bool = False
     signed_names: bool = False
+    has_groups: bool = False
 
     def untagged(self, keys: tuple[Any, ...] | None, lora_name: str | None) -> tuple[Any, ...] | None:
         """The keys of a block as this release hashes them, from those that are not tagged.
@@ -69,7 +71,9 @@ VERSIONS: Final = MappingProxyType(
     {
         version.name: version
         for version in (
-            VllmVersion("0.33.0", prepends_unhashed=True, tagged_keys=True, fixed_seed="vllm-none-hash"),
+            VllmVersion(
+                "0.33.0", prepends_unhashed=True, tagged_keys=True, fixed_seed="vllm-none-hash", has_groups=True
+            ),
             VllmVersion("0.28.0", prepends_unhashed=True),
             VllmVersion("0.24.0", prepends_unhashed=True),
             VllmVersion("0.23.0"),

@@ -1,0 +1,186 @@
+"""Brings the cache groups of one engine together: what all of them can resume from, and who takes blocks when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from pytest_kvmock.cache.vllm.group_policies import (
+    FullPolicy,
+    GroupPolicy,
+    Journal,
+    LocalPolicy,
+    Lookup,
+    RingPolicy,
+    WindowPolicy,
+)
+from pytest_kvmock.cache.vllm.group_request import ComputedBlocks
+from pytest_kvmock.cache.vllm.groups import FULL, LOCAL, RING, STATE, WINDOWS, CacheGroup, Geometry
+from pytest_kvmock.cache.vllm.named_pool import NamedPool
+from pytest_kvmock.cache.vllm.state_groups import StatePolicy, UncachedStatePolicy
+
+if TYPE_CHECKING:
+    from pytest_kvmock.cache.vllm.group_request import GroupRequest, Span
+
+_POLICIES: Final[dict[str, type[GroupPolicy]]] = {
+    **dict.fromkeys(FULL, FullPolicy),
+    **dict.fromkeys(WINDOWS, WindowPolicy),
+    LOCAL: LocalPolicy,
+    STATE: StatePolicy,
+    RING: RingPolicy,
+}
+
+
+class Coordinator:
+    """The groups of one engine over their pool.
+
+    Args:
+        geometry: of the engine.
+        pool: whose blocks they take.
+        journal: who publishes what they do.
+
+    Attributes:
+        geometry: as above.
+        pool: as above.
+        policies: of each group.
+    """
+
+    def __init__(self, geometry: Geometry, pool: NamedPool, journal: Journal) -> None:
+        self.geometry, self.pool = geometry, pool
+        self.policies = [
+            _policy_of(group)(number, geometry, pool, journal) for number, group in enumerate(geometry.groups)
+        ]
+        self._states = [policy for policy in self.policies if isinstance(policy, StatePolicy)]
+        self._several = len(geometry.groups) > 1
+        # With one family of full attention and one other, what the second finds is what both can resume from.
+        first = geometry.groups[geometry.families[0][0]]
+        self._in_one_pass = not self._several or (len(geometry.families) == 2 and first.kind in FULL)
+        self._copies: dict[int, list[tuple[int, int]]] = {}  # of each group, in this step
+
+    # --------------------------------------------------------------------------------------------------- lookup
+
+    def lookup(self, request: GroupRequest) -> ComputedBlocks:
+        """The longest hit that all groups can resume from. Changes nothing."""
+        policies, tokens = self.policies, request.tokens
+        hit, reached = 0, dict[int, int]()
+        if self.geometry.caching and not request.skip_reading_prefix_cache:
+            hit, reached = self._longest(request, tokens.num_tokens - request.computes_last_token)
+        if not hit:
+            nothing: tuple[list[int], ...] = tuple([] for _ in policies)
+            return ComputedBlocks(0, nothing, self._junction(reached, 0))
+        blocks = tuple(policy.found(request, hit, reached.get(policy.number, 0)) for policy in policies)
+        return ComputedBlocks(hit, blocks, self._junction(reached, hit))
+
+    def _junction(self, reached: dict[int, int], hit: int) -> int:
+        longest = max(reached.values(), default=0)
+        return longest if self._several and longest > hit else 0
+
+    def _longest(self, request: GroupRequest, limit: int) -> tuple[int, dict[int, int]]:
+        """The longest hit, and the longest that each group had on the way."""
+        tokens, caches = request.tokens, self.pool.cached
+        hashed = len(tokens.names) * tokens.block_size
+        looks = [Lookup(tokens, [caches[number] for number in family]) for family in self.geometry.families]
+        reached: dict[int, int] = {}
+        dropped: set[int] = set()  # families that need not drop a unit again, as the limit is one below theirs
+        while True:
+            length = limit
+            for family, look in zip(self.geometry.families, looks, strict=True):
+                first = family[0]
+                policy = self.policies[first]
+                if isinstance(policy, FullPolicy) and first in reached:
+                    length = length // self.geometry.alignment * self.geometry.alignment
+                    continue
+                drops = policy.drops and bool(policy.drop_unit) and first not in dropped
+                upto = min(length + policy.drop_unit, hashed) if drops and self._several else length
+                found = policy.longest(look, upto, drops)
+                if drops:
+                    dropped.add(first)
+                elif found < length:
+                    dropped.clear()
+                length = found
+                for number in family:
+                    reached[number] = max(found, reached.get(number, 0))
+            if length >= limit or self._in_one_pass or not length:
+                return length, reached
+            limit = length
+
+    # ------------------------------------------------------------------------------------------------ allocation
+
+    def missing(
+        self, request: GroupRequest, span: Span, hits: ComputedBlocks | None, caps: Sequence[int | None], *, asks: bool
+    ) -> int:
+        """Count the blocks of the queue that all groups need; see `GroupPolicy.missing`."""
+        return sum(
+            policy.missing(request, span, hits.blocks[policy.number] if hits else (), cap, asks=asks)
+            for policy, cap in zip(self.policies, caps, strict=True)
+        )
+
+    def retire(self, request: GroupRequest, processed: int) -> None:
+        """Free what no later token attends to once so many are processed."""
+        for policy, table in zip(self.policies, request.tables, strict=True):
+            policy.retire(table, processed)
+
+    def retirable(self, request: GroupRequest, processed: int) -> int:
+        """Count the blocks that `retire` would put into the queue."""
+        refs = self.pool.refs
+        return sum(
+            refs[table.blocks[position]] == 1
+            for policy, table in zip(self.policies, request.tables, strict=True)
+            for position in policy.behind(table, processed)
+        )
+
+    def fill(self, request: GroupRequest, span: Span, hits: ComputedBlocks | None) -> tuple[list[int], ...]:
+        """Give a request its hits, and what else it needs: all hits are held before a block is taken.
+
+        Returns:
+            The new blocks of each group.
+        """
+        if hits is not None and any(hits.blocks):
+            for policy, table, blocks in zip(self.policies, request.tables, hits.blocks, strict=True):
+                policy.adopt(table, blocks, hits.num_tokens)
+        taken: list[list[int]] = []
+        for policy, table in zip(self.policies, request.tables, strict=True):
+            copies: list[tuple[int, int]] = []
+            held = len(table.blocks)
+            policy.fill(table, span, copies)
+            taken.append(table.blocks[held:])
+            if copies:
+                self._copies.setdefault(policy.number, []).extend(copies)
+        return tuple(taken)
+
+    def cache(self, request: GroupRequest, upto: int) -> None:
+        """Name what of the first so many tokens is worth it, group by group."""
+        if not self.geometry.caching:
+            return
+        geometry, whole = self.geometry, upto
+        if self._several and not geometry.fine_hits:
+            whole = upto // geometry.scheduler_block_size * geometry.scheduler_block_size
+        for policy in self.policies:
+            ahead = policy.block_size if whole and policy.drops and policy.drop_unit and self._several else 0
+            policy.cache(request, min(whole + ahead, upto))
+
+    # ---------------------------------------------------------------------------------------------- steps and ends
+
+    def start_step(self) -> None:
+        """What was named in the last step is computed."""
+        for policy in self._states:
+            policy.named_in_step.clear()
+
+    def end_step(self) -> list[tuple[int, int]]:
+        """Let go of the blocks that were copied in this step, and of their copies, and return them in pairs."""
+        if not self._copies:
+            return []
+        pairs = [pair for number in sorted(self._copies) for pair in self._copies[number]]
+        self._copies.clear()
+        self.pool.release([block for pair in pairs for block in pair])
+        return pairs
+
+    def free(self, request: GroupRequest) -> None:
+        """Free what a request holds, group by group, tail first."""
+        for table in request.tables:
+            self.pool.release(reversed(table.blocks))
+        request.forget_blocks()
+
+
+def _policy_of(group: CacheGroup) -> type[GroupPolicy]:
+    return UncachedStatePolicy if group.kind == STATE and group.mode == "none" else _POLICIES[group.kind]

@@ -1,0 +1,454 @@
+"""vLLM's block manager for hybrid models: its `KVCacheManager` where several cache groups share one pool.
+
+One subject: what the engine of such a model is asked, and what it publishes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from copy import deepcopy
+from random import Random
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+from pytest_kvmock.cache.base import LOG, Publisher
+from pytest_kvmock.cache.cache_trace import TRACE_LEVEL, trace
+from pytest_kvmock.cache.vllm.block_pool import BlockPoolManager
+from pytest_kvmock.cache.vllm.coordinator import Coordinator
+from pytest_kvmock.cache.vllm.group_request import ComputedBlocks, GroupRequest, Span
+from pytest_kvmock.cache.vllm.groups import FULL, CacheGroup, Geometry, Retention, checked_groups
+from pytest_kvmock.cache.vllm.hashes import ExtraKeys
+from pytest_kvmock.cache.vllm.named_pool import NamedPool
+from pytest_kvmock.cache.vllm.state_groups import ChunkEnds
+from pytest_kvmock.cache.vllm.vllm_manager import VllmManager
+from pytest_kvmock.checks import check_integer
+from pytest_kvmock.events import Cleared, Removed, SparseStored, StorageTier, Stored
+from pytest_kvmock.prompt_keys import FULL_ATTENTION, group_extra
+from pytest_kvmock.tokens import Prompt, TokenIds, keyed_block_hashes
+
+if TYPE_CHECKING:
+    from pytest_kvmock.moves import Block
+    from pytest_kvmock.prompt_keys import EventExtra
+
+_NO_LIMIT = 2**63
+
+
+class HybridManager(VllmManager):
+    """Blocks of one vLLM engine whose model has several cache groups, or one that is not of full attention.
+
+    Its methods are those of `BlockPoolManager`, with blocks by group. A scheduler that runs several requests in a step calls
+    `new_step_starts` before, and `end_step` after.
+
+    Args:
+        groups: in the engine's order.
+        num_blocks: capacity in usable blocks, at least 1.
+        retention: which blocks of sparse groups are cached (`--prefix-cache-retention-interval`): 0: what prompts resume from;
+            a multiple of the block that all groups divide: also what ends at its multiples; None: all that a hit could use.
+        match_unit: tokens of a hash (`--prefix-match-unit`), which divides the blocks of all groups; None: the largest.
+        use_eagle: there is a draft model (EAGLE, MTP).
+        max_num_batched_tokens: the most tokens of one step, at least 1.
+        max_model_len: the most tokens of a request, at least 1; None: there is no limit.
+        async_scheduling: a step is scheduled before the one before it is answered.
+        **options: the others of `VllmManager`; `block_size` is that of the attention group, and need not be given.
+
+    Raises:
+        ValueError: an argument is not what it must be.
+
+    Attributes:
+        geometry: the groups, and the sizes that follow from them.
+        admission_caps: of each group, the most blocks that it is asked for as a request is admitted; None: there is no cap.
+    """
+
+    def __init__(
+        self,
+        *,
+        groups: Iterable[CacheGroup],
+        num_blocks: int,
+        retention: Retention = 0,
+        match_unit: int | None = None,
+        use_eagle: bool = False,
+        max_num_batched_tokens: int = 8192,
+        max_model_len: int | None = None,
+        async_scheduling: bool = False,
+        **options: Any,
+    ) -> None:
+        taken = checked_groups(groups)
+        main = next((group for group in taken if group.kind in FULL), taken[0])
+        if options.setdefault("block_size", main.block_size) != main.block_size:
+            raise ValueError(
+                f"block_size must be that of the attention group, {main.block_size} tokens, or not given; "
+                f"got {options['block_size']!r}"
+            )
+        super().__init__(num_blocks=num_blocks, **options)
+        if not self.version.has_groups:
+            raise ValueError(
+                f"cache groups are those of vLLM 0.33.0; version {self.version.name} is not mocked with them"
+            )
+        check_integer("max_num_batched_tokens", max_num_batched_tokens, 1)
+        if max_model_len is not None:
+            check_integer("max_model_len", max_model_len, 1, " tokens, or None")
+        self._steps_in_flight = 2 if async_scheduling else 1
+        self._max_model_len = max_model_len
+        self._most_tokens = _NO_LIMIT if max_model_len is None else max_model_len
+        self._main = taken.index(main)
+        self._uncapped = [None] * len(taken)
+        self._extras = [group_extra(number, each.kind, each.window) for number, each in enumerate(taken)]
+        self._removed_extras = [group_extra(number) for number in range(len(taken))]
+        geometry = Geometry.of(
+            taken, retention=retention, match_unit=match_unit, use_eagle=use_eagle, caching=self.enable_caching
+        )
+        self._begin(geometry)
+        self.limit_steps(max_num_batched_tokens)
+
+    def limit_steps(self, max_num_batched_tokens: int) -> None:
+        """Have steps of so many tokens at most, which windows free blocks after; before the first request."""
+        self.max_num_batched_tokens = max_num_batched_tokens
+        geometry, in_flight = self.geometry, max_num_batched_tokens * self._steps_in_flight
+        places = range(len(geometry.groups))
+        self.admission_caps = [geometry.admission_cap(place, in_flight, self._max_model_len) for place in places]
+        self._chunks = ChunkEnds(geometry, self._coordinator.policies, max_num_batched_tokens)
+
+    def _begin(self, geometry: Geometry) -> None:
+        """Have all blocks free, and none cached."""
+        self.geometry = geometry
+        self._pool = NamedPool(self.max_capacity, len(geometry.groups), self.removed, front=not geometry.caching)
+        self._coordinator = Coordinator(geometry, self._pool, self)
+
+    def turn_caching_off(self) -> None:
+        """Have an engine that caches nothing from the start, before its first request; a state is one block a request then."""
+        self.enable_caching = False
+        self._begin(self.geometry.uncached())
+        self.limit_steps(self.max_num_batched_tokens)
+
+    # ------------------------------------------------------------------------------------------------- queries
+
+    @property
+    def num_active_blocks(self) -> int:
+        """Physical blocks in use."""
+        return self.max_capacity - len(self._pool.free)
+
+    @property
+    def num_active_block_refs(self) -> int:
+        """References to blocks in use."""
+        return sum(self._pool.refs)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Physical blocks that nobody uses, cached or not: the length of the queue."""
+        return len(self._pool.free)
+
+    @property
+    def num_inactive_blocks(self) -> int:
+        """Cached blocks of the attention group that nobody uses; every copy counts. Walks the queue."""
+        return len(self.inactive_blocks())
+
+    @property
+    def active_blocks(self) -> dict[Block, int]:
+        """References to each block in use, those to copies and of all groups together; a nameless one has its number as UUID."""
+        out: dict[Block, int] = {}
+        for number, refs in enumerate(self._pool.refs):
+            if refs:
+                names = self._pool.names(number)
+                block: Block = names[0][1] if names else UUID(int=number)
+                out[block] = out.get(block, 0) + refs
+        return out
+
+    def references(self, block: Block) -> int:
+        """References to one block now, copies and groups together; 0 for what is not in use."""
+        pool = self._pool
+        if isinstance(block, UUID):
+            known = block.int <= self.max_capacity and not pool.names(block.int)
+            return pool.refs[block.int] if known else 0
+        held = {each for group in range(len(pool.cached)) for each in pool.holders(group, block)}
+        return sum(pool.refs[each] for each in held)
+
+    def inactive_blocks(self) -> list[int]:
+        """Cached blocks of the attention group that nobody uses, in the order in which they would be evicted."""
+        firsts = [names[0] for block in self._pool.free if (names := self._pool.names(block))]
+        return [block_hash for group, block_hash in firsts if group == self._main]
+
+    def resident(self, tier: StorageTier = StorageTier.DEVICE) -> list[int]:
+        """Names that the attention group has cached in a tier, in use or not; copies repeated. See `resident_names`."""
+        if tier != StorageTier.DEVICE:
+            return []
+        return [block_hash for group, block_hash in self.resident_names() if group == self._main]
+
+    def resident_names(self) -> list[tuple[int, int]]:
+        """Names of what all groups have cached, (group, hash), in use or not; copies repeated."""
+        pool = self._pool
+        return [name for block in range(1, self.max_capacity + 1) for name in pool.names(block)]
+
+    @property
+    def free_queue(self) -> list[int]:
+        """Numbers of the blocks that nobody uses, in the order in which they would be taken."""
+        return list(self._pool.free)
+
+    # ------------------------------------------------------------------------------------------------ requests
+
+    def new_request(
+        self,
+        prompt: Prompt | TokenIds,
+        *,
+        rng: Random | None = None,
+        keys: ExtraKeys | None = None,
+        skip_reading_prefix_cache: bool = False,
+    ) -> GroupRequest:
+        """A request of this engine, without a block yet.
+
+        Args:
+            prompt: tokens; hashes, where the blocks of all groups are of one size.
+            rng: source of the names of generated blocks where the prompt has hashes only.
+            keys: what is hashed beside its tokens, in place of what the prompt carries.
+            skip_reading_prefix_cache: as `GroupRequest`.
+
+        Raises:
+            ValueError: the prompt is empty, its hashes do not fit, or it has hashes where tokens are needed.
+        """
+        prompt, main = Prompt.of(prompt), self.geometry.groups[self._main].block_size
+        unit = self.geometry.hash_unit if self.enable_caching else main
+        if (
+            prompt.tokens is None
+            and self.enable_caching
+            and {each.block_size for each in self.geometry.groups} != {unit}
+        ):
+            raise ValueError(
+                f"a prompt of hashes has no tokens: this engine has blocks of several sizes, and hashes {unit} tokens at a time"
+            )
+        request = GroupRequest(self._hashed(prompt, unit, rng, keys), len(self.geometry.groups), (self._main, main))
+        request.skip_reading_prefix_cache = skip_reading_prefix_cache
+        return request
+
+    def get_computed_blocks(self, request: GroupRequest) -> ComputedBlocks:
+        """What a request without blocks could start with, as far as all groups can resume from it. Changes nothing.
+
+        The last token is computed whatever is cached, as its output is needed.
+        """
+        found, changes, length = request._found, self._pool.changes, len(request)  # noqa: SLF001 - one family
+        if found is None or found[:2] != (changes, length):
+            found = request._found = changes, length, self._coordinator.lookup(request)  # noqa: SLF001 - as above
+        return found[2]
+
+    def chunk_tokens(self, request: GroupRequest, most: int, new_computed_blocks: ComputedBlocks | None = None) -> int:
+        """Tokens of the next chunk of a request: fewer than fit where states are cached at its end.
+
+        Args:
+            request: whose.
+            most: tokens that are left and fit into the step.
+            new_computed_blocks: what was found for a request without blocks.
+
+        Returns:
+            0, if it has to wait for a step with more room.
+        """
+        start, junction = request.num_computed_tokens, request.junction
+        if new_computed_blocks is not None:
+            start, junction = start + new_computed_blocks.num_tokens, new_computed_blocks.junction
+        return self._chunks.tokens(request, start, most, junction)
+
+    def missing_blocks(
+        self,
+        request: GroupRequest,
+        num_tokens: int,
+        new_computed_blocks: ComputedBlocks | None = None,
+        *,
+        for_admission: bool = False,
+    ) -> int:
+        """Count the free blocks that a request needs for its first `num_tokens` in one step. Changes nothing.
+
+        More than there are: it hits a state that was cached in this step, and is not computed yet.
+
+        Args:
+            request: what is asked for.
+            num_tokens: tokens from its first.
+            new_computed_blocks: what `get_computed_blocks` found.
+            for_admission: no group is asked for more than its cap, as its window frees blocks on the way.
+        """
+        hit = 0 if new_computed_blocks is None else new_computed_blocks.num_tokens
+        upto = min(num_tokens, self._most_tokens)
+        span = Span(hit, request.num_computed_tokens + hit, upto, upto)
+        caps = self.admission_caps if for_admission else self._uncapped
+        return self._coordinator.missing(request, span, new_computed_blocks, caps, asks=True)
+
+    def allocate_slots(
+        self,
+        request: GroupRequest,
+        num_new_tokens: int,
+        new_computed_blocks: ComputedBlocks | None = None,
+        *,
+        num_lookahead_tokens: int = 0,
+        full_sequence_must_fit: bool = False,
+    ) -> tuple[list[int], ...] | None:
+        """Get blocks for tokens that are computed in this step, and cache what they complete.
+
+        Args:
+            request: whose tokens.
+            num_new_tokens: how many, after those that are computed, the hits included.
+            new_computed_blocks: what `get_computed_blocks` found just before, for a request without blocks.
+            num_lookahead_tokens: slots beyond them for a draft model.
+            full_sequence_must_fit: admit it only if there are blocks for all its tokens.
+
+        Returns:
+            The new blocks of each group. None where there are too few: then nothing has changed, but that what lies behind a
+            window is freed.
+
+        Raises:
+            ValueError: no tokens, or hits for a request that has blocks.
+        """
+        if new_computed_blocks is not None and request.holds_blocks:
+            raise ValueError("new_computed_blocks are for a request without blocks; this one has some")
+        if num_new_tokens < (1 if new_computed_blocks is None or request.computes_last_token else 0):
+            raise ValueError(f"num_new_tokens must be at least 1, got {num_new_tokens!r}")
+        coordinator, free, hit = self._coordinator, self._pool.free, 0
+        if new_computed_blocks is not None:
+            hit, request.junction = new_computed_blocks.num_tokens, new_computed_blocks.junction
+        if full_sequence_must_fit:
+            needed = self.missing_blocks(request, len(request), new_computed_blocks, for_admission=True)
+            if needed > len(free):
+                return None
+        start, most = request.num_computed_tokens + hit, self._most_tokens
+        upto = start + num_new_tokens
+        coordinator.retire(request, self._processed(request, start))
+        span = Span(hit, start, min(upto, most), min(upto + num_lookahead_tokens, most))
+        if coordinator.missing(request, span, new_computed_blocks, self._uncapped, asks=False) > len(free):
+            return None
+        self._lora_ids.use(request.tokens.keys)
+        taken = coordinator.fill(request, span, new_computed_blocks)
+        request.num_computed_tokens = upto
+        coordinator.cache(request, min(upto, len(request)))
+        if self._publisher.failure is not None:
+            self._publisher.surface()
+        return taken
+
+    def cache_blocks(self, request: GroupRequest, num_tokens: int) -> None:
+        """Cache what the first so many tokens complete, and was not cached when it was allocated (async scheduling)."""
+        self._coordinator.cache(request, min(num_tokens, len(request)))
+        if self._publisher.failure is not None:
+            self._publisher.surface()
+
+    def free(self, request: GroupRequest) -> None:
+        """Free all blocks of a request, group by group, tail first. Nothing happens for one that has none."""
+        self._coordinator.free(request)
+
+    def retirable_blocks(self, request: GroupRequest) -> int:
+        """Count the blocks behind windows that the next step of a request puts into the queue before it takes others."""
+        return self._coordinator.retirable(request, self._processed(request, request.num_computed_tokens))
+
+    def _processed(self, request: GroupRequest, computed: int) -> int:
+        return max(0, min(computed, self._most_tokens) - request.num_in_flight_tokens)
+
+    def quiet_tokens(self, request: GroupRequest) -> int:
+        """Tokens that a request can compute one a step, before a step takes, fills or frees a block."""
+        computed = request.num_computed_tokens
+        policies = self._coordinator.policies
+        return min(policy.quiet_tokens(table, computed) for policy, table in zip(policies, request.tables, strict=True))
+
+    def new_step_starts(self) -> None:
+        """A step of the scheduler starts: what was cached in the one before is computed, and may be hit."""
+        self._coordinator.start_step()
+
+    def end_step(self) -> list[tuple[int, int]]:
+        """A step of the scheduler ends: blocks that were copied in it, and their copies, are let go of. Returns these pairs."""
+        return self._coordinator.end_step()
+
+    def reset_prefix_cache(self) -> bool:
+        """Drop all that is cached, and publish a Cleared; False, and nothing happens, while a block is in use.
+
+        The queue keeps its order.
+        """
+        if len(self._pool.free) < self.max_capacity:
+            return False
+        self._pool.reset()
+        self._publisher.publish(Cleared())
+        if self._publisher.failure is not None:
+            self._publisher.surface()
+        return True
+
+    def clear(self) -> bool:
+        """Reset the prefix cache; see `reset_prefix_cache`."""
+        return self.reset_prefix_cache()
+
+    def rehearsal(self, request: GroupRequest, extra_blocks: int) -> tuple[HybridManager, GroupRequest]:
+        """A copy of this engine, which publishes nothing and has so many blocks more, and of a request: to try what is asked for."""
+        silent = Publisher(None, self.dp_rank)
+        manager, copied = deepcopy((self, request), {id(self._publisher): silent})
+        manager._pool.grow(extra_blocks)  # noqa: SLF001 - its own
+        return manager, copied
+
+    # --------------------------------------------------------------------------------------------- what is published
+
+    def stored(
+        self, request: GroupRequest, group: int, *, block_size: int, start: int, ends: Sequence[int], end: int
+    ) -> None:
+        """Publish what a group has named of a span; see `Journal`."""
+        if LOG.isEnabledFor(TRACE_LEVEL):
+            trace(self, "allocation", map(request.key, ends))
+        publisher = self._publisher
+        if publisher.sink is None or publisher.passes_over(1):
+            return
+        tokens, keys, extra = request.tokens, request.tokens.keys, self._extras[group]
+        first, last = start // block_size, end // block_size
+        if keys is not None:
+            extra = group_extra(
+                group,
+                self.geometry.groups[group].kind,
+                self.geometry.groups[group].window,
+                _of_kept(
+                    keys.carried(first, last, block_size, self._lora_ids),
+                    [each // block_size - 1 - first for each in ends],
+                ),
+            )
+        whole = tokens.tokens
+        if len(ends) == last - first and block_size == tokens.block_size:
+            data, token_ids = tokens.stored(first, last)
+            publisher.publish(data, token_ids, extra=extra)
+            return
+        parent = request.key(start) if start else None
+        names = tuple(map(request.key, ends))
+        blocks = None if whole is None else [tuple(whole[at : at + block_size]) for at in range(start, end, block_size)]
+        if len(ends) < last - first:
+            publisher.publish(SparseStored(parent, names, end - start, block_size), blocks, extra=extra)
+            return
+        assert whole is not None  # with hashes alone, a block is a unit
+        local = keyed_block_hashes(whole[start:end], block_size, keys, first)
+        publisher.publish(Stored(parent, names, tuple(local)), blocks, extra=extra)
+
+    def removed(self, names: Sequence[tuple[int, int]]) -> None:
+        """Publish one Removed a name; see `Journal`."""
+        if LOG.isEnabledFor(TRACE_LEVEL):
+            trace(self, "eviction", [block_hash for _, block_hash in names])
+        publisher = self._publisher
+        if publisher.sink is None or publisher.passes_over(len(names), len(names)):
+            return
+        for group, block_hash in names:
+            publisher.publish(Removed((block_hash,)), extra=self._removed_extras[group])
+
+
+def _of_kept(carried: dict[str, Any], kept: Sequence[int]) -> EventExtra:
+    """What travels beside a Stored, with the keys of those blocks alone that were kept."""
+    if "extra_keys" in carried:
+        keys = [carried["extra_keys"][place] for place in kept]
+        if keys:
+            carried["extra_keys"] = keys
+        else:
+            del carried["extra_keys"]
+    return carried
+
+
+def of_groups(groups: object, settings: dict[str, Any], options: dict[str, Any]) -> HybridManager | BlockPoolManager:
+    """The manager of an engine with these groups: with one of full attention alone, that of the block pool.
+
+    Args:
+        groups: its groups; one is of full attention or MLA.
+        settings: arguments of `HybridManager` that are its own.
+        options: those that both managers have.
+
+    Raises:
+        ValueError: an argument is not what it must be.
+    """
+    taken = checked_groups(groups)
+    if not any(group.kind in FULL for group in taken):
+        kinds = ", ".join(group.kind for group in taken)
+        raise ValueError(f"groups must have one of kind {' or '.join(map(repr, FULL))}, got {kinds}")
+    if len(taken) > 1 or taken[0].kind != FULL_ATTENTION:
+        return HybridManager(groups=taken, **settings, **options)
+    HybridManager(groups=taken, **settings, **{**options, "num_blocks": 1, "sink": None})  # it raises for a wrong value
+    return BlockPoolManager(**{"block_size": taken[0].block_size, **options})

@@ -1,0 +1,96 @@
+"""What vLLM's block managers have in common: the options of an engine, and how its requests are hashed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from random import Random
+from typing import TYPE_CHECKING, ClassVar
+
+from pytest_kvmock.cache.base import RequestLevel
+from pytest_kvmock.cache.hashed import HashedTokens
+from pytest_kvmock.cache.vllm.hashes import ExtraKeys, VllmHasher, vllm_version
+from pytest_kvmock.prompt_keys import LoraIds
+from pytest_kvmock.tokens import Prompt, TokenIds
+
+if TYPE_CHECKING:
+    from pytest_kvmock.sinks import Sink
+
+
+class VllmManager(RequestLevel):
+    """A block manager of one vLLM engine. A subclass has the blocks.
+
+    Args:
+        num_blocks: capacity in usable blocks, at least 1.
+        block_size: tokens a block, at least 1.
+        dp_rank: data-parallel rank that events name.
+        sink: where events are published; None: nowhere, and no event id is consumed.
+        backend: its name.
+        version: release of vLLM (`hashes.VERSIONS`).
+        hash_algorithm: how blocks are named (`hashes.ALGORITHMS`).
+        hash_seed: seed of the hashes, as PYTHONHASHSEED; None as where it is not set.
+        enable_caching: False: no block is hashed, so that none is reused.
+        lora_paths: where adapters lie, by name; 0.33.0 hashes it. One that is not there has an empty path.
+
+    Raises:
+        ValueError: an argument is not what it must be.
+
+    Attributes:
+        version: what is particular to its release.
+        hasher: names the blocks of its requests.
+        enable_caching: as given.
+    """
+
+    takes: ClassVar[str] = "new_request, get_computed_blocks, allocate_slots, free, reset_prefix_cache"
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int = 16,
+        dp_rank: int = 0,
+        sink: Sink | None = None,
+        backend: str = "vllm",
+        version: str = "0.33.0",
+        hash_algorithm: str = "sha256_cbor",
+        hash_seed: str | None = "0",
+        enable_caching: bool = True,
+        lora_paths: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(backend=backend, num_blocks=num_blocks, block_size=block_size, dp_rank=dp_rank, sink=sink)
+        self.version = vllm_version(version)
+        self.hasher = VllmHasher(version, hash_algorithm, hash_seed)
+        if not isinstance(enable_caching, bool):
+            raise ValueError(f"enable_caching must be True or False, got {enable_caching!r}")  # noqa: TRY004 - one error
+        self.enable_caching = enable_caching
+        self._lora_ids = LoraIds()
+        self._lora_paths = {} if lora_paths is None else _checked_paths(lora_paths)
+        self._rng = Random(0)  # noqa: S311 - mock data
+
+    def _hashed(
+        self, prompt: Prompt | TokenIds, hash_unit: int, rng: Random | None, keys: ExtraKeys | None
+    ) -> HashedTokens:
+        """The tokens of a request, and the names of each so many of them; see `new_request` of the managers."""
+        prompt = Prompt.of(prompt)
+        if keys is not None:
+            if prompt.tokens is None:
+                raise ValueError("a prompt of hashes has no tokens to hash extra keys (LoRA, multimodal, salt) with")
+            prompt = prompt.with_keys(keys.of_prompt)
+        elif self._lora_paths and prompt.keys is not None:
+            path = self._lora_paths.get(prompt.keys.lora_name or "", "")
+            prompt = prompt.with_keys(replace(prompt.keys, lora_path=path))
+        hasher: VllmHasher | None = self.hasher
+        if not self.enable_caching:
+            hasher = None
+        elif prompt.keys is not None and prompt.keys.naming:
+            carried = prompt.keys
+            hasher = self.hasher.keyed(
+                ExtraKeys(carried.lora_name, carried.lora_path, carried.multimodal, carried.cache_salt)
+            )
+        return HashedTokens(prompt, hash_unit, hasher, rng or self._rng)
+
+
+def _checked_paths(paths: object) -> dict[str, str]:
+    if isinstance(paths, Mapping) and all(isinstance(text, str) for pair in paths.items() for text in pair):
+        return dict(paths)
+    raise ValueError(f"lora_paths must be a mapping of adapter names to paths, got {paths!r:.80}")

@@ -1,0 +1,208 @@
+"""Drives vLLM's block manager of several cache groups, as its scheduler does: in chunks that end where states are cached."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from random import Random
+from typing import TYPE_CHECKING
+
+from pytest_kvmock.cache.vllm.groups import STATE
+from pytest_kvmock.cache.vllm.hybrid import HybridManager
+from pytest_kvmock.engine.driver import PROMPT_KEYS, Traits
+
+if TYPE_CHECKING:
+    from pytest_kvmock.cache.manager import KvManager
+    from pytest_kvmock.cache.vllm.group_request import ComputedBlocks, GroupRequest
+    from pytest_kvmock.tokens import Prompt
+
+# Theory of operation
+#
+# A worker's operations are steps of their own: what one of them caches can be hit by the next. A scheduler runs several
+# requests in a step, and calls `begin_pass` and `end_pass` about it.
+#
+# How many blocks several steps need at once depends on what windows and states free on the way. A count that ignores it is
+# quickly made, and mostly there is room for that; where there is not, the steps are tried on a copy of the manager.
+
+
+class HybridDriver:
+    """Turns requests into lookups, allocations and frees of several cache groups.
+
+    Args:
+        manager: vLLM's.
+        prefix_caching: whether its requests may reuse blocks; the manager is set to it.
+        rng: source of the names of generated blocks where a prompt has hashes only.
+
+    Raises:
+        ValueError: the manager is another.
+    """
+
+    traits = Traits(recomputes_last_token=True, stores_when="full", copies=True, removed_first=True)
+    prompt_keys = PROMPT_KEYS
+    admits_whole = True
+    """As vLLM since 0.19, where `scheduler_reserve_full_isl` is on by default."""
+
+    decodes_ahead = False
+    """Blocks are freed within a request, so that passes cannot be run by their numbers alone."""
+
+    manager: HybridManager
+
+    def __init__(self, manager: KvManager, prefix_caching: bool, rng: Random) -> None:
+        if not isinstance(manager, HybridManager):
+            raise ValueError(f"a HybridDriver drives a HybridManager, got {manager!r:.80}")  # noqa: TRY004 - one error
+        self.manager = manager
+        self._rng = rng
+        self._in_pass = False
+        if not prefix_caching:
+            manager.turn_caching_off()
+        # What several steps may need beyond the count for one: states before and behind the running one, and copies.
+        self._spare = sum(4 + group.speculative_blocks for group in manager.geometry.groups if group.kind == STATE)
+
+    def open(self, prompt: Prompt, *, to_look: bool = False) -> GroupRequest:
+        """A request that has no block yet."""
+        return self.manager.new_request(prompt, rng=None if to_look else self._rng)
+
+    def lookup(self, request: GroupRequest) -> int:
+        """Tokens of the request that all groups can resume from, generated ones included; its last one never counts."""
+        return self.manager.get_computed_blocks(request).num_tokens
+
+    def room(self) -> int:
+        """Blocks in the queue."""
+        return self.manager.num_free_blocks
+
+    def free(self, request: GroupRequest, *, done: bool) -> None:  # noqa: ARG002 - nothing more is cached at the end
+        """Free all blocks; what was generated is kept, and looked up when the request is resumed."""
+        self.manager.free(request)
+
+    def clear(self) -> bool:
+        """Drop all that is cached."""
+        return self.manager.reset_prefix_cache()
+
+    # ---------------------------------------------------------------------------------- operations of a worker
+
+    def need(self, request: GroupRequest, upto: int, tokens: Sequence[int] = ()) -> int:
+        """The most blocks that these steps take from the queue at once, less those that they put back."""
+        manager = self.manager
+        missing = manager.missing_blocks(request, upto + len(tokens), self._hits(request))
+        if self._in_pass:  # a scheduler asks for one step
+            return max(missing - manager.retirable_blocks(request), 0)
+        most = missing + self._spare
+        if most <= self.room():
+            return most
+        copy, copied = manager.rehearsal(request, most)
+        before = copy.num_free_blocks
+        left = [*_prefill(copy, copied, upto), *_decode(copy, copied, tokens)]
+        return before - min(left, default=before)
+
+    def admit(self, request: GroupRequest, upto: int) -> None:
+        """Compute the first `upto` tokens, chunk by chunk; what is left of them comes with the next chunk."""
+        for _ in _prefill(self.manager, request, upto):
+            pass
+
+    def extend(self, request: GroupRequest, tokens: Sequence[int]) -> None:
+        """Decode steps, one a token; only those that take, fill or free a block do anything."""
+        for _ in _decode(self.manager, request, tokens):
+            pass
+
+    # ------------------------------------------------------------------------------------------ for a scheduler
+
+    def limit_passes(self, tokens: int) -> None:
+        """Passes have so many tokens at most."""
+        self.manager.limit_steps(tokens)
+
+    def begin_pass(self) -> None:
+        """A step begins: what the one before cached may be hit."""
+        self._in_pass = True
+        self.manager.new_step_starts()
+
+    def end_pass(self) -> None:
+        """A step ends: what was copied in it is let go of, and what it cached may be hit."""
+        self._in_pass = False
+        _end_step(self.manager)
+
+    def chunk_tokens(self, request: GroupRequest, most: int) -> int:
+        """Tokens of the next chunk, at most so many; 0: it waits for a pass with more room."""
+        return self.manager.chunk_tokens(request, most, self._hits(request))
+
+    def need_whole(self, request: GroupRequest) -> int:
+        """New blocks of all its tokens, as vLLM counts them for admission: of a window, what it holds at once."""
+        return self.manager.missing_blocks(request, len(request), self._hits(request), for_admission=True)
+
+    def needs_no_output(self, request: GroupRequest) -> None:
+        """Let all of its prompt be cached."""
+        request.computes_last_token = False
+
+    def allocate(self, request: GroupRequest, upto: int) -> int:
+        """Allocate for the first `upto` tokens, and count them as computed; all of them, or none."""
+        hits = self._hits(request)
+        new = upto - request.num_computed_tokens - (0 if hits is None else hits.num_tokens)
+        if (new > 0 or (hits is not None and hits.num_tokens and not new)) and (
+            self.manager.allocate_slots(request, new, hits) is None
+        ):
+            return request.num_computed_tokens
+        return upto
+
+    def step_inside(self, request: GroupRequest, upto: int) -> bool:
+        """Count the tokens up to one as computed, if no group takes, fills or frees a block for them."""
+        if upto - request.num_computed_tokens > self.manager.quiet_tokens(request):
+            return False
+        request.num_computed_tokens = upto
+        return True
+
+    def generate(self, request: GroupRequest, token: int) -> bool:
+        """Append a token; it gets its slot in the pass that computes it, the next one."""
+        request.tokens.append(token)
+        return True
+
+    def generate_ahead(self, request: GroupRequest, tokens: Sequence[int]) -> None:
+        """Append tokens, which are computed later."""
+        request.tokens.extend(tokens)
+
+    def quiet_tokens(self, request: GroupRequest) -> int:
+        """Tokens that are computed, from the last one on, before a group takes, fills or frees a block."""
+        return self.manager.quiet_tokens(request) if request.num_computed_tokens == len(request) - 1 else 0
+
+    def generate_quietly(self, request: GroupRequest, tokens: Sequence[int]) -> None:
+        """Compute the last token and append one, as often as there are tokens."""
+        request.tokens.extend(tokens)
+        request.num_computed_tokens += len(tokens)
+
+    def _hits(self, request: GroupRequest) -> ComputedBlocks | None:
+        return None if request.holds_blocks else self.manager.get_computed_blocks(request)
+
+
+def _end_step(manager: HybridManager) -> None:
+    manager.end_step()
+    manager.new_step_starts()
+
+
+def _prefill(manager: HybridManager, request: GroupRequest, upto: int) -> Iterator[int]:
+    """Compute the first `upto` tokens, as far as chunks may end there; yields how many blocks are free in each step."""
+    hits = None if request.holds_blocks else manager.get_computed_blocks(request)
+    while True:
+        start = request.num_computed_tokens + (0 if hits is None else hits.num_tokens)
+        tokens = manager.chunk_tokens(request, min(upto - start, manager.max_num_batched_tokens), hits)
+        if tokens <= 0:
+            return
+        taken = manager.allocate_slots(request, tokens, hits)
+        assert taken is not None  # it was asked before
+        yield manager.num_free_blocks
+        _end_step(manager)
+        hits = None
+
+
+def _decode(manager: HybridManager, request: GroupRequest, tokens: Sequence[int]) -> Iterator[int]:
+    """Generate these tokens, one a step; yields how many blocks are free in each step that changes it."""
+    at = 0
+    while at < len(tokens):
+        quiet = tokens[at : at + manager.quiet_tokens(request)]
+        if quiet:
+            request.tokens.extend(quiet)
+            request.num_computed_tokens += len(quiet)
+            at += len(quiet)
+            continue
+        request.tokens.append(tokens[at])
+        at += 1
+        taken = manager.allocate_slots(request, 1)
+        assert taken is not None  # as above
+        yield manager.num_free_blocks
+        _end_step(manager)

@@ -1,0 +1,204 @@
+"""Play recorded programs of vLLM with several cache groups on our manager, and print what differs by program and step.
+
+    python tests/cache/vllm/play_hybrid.py FILE...
+
+The last line of each file is "N of M programs equal"; the exit status is 1 if any differs.
+"""
+
+import gzip
+import json
+import sys
+from pathlib import Path
+from zlib import crc32
+
+from pytest_kvmock.cache.vllm.groups import CacheGroup
+from pytest_kvmock.cache.vllm.hashes import ExtraKeys
+from pytest_kvmock.cache.vllm.hybrid import HybridManager
+from pytest_kvmock.events import Cleared, Removed, SparseStored
+from pytest_kvmock.prompt_keys import group_of
+from pytest_kvmock.tokens import Prompt
+
+
+class Player:
+    """A manager under replay, and what its scheduler knows of its requests."""
+
+    def __init__(self, program):
+        self.groups = program["groups"]
+        self.is_async = program["async"]
+        self.max_model_len = program["max_model_len"]
+        self.lookahead = program.get("lookahead", 0)
+        self.manager = HybridManager(
+            groups=[CacheGroup(**group) for group in self.groups],
+            num_blocks=program["num_blocks"] - 1,
+            sink=self,
+            retention=program["retention"],
+            match_unit=program.get("unit"),
+            use_eagle=program.get("use_eagle", False),
+            enable_caching=program.get("caching", True),
+            max_num_batched_tokens=program["max_batch"],
+            max_model_len=program["max_model_len"],
+            async_scheduling=program["async"],
+        )
+        self.events = []
+        self.kinds = program["facts"]["kinds"]
+        self.requests = {}
+        self.placeholders = {}
+
+    def facts(self):
+        geometry = self.manager.geometry
+        return {
+            "scheduler_block_size": geometry.scheduler_block_size,
+            "hash_block_size": geometry.hash_unit,
+            "partial_hits": geometry.fine_hits,
+            "hit_alignment": geometry.alignment,
+            "admission_caps": self.manager.admission_caps,
+        }
+
+    def make(self, runs, salt):
+        tokens = [token for first, count in runs for token in range(first, first + count)]
+        return self.manager.new_request(Prompt(tokens), keys=None if salt is None else ExtraKeys(cache_salt=salt))
+
+    def do_step(self):
+        self.manager.new_step_starts()
+
+    def do_new(self, name, runs, salt):
+        self.requests[name] = self.make(runs, salt)
+        self.placeholders[name] = 0
+
+    def do_look(self, runs, salt):
+        hits = self.manager.get_computed_blocks(self.make(runs, salt))
+        return {"computed_tokens": hits.num_tokens, "junction": hits.junction}
+
+    def do_admit(self, name, budget):
+        manager, request = self.manager, self.requests[name]
+        hits = manager.get_computed_blocks(request)
+        tokens = manager.chunk_tokens(request, min(len(request) - hits.num_tokens, budget), hits)
+        before = [[len(blocks), sum(map(bool, blocks))] for blocks in hits.blocks]
+        ok = bool(tokens) and None is not manager.allocate_slots(
+            request, tokens, hits, num_lookahead_tokens=self.lookahead, full_sequence_must_fit=True
+        )
+        if ok:
+            request.num_in_flight_tokens += tokens
+        return {
+            "computed_tokens": hits.num_tokens,
+            "junction": hits.junction,
+            "found": before,
+            "tokens": tokens,
+            "ok": ok,
+        }
+
+    def do_run(self, name, budget):
+        manager, request = self.manager, self.requests[name]
+        asked = min(len(request) + self.placeholders[name] - request.num_computed_tokens, budget)
+        tokens = manager.chunk_tokens(request, asked)
+        ok = not tokens or manager.allocate_slots(request, tokens, num_lookahead_tokens=self.lookahead) is not None
+        if ok:
+            request.num_in_flight_tokens += tokens
+        return {"tokens": tokens, "ok": ok}
+
+    def do_end(self):
+        return {"copies": [list(pair) for pair in self.manager.end_step()]}
+
+    def do_promise(self, names):
+        for name in names:
+            self.placeholders[name] += 1
+
+    def do_out(self, name, tokens, token, stale):
+        request = self.requests[name]
+        request.num_in_flight_tokens -= tokens
+        if token is not None:
+            request.tokens.append(token)
+            if self.placeholders[name] and not stale:
+                self.placeholders[name] -= 1
+                self.manager.cache_blocks(request, request.num_computed_tokens - request.num_in_flight_tokens)
+
+    def do_free(self, name):
+        self.manager.free(self.requests.pop(name))
+
+    def do_preempt(self, name):
+        self.manager.free(self.requests[name])
+        self.placeholders[name] = 0
+
+    def do_reset(self):
+        return {"ok": self.manager.reset_prefix_cache()}
+
+    def publish(self, event, storage_tier, token_ids=None, extra=None):
+        """Take an event of the manager, in the form of the recordings."""
+        data, group, extra = event.data, group_of(extra), extra or {}
+        if isinstance(data, Cleared):
+            self.events.append(["C"])
+        elif isinstance(data, Removed):
+            self.events.append(["R", group, list(data.block_hashes)])
+        else:
+            kind = [extra.get("kv_cache_spec_kind", "full_attention"), extra.get("kv_cache_spec_sliding_window")]
+            assert kind == self.kinds[group], kind
+            sizes = {len(tokens) for tokens in token_ids}
+            assert len(sizes) == 1
+            assert type(data) is SparseStored or len(token_ids) == len(data.block_hashes)
+            one = ["S", group, data.parent_hash, list(data.block_hashes), *sizes]
+            one += [sum(map(len, token_ids)), token_ids[0][0]]
+            if any(extra.get("extra_keys", ())):
+                one.append([keys and list(keys) for keys in extra["extra_keys"]])
+            self.events.append(one)
+
+    def taken(self):
+        """The events since the last step."""
+        events, self.events = self.events, []
+        return events
+
+    def play(self, step):
+        op, *args = step["op"]
+        got = getattr(self, f"do_{op}")(*args) or {}
+        request = self.requests.get(args[0]) if op in {"admit", "run", "out"} else None
+        tables = [table.blocks for table in request.tables] if request else []
+        queue = self.manager.free_queue
+        if "held" in step:
+            got["held"] = [[len(blocks), sum(map(bool, blocks))] for blocks in tables]
+        return {
+            "op": step["op"],
+            **got,
+            "events": self.taken(),
+            "free": len(queue),
+            "crc": crc32(json.dumps([queue, tables]).encode()),
+        }
+
+
+def difference(program):
+    """The first difference of a program, as text; None if there is none."""
+    player = Player(program)
+    facts = {name: value for name, value in program["facts"].items() if name != "kinds"}
+    if player.facts() != facts:
+        return f"facts: recorded {facts}, got {player.facts()}"
+    for number, step in enumerate(program["steps"]):
+        got = player.play(step)
+        if got != step:
+            return "\n".join(
+                [f"step {number}: {step['op']}"]
+                + [
+                    f"  {name}: recorded {step.get(name)!r}\n  {' ' * len(name)}  got      {got.get(name)!r}"
+                    for name in {**step, **got}
+                    if step.get(name) != got.get(name)
+                ]
+            )
+    return None
+
+
+def main(paths):
+    wrong = 0
+    for path in paths:
+        with (gzip.open if str(path).endswith(".gz") else open)(path) as file:
+            programs = json.load(file)
+        equal = 0
+        for program in programs:
+            found = difference(program)
+            if found is None:
+                equal += 1
+            else:
+                print(f"{Path(path).name}: {program['geometry']}, seed {program['seed']}: {found}")  # noqa: T201 - a command
+        print(f"{equal} of {len(programs)} programs equal")  # noqa: T201 - a command
+        wrong += len(programs) - equal
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,70 @@
+"""Tests over the backends of hybrid models: which these are, and the sizes that they have."""
+
+from pytest_kvmock.backends import BACKENDS, EngineProfile
+
+MODELS = [name for name, spec in BACKENDS.items() if spec.real_block_size]
+
+SHOWS = """
+import pytest
+
+@pytest.mark.kvmock({marks})
+def test(kv_worker, kv_profile):
+    print("sizes", kv_worker.backend, kv_profile.block_size, kv_worker.manager.block_size)
+"""
+
+
+def sizes(nested, *options, marks=""):
+    lines = nested(SHOWS.format(marks=marks), "-s", *options).stdout.lines
+    found = [line[line.index("sizes vllm") :].split()[1:] for line in lines if "sizes vllm" in line]
+    assert all(profile == manager for _, profile, manager in found)
+    return {name: int(size) for name, size, _ in found}
+
+
+def test_one_word_stands_for_all_of_them(nested):
+    assert sizes(nested, "-o", "kvmock_backends=hybrid") == {
+        **dict.fromkeys(MODELS, 16),
+        "vllm_deepseek_v4": 64,
+    }
+
+
+def test_the_word_restricts_a_matrix(nested):
+    found = sizes(nested, "-o", "kvmock_backends=all", "--kv-backend", "hybrid")
+    assert list(found) == MODELS
+
+
+def test_the_word_stands_in_a_marker_too(ids):
+    source = (
+        "import pytest\n@pytest.mark.kv_backends('hybrid', 'lru', exclude='vllm_llama4')\ndef test(kv_worker): pass"
+    )
+    assert ids(source) == [f"test[{name}]" for name in ["lru", *MODELS] if name != "vllm_llama4"]
+
+
+def test_they_are_not_in_the_default_matrix(ids):
+    assert not any("vllm" in name for name in ids("def test(kv_worker): pass"))
+
+
+def test_a_block_size_is_that_of_the_attention_group(nested):
+    assert sizes(nested, "-o", "kvmock_backends=hybrid", marks="block_size=128") == dict.fromkeys(MODELS, 128)
+
+
+def test_real_sizes_are_those_of_the_models(nested):
+    assert sizes(nested, "-o", "kvmock_backends=hybrid", marks="real_sizes=True, block_size=128") == {
+        name: BACKENDS[name].real_block_size for name in MODELS
+    }
+
+
+def test_a_size_that_a_model_has_not_is_refused_in_one_line(nested):
+    result = nested(SHOWS.format(marks="block_size=16"), "-o", "kvmock_backends=vllm_deepseek_v4")
+    result.stdout.fnmatch_lines(
+        ["*backend vllm_deepseek_v4: block_size: the blocks of deepseek_v4 have multiples of 64*"]
+    )
+    result.assert_outcomes(errors=1)
+
+
+def test_a_profile_that_has_no_size_takes_that_of_the_backend():
+    spec = BACKENDS["vllm_deepseek_v4"]
+    assert EngineProfile().sized_for(spec).block_size == 64
+    assert EngineProfile(workers=2).replace(dp_size=2).sized_for(spec).block_size == 64
+    assert EngineProfile(block_size=16).sized_for(spec).block_size == 16
+    assert EngineProfile(real_sizes=True).sized_for(BACKENDS["lineage"]).block_size == 16
+    assert EngineProfile() == EngineProfile(block_size=16)
