@@ -99,9 +99,9 @@ def hybrid_model(model: str, **options: Any) -> KvManager:
 def block_pool_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> Driver:
     """Make the driver of a manager of vLLM: a `BlockPoolManager`, or a `HybridManager` if that has several cache groups."""
     if hasattr(manager, "geometry"):
-        from pytest_kvmock.engine.hybrid_driver import HybridDriver
+        from pytest_kvmock.engine.hybrid_pool_driver import HybridPoolDriver
 
-        return HybridDriver(manager, prefix_caching, rng)
+        return HybridPoolDriver(manager, prefix_caching, rng)
     from pytest_kvmock.engine.block_pool_driver import BlockPoolDriver
 
     return BlockPoolDriver(manager, prefix_caching, rng)

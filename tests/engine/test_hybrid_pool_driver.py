@@ -9,7 +9,7 @@ import pytest
 from pytest_kvmock import KvWorker, MockEngine, MockEngineArgs, OutOfBlocks, create_manager
 from pytest_kvmock.backends import BACKENDS
 from pytest_kvmock.cache import CacheGroup
-from pytest_kvmock.engine.hybrid_driver import HybridDriver
+from pytest_kvmock.engine.hybrid_pool_driver import HybridPoolDriver
 from pytest_kvmock.events import Stored
 from pytest_kvmock.sinks import CapturingSink
 from pytest_kvmock.tokens import Prompt
@@ -159,8 +159,8 @@ def test_without_prefix_caching_nothing_is_published_and_all_is_freed(name):
 
 
 def test_a_driver_refuses_another_manager():
-    with pytest.raises(ValueError, match=r"^a HybridDriver drives a HybridManager, got <BlockPoolManager vllm"):
-        HybridDriver(create_manager("vllm", num_blocks=4), True, Random(0))
+    with pytest.raises(ValueError, match=r"^a HybridPoolDriver drives a HybridManager, got <BlockPoolManager vllm"):
+        HybridPoolDriver(create_manager("vllm", num_blocks=4), True, Random(0))
 
 
 MODELS = [name for name, spec in BACKENDS.items() if spec.real_block_size]

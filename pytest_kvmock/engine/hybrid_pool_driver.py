@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # quickly made, and mostly there is room for that; where there is not, the steps are tried on a copy of the manager.
 
 
-class HybridDriver:
+class HybridPoolDriver:
     """Turns requests into lookups, allocations and frees of several cache groups.
 
     Args:
@@ -48,7 +48,7 @@ class HybridDriver:
 
     def __init__(self, manager: KvManager, prefix_caching: bool, rng: Random) -> None:
         if not isinstance(manager, HybridManager):
-            raise ValueError(f"a HybridDriver drives a HybridManager, got {manager!r:.80}")  # noqa: TRY004 - one error
+            raise ValueError(f"a HybridPoolDriver drives a HybridManager, got {manager!r:.80}")  # noqa: TRY004 - one error
         self.manager = manager
         self._rng = rng
         self._in_pass = False
