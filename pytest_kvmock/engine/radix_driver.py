@@ -87,14 +87,23 @@ class RadixDriver:
         size = self.manager.block_size
         return upto - request.computed + (size if size > 1 else 0)
 
+    def _step_demand(self) -> int:
+        """Free tokens that a decode step asks for, for each of its requests, though some need no page.
+
+        As SGLang does where a page has several tokens (`alloc_paged_token_slots_decode`); with one, each needs one. The
+        recorded requests are decoded by a driver that asks for what is needed, so they show neither.
+        """
+        return self.manager.block_size
+
     def extend(self, request: RadixRequest, tokens: Sequence[int]) -> None:
         """Decode steps, one a token."""
-        size = self.manager.block_size
+        manager, demand = self.manager, self._step_demand()
+        size = manager.block_size
         for token in tokens:
             request.append(token)
             request.computed += 1
-            if request.computed > request.allocated * size:
-                self.manager.allocate(request, request.computed)
+            if request.computed > request.allocated * size or manager.available_size() < demand:
+                manager.allocate(request, request.computed, demand)
 
     def free(self, request: RadixRequest, *, done: bool) -> None:
         """Free the pages; of a request that is done, after a last checkpoint."""
@@ -153,16 +162,22 @@ class RadixDriver:
 
     def make_room(self, requests: Sequence[RadixRequest]) -> bool:
         """Evict until there is a page for each that needs one."""
-        missing = self.step_tokens(requests) - self.manager.available_size()
-        if missing > 0:
-            self.manager.evict(missing)
-        return missing <= 0 or self.step_tokens(requests) <= self.manager.available_size()
+        manager, needed = self.manager, self.step_tokens(requests)
+        for tokens in (needed, len(requests) * self._step_demand()):  # whether it can, and then as it does
+            missing = tokens - manager.available_size()
+            if missing > 0:
+                manager.evict(missing)
+            if needed > manager.available_size():
+                return False
+        return True
 
     def generate(self, request: RadixRequest, token: int) -> bool:
         """Compute one token; False, and nothing is computed, where it needs a page and none is free or evictable."""
-        if request.opens_page and self.unheld() < self.manager.block_size:
-            return False
-        self.extend(request, (token,))
+        if request.opens_page:
+            if self.unheld() < self.manager.block_size:
+                return False
+            self.manager.allocate(request, request.computed + 1)
+        self.generate_quietly(request, (token,))
         return True
 
     def finish(self, request: RadixRequest) -> None:
@@ -174,12 +189,15 @@ class RadixDriver:
         self.free(request, done=False)
 
     def quiet_passes(self, requests: Sequence[RadixRequest]) -> int:
-        """Passes in which each generates a token and none needs a page."""
-        if not self._prefilled.isdisjoint(requests):
+        """Passes in which each generates a token, none needs a page, and none evicts for one that it does not need."""
+        manager = self.manager
+        evicts = manager.available_size() < len(requests) * self._step_demand() and manager.evictable_size() > 0
+        if evicts or not self._prefilled.isdisjoint(requests):
             return 0
-        size = self.manager.block_size
-        return min(request.allocated * size - request.computed for request in requests)
+        return min(request.allocated * manager.block_size - request.computed for request in requests)
 
     def generate_quietly(self, request: RadixRequest, tokens: Sequence[int]) -> None:
         """Append tokens for which there are pages."""
-        self.extend(request, tokens)
+        for token in tokens:
+            request.append(token)
+        request.computed += len(tokens)

@@ -175,13 +175,13 @@ class RadixCacheManager(PageCache[RadixRequest, RadixTree]):
         request.protected = request.allocated = request.found
         request.computed = request.found * self.block_size
 
-    def allocate(self, request: RadixRequest, upto: int, demand: int | None = None) -> None:
+    def allocate(self, request: RadixRequest, upto: int, demand: int = 0) -> None:
         """Allocate pages for the first `upto` tokens of a request.
 
         Args:
             request: one that was admitted.
             upto: so many tokens, from the first.
-            demand: for so many free tokens room is made; by default for as many as are taken.
+            demand: for so many free tokens room is made, and at least for as many as are taken.
 
         Raises:
             ValueError: not so many pages are free or evictable; nothing has changed.
@@ -189,7 +189,7 @@ class RadixCacheManager(PageCache[RadixRequest, RadixTree]):
         pages = self._pages(upto) - request.allocated
         if pages > self._free + self._tree.evictable:
             raise ValueError(f"{pages} pages are needed, {self._free + self._tree.evictable} are free or evictable")
-        missing = (pages * self.block_size if demand is None else demand) - self.available_size()
+        missing = max(demand, pages * self.block_size) - self.available_size()
         try:
             if missing > 0:
                 self.evict(missing)
