@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_][\w.-]*", re.ASCII)
-_RESERVED: Final = ("all", "no-backend")  # words of the command line and of the matrix
+_RESERVED: Final = ("all", "hybrid", "no-backend")  # words of the command line and of the matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,8 @@ class BackendSpec:
         scheduler: whose scheduler an engine of it has (`MockEngineArgs.engine_type`).
         semantics: the release of Dynamo whose scheduler that is, where the engine's arguments name none; None: the
             scheduler's default.
+        group: a name that stands for it and its like where tests choose backends ("hybrid": engines that serve a hybrid
+            model); None: it has none.
 
     Raises:
         ValueError: a field is not what it must be.
@@ -73,6 +75,7 @@ class BackendSpec:
     options: tuple[str, ...] = ()
     scheduler: EngineType = "vllm"
     semantics: Semantics | None = None
+    group: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name) or self.name in _RESERVED:
@@ -210,6 +213,25 @@ def _check_scheduler(name: str, scheduler: object) -> None:
         raise ValueError(f"backend {name!r}: scheduler must be {known}, got {scheduler!r}")
 
 
+_RADIX_OPTIONS: Final = ("policy", "protected_threshold", "dynamo_kv_event_format")
+
+
+def _sglang_model(name: str, models: str) -> BackendSpec:
+    """A row of a hybrid model that SGLang serves."""
+    return BackendSpec(
+        name,
+        f"SGLang 0.5.23 serving {models}",
+        makers.sglang_model(name),
+        residency="counted",
+        in_matrix=False,
+        driver=makers.sglang_driver,
+        chain=makers.hash_chain,
+        options=_RADIX_OPTIONS,
+        scheduler="sglang",
+        group="hybrid",
+    )
+
+
 _LOGICAL: Final = "dynamo-mocker 1.2.1 on kvbm-logical 1.2.1"
 
 BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
@@ -260,9 +282,15 @@ BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
                 in_matrix=False,
                 driver=makers.sglang_driver,
                 chain=makers.hash_chain,
-                options=("policy", "protected_threshold", "dynamo_kv_event_format"),
+                options=(*_RADIX_OPTIONS, *makers.PARTS),
                 scheduler="sglang",
             ),
+            _sglang_model("sglang_gpt_oss", "gpt-oss, with a window of 127 tokens at pages of 16"),
+            _sglang_model("sglang_gemma4", "Gemma 4, with a window of 1,023 tokens at pages of 16"),
+            _sglang_model("sglang_llama4", "Llama 4, with a window of 8,192 tokens at pages of 16"),
+            _sglang_model("sglang_qwen3_next", "Qwen3-Next, with states every 64 tokens at pages of 64"),
+            _sglang_model("sglang_kimi_linear", "Kimi-Linear, with states every 64 tokens at pages of 64"),
+            _sglang_model("sglang_deepseek_v4", "DeepSeek-V4, with a window of 128 tokens at pages of 256"),
             BackendSpec(
                 "mocker_sglang",
                 "dynamo-mocker 1.3.1, its mock of SGLang",

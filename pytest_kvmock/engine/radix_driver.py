@@ -7,15 +7,14 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from pytest_kvmock.cache.sglang.radix_cache import RadixCacheManager
-from pytest_kvmock.engine.driver import Traits
-from pytest_kvmock.tokens import Prompt
+from pytest_kvmock.cache.sglang.radix_request import RadixRequest
+from pytest_kvmock.engine.page_cache_driver import PageCacheDriver
 
 if TYPE_CHECKING:
     from pytest_kvmock.cache.manager import KvManager
-    from pytest_kvmock.cache.sglang.radix_request import RadixRequest
 
 
-class RadixDriver:
+class RadixDriver(PageCacheDriver[RadixCacheManager, RadixRequest]):
     """Serves requests from a `RadixCacheManager`.
 
     A request is checkpointed after its prefill and when it finishes; what it decodes is published then. In chunks, it
@@ -32,40 +31,16 @@ class RadixDriver:
         ValueError: the manager is no such cache, or one of bigrams.
     """
 
-    traits = Traits(recomputes_last_token=True, stores_when="finish", removed_first=True, cleared_first=True)
-    prompt_keys = ("lora_name", "cache_salt", "session_id")
-    """A multimodal item stands in the tokens themselves: SGLang replaces its placeholders by tokens made from its hash."""
-
-    manager: RadixCacheManager
-
     def __init__(self, manager: KvManager, prefix_caching: bool, rng: Random) -> None:
         if not isinstance(manager, RadixCacheManager):
             raise ValueError(f"a RadixDriver drives a RadixCacheManager, got {manager!r:.80}")  # noqa: TRY004 - one error
-        if manager.hasher.is_eagle:
-            raise ValueError("a worker has no bigrams: is_eagle is for a manager that is called by hand")
-        self.manager = manager
-        self._prefix_caching = prefix_caching
-        self._rng = rng
-        self._prefilled: set[RadixRequest] = set()
-
-    def open(self, prompt: Prompt, *, to_look: bool = False) -> RadixRequest:
-        """A request that has no page yet."""
-        # With names from elsewhere: whoever only looks must not change what is generated next.
-        return self.manager.request(prompt, Random(0) if to_look else self._rng)  # noqa: S311 - mock data
-
-    def lookup(self, request: RadixRequest) -> int:
-        """Tokens of the request that are cached, without its last one."""
-        return self.manager.lookup(request) * self.manager.block_size if self._prefix_caching else 0
+        super().__init__(manager, prefix_caching, rng)
 
     def need(self, request: RadixRequest, upto: int, tokens: Sequence[int] = ()) -> int:
         """Pages. Without any, this is the lookup of the request: recency and splits stay, as in SGLang, if it is refused."""
         if self._prefix_caching and request not in self.manager.requests:
             return self.manager.find(request)
         return -(-(upto + len(tokens)) // self.manager.block_size) - request.allocated
-
-    def room(self) -> int:
-        """Pages that no request has."""
-        return self.manager.max_capacity - self.manager.num_active_blocks
 
     def admit(self, request: RadixRequest, upto: int) -> None:
         """Compute up to this token, and checkpoint."""
@@ -76,11 +51,11 @@ class RadixDriver:
             return
         manager.allocate(request, upto, self._demand(request, upto))
         request.computed = upto
-        if self._prefix_caching:
-            self._computed(request)
+        self._computed(request)
 
     def _computed(self, request: RadixRequest) -> None:
-        self.manager.checkpoint(request)
+        if self._prefix_caching:
+            self.manager.checkpoint(request)
 
     def _demand(self, request: RadixRequest, upto: int) -> int:
         """Free tokens that a prefill asks for: one page too many where a page has several (`alloc_for_extend`)."""
@@ -112,20 +87,7 @@ class RadixDriver:
             self.manager.checkpoint(request)
         self.manager.release(request)
 
-    def clear(self) -> bool:
-        """Drop all that is cached."""
-        return self.manager.clear()
-
     # ------------------------------------------------------------------------------------------- a scheduler's
-
-    has_priorities = True
-
-    def begin(self, semantics: object) -> None:
-        """Nothing: the cache follows SGLang, whichever release of Dynamo the scheduler does."""
-
-    def unheld(self) -> int:
-        """Tokens in pages that are free, or cached and evictable."""
-        return self.manager.available_size() + self.manager.evictable_size()
 
     def prefill(self, request: RadixRequest, upto: int) -> int | None:
         """Compute a chunk: match, lock, make room. It enters the tree when it is done, at the end of the pass.
@@ -148,13 +110,6 @@ class RadixDriver:
             request.computed = upto
         self._prefilled.add(request)
         return before
-
-    def checkpoint(self, request: RadixRequest) -> None:
-        """Checkpoint what a prefill computed; output is not cached before the request finishes."""
-        if request in self._prefilled:
-            self._prefilled.discard(request)
-            if self._prefix_caching:
-                self._computed(request)
 
     def step_tokens(self, requests: Sequence[RadixRequest]) -> int:
         """A page for each that needs one."""
@@ -179,14 +134,6 @@ class RadixDriver:
             self.manager.allocate(request, request.computed + 1)
         self.generate_quietly(request, (token,))
         return True
-
-    def finish(self, request: RadixRequest) -> None:
-        """Checkpoint for the last time, and free the pages."""
-        self.free(request, done=True)
-
-    def retract(self, request: RadixRequest) -> None:
-        """Free the pages without a checkpoint."""
-        self.free(request, done=False)
 
     def quiet_passes(self, requests: Sequence[RadixRequest]) -> int:
         """Passes in which each generates a token, none needs a page, and none evicts for one that it does not need."""

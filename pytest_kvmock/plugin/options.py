@@ -141,8 +141,13 @@ def known_names(value: object, what: str, known: tuple[str, ...]) -> tuple[str, 
 
 
 def all_named(value: object, what: str) -> tuple[str, ...]:
-    """Read names of backends or dialects; `vllm` stands for the dialects `vllm-...` that tests run over by default."""
+    """Read names of backends or dialects, with groups of them by name.
+
+    `hybrid` stands for the backends of that group, `vllm` for the dialects `vllm-...` that tests run over by default.
+    """
     given = names(value)
+    if what == "backend":
+        return tuple(each for name in given for each in backends_of(name) or [name])
     if what != "dialect":
         return given
     known, default = known_dialects(), default_dialects()
@@ -201,6 +206,13 @@ def known_backends() -> tuple[str, ...]:
     from pytest_kvmock import backends
 
     return tuple(backends.known_backends())
+
+
+def backends_of(group: str) -> list[str]:
+    """Names of the backends of a group; none where there is no such group."""
+    from pytest_kvmock import backends
+
+    return [name for name, spec in backends.known_backends().items() if spec.group == group]
 
 
 def default_backends() -> tuple[str, ...]:

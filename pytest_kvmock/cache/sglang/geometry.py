@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from fractions import Fraction
 from math import lcm
-from numbers import Real
 from typing import Any, Final, Self
 
 from pytest_kvmock.cache.sglang.parts import States, Window
@@ -38,7 +38,7 @@ class Geometry:
     """
 
     window: int | None = None
-    window_ratio: float = 0.8
+    window_ratio: float | Fraction = 0.8
     window_interval: int = 128
     window_gates: bool = True
     release_window: bool = False
@@ -73,7 +73,7 @@ class Geometry:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r:.80}")  # noqa: TRY004 - one error
         ratio = self.window_ratio
-        if not isinstance(ratio, Real) or isinstance(ratio, bool) or not 0 < ratio <= 1:
+        if not isinstance(ratio, int | float | Fraction) or isinstance(ratio, bool) or not 0 < ratio <= 1:
             raise ValueError(f"window_ratio must be a number above 0 and at most 1, got {ratio!r:.80}")
         if not isinstance(self.state_strategy, str) or self.state_strategy not in SPARE_SLOTS:
             known = " or ".join(map(repr, SPARE_SLOTS))
@@ -85,14 +85,20 @@ class Geometry:
         if self.states_per_path is not None:
             check_integer("states_per_path", self.states_per_path, 0, ", or None")
 
-    def check(self, page: int, policy: str) -> None:
+    def check(self, num_blocks: int, page: int, policy: str) -> None:
         """Refuse a cache that it does not fit.
 
         Raises:
-            ValueError: this page size or policy.
+            ValueError: this number of pages, page size or policy.
         """
         if policy not in POLICIES:
             raise ValueError(f"policy must be lru, lfu or slru for a hybrid model, got {policy!r:.80}")
+        window = self.make_window(num_blocks, page)
+        if window is not None and window.capacity < min(num_blocks, window.pages + 1):
+            raise ValueError(
+                f"a window of {self.window} tokens needs {window.pages + 1} blocks of {page}, and window_ratio "
+                f"{float(self.window_ratio):g} of {num_blocks} blocks is {window.capacity}"
+            )
         if self.states is None:
             return
         if self.state_strategy == "no_buffer" and page > 1:
@@ -151,7 +157,3 @@ class Geometry:
     def make_states(self) -> States | None:
         """Make the state part."""
         return None if self.states is None else States(self.states, self.states_per_path)
-
-
-OPTIONS: Final = tuple(field.name for field in fields(Geometry))
-"""Names of the fields of a geometry, which are options of a cache."""

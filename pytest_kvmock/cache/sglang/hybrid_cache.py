@@ -58,7 +58,7 @@ class HybridCacheManager(PageCache[HybridRequest, HybridTree]):
 
     def _new_tree(self, policy: str, protected_threshold: int) -> HybridTree:
         geometry, size = self.geometry, self.block_size
-        geometry.check(size, policy)
+        geometry.check(self.max_capacity, size, policy)
         self._bigram = int(self.hasher.is_eagle)
         window = geometry.make_window(self.max_capacity, size)
         return HybridTree(policy, protected_threshold, window, geometry.make_states())
@@ -108,7 +108,7 @@ class HybridCacheManager(PageCache[HybridRequest, HybridTree]):
     # --------------------------------------------------------------------------------------------- requests
 
     def request(self, prompt: Prompt, rng: Random) -> HybridRequest:
-        """A request that has nothing yet; as `RadixCacheManager.request`."""
+        """A request that has nothing yet."""
         hasher, namespace = self._hasher_of(prompt)
         tokens = (BigramTokens if hasher.is_eagle else HashedTokens)(prompt, self.block_size, hasher, rng)
         return HybridRequest(tokens, rng, namespace)
@@ -173,6 +173,7 @@ class HybridCacheManager(PageCache[HybridRequest, HybridTree]):
         self._tree.release(request.lock)
         request.lock = None
         self._take_slots(request, -request.slots)
+        request.protected = request.allocated = request.computed = 0
 
     def may_start(self, slots: int = 0) -> bool:
         """Whether there are slots for a request, besides those that are spoken for; asked before it is matched."""
@@ -184,7 +185,9 @@ class HybridCacheManager(PageCache[HybridRequest, HybridTree]):
             return 0
         return 1 + self.geometry.spare_slots + 1 - request.slots
 
-    def lacking(self, request: HybridRequest, upto: int, pages: int = 0, slots: int = 0) -> int:
+    def lacking(
+        self, request: HybridRequest, upto: int, pages: int = 0, slots: int = 0, *, in_chunks: bool = False
+    ) -> int:
         """Count what lacks for the tokens of an admitted request up to one, in the unit of which most is lacking.
 
         Args:
@@ -192,14 +195,34 @@ class HybridCacheManager(PageCache[HybridRequest, HybridTree]):
             upto: for so many of its tokens, from the first.
             pages: that are spoken for.
             slots: likewise.
+            in_chunks: they may be computed in as many chunks as there is room for (`chunk_end`).
         """
-        pages += self._pages(upto) - request.allocated
-        lacking = [pages - self._free - self._tree.evictable]
+        own = self.pages_of(upto) - request.allocated
+        lacking = [own + pages - self._free - self._tree.evictable]
         if self.window is not None:
-            lacking.append(pages - self.window.unheld())
+            own = min(own, self._chunk_pages) if in_chunks else own
+            lacking.append(own + pages - self.window.unheld())
         if self.states is not None:
             lacking.append(self.slots_needed(request) + slots - self.states.unheld())
         return max(0, *lacking)
+
+    @property
+    def _chunk_pages(self) -> int:
+        """Pages of windows with which a prefill of any length goes on, chunk by chunk.
+
+        A chunk holds what its predecessor has locked, less than two windows, and what is left of that behind a checkpoint:
+        a window and a page. With states, that is as much as there is between two of them, or all behind a branch.
+        """
+        assert self.window is not None
+        pages = 4 * self.window.pages + 4
+        return pages if self.states is None else 2 * (pages + 2 * self.pages_of(self.geometry.grid(self.block_size)))
+
+    def chunk_end(self, request: HybridRequest, upto: int) -> int:
+        """Tokens that can be computed at once of a request up to one: all, or as many as there are windows for."""
+        if self.window is None or self.pages_of(upto) - request.allocated <= self.window.unheld():
+            return upto
+        pages = self.window.unheld() if self.states is None else self.window.unheld() // 2
+        return (request.allocated + max(1, pages)) * self.block_size
 
     def prefill(self, batch: Sequence[tuple[HybridRequest, int]]) -> None:
         """Allocate, and compute, what requests that were admitted have not of their first tokens.
@@ -222,7 +245,7 @@ class HybridCacheManager(PageCache[HybridRequest, HybridTree]):
         self._flush()
 
     def _allocate(self, request: HybridRequest, upto: int) -> None:
-        pages = self._pages(upto) - request.allocated
+        pages = self.pages_of(upto) - request.allocated
         if pages > self._free or (self.window is not None and pages > self.window.free):
             free = self._free if self.window is None else min(self._free, self.window.free)
             raise ValueError(f"{pages} pages are needed, {free} are free")
@@ -315,13 +338,58 @@ class HybridCacheManager(PageCache[HybridRequest, HybridTree]):
         if self.window is None or window is None or position - window < request.dead * size + interval:
             return
         dead = max(request.dead, request.protected)
-        until = position - self._pages(max(window, size)) * size
+        until = position - self.pages_of(max(window, size)) * size
         if request.tracked is not None:
             until = min(until, request.tracked - window)
         request.dead = max(dead, until // size)
         self.window.free += request.dead - dead
 
+    def slide(self, request: HybridRequest) -> None:
+        """Free the window of a request that what it has computed does not need, where nothing is cached."""
+        self._slide(request, request.computed - 1)
+
     # ------------------------------------------------------------------------------------------------ decode
+
+    def lacking_steps(self, request: HybridRequest, steps: int) -> int:
+        """Count what lacks for so many tokens of a request, in the unit of which most is lacking.
+
+        What slides away on the way is counted as it is at most there at once.
+        """
+        window, geometry = self.window, self.geometry
+        pages = self.pages_of(request.computed + steps) - request.allocated
+        lacking = pages - self._free - self._tree.evictable
+        if window is not None and geometry.window is not None:
+            most = window.pages + self.pages_of(geometry.window + geometry.window_interval) + 3
+            if geometry.has_grid:  # a window before the state that is kept stays
+                most += self.pages_of(geometry.state_interval)
+            own = request.allocated - max(request.dead, request.protected)
+            lacking = max(lacking, min(pages, max(2, most - own)) - window.unheld())
+        return max(0, lacking)
+
+    def may_step(self, request: HybridRequest) -> bool:
+        """Whether there is a free page for the next token of a request, or it needs none."""
+        return not request.opens_page or (self._free > 0 and (self.window is None or self.window.free > 0))
+
+    def quiet_steps(self, requests: Sequence[HybridRequest]) -> int:
+        """Count the steps of these requests in which none needs a page, slides, keeps a state or evicts."""
+        size, geometry, window = self.block_size, self.geometry, self.window
+        demand = len(requests)
+        if self._free < demand and self._tree.evictable:
+            return 0
+        if window is not None and window.free < demand and window.evictable:
+            return 0
+        most = min(request.allocated * size - request.computed for request in requests)
+        if geometry.window is not None:
+            for request in requests:
+                slides = request.dead * size + geometry.window_interval + geometry.window
+                most = min(most, slides - request.computed)
+                lock = request.lock
+                if geometry.release_window and lock is not None and lock.edge and lock.has_parts:
+                    most = min(most, geometry.window - request.steps)
+        if geometry.has_grid:
+            interval = lcm(geometry.grid(size), geometry.state_interval)
+            most = min(most, *(interval - 1 - request.computed % interval for request in requests))
+        return max(0, most)
 
     def begin_step(self, requests: Sequence[HybridRequest]) -> bool:
         """Make room for a token of each request, and slide their windows; False, and nothing slides, where it is short.

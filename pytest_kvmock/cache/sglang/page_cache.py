@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from random import Random
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from pytest_kvmock.cache.base import LOG
@@ -182,9 +183,28 @@ class PageCache(RadixManager[RequestT, TreeT]):
             self._publisher.surface()
         return taken
 
+    # --------------------------------------------------------------------------------------------- requests
+
+    def request(self, prompt: Prompt, rng: Random) -> RequestT:
+        """A request that has no page yet.
+
+        Args:
+            prompt: what is asked; its adapter is the namespace, as in SGLang.
+            rng: source of the names of partial blocks, and of local hashes where tokens are unknown.
+
+        Raises:
+            ValueError: the prompt is empty, or its hashes do not fit the page size.
+        """
+        raise NotImplementedError
+
+    def lookup(self, request: RequestT) -> int:
+        """Count the pages that a lookup of a request would find, without its last token. Changes nothing."""
+        raise NotImplementedError
+
     # ------------------------------------------------------------------------------------------------- inside
 
-    def _pages(self, tokens: int) -> int:
+    def pages_of(self, tokens: int) -> int:
+        """Pages that hold so many tokens."""
         return -(-tokens // self.block_size)
 
     def _hasher_of(self, prompt: Prompt) -> tuple[SglangHasher, Namespace]:

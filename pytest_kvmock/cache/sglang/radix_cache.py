@@ -162,7 +162,7 @@ class RadixCacheManager(PageCache[RadixRequest, RadixTree]):
         if upto is not None:
             count = min(count, upto // self.block_size)
         request.node, request.found = self._tree.match(request.tokens.names, count, request.namespace)
-        return self._pages(len(request.tokens)) - request.found + self._tree.unlocked(request.node)
+        return self.pages_of(len(request.tokens)) - request.found + self._tree.unlocked(request.node)
 
     def _reusable(self, request: RadixRequest) -> int:
         return (len(request.tokens) - 1) // self.block_size
@@ -186,7 +186,7 @@ class RadixCacheManager(PageCache[RadixRequest, RadixTree]):
         Raises:
             ValueError: not so many pages are free or evictable; nothing has changed.
         """
-        pages = self._pages(upto) - request.allocated
+        pages = self.pages_of(upto) - request.allocated
         if pages > self._free + self._tree.evictable:
             raise ValueError(f"{pages} pages are needed, {self._free + self._tree.evictable} are free or evictable")
         missing = max(demand, pages * self.block_size) - self.available_size()
@@ -237,15 +237,7 @@ class RadixCacheManager(PageCache[RadixRequest, RadixTree]):
     # ------------------------------------------------------------------------------------------------- inside
 
     def request(self, prompt: Prompt, rng: Random) -> RadixRequest:
-        """A request that has no page yet.
-
-        Args:
-            prompt: what is asked; its adapter is the namespace, as in SGLang.
-            rng: source of the names of partial blocks, and of local hashes where tokens are unknown.
-
-        Raises:
-            ValueError: the prompt is empty, or its hashes do not fit the page size.
-        """
+        """A request that has no page yet."""
         hasher, namespace = self._hasher_of(prompt)
         return RadixRequest(HashedTokens(prompt, self.block_size, hasher, rng), rng, namespace)
 
