@@ -220,7 +220,7 @@ def _sglang_model(name: str, models: str) -> BackendSpec:
     """A row of a hybrid model that SGLang serves."""
     return BackendSpec(
         name,
-        f"SGLang 0.5.23 serving {models}",
+        f"SGLang 0.5.23, serving {models}",
         makers.sglang_model(name),
         residency="counted",
         in_matrix=False,
