@@ -135,9 +135,9 @@ def sglang_model(name: str) -> Callable[..., KvManager]:
 def sglang_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> Driver:
     """Make the driver of a `RadixCacheManager` or a `HybridCacheManager`."""
     if getattr(manager, "geometry", None) is not None:
-        from pytest_kvmock.engine.hybrid_driver import HybridDriver
+        from pytest_kvmock.engine.hybrid_radix_driver import HybridRadixDriver
 
-        return HybridDriver(manager, prefix_caching, rng)
+        return HybridRadixDriver(manager, prefix_caching, rng)
     from pytest_kvmock.engine.radix_driver import RadixDriver
 
     return RadixDriver(manager, prefix_caching, rng)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.cache.manager import KvManager
 
 
-class HybridDriver(PageCacheDriver[HybridCacheManager, HybridRequest]):
+class HybridRadixDriver(PageCacheDriver[HybridCacheManager, HybridRequest]):
     """Serves requests from a `HybridCacheManager`.
 
     A request is checkpointed after its prefill, or each chunk, in whole pages, and when it finishes; each time up to where
@@ -35,7 +35,7 @@ class HybridDriver(PageCacheDriver[HybridCacheManager, HybridRequest]):
 
     def __init__(self, manager: KvManager, prefix_caching: bool, rng: Random) -> None:
         if not isinstance(manager, HybridCacheManager):
-            raise ValueError(f"a HybridDriver drives a HybridCacheManager, got {manager!r:.80}")  # noqa: TRY004 - one error
+            raise ValueError(f"a HybridRadixDriver drives a HybridCacheManager, got {manager!r:.80}")  # noqa: TRY004 - one error
         super().__init__(manager, prefix_caching, rng)
 
     def need(self, request: HybridRequest, upto: int, tokens: Sequence[int] = ()) -> int:

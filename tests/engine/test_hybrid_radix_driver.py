@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pytest_kvmock import BACKENDS, CapturingSink, MockEngine, MockEngineArgs, OutOfBlocks, create_manager
 from pytest_kvmock.cache.sglang.geometry import Geometry
 from pytest_kvmock.cache.sglang.hybrid_cache import HybridCacheManager
-from pytest_kvmock.engine.hybrid_driver import HybridDriver
+from pytest_kvmock.engine.hybrid_radix_driver import HybridRadixDriver
 from pytest_kvmock.engine.worker import KvWorker
 from pytest_kvmock.events import Removed, Stored
 
@@ -28,7 +28,7 @@ def new_worker(num_blocks=64, block_size=4, *, prefix_caching=True, chunk=None, 
             geometry=Geometry(**geometry), num_blocks=num_blocks, block_size=block_size, sink=outlet
         )
 
-    options = {"prefix_caching": prefix_caching, "chunk": chunk, "rng": Random(0), "driver": HybridDriver}
+    options = {"prefix_caching": prefix_caching, "chunk": chunk, "rng": Random(0), "driver": HybridRadixDriver}
     worker = KvWorker(make, sink=sink, **options)
     worker.captured = sink
     return worker
@@ -36,14 +36,14 @@ def new_worker(num_blocks=64, block_size=4, *, prefix_caching=True, chunk=None, 
 
 def test_it_drives_a_hybrid_cache_and_nothing_else():
     with pytest.raises(
-        ValueError, match=r"^a HybridDriver drives a HybridCacheManager, got <RadixCacheManager sglang: "
+        ValueError, match=r"^a HybridRadixDriver drives a HybridCacheManager, got <RadixCacheManager sglang: "
     ):
-        HybridDriver(create_manager("sglang", num_blocks=1), True, Random(0))
+        HybridRadixDriver(create_manager("sglang", num_blocks=1), True, Random(0))
     manager = HybridCacheManager(geometry=Geometry(window=4), num_blocks=8, is_eagle=True)
     with pytest.raises(
         ValueError, match=r"^a worker has no bigrams: is_eagle is for a manager that is called by hand$"
     ):
-        HybridDriver(manager, True, Random(0))
+        HybridRadixDriver(manager, True, Random(0))
 
 
 def test_a_prompt_with_too_few_windows_for_all_of_it_is_computed_in_chunks():
