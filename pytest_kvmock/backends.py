@@ -62,6 +62,8 @@ class BackendSpec:
             scheduler's default.
         default_block_size: tokens of a block where none are asked for.
         real_block_size: those of the model that it is the engine of; None: it is of no certain model.
+        group: a name that stands for it and its like where tests choose backends ("hybrid": engines that serve a hybrid
+            model); None: it has none.
 
     Raises:
         ValueError: a field is not what it must be.
@@ -80,6 +82,7 @@ class BackendSpec:
     semantics: Semantics | None = None
     default_block_size: int = 16
     real_block_size: int | None = None
+    group: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name) or self.name in _RESERVED:
@@ -259,6 +262,26 @@ _HYBRID_MODELS: Final = (
 """Of each model in `cache/vllm/hybrid_models.py`, which is not loaded here: name, model, and tokens of a block by default and
 at the model's own sizes."""
 
+_RADIX_OPTIONS: Final = ("policy", "protected_threshold", "dynamo_kv_event_format")
+
+
+def _sglang_model(name: str, models: str, real_block_size: int) -> BackendSpec:
+    """A row of a hybrid model that SGLang serves."""
+    return BackendSpec(
+        name,
+        f"SGLang 0.5.23, serving {models}",
+        makers.sglang_model(name),
+        residency="counted",
+        in_matrix=False,
+        driver=makers.sglang_driver,
+        chain=makers.hash_chain,
+        options=_RADIX_OPTIONS,
+        scheduler="sglang",
+        real_block_size=real_block_size,
+        group=HYBRID,
+    )
+
+
 _LOGICAL: Final = "dynamo-mocker 1.2.1 on kvbm-logical 1.2.1"
 
 BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
@@ -315,6 +338,7 @@ BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
                     semantics="1.6.1",
                     default_block_size=default,
                     real_block_size=real,
+                    group=HYBRID,
                 )
                 for name, model, default, real in _HYBRID_MODELS
             ),
@@ -326,9 +350,15 @@ BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
                 in_matrix=False,
                 driver=makers.sglang_driver,
                 chain=makers.hash_chain,
-                options=("policy", "protected_threshold", "dynamo_kv_event_format"),
+                options=(*_RADIX_OPTIONS, *makers.PARTS),
                 scheduler="sglang",
             ),
+            _sglang_model("sglang_gpt_oss", "gpt-oss, with a window of 127 tokens at pages of 16", 16),
+            _sglang_model("sglang_gemma4", "Gemma 4, with a window of 1,023 tokens at pages of 16", 16),
+            _sglang_model("sglang_llama4", "Llama 4, with a window of 8,192 tokens at pages of 16", 16),
+            _sglang_model("sglang_qwen3_next", "Qwen3-Next, with states every 64 tokens at pages of 64", 64),
+            _sglang_model("sglang_kimi_linear", "Kimi-Linear, with states every 64 tokens at pages of 64", 64),
+            _sglang_model("sglang_deepseek_v4", "DeepSeek-V4, with a window of 128 tokens at pages of 256", 256),
             BackendSpec(
                 "mocker_sglang",
                 "dynamo-mocker 1.3.1, its mock of SGLang",

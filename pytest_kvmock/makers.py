@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from random import Random
 
     from pytest_kvmock.cache.manager import KvManager
@@ -115,15 +116,57 @@ def hash_chain(manager: Any) -> Chain:
     return HashChain(manager.hasher, None if geometry is None else geometry.hash_unit)
 
 
+PARTS: Final = (
+    "window",
+    "window_ratio",
+    "window_interval",
+    "window_gates",
+    "release_window",
+    "states",
+    "state_grid",
+    "state_interval",
+    "state_strategy",
+    "states_per_path",
+)
+"""Options of SGLang's cache that are for hybrid models: the fields of a `Geometry`."""
+
+
 def sglang(**options: Any) -> KvManager:
-    """Make a `RadixCacheManager`."""
+    """Make a `RadixCacheManager`, or a `HybridCacheManager` where there is a window or states."""
+    parts: dict[str, Any] = {name: options.pop(name) for name in PARTS if name in options}
+    if parts:
+        from pytest_kvmock.cache.sglang.geometry import Geometry
+
+        geometry = Geometry.of(parts)
+        if geometry is not None:
+            from pytest_kvmock.cache.sglang.hybrid_cache import HybridCacheManager
+
+            return HybridCacheManager(geometry=geometry, **options)
     from pytest_kvmock.cache.sglang.radix_cache import RadixCacheManager
 
     return RadixCacheManager(**options)
 
 
+def sglang_model(name: str) -> Callable[..., KvManager]:
+    """Return what makes the `HybridCacheManager` of a model."""
+
+    def make(*, num_blocks: int, block_size: int = 16, **options: Any) -> KvManager:
+        from pytest_kvmock.cache.sglang.hybrid_cache import HybridCacheManager
+        from pytest_kvmock.cache.sglang.models import MODELS
+
+        geometry = MODELS[name].geometry(name, num_blocks, block_size)
+        sizes = {"backend": name, "num_blocks": num_blocks, "block_size": block_size}
+        return HybridCacheManager(geometry=geometry, **sizes, **options)
+
+    return make
+
+
 def sglang_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> Driver:
-    """Make the driver of a `RadixCacheManager`."""
+    """Make the driver of a `RadixCacheManager` or a `HybridCacheManager`."""
+    if getattr(manager, "geometry", None) is not None:
+        from pytest_kvmock.engine.hybrid_radix_driver import HybridRadixDriver
+
+        return HybridRadixDriver(manager, prefix_caching, rng)
     from pytest_kvmock.engine.radix_driver import RadixDriver
 
     return RadixDriver(manager, prefix_caching, rng)

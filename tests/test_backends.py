@@ -192,7 +192,7 @@ WRONG = [
     ({"name": 7}, "a backend's name has letters, .*; got 7"),
     ({"name": "a b"}, "a backend's name has letters, .*; got 'a b'"),
     ({"name": "mine]"}, "a backend's name has letters, .*; got 'mine]'"),
-    ({"name": "all"}, "is not one of all, no-backend; got 'all'"),
+    ({"name": "all"}, "is not one of all, hybrid, no-backend; got 'all'"),
     ({"make": None}, "backend 'mine': make must be callable, got None"),
     ({"residency": "both"}, "backend 'mine': residency must be 'unique' or 'counted', got 'both'"),
     ({"scheduler": "trt"}, "backend 'mine': scheduler must be 'vllm' or 'sglang', got 'trt'"),
@@ -233,7 +233,9 @@ def test_fields_of_a_profile_may_be_the_least_there_is():
     assert least == {name: getattr(profile, name) for name in least}
 
 
-@pytest.mark.parametrize("name", [name for name in BACKENDS if name not in ("lineage", "lru", "multi_lru")])
+@pytest.mark.parametrize(
+    "name", [name for name, spec in BACKENDS.items() if name not in ("lineage", "lru", "multi_lru") and not spec.group]
+)
 def test_a_manager_made_by_its_class_has_the_sizes_of_one_made_by_name(name):
     made = create_manager(name, num_blocks=4)
     own = type(made)(num_blocks=4)

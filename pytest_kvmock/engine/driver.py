@@ -27,6 +27,8 @@ class Traits:
         removed_first: what a step evicts is published before what it stores; else after.
         cleared_first: its first event is a Cleared.
         chunks: it takes blocks chunk by chunk where a profile has a `chunk`; else for the whole prompt at once.
+        promises_more: its events promise more than a request can use: it serves a hybrid model, whose windows or states may
+            be gone where blocks are cached.
     """
 
     recomputes_last_token: bool = False
@@ -35,6 +37,7 @@ class Traits:
     removed_first: bool = False
     cleared_first: bool = False
     chunks: bool = True
+    promises_more: bool = False
 
 
 PROMPT_KEYS: Final = ("lora_name", "cache_salt", "multimodal", "session_id")

@@ -7,15 +7,14 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from pytest_kvmock.cache.sglang.radix_cache import RadixCacheManager
-from pytest_kvmock.engine.driver import Traits
-from pytest_kvmock.tokens import Prompt
+from pytest_kvmock.cache.sglang.radix_request import RadixRequest
+from pytest_kvmock.engine.page_cache_driver import PageCacheDriver
 
 if TYPE_CHECKING:
     from pytest_kvmock.cache.manager import KvManager
-    from pytest_kvmock.cache.sglang.radix_request import RadixRequest
 
 
-class RadixDriver:
+class RadixDriver(PageCacheDriver[RadixCacheManager, RadixRequest]):
     """Serves requests from a `RadixCacheManager`.
 
     A request is checkpointed after its prefill and when it finishes; what it decodes is published then. In chunks, it
@@ -32,40 +31,16 @@ class RadixDriver:
         ValueError: the manager is no such cache, or one of bigrams.
     """
 
-    traits = Traits(recomputes_last_token=True, stores_when="finish", removed_first=True, cleared_first=True)
-    prompt_keys = ("lora_name", "cache_salt", "session_id")
-    """A multimodal item stands in the tokens themselves: SGLang replaces its placeholders by tokens made from its hash."""
-
-    manager: RadixCacheManager
-
     def __init__(self, manager: KvManager, prefix_caching: bool, rng: Random) -> None:
         if not isinstance(manager, RadixCacheManager):
             raise ValueError(f"a RadixDriver drives a RadixCacheManager, got {manager!r:.80}")  # noqa: TRY004 - one error
-        if manager.hasher.is_eagle:
-            raise ValueError("a worker has no bigrams: is_eagle is for a manager that is called by hand")
-        self.manager = manager
-        self._prefix_caching = prefix_caching
-        self._rng = rng
-        self._prefilled: set[RadixRequest] = set()
-
-    def open(self, prompt: Prompt, *, to_look: bool = False) -> RadixRequest:
-        """A request that has no page yet."""
-        # With names from elsewhere: whoever only looks must not change what is generated next.
-        return self.manager.request(prompt, Random(0) if to_look else self._rng)  # noqa: S311 - mock data
-
-    def lookup(self, request: RadixRequest) -> int:
-        """Tokens of the request that are cached, without its last one."""
-        return self.manager.lookup(request) * self.manager.block_size if self._prefix_caching else 0
+        super().__init__(manager, prefix_caching, rng)
 
     def need(self, request: RadixRequest, upto: int, tokens: Sequence[int] = ()) -> int:
         """Pages. Without any, this is the lookup of the request: recency and splits stay, as in SGLang, if it is refused."""
         if self._prefix_caching and request not in self.manager.requests:
             return self.manager.find(request)
         return -(-(upto + len(tokens)) // self.manager.block_size) - request.allocated
-
-    def room(self) -> int:
-        """Pages that no request has."""
-        return self.manager.max_capacity - self.manager.num_active_blocks
 
     def admit(self, request: RadixRequest, upto: int) -> None:
         """Compute up to this token, and checkpoint."""
@@ -76,25 +51,34 @@ class RadixDriver:
             return
         manager.allocate(request, upto, self._demand(request, upto))
         request.computed = upto
-        if self._prefix_caching:
-            self._computed(request)
+        self._computed(request)
 
     def _computed(self, request: RadixRequest) -> None:
-        self.manager.checkpoint(request)
+        if self._prefix_caching:
+            self.manager.checkpoint(request)
 
     def _demand(self, request: RadixRequest, upto: int) -> int:
         """Free tokens that a prefill asks for: one page too many where a page has several (`alloc_for_extend`)."""
         size = self.manager.block_size
         return upto - request.computed + (size if size > 1 else 0)
 
+    def _step_demand(self) -> int:
+        """Free tokens that a decode step asks for, for each of its requests, though some need no page.
+
+        As SGLang does where a page has several tokens (`alloc_paged_token_slots_decode`); with one, each needs one. The
+        recorded requests are decoded by a driver that asks for what is needed, so they show neither.
+        """
+        return self.manager.block_size
+
     def extend(self, request: RadixRequest, tokens: Sequence[int]) -> None:
         """Decode steps, one a token."""
-        size = self.manager.block_size
+        manager, demand = self.manager, self._step_demand()
+        size = manager.block_size
         for token in tokens:
             request.append(token)
             request.computed += 1
-            if request.computed > request.allocated * size:
-                self.manager.allocate(request, request.computed)
+            if request.computed > request.allocated * size or manager.available_size() < demand:
+                manager.allocate(request, request.computed, demand)
 
     def free(self, request: RadixRequest, *, done: bool) -> None:
         """Free the pages; of a request that is done, after a last checkpoint."""
@@ -103,20 +87,7 @@ class RadixDriver:
             self.manager.checkpoint(request)
         self.manager.release(request)
 
-    def clear(self) -> bool:
-        """Drop all that is cached."""
-        return self.manager.clear()
-
     # ------------------------------------------------------------------------------------------- a scheduler's
-
-    has_priorities = True
-
-    def begin(self, semantics: object) -> None:
-        """Nothing: the cache follows SGLang, whichever release of Dynamo the scheduler does."""
-
-    def unheld(self) -> int:
-        """Tokens in pages that are free, or cached and evictable."""
-        return self.manager.available_size() + self.manager.evictable_size()
 
     def prefill(self, request: RadixRequest, upto: int) -> int | None:
         """Compute a chunk: match, lock, make room. It enters the tree when it is done, at the end of the pass.
@@ -140,46 +111,40 @@ class RadixDriver:
         self._prefilled.add(request)
         return before
 
-    def checkpoint(self, request: RadixRequest) -> None:
-        """Checkpoint what a prefill computed; output is not cached before the request finishes."""
-        if request in self._prefilled:
-            self._prefilled.discard(request)
-            if self._prefix_caching:
-                self._computed(request)
-
     def step_tokens(self, requests: Sequence[RadixRequest]) -> int:
         """A page for each that needs one."""
         return sum(request.opens_page for request in requests) * self.manager.block_size
 
     def make_room(self, requests: Sequence[RadixRequest]) -> bool:
         """Evict until there is a page for each that needs one."""
-        missing = self.step_tokens(requests) - self.manager.available_size()
-        if missing > 0:
-            self.manager.evict(missing)
-        return missing <= 0 or self.step_tokens(requests) <= self.manager.available_size()
+        manager, needed = self.manager, self.step_tokens(requests)
+        for tokens in (needed, len(requests) * self._step_demand()):  # whether it can, and then as it does
+            missing = tokens - manager.available_size()
+            if missing > 0:
+                manager.evict(missing)
+            if needed > manager.available_size():
+                return False
+        return True
 
     def generate(self, request: RadixRequest, token: int) -> bool:
         """Compute one token; False, and nothing is computed, where it needs a page and none is free or evictable."""
-        if request.opens_page and self.unheld() < self.manager.block_size:
-            return False
-        self.extend(request, (token,))
+        if request.opens_page:
+            if self.unheld() < self.manager.block_size:
+                return False
+            self.manager.allocate(request, request.computed + 1)
+        self.generate_quietly(request, (token,))
         return True
 
-    def finish(self, request: RadixRequest) -> None:
-        """Checkpoint for the last time, and free the pages."""
-        self.free(request, done=True)
-
-    def retract(self, request: RadixRequest) -> None:
-        """Free the pages without a checkpoint."""
-        self.free(request, done=False)
-
     def quiet_passes(self, requests: Sequence[RadixRequest]) -> int:
-        """Passes in which each generates a token and none needs a page."""
-        if not self._prefilled.isdisjoint(requests):
+        """Passes in which each generates a token, none needs a page, and none evicts for one that it does not need."""
+        manager = self.manager
+        evicts = manager.available_size() < len(requests) * self._step_demand() and manager.evictable_size() > 0
+        if evicts or not self._prefilled.isdisjoint(requests):
             return 0
-        size = self.manager.block_size
-        return min(request.allocated * size - request.computed for request in requests)
+        return min(request.allocated * manager.block_size - request.computed for request in requests)
 
     def generate_quietly(self, request: RadixRequest, tokens: Sequence[int]) -> None:
         """Append tokens for which there are pages."""
-        self.extend(request, tokens)
+        for token in tokens:
+            request.append(token)
+        request.computed += len(tokens)

@@ -151,22 +151,18 @@ def known_names(value: object, what: str, known: tuple[str, ...]) -> tuple[str, 
 
 
 def all_named(value: object, what: str) -> tuple[str, ...]:
-    """Read names of backends or dialects.
+    """Read names of backends or dialects, with groups of them by name.
 
-    `hybrid` stands for the backends of hybrid models, and `vllm` for the dialects `vllm-...` that tests run over by default.
+    `hybrid` stands for the backends of that group, `vllm` for the dialects `vllm-...` that tests run over by default.
     """
     given = names(value)
+    if what == "backend":
+        return tuple(each for name in given for each in backends_of(name) or [name])
     if what != "dialect":
-        return tuple(each for name in given for each in (_hybrid_backends() if name == "hybrid" else (name,)))
+        return given
     known, default = known_dialects(), default_dialects()
     releases = {name: [each for each in default if each.startswith(f"{name}-")] for name in given if name not in known}
     return tuple(each for name in given for each in releases.get(name) or [name])
-
-
-def _hybrid_backends() -> tuple[str, ...]:
-    from pytest_kvmock import backends
-
-    return tuple(name for name, spec in backends.known_backends().items() if spec.real_block_size is not None)
 
 
 def unknown_name(what: str, name: object, known: tuple[str, ...]) -> str:
@@ -220,6 +216,13 @@ def known_backends() -> tuple[str, ...]:
     from pytest_kvmock import backends
 
     return tuple(backends.known_backends())
+
+
+def backends_of(group: str) -> list[str]:
+    """Names of the backends of a group; none where there is no such group."""
+    from pytest_kvmock import backends
+
+    return [name for name, spec in backends.known_backends().items() if spec.group == group]
 
 
 def default_backends() -> tuple[str, ...]:

@@ -71,6 +71,28 @@ def test_but_not_where_a_page_is_one_token():
     assert 4 == len(worker.manager.resident())
 
 
+def test_a_decode_step_asks_for_a_page_whether_it_needs_one_or_not():
+    worker = new_worker(num_blocks=3)
+    worker.serve(prompt(1))
+    request = worker.prefill(prompt(2))
+    message(worker)
+    request.decode(1)  # it opens the last free page
+    assert [] == message(worker)
+    request.decode(1)
+    assert [(Removed, 1)] == message(worker)
+    request.decode(1)  # a page is free by now
+    assert [] == message(worker)
+
+
+def test_but_not_where_nothing_is_evictable():
+    worker = new_worker(num_blocks=2)
+    requests = [worker.prefill([number]) for number in (1, 2)]
+    message(worker)
+    for request in requests:
+        request.decode(SIZE - 1)
+    assert [] == message(worker)
+
+
 def test_a_request_hits_what_it_inserts_once():
     worker = new_worker(policy="slru")
     for times in (1, 2):

@@ -34,6 +34,8 @@ class TreeNode:
         last: tick of the last access.
         created: tick of its creation.
         queued: key of its last entry in the heap; None for none.
+        window: what the window part of a hybrid tree keeps of it; unset in other trees.
+        state: likewise the state part.
     """
 
     __slots__ = (
@@ -47,7 +49,11 @@ class TreeNode:
         "parent",
         "priority",
         "queued",
+        "state",
+        "window",
     )
+    window: NodePart
+    state: NodePart
 
     def __init__(self, parent: TreeNode | None, edge: Hashable, names: Sequence[int], tick: int) -> None:
         self.parent = parent
@@ -57,6 +63,27 @@ class TreeNode:
         self.lock_ref = self.hit_count = self.priority = 0
         self.last = self.created = tick
         self.queued: Any = None
+
+
+class NodePart:
+    """What a part of a hybrid tree (`parts.py`) keeps of one node.
+
+    Attributes:
+        node: the node; None in the ring of a part, which is the end of its list.
+        there: whether the node has it. A node without it is a tombstone.
+        lock_ref: requests that hold it.
+        edge: number of the locks that end here; 0 for none.
+        older: the one before it in the order of use, where it is there.
+        newer: the one after it, likewise.
+    """
+
+    __slots__ = ("edge", "lock_ref", "newer", "node", "older", "there")
+
+    def __init__(self, node: TreeNode | None) -> None:
+        self.node = node
+        self.there = False
+        self.lock_ref = self.edge = 0
+        self.older = self.newer = self
 
 
 PROTECTED_THRESHOLD: Final = 2

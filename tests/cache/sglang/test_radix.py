@@ -178,7 +178,11 @@ REFUSED = [
     ({"dynamo_kv_event_format": 1}, "dynamo_kv_event_format must be True or False, got 1"),
     (
         {"page_size": 4},
-        "backend 'sglang' has no option 'page_size'; it has policy, protected_threshold, dynamo_kv_event_format",
+        (
+            "backend 'sglang' has no option 'page_size'; it has policy, protected_threshold, dynamo_kv_event_format, "
+            "window, window_ratio, window_interval, window_gates, release_window, states, state_grid, state_interval, "
+            "state_strategy, states_per_path"
+        ),
     ),
     *(
         (

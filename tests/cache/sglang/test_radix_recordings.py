@@ -99,7 +99,14 @@ def test_scenarios_give_the_recorded_answers_events_sizes_and_trees(recording):
     assert 270 < played
 
 
-class AtTheEnd(RadixDriver):
+class ByNeed(RadixDriver):
+    """Decodes as the recorded program does: it asks for the pages that are needed, not for one a step."""
+
+    def _step_demand(self):
+        return 0
+
+
+class AtTheEnd(ByNeed):
     """Requests that enter the tree when they finish, and ask for no page too many (mode "finish")."""
 
     def _demand(self, request, upto):
@@ -115,7 +122,7 @@ class RequestPlayer(Player):
     def __init__(self, program):
         size = program["page_size"]
         super().__init__(program["capacity_tokens"] // size, block_size=size, policy=program["policy"])
-        driver = RadixDriver if program["mode"] == "prefill" else AtTheEnd
+        driver = ByNeed if program["mode"] == "prefill" else AtTheEnd
         self.driver = driver(self.manager, True, Random(0))
         self.requests = {}
 

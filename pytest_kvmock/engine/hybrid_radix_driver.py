@@ -1,0 +1,159 @@
+"""Drives SGLang's cache of a hybrid model as its scheduler does: slots, match, lock, room, compute, checkpoint, slide."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+from typing import TYPE_CHECKING
+
+from pytest_kvmock.cache.sglang.hybrid_cache import HybridCacheManager
+from pytest_kvmock.cache.sglang.hybrid_request import HybridRequest
+from pytest_kvmock.engine.page_cache_driver import PageCacheDriver
+
+if TYPE_CHECKING:
+    from pytest_kvmock.cache.manager import KvManager
+
+
+class HybridRadixDriver(PageCacheDriver[HybridCacheManager, HybridRequest]):
+    """Serves requests from a `HybridCacheManager`.
+
+    A request is checkpointed after its prefill, or each chunk, in whole pages, and when it finishes; each time up to where
+    a later one can use it. A prompt for whose windows there is no room at once is computed in more chunks, as SGLang's
+    chunked prefill does. A preempted request leaves in the cache what was checkpointed.
+
+    Args:
+        manager: the cache.
+        prefix_caching: whether requests reuse and leave anything; without it, each has pages of its own.
+        rng: source of the names of partial blocks, and of local hashes where tokens are unknown.
+
+    Raises:
+        ValueError: the manager is no such cache, or one of bigrams.
+    """
+
+    traits = replace(PageCacheDriver.traits, promises_more=True)
+
+    def __init__(self, manager: KvManager, prefix_caching: bool, rng: Random) -> None:
+        if not isinstance(manager, HybridCacheManager):
+            raise ValueError(f"a HybridRadixDriver drives a HybridCacheManager, got {manager!r:.80}")  # noqa: TRY004 - one error
+        super().__init__(manager, prefix_caching, rng)
+
+    def need(self, request: HybridRequest, upto: int, tokens: Sequence[int] = ()) -> int:
+        """Pages. Where pages of windows or slots of states run short, as many more than there is room for as lack of those.
+
+        Without any, this is the lookup of the request: what it did stays, as in SGLang, if it is refused.
+        """
+        manager, room = self.manager, self.room()
+        if request in manager.requests:
+            lacking = manager.lacking_steps(request, len(tokens))
+            return room + lacking if lacking else min(room, manager.pages_of(upto + len(tokens)) - request.allocated)
+        if not self._start(request):
+            return room + 1
+        lacking = manager.lacking(request, upto, in_chunks=True)
+        manager.withdraw(request)
+        return room + lacking if lacking else min(room, manager.pages_of(upto) - request.found)
+
+    def _start(self, request: HybridRequest, upto: int | None = None) -> bool:
+        """Match and lock; False where there are no slots for it."""
+        manager = self.manager
+        if not manager.may_start():
+            return False
+        manager.find(request, upto if self._prefix_caching else 0)
+        manager.admit(request)
+        return True
+
+    def admit(self, request: HybridRequest, upto: int) -> None:
+        """Compute up to this token, or to the whole page before it, and checkpoint."""
+        manager, size = self.manager, self.manager.block_size
+        if request not in manager.requests:
+            manager.admit(request)
+        if upto < len(request):
+            upto = upto // size * size
+        if upto > request.computed:
+            self._compute(request, upto)
+            self._computed(request)
+
+    def _compute(self, request: HybridRequest, upto: int) -> None:
+        """Compute in as many chunks as there is room for; the last one is checkpointed by who called."""
+        while True:
+            end = self.manager.chunk_end(request, upto)
+            self.manager.prefill([(request, end)])
+            if end == upto:
+                return
+            self._computed(request)
+
+    def _computed(self, request: HybridRequest) -> None:
+        if self._prefix_caching:
+            self.manager.checkpoint(request)
+        else:
+            self.manager.slide(request)
+
+    def extend(self, request: HybridRequest, tokens: Sequence[int]) -> None:
+        """Decode steps, one a token."""
+        for token in tokens:
+            self.manager.begin_step((request,))
+            self.manager.end_step(request, token)
+
+    def free(self, request: HybridRequest, *, done: bool) -> None:
+        """Free what it has; of a request that is done, after a last checkpoint."""
+        self._prefilled.discard(request)
+        if request not in self.manager.requests:
+            return
+        if not done:
+            self.manager.retract(request)
+        elif self._prefix_caching:
+            self.manager.finish(request)
+        else:
+            self.manager.release(request)
+
+    # ------------------------------------------------------------------------------------------- a scheduler's
+
+    def prefill(self, request: HybridRequest, upto: int) -> int | None:
+        """Compute a chunk: match, lock, make room. It enters the tree when it is done, at the end of the pass.
+
+        SGLang matches the whole prompt before it cuts a chunk; here a chunk matches what is cached of itself.
+        """
+        manager = self.manager
+        is_first = request not in manager.requests
+        if is_first and not self._start(request, upto):
+            return None
+        if manager.lacking(request, upto, in_chunks=True):
+            if is_first:
+                manager.withdraw(request)
+            return None
+        before = request.computed
+        if upto > before:
+            self._compute(request, upto)
+        self._prefilled.add(request)
+        return before
+
+    def step_tokens(self, requests: Sequence[HybridRequest]) -> int:
+        """A page for each that needs one; where windows have none for them, more than is unheld by what is lacking."""
+        size, window = self.manager.block_size, self.manager.window
+        pages = sum(request.opens_page for request in requests)
+        if window is not None and pages > window.unheld():
+            return self.unheld() + (pages - window.unheld()) * size
+        return pages * size
+
+    def make_room(self, requests: Sequence[HybridRequest]) -> bool:
+        """Slide windows, and evict until there is a page for each that needs one."""
+        return self.manager.begin_step(requests)
+
+    def generate(self, request: HybridRequest, token: int) -> bool:
+        """Compute one token, for which `make_room` has made room; False, and nothing is computed, where it has not."""
+        self.checkpoint(request)  # of the prompt alone: the token is computed in a step of its own
+        if not self.manager.may_step(request):
+            return False
+        self.manager.end_step(request, token)
+        return True
+
+    def quiet_passes(self, requests: Sequence[HybridRequest]) -> int:
+        """Passes in which each generates a token and none needs a page, slides, keeps a state or evicts."""
+        return self.manager.quiet_steps(requests) if self._prefilled.isdisjoint(requests) else 0
+
+    def generate_quietly(self, request: HybridRequest, tokens: Sequence[int]) -> None:
+        """Append tokens of such passes."""
+        for token in tokens:
+            request.append(token)
+        request.computed += len(tokens)
+        request.steps += len(tokens)
