@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, cast
 from pytest_kvmock.checks import check_integer, check_number, install_text
 from pytest_kvmock.serve.controls import Controls
 from pytest_kvmock.serve.loop_thread import LoopThread
+from pytest_kvmock.serve.network import Guard, Network
 from pytest_kvmock.serve.request_log import RequestLog, Routing, ServedRequest
 from pytest_kvmock.serve.text import LETTERS
 from pytest_kvmock.serve.truth import Knowledge, Truth, all_removed
@@ -204,7 +205,7 @@ class KvServer(Controls, Knowledge):
                 )
             self._number_batches()
             if control_port is not None:
-                self._control = ControlPort(self, bound_socket(control_port))
+                self._control = ControlPort(self, bound_socket(control_port), Network(), Guard(Network()))
                 undo.callback(self._control.close)
             self._thread.start()
             self._thread.call(self._start())

@@ -3,6 +3,7 @@
 import asyncio
 import http.client
 import json
+import socket
 import threading
 from urllib.parse import urlsplit
 
@@ -333,6 +334,66 @@ def test_the_control_api_is_the_methods(server):
     assert server.differences == []
     large = [5] * 1_000_000  # a megabyte, and more
     assert len(call(control, "/expect", {"prompt": large})[1]["tokens"]) == len(large)
+
+
+READS = ("ready", "expect", "replays", "requests", "routing", "verdict", "wait_subscribed", "wait_requests")
+ACTS = ("check", "hold", "release", "fault", "restart", "stop", "start", "reset", "step", "text")
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "PUT", "DELETE", "OPTIONS"])
+def test_what_acts_is_post_alone(server, method):
+    for path in ACTS:
+        status, answer = call(server.control_url, f"/{path}", {"worker": 0, "n": 1}, method)
+        assert status == 405
+        assert answer == ("" if method == "HEAD" else {"error": f"{path}: {method} is not allowed; use POST"})
+    for path in READS if method not in ("GET", "HEAD") else ():
+        assert call(server.control_url, f"/{path}", {}, method) == (
+            405,
+            {"error": f"{path}: {method} is not allowed; use GET or POST"},
+        )
+    assert call(server.control_url, "/verdict")[1]["right"]
+    assert not any(loop.held for port in server._ports.values() for loop in port.loops)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Host": "evil.example"},
+        {"Host": "evil.example:80"},
+        {"Host": "127.0.0.1.evil.example"},
+        {"Host": "localhost.evil.example:1"},
+        {"Host": ""},
+        {"Host": "[::1"},
+        {"Origin": "http://evil.example"},
+        {"Origin": "null"},
+        {"Origin": ""},
+        {"Origin": "http://127.0.0.1"},
+        {"Host": "evil.example", "Origin": "http://evil.example"},
+    ],
+)
+def test_a_page_in_a_browser_cannot_use_the_control_port(server, headers):
+    for path, body, method in (("/hold", {}, None), ("/ready", None, None), ("/nothing", None, None), ("/", {}, "PUT")):
+        status, answer = call(server.control_url, path, body, method, headers)
+        assert status == 403
+        assert "Origin" in answer["error"] if "Origin" in headers else "Host" in answer["error"]
+    assert complete(server.url(0), "abc")
+    # An engine takes any: what comes through a proxy has the client's.
+    assert call(server.url(0), "/v1/models", None, None, headers)[0] == 200
+
+
+def test_the_control_port_takes_names_of_its_own(server):
+    port = urlsplit(server.control_url).port
+    for host in (f"127.0.0.1:{port}", "127.0.0.1", f"localhost:{port}", "LocalHost", "localhost:1"):
+        assert call(server.control_url, "/ready", headers={"Host": host})[0] == 200, host
+    with socket.create_connection(("127.0.0.1", port)) as plain:  # a client of HTTP/1.0, and no browser
+        plain.sendall(b"GET /ready HTTP/1.0\r\n\r\n")
+        assert plain.makefile("rb").readline().split()[1] == b"200"
+
+
+def test_two_hosts_are_none(server):
+    with socket.create_connection(("127.0.0.1", urlsplit(server.control_url).port)) as plain:
+        plain.sendall(b"GET /ready HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n")
+        assert plain.makefile("rb").readline().split()[1] in (b"400", b"403")
 
 
 def test_the_verdict_lists_faults_that_struck_nothing_yet(server):
