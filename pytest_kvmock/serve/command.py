@@ -17,6 +17,7 @@ from pytest_kvmock.capture.harness_capture import HarnessCapture
 from pytest_kvmock.capture.lines import CaptureError
 from pytest_kvmock.harness import RouterHarness
 from pytest_kvmock.serve.loop_thread import print_error
+from pytest_kvmock.serve.network import LOOPBACK, check_secret
 from pytest_kvmock.wire import find_dialect
 
 if TYPE_CHECKING:
@@ -53,7 +54,31 @@ def add_parsers(
         default=0.0,
         help="seconds by the wall for one of virtual time (default: 0)",
     )
-    serve.add_argument("--host", metavar="ADDRESS", default="127.0.0.1", help="an address of the loopback")
+    serve.add_argument(
+        "--host",
+        metavar="ADDRESS",
+        default=LOOPBACK,
+        help=f"address that all ports are bound to; 0.0.0.0: every one of this machine (default: {LOOPBACK})",
+    )
+    serve.add_argument(
+        "--advertise-host",
+        metavar="NAME",
+        help="name or address of this machine in URLs, topics and endpoints (default: that of --host)",
+    )
+    serve.add_argument(
+        "--token-file",
+        metavar="FILE",
+        type=Path,
+        help="the token that the control API asks for; without, one is made where --host is not of the loopback",
+    )
+    serve.add_argument(
+        "--allowed-host",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="a further name that clients of the control API may call it by; repeatable",
+    )
+    serve.add_argument("--api-key", metavar="KEY", help="engines ask for it, as with the option of that name of theirs")
     serve.add_argument(
         "--http-port", metavar="N", type=int, default=0, help="of the first worker; the next ones follow"
     )
@@ -90,6 +115,7 @@ def serve_engines(given: argparse.Namespace) -> int:
 
     if given.workers < 1:
         raise ValueError(f"--workers must be at least 1, got {given.workers}")
+    token = None if given.token_file is None else _read_token(given.token_file)
     dialect = find_dialect(given.dialect)
     profile = EngineProfile(
         block_size=given.block_size,
@@ -114,6 +140,10 @@ def serve_engines(given: argparse.Namespace) -> int:
         max_queued=given.max_queued,
         time_scale=given.time_scale,
         host=given.host,
+        advertise_host=given.advertise_host,
+        token=token,
+        allowed_hosts=given.allowed_host,
+        api_key=given.api_key,
         http_port=given.http_port,
         event_port=given.event_port,
         replay_port=given.replay_port,
@@ -137,6 +167,20 @@ def serve_engines(given: argparse.Namespace) -> int:
     if unable:
         print_error(unable, "serve")
     os._exit(2 if unable or server.broken else 0)
+
+
+def _read_token(path: Path) -> str:
+    """Return the token that a file has, without the end of its line.
+
+    Raises:
+        ValueError: it cannot be read, or has no token; the message does not show what it has.
+    """
+    try:
+        return check_secret("token", path.read_text(encoding="ascii").strip())
+    except OSError as error:
+        raise ValueError(f"--token-file {path}: it cannot be read: {error.strerror}") from None
+    except ValueError:  # also one that is no ASCII
+        raise ValueError(f"--token-file {path}: it must have one line, of ASCII characters without spaces") from None
 
 
 def _asked_to_end() -> int:

@@ -88,7 +88,9 @@ class Network:
             )
         except OSError as error:
             reason = error.strerror.partition(" (")[0] if error.strerror else str(error)
-            raise EndpointError(f"port {port} of {self.host} cannot be bound: {reason}") from None
+            raise EndpointError(
+                f"{f'port {port}' if port else 'a port'} of {self.host} cannot be bound: {reason}"
+            ) from None
 
 
 class Guard:
@@ -108,7 +110,7 @@ class Guard:
         if isinstance(allowed_hosts, str):
             raise TypeError(f"KvServer: allowed_hosts must be a list of names, got {allowed_hosts!r:.80}")
         names = [network.host, network.advertised, "localhost"]
-        names += [_check_name("allowed_hosts", name) for name in allowed_hosts]
+        names += [_check_name("each of allowed_hosts", name) for name in allowed_hosts]
         self._names = frozenset(name.lower() for name in names)
         self._token = None if token is None else check_secret("token", token)
 

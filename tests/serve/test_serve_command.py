@@ -124,8 +124,8 @@ def test_a_capture_that_cannot_be_written_at_the_end_is_an_error():
     ("args", "text"),
     [
         (
-            ["--host", "10.0.0.1"],
-            "serve: KvServer: host must be 127.0.0.1 or 'localhost', the loopback, got '10.0.0.1'",
+            ["--host", "engine.test"],
+            "serve: KvServer: host must be an address of this machine (127.0.0.1 or 'localhost', the loopback; 0.0.0.0 for all), got ",
         ),
         (
             ["--dialect", "dynamo-router-event"],
