@@ -8,11 +8,12 @@ import select
 import signal
 import stat
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_kvmock.backends import EngineProfile, speaker_of
+from pytest_kvmock.capture.capture_file import check_replaceable
 from pytest_kvmock.capture.harness_capture import HarnessCapture
 from pytest_kvmock.capture.lines import CaptureError
 from pytest_kvmock.harness import RouterHarness
@@ -88,6 +89,7 @@ def add_parsers(
     serve.add_argument("--topic", metavar="TEXT", default="", help="of events: 'kv@{host}:{port}@{model}' for llm-d")
     serve.add_argument("--log", metavar="N", type=int, help="remember so many requests; default: all")
     serve.add_argument("--capture", metavar="FILE", type=Path, help="write all events there, as --kv-capture does")
+    serve.add_argument("--overwrite", action="store_true", help="replace a capture that is there")
     serve.add_argument("--seed", metavar="N", type=int, default=0, help="of what is generated (default: 0)")
     serve.set_defaults(run=serve_engines)
 
@@ -125,33 +127,40 @@ def serve_engines(given: argparse.Namespace) -> int:
         seed=given.seed,
     )
     end = _asked_to_end()
-    capture = None if given.capture is None else HarnessCapture(given.capture, profile, "serve")
-    journal = None if capture is None else capture.journal
-    harness = RouterHarness(profile, None, name="serve", journal=journal)
-    if capture is not None:
-        capture.of(harness)
-    harness.use_backend(speaker_of(dialect))
-    server = KvServer(
-        harness,
-        dialect,
-        model=given.model,
-        adapters=given.adapter,
-        max_model_len=given.max_model_len,
-        max_queued=given.max_queued,
-        time_scale=given.time_scale,
-        host=given.host,
-        advertise_host=given.advertise_host,
-        token=token,
-        allowed_hosts=given.allowed_host,
-        api_key=given.api_key,
-        http_port=given.http_port,
-        event_port=given.event_port,
-        replay_port=given.replay_port,
-        control_port=given.control_port,
-        topic=given.topic,
-        log=given.log,
-        seed=given.seed,
-    )
+    capture = None
+    with ExitStack() as undo:
+        if given.capture is not None:
+            check_replaceable(given.capture, overwrite=given.overwrite)
+            if not given.capture.exists():  # what cannot be served leaves none
+                undo.callback(given.capture.unlink, missing_ok=True)
+            capture = HarnessCapture(given.capture, profile, "serve")
+        journal = None if capture is None else capture.journal
+        harness = RouterHarness(profile, None, name="serve", journal=journal)
+        if capture is not None:
+            capture.of(harness)
+        harness.use_backend(speaker_of(dialect))
+        server = KvServer(
+            harness,
+            dialect,
+            model=given.model,
+            adapters=given.adapter,
+            max_model_len=given.max_model_len,
+            max_queued=given.max_queued,
+            time_scale=given.time_scale,
+            host=given.host,
+            advertise_host=given.advertise_host,
+            token=token,
+            allowed_hosts=given.allowed_host,
+            api_key=given.api_key,
+            http_port=given.http_port,
+            event_port=given.event_port,
+            replay_port=given.replay_port,
+            control_port=given.control_port,
+            topic=given.topic,
+            log=given.log,
+            seed=given.seed,
+        )
+        undo.pop_all()
     unable = ""
     try:
         _print_ready(to_json(server.ready_line()).decode())

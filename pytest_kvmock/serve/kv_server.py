@@ -13,10 +13,11 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from random import Random
+from string import Formatter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, cast
 
-from pytest_kvmock.checks import check_integer, check_number, install_text
+from pytest_kvmock.checks import check_integer, check_number, install_text, is_utf8
 from pytest_kvmock.serve.controls import Controls
 from pytest_kvmock.serve.loop_thread import LoopThread
 from pytest_kvmock.serve.network import LOOPBACK, Guard, Network, check_secret
@@ -45,6 +46,8 @@ MODEL: Final = "mock-model"
 TOKEN_BYTES: Final = 32
 """Random bytes of a token that is made."""
 
+_IN_TOPICS: Final = ("host", "port", "model")
+
 _FORGET_EVERY: Final = 256
 """How many requests come, at least, before what is remembered no more is dropped: that costs a look at all that is held."""
 
@@ -60,7 +63,7 @@ class KvServer(Controls, Knowledge):
         dialect: what is spoken: it chooses API, names of metrics and the form of events.
         model: the name of the model.
         adapters: names of LoRA adapters, which are models to a client.
-        max_model_len: the most tokens that prompt and output have together; None: what the blocks hold.
+        max_model_len: the most tokens that prompt and output have together, at most what the blocks hold; None: that.
         max_queued: how many requests of a worker wait at most, before it answers that it is busy; None: any number.
         time_scale: how long a pass takes by the wall, as a share of its virtual time; 0: none. (Measured: within 1 % at 1.0, some
             10 % off at 0.1, meaningless at 0.01.)
@@ -140,16 +143,8 @@ class KvServer(Controls, Knowledge):
         ):
             if value is not None:
                 check_integer(f"KvServer: {name}", value, least)
-        if not isinstance(model, str) or not model:
-            raise ValueError(f"KvServer: model must be a name, got {model!r:.80}")
-        try:
-            topic.format(host=LOOPBACK, port=0, model=model)
-        except (AttributeError, KeyError, IndexError, ValueError, MemoryError):
-            raise ValueError(
-                f"KvServer: topic must be a text in which {{host}}, {{port}} and {{model}} are filled in, got {topic!r:.80}"
-            ) from None
-        if isinstance(adapters, str):
-            raise TypeError(f"KvServer: adapters must be a list of names, got {adapters!r:.80}")
+        _check_models(model, adapters)
+        _check_topic(topic)
         self.harness = harness
         self.model = model
         self.log = RequestLog(log)
@@ -179,6 +174,12 @@ class KvServer(Controls, Knowledge):
         room = profile.num_blocks * profile.block_size
         if release.is_sglang:  # a request must leave room there, and its prompt counts as whole pages
             room -= profile.block_size
+        if max_model_len is not None and max_model_len > room:
+            beside = " beside one page" if release.is_sglang else ""
+            raise ValueError(
+                f"KvServer: max_model_len must be at most {room}, what {profile.num_blocks} blocks of {profile.block_size} tokens "
+                f"hold{beside}, got {max_model_len}"
+            )
         self._described = Model(
             model,
             release,
@@ -490,3 +491,32 @@ class KvServer(Controls, Knowledge):
                 harness.add_sink(port.publisher, worker_id=worker)
 
         self._thread.call(exchange())
+
+
+def _check_models(model: object, adapters: Sequence[object]) -> None:
+    """Raise unless a client can tell the models apart: the model and its adapters."""
+    if isinstance(adapters, str):
+        raise TypeError(f"KvServer: adapters must be a list of names, got {adapters!r:.80}")
+    for what, name in (("model", model), *(("each of adapters", each) for each in adapters)):
+        if not isinstance(name, str) or not name or not is_utf8(name):
+            raise ValueError(f"KvServer: {what} must be a name, got {name!r:.80}")
+    for place, name in enumerate(adapters):
+        if name == model:
+            raise ValueError(f"KvServer: adapter {name!r:.80} has the name of the model")
+        if name in adapters[:place]:
+            raise ValueError(f"KvServer: adapter {name!r:.80} is named twice")
+
+
+def _check_topic(topic: object) -> None:
+    """Raise unless names alone are filled into a topic: a format could make it as long as memory."""
+    try:
+        parts = list(Formatter().parse(topic)) if isinstance(topic, str) else None
+    except ValueError:  # a brace alone
+        parts = None
+    if parts is None or any(
+        field is not None and (field not in _IN_TOPICS or form or conversion) for _, field, form, conversion in parts
+    ):
+        raise ValueError(
+            "KvServer: topic must be a text in which {host}, {port} and {model} are filled in, without a format, got "
+            f"{topic!r:.80}"
+        )

@@ -763,7 +763,8 @@ def test_only_so_many_requests_are_remembered():
 
 
 def test_a_stream_that_the_engine_rejects_ends_with_its_error():
-    with harness(1, num_blocks=8) as kv, KvServer(kv, max_model_len=4096) as server:
+    with harness(1, num_blocks=8) as kv, KvServer(kv) as server:
+        object.__setattr__(server._described, "max_model_len", 4096)  # else its face refuses what an engine would reject
         body = {"prompt": "a" * 600, "max_tokens": 1, "stream": True}
         status, text = call(server.url(0), "/v1/completions", body)
         assert status == 200
@@ -815,7 +816,21 @@ def test_assertions_name_the_worst_request(server):
         ({"topic": "{0}"}, ValueError, "topic must be a text in which"),
         ({"topic": "{host.x}"}, ValueError, "topic must be a text in which"),
         ({"topic": 5}, ValueError, "topic must be a text in which"),
+        *(
+            ({"topic": topic}, ValueError, "in which {host}, {port} and {model} are filled in, without a format, got")
+            for topic in ("{port:>9}", "{port:1000000000}", "{host!r}", "{model:{port}}", "{host[0]}", "{}", "}")
+        ),
         ({"adapters": "lora"}, TypeError, "adapters must be a list of names, got 'lora'"),
+        ({"adapters": [""]}, ValueError, "each of adapters must be a name, got ''"),
+        ({"adapters": [5]}, ValueError, "each of adapters must be a name, got 5"),
+        ({"adapters": ["a", "b", "a"]}, ValueError, "adapter 'a' is named twice"),
+        ({"adapters": ["mock-model"]}, ValueError, "adapter 'mock-model' has the name of the model"),
+        ({"model": "m\ud800"}, ValueError, "model must be a name"),
+        (
+            {"max_model_len": 1025},
+            ValueError,
+            "max_model_len must be at most 1024, what 64 blocks of 16 tokens hold, got 1025",
+        ),
     ],
 )
 def test_bad_input_is_refused(kv, options, error, text):
@@ -823,6 +838,17 @@ def test_bad_input_is_refused(kv, options, error, text):
         KvServer(kv, **options)
     assert text in str(caught.value)
     assert kv.engine(0).driver is None
+
+
+def test_what_fits_just_so_is_taken():
+    with harness(1) as kv, KvServer(kv, max_model_len=1024, adapters=["a", "b"], topic="{{{host}}}@{model}") as server:
+        assert server.publisher().topic == "{127.0.0.1}@mock-model"
+        assert complete(server.url(), [5] * 1022, 1, model="b")
+    with (
+        harness(1, "sglang-0.5.23") as kv,
+        pytest.raises(ValueError, match="at most 1008, what 64 blocks of 16 tokens hold beside one page, got 1009"),
+    ):
+        KvServer(kv, "sglang-0.5.23", max_model_len=1009)
 
 
 def test_a_port_that_is_taken_is_named(kv, server):
