@@ -13,6 +13,16 @@ from pytest_kvmock.capture.lines import HEADER, VERSION, CaptureError, to_text
 NOT_ALLOWED: Final = "cannot be written"
 
 
+def check_replaceable(path: str | Path, *, overwrite: bool) -> None:
+    """Raise where a file is there already, and is not to be replaced.
+
+    Raises:
+        CaptureError: it is.
+    """
+    if not overwrite and Path(path).is_file():
+        raise CaptureError(f"{path}: the file is there already; --overwrite (overwrite=True) replaces it")
+
+
 class CaptureFile:
     """A file that a capture is written to; what stood there before is replaced. A context manager.
 

@@ -11,9 +11,9 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from pytest_kvmock.backends import backend_spec
-from pytest_kvmock.capture.capture_file import CaptureFile
+from pytest_kvmock.capture.capture_file import CaptureFile, check_replaceable
 from pytest_kvmock.capture.capturing_journal import CapturingJournal
-from pytest_kvmock.capture.lines import CaptureError, header
+from pytest_kvmock.capture.lines import header
 from pytest_kvmock.checks import check_integer, check_number
 from pytest_kvmock.events import RouterEvent
 from pytest_kvmock.hygiene.entries import BatchesLost, Opened
@@ -105,8 +105,7 @@ def record(
     until = None if seconds is None else monotonic() + check_number("seconds", seconds, unit=" seconds")
     spec = backend_spec(row.backend)
     recorded = Recorded(Path(path))
-    if not overwrite and recorded.path.is_file():
-        raise CaptureError(f"{path}: the file is there already; --overwrite (overwrite=True) replaces it")
+    check_replaceable(path, overwrite=overwrite)
 
     def judge(event: RouterEvent) -> None:
         recorded.log.append(event)

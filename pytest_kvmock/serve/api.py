@@ -88,6 +88,7 @@ class Model:
         adapters: names of LoRA adapters, which are models to a client.
         ranks: data-parallel ranks.
         created: when it was made, as seconds of an epoch; said by `/v1/models`.
+        api_key: what clients must show; None: nothing.
     """
 
     name: str
@@ -97,6 +98,7 @@ class Model:
     adapters: tuple[str, ...] = ()
     ranks: int = 1
     created: int = 0
+    api_key: str | None = field(default=None, repr=False)
 
 
 class Call(NamedTuple):

@@ -8,15 +8,17 @@ import select
 import signal
 import stat
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_kvmock.backends import EngineProfile, speaker_of
+from pytest_kvmock.capture.capture_file import check_replaceable
 from pytest_kvmock.capture.harness_capture import HarnessCapture
 from pytest_kvmock.capture.lines import CaptureError
 from pytest_kvmock.harness import RouterHarness
 from pytest_kvmock.serve.loop_thread import print_error
+from pytest_kvmock.serve.network import LOOPBACK, check_secret
 from pytest_kvmock.wire import find_dialect
 
 if TYPE_CHECKING:
@@ -53,7 +55,31 @@ def add_parsers(
         default=0.0,
         help="seconds by the wall for one of virtual time (default: 0)",
     )
-    serve.add_argument("--host", metavar="ADDRESS", default="127.0.0.1", help="an address of the loopback")
+    serve.add_argument(
+        "--host",
+        metavar="ADDRESS",
+        default=LOOPBACK,
+        help=f"address that all ports are bound to; 0.0.0.0: every one of this machine (default: {LOOPBACK})",
+    )
+    serve.add_argument(
+        "--advertise-host",
+        metavar="NAME",
+        help="name or address of this machine in URLs, topics and endpoints (default: that of --host)",
+    )
+    serve.add_argument(
+        "--token-file",
+        metavar="FILE",
+        type=Path,
+        help="the token that the control API asks for; without, one is made where --host is not of the loopback",
+    )
+    serve.add_argument(
+        "--allowed-host",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="a further name that clients of the control API may call it by; repeatable",
+    )
+    serve.add_argument("--api-key", metavar="KEY", help="engines ask for it, as with the option of that name of theirs")
     serve.add_argument(
         "--http-port", metavar="N", type=int, default=0, help="of the first worker; the next ones follow"
     )
@@ -63,6 +89,7 @@ def add_parsers(
     serve.add_argument("--topic", metavar="TEXT", default="", help="of events: 'kv@{host}:{port}@{model}' for llm-d")
     serve.add_argument("--log", metavar="N", type=int, help="remember so many requests; default: all")
     serve.add_argument("--capture", metavar="FILE", type=Path, help="write all events there, as --kv-capture does")
+    serve.add_argument("--overwrite", action="store_true", help="replace a capture that is there")
     serve.add_argument("--seed", metavar="N", type=int, default=0, help="of what is generated (default: 0)")
     serve.set_defaults(run=serve_engines)
 
@@ -90,6 +117,7 @@ def serve_engines(given: argparse.Namespace) -> int:
 
     if given.workers < 1:
         raise ValueError(f"--workers must be at least 1, got {given.workers}")
+    token = None if given.token_file is None else _read_token(given.token_file)
     dialect = find_dialect(given.dialect)
     profile = EngineProfile(
         block_size=given.block_size,
@@ -99,29 +127,40 @@ def serve_engines(given: argparse.Namespace) -> int:
         seed=given.seed,
     )
     end = _asked_to_end()
-    capture = None if given.capture is None else HarnessCapture(given.capture, profile, "serve")
-    journal = None if capture is None else capture.journal
-    harness = RouterHarness(profile, None, name="serve", journal=journal)
-    if capture is not None:
-        capture.of(harness)
-    harness.use_backend(speaker_of(dialect))
-    server = KvServer(
-        harness,
-        dialect,
-        model=given.model,
-        adapters=given.adapter,
-        max_model_len=given.max_model_len,
-        max_queued=given.max_queued,
-        time_scale=given.time_scale,
-        host=given.host,
-        http_port=given.http_port,
-        event_port=given.event_port,
-        replay_port=given.replay_port,
-        control_port=given.control_port,
-        topic=given.topic,
-        log=given.log,
-        seed=given.seed,
-    )
+    capture = None
+    with ExitStack() as undo:
+        if given.capture is not None:
+            check_replaceable(given.capture, overwrite=given.overwrite)
+            if not given.capture.exists():  # what cannot be served leaves none
+                undo.callback(given.capture.unlink, missing_ok=True)
+            capture = HarnessCapture(given.capture, profile, "serve")
+        journal = None if capture is None else capture.journal
+        harness = RouterHarness(profile, None, name="serve", journal=journal)
+        if capture is not None:
+            capture.of(harness)
+        harness.use_backend(speaker_of(dialect))
+        server = KvServer(
+            harness,
+            dialect,
+            model=given.model,
+            adapters=given.adapter,
+            max_model_len=given.max_model_len,
+            max_queued=given.max_queued,
+            time_scale=given.time_scale,
+            host=given.host,
+            advertise_host=given.advertise_host,
+            token=token,
+            allowed_hosts=given.allowed_host,
+            api_key=given.api_key,
+            http_port=given.http_port,
+            event_port=given.event_port,
+            replay_port=given.replay_port,
+            control_port=given.control_port,
+            topic=given.topic,
+            log=given.log,
+            seed=given.seed,
+        )
+        undo.pop_all()
     unable = ""
     try:
         _print_ready(to_json(server.ready_line()).decode())
@@ -137,6 +176,20 @@ def serve_engines(given: argparse.Namespace) -> int:
     if unable:
         print_error(unable, "serve")
     os._exit(2 if unable or server.broken else 0)
+
+
+def _read_token(path: Path) -> str:
+    """Return the token that a file has, without the end of its line.
+
+    Raises:
+        ValueError: it cannot be read, or has no token; the message does not show what it has.
+    """
+    try:
+        return check_secret("token", path.read_text(encoding="ascii").strip())
+    except OSError as error:
+        raise ValueError(f"--token-file {path}: it cannot be read: {error.strerror}") from None
+    except ValueError:  # also one that is no ASCII
+        raise ValueError(f"--token-file {path}: it must have one line, of ASCII characters without spaces") from None
 
 
 def _asked_to_end() -> int:

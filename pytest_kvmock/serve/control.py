@@ -1,8 +1,8 @@
 """The control API: what a test in any language asks of a server, as JSON over a port of its own.
 
-Each path is a method of `KvServer`; a body is its arguments. What is refused is answered with 400 and `{"error": text}`. What waits is awaited
-in the loop of the server, so that any number wait at once, and one whose client is gone waits no longer; all else has a thread, as it calls that
-loop.
+Each path is a method of `KvServer`; a body is its arguments. What acts is POST alone, and a page in a browser can use nothing (`network`).
+What is refused is answered with 400 and `{"error": text}`. What waits is awaited in the loop of the server, so that any number wait at once,
+and one whose client is gone waits no longer; all else has a thread, as it calls that loop.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures.thread import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -20,10 +20,12 @@ from aiohttp import web
 from pytest_kvmock.checks import check_number, unknown_text
 from pytest_kvmock.serve.api import to_json
 from pytest_kvmock.serve.truth import prompt_of
-from pytest_kvmock.serve.worker_port import LOOPBACK, SILENT, end_listening, large_request
+from pytest_kvmock.serve.worker_port import SILENT, end_listening, large_request
 
 if TYPE_CHECKING:
     import socket
+
+    from pytest_kvmock.serve.network import Guard, Network
 
 MOST_WAIT_S: Final = 600.0
 """The longest time limit, in seconds."""
@@ -38,11 +40,15 @@ class ControlPort:
     Args:
         server: what it controls.
         listening: its socket, bound already.
+        network: where that is.
+        guard: who may use it.
     """
 
-    def __init__(self, server: Server, listening: socket.socket) -> None:
+    def __init__(self, server: Server, listening: socket.socket, network: Network, guard: Guard) -> None:
         self._server = server
         self._listening = listening
+        self._network = network
+        self._guard = guard
         self.port: int = listening.getsockname()[1]
         self._runner: web.ServerRunner | None = None
         self._accepting: web.Server | None = None
@@ -50,7 +56,7 @@ class ControlPort:
     @property
     def url(self) -> str:
         """Where it listens."""
-        return f"http://{LOOPBACK}:{self.port}"
+        return self._network.url(self.port)
 
     async def start(self) -> None:
         """Listen."""
@@ -72,10 +78,30 @@ class ControlPort:
         """Close the socket of one that never listened."""
         self._listening.close()
 
-    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+    def _refused(self, request: web.BaseRequest) -> web.Response | None:
+        """Return the answer to a request that may not do what it asks, before anything of it is read; None: it may."""
+        headers = request.headers
+        arrived_at = request.transport.get_extra_info("sockname")[0] if request.transport is not None else ""
+        text = self._guard.foreign_text(headers.getall("Host", ()), headers.getall("Origin", ()), arrived_at)
+        if text is not None:
+            return _json(403, {"error": text})
+        if not self._guard.admits(headers.get("Authorization", "")):
+            text = "the control API needs its token: send 'Authorization: Bearer TOKEN'"
+            return _json(401, {"error": text}, {"WWW-Authenticate": "Bearer"})
         name = request.path.strip("/")
         if name not in _METHODS and name not in _WAITS:
             return _json(404, {"error": f"unknown path {request.path!r}; known: /{', /'.join((*_METHODS, *_WAITS))}"})
+        allowed = ("GET", "POST") if name in _READS else ("POST",)
+        if request.method not in (*allowed, *({"HEAD"} if "GET" in allowed else ())):
+            text = f"{name}: {request.method} is not allowed; use {' or '.join(allowed)}"
+            return _json(405, {"error": text}, {"Allow": ", ".join(allowed)})
+        return None
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        refused = self._refused(request)
+        if refused is not None:
+            return refused
+        name = request.path.strip("/")
         try:
             body = await request.read()
             given = _read(body)
@@ -116,8 +142,10 @@ def _call(method: Callable[..., Any], given: dict[str, Any]) -> Any:
     return method(**given)
 
 
-def _json(status: int, value: Any) -> web.Response:
-    return web.Response(body=to_json(value), status=status, headers={"Content-Type": "application/json"})
+def _json(status: int, value: Any, headers: Mapping[str, str] | None = None) -> web.Response:
+    return web.Response(
+        body=to_json(value), status=status, headers={"Content-Type": "application/json", **(headers or {})}
+    )
 
 
 def _check(server: Server, given: dict[str, Any]) -> Any:
@@ -204,3 +232,8 @@ _METHODS: Final[dict[str, Callable[[Server, dict[str, Any]], Any]]] = {
 
 _WAITS: Final = {"wait_subscribed": "await_subscribed", "wait_requests": "await_requests", "step": "await_step"}
 """What waits, by its path: the method that is awaited."""
+
+_READS: Final = frozenset(
+    {"ready", "expect", "replays", "requests", "routing", "verdict", "wait_subscribed", "wait_requests"}
+)
+"""What changes nothing, and may be asked for with GET, too."""

@@ -14,6 +14,7 @@ from pytest_kvmock.serve import request_checks as checks
 from pytest_kvmock.serve import text
 from pytest_kvmock.serve.api import JSON, PLAIN, Answer, Call, Generate, to_json
 from pytest_kvmock.serve.metrics import METRICS_TYPE, metrics_text
+from pytest_kvmock.serve.network import shows
 from pytest_kvmock.serve.request_checks import BadRequest
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 _NOT_FOUND: Final = Answer(404, b'{"detail":"Not Found"}')
 _NOT_ALLOWED: Final = Answer(405, b'{"detail":"Method Not Allowed"}')
+_UNAUTHORIZED: Final = Answer(401, b'{"error":"Unauthorized"}')
 _SGLANG_OUTPUT: Final = 128
 """Tokens of output of a `/generate` that names none (SGLang's `SamplingParams`)."""
 
@@ -74,6 +76,9 @@ class Face:
 
     def answer(self, call: Call) -> Answer | Generate:
         """Answer a request, or say what an engine is to serve; never raises for what a client sends."""
+        key = self.model.api_key
+        if key is not None and self._needs_key(call) and not shows(call.headers.get("authorization", ""), key):
+            return _UNAUTHORIZED
         found = self._paths.get(call.path)
         if found is None:
             return _NOT_FOUND
@@ -84,6 +89,12 @@ class Face:
             return handler(call)
         except BadRequest as error:
             return self.refusal(error)
+
+    def _needs_key(self, call: Call) -> bool:
+        """Whether a key guards this path: in vLLM those of `/v1`, in SGLang all but those of health and metrics."""
+        if call.method == "OPTIONS":
+            return False
+        return not call.path.startswith(("/health", "/metrics")) if self._is_sglang else call.path.startswith("/v1")
 
     def refusal(self, error: BadRequest) -> Answer:
         """Return the answer that says why a request is refused, in the form of the release."""

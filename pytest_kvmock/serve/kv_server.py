@@ -8,16 +8,19 @@ clock. The harness stays the test's own: ledger, verdict, captures and faults wo
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from random import Random
+from string import Formatter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, cast
 
-from pytest_kvmock.checks import check_integer, check_number, install_text
+from pytest_kvmock.checks import check_integer, check_number, install_text, is_utf8
 from pytest_kvmock.serve.controls import Controls
 from pytest_kvmock.serve.loop_thread import LoopThread
+from pytest_kvmock.serve.network import LOOPBACK, Guard, Network, check_secret
 from pytest_kvmock.serve.request_log import RequestLog, Routing, ServedRequest
 from pytest_kvmock.serve.text import LETTERS
 from pytest_kvmock.serve.truth import Knowledge, Truth, all_removed
@@ -29,7 +32,7 @@ try:
     from pytest_kvmock.serve.api import Call, Model, release_of
     from pytest_kvmock.serve.control import ControlPort
     from pytest_kvmock.serve.engine_loop import EngineLoop
-    from pytest_kvmock.serve.worker_port import LOOPBACK, WorkerPort, bound_socket, check_descriptors
+    from pytest_kvmock.serve.worker_port import WorkerPort, check_descriptors
     from pytest_kvmock.wire.zmq import KvPublisher
 except ImportError as error:  # pragma: no cover - the environment without the extra
     raise ImportError(f"a KvServer needs aiohttp, msgspec and pyzmq ({error}): {install_text('serve')}") from None
@@ -40,13 +43,17 @@ if TYPE_CHECKING:
 
 MODEL: Final = "mock-model"
 
+TOKEN_BYTES: Final = 32
+"""Random bytes of a token that is made."""
+
+_IN_TOPICS: Final = ("host", "port", "model")
 
 _FORGET_EVERY: Final = 256
 """How many requests come, at least, before what is remembered no more is dropped: that costs a look at all that is held."""
 
 
 class KvServer(Controls, Knowledge):
-    """The workers of a harness behind sockets of the loopback. It is a context manager; while it serves, it alone drives the engines.
+    """The workers of a harness behind sockets. It is a context manager; while it serves, it alone drives the engines.
 
     Each worker has an HTTP port with the API of the dialect's engine, and each of its ranks an endpoint for KV events and one for replays.
     One batch of events is one forward pass, and it is on the wire before the first token of it.
@@ -56,30 +63,35 @@ class KvServer(Controls, Knowledge):
         dialect: what is spoken: it chooses API, names of metrics and the form of events.
         model: the name of the model.
         adapters: names of LoRA adapters, which are models to a client.
-        max_model_len: the most tokens that prompt and output have together; None: what the blocks hold.
+        max_model_len: the most tokens that prompt and output have together, at most what the blocks hold; None: that.
         max_queued: how many requests of a worker wait at most, before it answers that it is busy; None: any number.
         time_scale: how long a pass takes by the wall, as a share of its virtual time; 0: none. (Measured: within 1 % at 1.0, some
             10 % off at 0.1, meaningless at 0.01.)
-        host: an address of the loopback.
+        host: the address that engines, events, replays and the control API are bound to; "0.0.0.0" is every address of this machine.
+        advertise_host: the name by which others come there: that of URLs, topics and endpoints; None: the address itself.
+        token: what clients of the control API must show, as `Authorization: Bearer TOKEN`; None: beyond the loopback one is made.
+        allowed_hosts: names that a client of the control API may have as Host, beside the address, `advertise_host` and localhost.
+        api_key: what clients of engines must show, as they do with the engine's own option; None: nothing.
         http_port: port of the first worker; those after it have the next ones. 0: the system picks.
         event_port: likewise, a port a rank.
         replay_port: likewise, for replays.
         control_port: port of the control API; 0: the system picks. None: there is none.
-        topic: of events; `{host}`, `{port}` (of HTTP) and `{model}` are filled in: "kv@{host}:{port}@{model}".
+        topic: of events; `{host}` (as advertised), `{port}` (of HTTP) and `{model}` are filled in: "kv@{host}:{port}@{model}".
         log: how many requests are remembered; None: all. With a number memory stays flat: of what came before, the verdict is kept, but
             its story and its reproduction are not (`RouterHarness.forget_history`).
         seed: of what is generated.
         make_publisher: makes the publisher of a worker, given its id and the options of `KvPublisher`; None: as here.
 
     Raises:
-        ValueError: a dialect without an engine, an address that is not the loopback, a number out of range, or a harness of another engine.
-        EndpointError: a port that is taken, or more workers than the process has descriptors for; nothing is left open.
+        ValueError: a dialect without an engine, no address or name, a number out of range, or a harness of another engine.
+        EndpointError: an address that this machine has not, a port that is taken, or more workers than the process has descriptors for; nothing is left open.
         ImportError: aiohttp, msgspec or pyzmq is not installed (extra `serve`).
 
     Attributes:
         harness: as above.
         dialect: as above.
         model: the name of the model.
+        token: as above, or the one that was made; None: the control API asks for none.
         log: the requests.
         truth: what the engines hold, and what `check` found to differ.
     """
@@ -95,6 +107,10 @@ class KvServer(Controls, Knowledge):
         max_queued: int | None = None,
         time_scale: float = 0.0,
         host: str = LOOPBACK,
+        advertise_host: str | None = None,
+        token: str | None = None,
+        allowed_hosts: Sequence[str] = (),
+        api_key: str | None = None,
         http_port: int = 0,
         event_port: int = 0,
         replay_port: int = 0,
@@ -110,8 +126,14 @@ class KvServer(Controls, Knowledge):
             raise ValueError(
                 f"KvServer: dialect {self.dialect.name!r} has no engine that serves HTTP; those of vLLM and SGLang have"
             )
-        if host not in (LOOPBACK, "localhost"):
-            raise ValueError(f"KvServer: host must be {LOOPBACK} or 'localhost', the loopback, got {host!r:.80}")
+        network = Network.of(host, advertise_host)
+        self._makes_token = token is None and not network.is_loopback and control_port is not None
+        if self._makes_token:
+            token = secrets.token_urlsafe(TOKEN_BYTES)
+        self.token = token
+        guard = Guard(network, token, allowed_hosts)
+        if api_key is not None:
+            check_secret("api_key", api_key)
         check_number("KvServer: time_scale", time_scale)
         for name, value, least in (
             ("max_model_len", max_model_len, 2),
@@ -121,16 +143,8 @@ class KvServer(Controls, Knowledge):
         ):
             if value is not None:
                 check_integer(f"KvServer: {name}", value, least)
-        if not isinstance(model, str) or not model:
-            raise ValueError(f"KvServer: model must be a name, got {model!r:.80}")
-        try:
-            topic.format(host=LOOPBACK, port=0, model=model)
-        except (AttributeError, KeyError, IndexError, ValueError, MemoryError):
-            raise ValueError(
-                f"KvServer: topic must be a text in which {{host}}, {{port}} and {{model}} are filled in, got {topic!r:.80}"
-            ) from None
-        if isinstance(adapters, str):
-            raise TypeError(f"KvServer: adapters must be a list of names, got {adapters!r:.80}")
+        _check_models(model, adapters)
+        _check_topic(topic)
         self.harness = harness
         self.model = model
         self.log = RequestLog(log)
@@ -160,6 +174,12 @@ class KvServer(Controls, Knowledge):
         room = profile.num_blocks * profile.block_size
         if release.is_sglang:  # a request must leave room there, and its prompt counts as whole pages
             room -= profile.block_size
+        if max_model_len is not None and max_model_len > room:
+            beside = " beside one page" if release.is_sglang else ""
+            raise ValueError(
+                f"KvServer: max_model_len must be at most {room}, what {profile.num_blocks} blocks of {profile.block_size} tokens "
+                f"hold{beside}, got {max_model_len}"
+            )
         self._described = Model(
             model,
             release,
@@ -168,20 +188,22 @@ class KvServer(Controls, Knowledge):
             tuple(adapters),
             ranks,
             int(time.time()),
+            api_key,
         )
         make = self._publisher if make_publisher is None else make_publisher
         with ExitStack() as undo:
             self._thread = LoopThread("KvServer")
             undo.callback(self._thread.end)
             for place, worker in enumerate(ids):
-                listening = bound_socket(http_port and http_port + place)
+                listening = network.bound_socket(http_port and http_port + place)
                 undo.callback(listening.close)
                 port = listening.getsockname()[1]
                 publisher = make(
                     worker,
-                    topic=topic.format(host=LOOPBACK, port=port, model=model) if topic else "",
-                    endpoint=_endpoint(event_port and event_port + place * ranks),
-                    replay=_endpoint(replay_port and replay_port + place * ranks),
+                    topic=topic.format(host=network.advertised, port=port, model=model) if topic else "",
+                    endpoint=network.bound_endpoint(event_port and event_port + place * ranks),
+                    replay=network.bound_endpoint(replay_port and replay_port + place * ranks),
+                    loopback=network.is_loopback,
                 )
                 undo.callback(publisher.close)
                 undo.callback(harness.publisher.remove_sink, publisher)
@@ -198,13 +220,14 @@ class KvServer(Controls, Knowledge):
                     loops,
                     publisher,
                     listening,
+                    network=network,
                     note=self._note,
                     max_queued=max_queued,
                     seed=seed + place,
                 )
             self._number_batches()
             if control_port is not None:
-                self._control = ControlPort(self, bound_socket(control_port))
+                self._control = ControlPort(self, network.bound_socket(control_port), network, guard)
                 undo.callback(self._control.close)
             self._thread.start()
             self._thread.call(self._start())
@@ -299,7 +322,7 @@ class KvServer(Controls, Knowledge):
 
     @property
     def urls(self) -> list[str]:
-        """Where each worker listens: http://127.0.0.1:PORT."""
+        """Where each worker listens: http://HOST:PORT, as others are given it."""
         return [port.url for port in self._ports.values()]
 
     @property
@@ -324,7 +347,7 @@ class KvServer(Controls, Knowledge):
         return self._port(worker).publisher
 
     def ready_line(self) -> dict[str, Any]:
-        """Return what the command prints when it is ready: the addresses of all, and what is served."""
+        """Return what the command prints when it is ready: the addresses of all, as others are given them, and what is served."""
         model = self._described
         return {
             "kvmock_serve": 1,
@@ -335,12 +358,13 @@ class KvServer(Controls, Knowledge):
             "max_model_len": model.max_model_len,
             "tokenizer": "bytes",
             "control": self.control_url,
+            "token": self.token if self._makes_token else None,
             "workers": [
                 {
                     "id": worker,
                     "http": port.url,
-                    "events": list(port.publisher.endpoints),
-                    "replay": list(port.publisher.replay_endpoints),
+                    "events": port.endpoints,
+                    "replay": port.replay_endpoints,
                     "topic": port.publisher.topic,
                 }
                 for worker, port in self._ports.items()
@@ -469,5 +493,30 @@ class KvServer(Controls, Knowledge):
         self._thread.call(exchange())
 
 
-def _endpoint(port: int) -> str:
-    return f"tcp://{LOOPBACK}:{port}" if port else "tcp"
+def _check_models(model: object, adapters: Sequence[object]) -> None:
+    """Raise unless a client can tell the models apart: the model and its adapters."""
+    if isinstance(adapters, str):
+        raise TypeError(f"KvServer: adapters must be a list of names, got {adapters!r:.80}")
+    for what, name in (("model", model), *(("each of adapters", each) for each in adapters)):
+        if not isinstance(name, str) or not name or not is_utf8(name):
+            raise ValueError(f"KvServer: {what} must be a name, got {name!r:.80}")
+    for place, name in enumerate(adapters):
+        if name == model:
+            raise ValueError(f"KvServer: adapter {name!r:.80} has the name of the model")
+        if name in adapters[:place]:
+            raise ValueError(f"KvServer: adapter {name!r:.80} is named twice")
+
+
+def _check_topic(topic: object) -> None:
+    """Raise unless names alone are filled into a topic: a format could make it as long as memory."""
+    try:
+        parts = list(Formatter().parse(topic)) if isinstance(topic, str) else None
+    except ValueError:  # a brace alone
+        parts = None
+    if parts is None or any(
+        field is not None and (field not in _IN_TOPICS or form or conversion) for _, field, form, conversion in parts
+    ):
+        raise ValueError(
+            "KvServer: topic must be a text in which {host}, {port} and {model} are filled in, without a format, got "
+            f"{topic!r:.80}"
+        )

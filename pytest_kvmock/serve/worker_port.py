@@ -17,6 +17,7 @@ from pytest_kvmock.serve.answers import Encoder
 from pytest_kvmock.serve.api import SSE, Answer, Call, Generate, RankState, Usage
 from pytest_kvmock.serve.engine_loop import EngineLoop, Job
 from pytest_kvmock.serve.face import Face
+from pytest_kvmock.serve.network import Network
 from pytest_kvmock.serve.request_checks import BadRequest
 from pytest_kvmock.serve.request_log import ServedRequest
 from pytest_kvmock.tokens import Prompt
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from pytest_kvmock.serve.api import Model
     from pytest_kvmock.wire.zmq import KvPublisher
 
-LOOPBACK: Final = "127.0.0.1"
 MOST_BODY: Final = 2**26
 """Bytes of a body, at most."""
 
@@ -53,6 +53,7 @@ class WorkerPort:
         loops: its ranks.
         publisher: where its events are sent.
         listening: its socket, bound already.
+        network: where that is.
         note: notes each prompt.
         max_queued: how many requests wait at most before it answers that it is busy; None: any number.
         seed: of the names of requests.
@@ -72,6 +73,7 @@ class WorkerPort:
         publisher: KvPublisher,
         listening: socket.socket,
         *,
+        network: Network,
         note: Note,
         max_queued: int | None = None,
         seed: int = 0,
@@ -81,6 +83,7 @@ class WorkerPort:
         self.publisher = publisher
         self.port: int = listening.getsockname()[1]
         self._model = model
+        self._network = network
         self._note = note
         self._most_queued = max_queued
         self._face = Face(model, self, seed)
@@ -91,7 +94,17 @@ class WorkerPort:
     @property
     def url(self) -> str:
         """Where it listens."""
-        return f"http://{LOOPBACK}:{self.port}"
+        return self._network.url(self.port)
+
+    @property
+    def endpoints(self) -> list[str]:
+        """Where the events of each rank are published, as others are given it."""
+        return [self._network.endpoint(each) for each in self.publisher.endpoints]
+
+    @property
+    def replay_endpoints(self) -> list[str]:
+        """Where each rank is asked for replays; empty: nowhere."""
+        return [self._network.endpoint(each) for each in self.publisher.replay_endpoints]
 
     # ----------------------------------------------------------------------------------------------------- the port
 
@@ -104,7 +117,7 @@ class WorkerPort:
         if self._runner is not None:
             return
         if self._listening is None:
-            self._listening = bound_socket(self.port)
+            self._listening = self._network.bound_socket(self.port)
         server = self._server = web.Server(
             self._handle,
             request_factory=large_request,
@@ -168,18 +181,18 @@ class WorkerPort:
 
     def event_sources(self) -> list[dict[str, Any]]:
         """Return of each rank where its events are published."""
-        publisher = self.publisher
-        replays = publisher.replay_endpoints or (None,) * publisher.ranks
+        endpoints = self.endpoints
+        replays: Sequence[str | None] = self.replay_endpoints or [None] * len(endpoints)
         return [
             {
                 "endpoint": endpoint,
                 "replay_endpoint": replay,
-                "topic": publisher.topic,
-                "host": LOOPBACK,
+                "topic": self.publisher.topic,
+                "host": self._network.advertised,
                 "port": _port_of(endpoint),
                 "replay_port": _port_of(replay),
             }
-            for endpoint, replay in zip(publisher.endpoints, replays, strict=True)
+            for endpoint, replay in zip(endpoints, replays, strict=True)
         ]
 
     # ---------------------------------------------------------------------------------------------------- requests
@@ -297,19 +310,6 @@ async def end_listening(runner: web.ServerRunner, server: web.Server, listening:
         await asyncio.sleep(0)
     cut_all(server)
     await runner.cleanup()
-
-
-def bound_socket(port: int) -> socket.socket:
-    """Return a socket that listens on the loopback.
-
-    Raises:
-        EndpointError: the port is taken, or cannot be used; the message names it.
-    """
-    try:
-        return socket.create_server((LOOPBACK, port), backlog=1024)
-    except OSError as error:
-        reason = error.strerror.partition(" (")[0] if error.strerror else str(error)
-        raise EndpointError(f"port {port} of {LOOPBACK} cannot be bound: {reason}") from None
 
 
 def check_descriptors(workers: int, ranks: int) -> None:

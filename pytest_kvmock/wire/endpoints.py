@@ -75,11 +75,15 @@ def check_context(context: object) -> None:
         raise ValueError("context is closed; it must be open, or None for one of its own")
 
 
-def check_bound(endpoint: str) -> str:
+def check_bound(endpoint: str, *, loopback: bool = True) -> str:
     """Return an endpoint that a publisher may bind, its short forms written out.
 
     "tcp" is a port of the loopback that the system picks, "inproc" a name that is free; "ipc" has to be made into a path
     by the caller.
+
+    Args:
+        endpoint: the endpoint.
+        loopback: whether it must be on the loopback, where it is one of tcp.
 
     Raises:
         EndpointError: another transport, a tcp address beyond the loopback, or an ipc path that is relative or too long.
@@ -94,7 +98,7 @@ def check_bound(endpoint: str) -> str:
     if transport == "tcp":
         host, _, port = address.rpartition(":")
         host = "127.0.0.1" if host == "localhost" else host
-        if not _LOOPBACK.fullmatch(host):
+        if loopback and not _LOOPBACK.fullmatch(host):
             raise EndpointError(
                 f"{endpoint!r:.80}: a test's publisher stays on the loopback; allowed: tcp://127.0.0.1:PORT, "
                 "or tcp://127.0.0.1:* for a port that the system picks"
@@ -267,7 +271,7 @@ def _bind(socket: Any, endpoint: str) -> None:
     except zmq.ZMQError as error:
         if error.errno == zmq.EADDRINUSE:
             other = (
-                "tcp://127.0.0.1:* is a port that the system picks"
+                f"{endpoint.rpartition(':')[0]}:* is a port that the system picks"
                 if endpoint.startswith("tcp")
                 else "take another name"
             )

@@ -89,6 +89,7 @@ class KvPublisher(Batcher):
         timestamp: returns the timestamp of a batch, in seconds; None: how many there were before, over restarts.
         digests: of each rank, where the dialect has bytes as hashes.
         context: a `zmq.Context`; None: one of its own. Over inproc a consumer uses the same one.
+        loopback: False: endpoints of tcp may have any address of this machine, as those of a `KvServer` that was asked to.
 
     Raises:
         EndpointError: an endpoint that cannot be bound, or that is taken.
@@ -118,6 +119,7 @@ class KvPublisher(Batcher):
         timestamp: Callable[[], float] | None = None,
         digests: Mapping[int, StreamDigests] | None = None,
         context: Any = None,
+        loopback: bool = True,
     ) -> None:
         zmq = self._zmq = load_zmq()  # before msgspec is asked for: the extra of sockets has both
         super().__init__(dialect, ranks=ranks, timestamp=timestamp, digests=digests, widens=True)
@@ -145,10 +147,10 @@ class KvPublisher(Batcher):
         routers: list[Any] = []
         self.replay_endpoints: tuple[str, ...] = ()
         try:
-            bound = check_bound(self._written_out(endpoint, "events"))
+            bound = check_bound(self._written_out(endpoint, "events"), loopback=loopback)
             if replay is not None and replay is not False:
                 replay = endpoint.partition("://")[0] if replay is True else replay
-                asked = check_bound(self._written_out(replay, "replay"))
+                asked = check_bound(self._written_out(replay, "replay"), loopback=loopback)
             self.context = zmq.Context() if context is None else context
             publishers, self.endpoints = bind_ranks(lambda: self._xpub(hwm), bound, ranks)
             if replay is not None and replay is not False:

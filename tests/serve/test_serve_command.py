@@ -120,12 +120,37 @@ def test_a_capture_that_cannot_be_written_at_the_end_is_an_error():
     assert process.ended() == (2, "", f"serve: {FULL}\n")
 
 
+def test_a_capture_that_is_there_is_not_written_over(tmp_path):
+    file = tmp_path / "capture.jsonl"
+    file.write_text("mine")
+    there = f"serve: {file}: the file is there already; --overwrite (overwrite=True) replaces it\n"
+    assert ended([*SERVE, "--capture", str(file)]) == (2, "", there)
+    assert file.read_text() == "mine"
+    process = Process("--capture", str(file), "--overwrite")
+    process.popen.send_signal(signal.SIGTERM)
+    assert process.ended() == (0, "", "")
+    assert main(["check", str(file)]) == 0
+
+
+def test_what_cannot_be_served_leaves_no_capture(tmp_path):
+    file = tmp_path / "capture.jsonl"
+    assert ended([*SERVE, "--capture", str(file), "--adapter", ""])[0] == 2
+    assert not file.exists()
+
+
 @pytest.mark.parametrize(
     ("args", "text"),
     [
+        (["--adapter", ""], "serve: KvServer: each of adapters must be a name, got ''"),
+        (["--adapter", "a", "--adapter", "a"], "serve: KvServer: adapter 'a' is named twice"),
+        (["--max-model-len", "32769"], "serve: KvServer: max_model_len must be at most 32768, what 2048 blocks of 16 "),
         (
-            ["--host", "10.0.0.1"],
-            "serve: KvServer: host must be 127.0.0.1 or 'localhost', the loopback, got '10.0.0.1'",
+            ["--topic", "{port:>1000000000}"],
+            "serve: KvServer: topic must be a text in which {host}, {port} and {model} ",
+        ),
+        (
+            ["--host", "engine.test"],
+            "serve: KvServer: host must be an address of this machine (127.0.0.1 or 'localhost', the loopback; 0.0.0.0 for all), got ",
         ),
         (
             ["--dialect", "dynamo-router-event"],
