@@ -163,6 +163,7 @@ class RadixIndex:
         if semantics not in (None, "e1"):
             raise ValueError(f'semantics must be None or "e1", got {semantics!r}')
         self._chunk = None if chunk is None else check_integer("chunk", chunk, 1)
+        self._has_names = chunk is not None
         self._clears_below = clears_below
         self._located: dict[
             WorkerRank, Locations
@@ -221,9 +222,10 @@ class RadixIndex:
             tier = StorageTier.of(tier)
             lower = self._lower.get(tier)
         key = (event.worker_id, inner.dp_rank)
-        if type(data) is SparseStored:
-            return
-        if (self._located or self._chunk or type(data) is Located) and self._take_below(key, tier, data, event):
+        kind = type(data)
+        if (self._has_names or (kind is not Stored and kind is not Removed)) and self._take_names(
+            key, tier, data, event
+        ):
             return
         if isinstance(data, Stored):
             if self._copies is not None:
@@ -248,12 +250,15 @@ class RadixIndex:
         else:
             raise TypeError(f"the data of an event is a Stored, Removed, Located or Cleared, got {data!r:.200}")
 
-    def _take_below(self, key: WorkerRank, tier: StorageTier, data: EventData, event: RouterEvent) -> bool:
+    def _take_names(self, key: WorkerRank, tier: StorageTier, data: EventData, event: RouterEvent) -> bool:
         """Take what an event says of names and places; return whether that is all of it."""
+        if isinstance(data, SparseStored):
+            return True
         found, rank = self._located.get(key), self._device.ranks.get(key)
         if found is None:
             if self._chunk is None and not isinstance(data, Located):
                 return False
+            self._has_names = True
             found = self._located[key] = Locations()
             for edge in () if rank is None else self._device.edges(rank):
                 found.know(*edge)
