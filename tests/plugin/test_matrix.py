@@ -25,6 +25,17 @@ def ran(result):
 
 USES = "def test(kv_harness): print('ran on', kv_harness.backend)"
 
+HYBRID = [name for name, spec in BACKENDS.items() if spec.group == "hybrid"]
+
+
+def test_a_group_stands_for_its_backends_in_markers_and_on_the_command_line(ids):
+    assert [f"test[{name}]" for name in HYBRID] == ids(f"@pytest.mark.kv_backends('hybrid')\n{USES}")
+    left = [name for name in HYBRID if name != "sglang_gpt_oss"]
+    marker = "@pytest.mark.kv_backends('hybrid', 'lru', exclude=['sglang_gpt_oss'])"
+    assert [f"test[{name}]" for name in left] == ids(f"{marker}\n{USES}", "--kv-backend", "hybrid")
+    assert [f"test[{name}]" for name in HYBRID] == ids(USES, "-o", "kvmock_backends=hybrid")
+
+
 # ---------------------------------------------------------------------------------------------------- who is in
 
 
@@ -212,6 +223,7 @@ def test_every_way_to_say_the_backend(nested, row):
         (["--kv-backend", "lru", "--kv-backend", "lineage"], ["lineage", "lru"]),
         (["--kv-backend", "all"], ALL),
         (["--kv-backend", "lru", "--kv-backend", "all"], ALL),
+        (["--kv-backend", "lru", "--kv-backend", "hybrid"], ["lru"]),
     ],
 )
 def test_the_command_line_narrows_the_matrix(nested, args, expected):
