@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 _NOT_FOUND: Final = Answer(404, b'{"detail":"Not Found"}')
 _NOT_ALLOWED: Final = Answer(405, b'{"detail":"Method Not Allowed"}')
 _UNAUTHORIZED: Final = Answer(401, b'{"error":"Unauthorized"}')
+_SHOWN: Final = [text.decode((token,)) for token in range(text.VOCABULARY)]
+"""Each token of a text, as a text."""
 _SGLANG_OUTPUT: Final = 128
 """Tokens of output of a `/generate` that names none (SGLang's `SamplingParams`)."""
 
@@ -272,14 +274,16 @@ class Face:
             )
         self._lora(body)
         tokens = text.encode(prompt)
-        shown = [text.decode((token,)) for token in tokens] if checks.boolean(body, "return_token_strs") else None
+        shown = [_SHOWN[token] for token in tokens] if checks.boolean(body, "return_token_strs") else None
         answer = {"count": len(tokens), "max_model_len": self.model.max_model_len, "tokens": tokens}
         return Answer(200, to_json(answer | {"token_strs": shown}))
 
     def _detokenize(self, call: Call) -> Answer:
         body = checks.body_of(call.headers.get("content-type", JSON), call.body)
         tokens = body.get("tokens")
-        if not isinstance(tokens, list) or any(checks.integer_error(each, (), 0) for each in tokens):
+        if not checks.are_tokens(tokens) and (
+            not isinstance(tokens, list) or any(checks.integer_error(each, (), 0) for each in tokens)
+        ):
             loc = ("body", "tokens")
             kind = "missing" if "tokens" not in body else "list_type"
             message = "Field required" if "tokens" not in body else "Input should be a valid list"
@@ -298,6 +302,7 @@ class Face:
         asked = checks.integer(body, "max_tokens", checks.DEFAULT_OUTPUT)
         assert asked is not None
         self._check_output(asked)
+        checks.check_all_choices(len(prompts), out.n)
         out.max_tokens = asked
         out.prompts = tuple(self._tokens(each, asked) for each in prompts)
         out.is_list = len(prompts) > 1
@@ -398,14 +403,17 @@ class Face:
         if isinstance(prompt, str):
             if not self._is_sglang:
                 checks.check_text_length(prompt, output, self.model.max_model_len)
+            elif len(prompt) >= self.model.max_model_len:  # of tokens it has no fewer: none is made of it
+                self._check_length(len(prompt.encode(errors="replace")), output)
             tokens = text.encode(prompt)
+            self._check_length(len(tokens), output)
         else:
+            self._check_length(len(prompt), output)  # first: one that is too long is not looked through
             tokens = tuple(prompt)
-            if any(token >= 2**32 for token in tokens):
+            if max(tokens, default=0) >= 2**32:
                 raise BadRequest(f"Token id {max(tokens)} is out of vocabulary", "prompt")
         if not tokens:
             raise BadRequest("The decoder prompt cannot be empty", "prompt")
-        self._check_length(len(tokens), output)
         return tokens
 
     def _render_completions(self, call: Call) -> Answer:
@@ -445,6 +453,7 @@ class Face:
         if given in (None, "", []):
             raise BadRequest("Either text, input_ids or input_embeds should be provided.")
         prompts = checks.prompts_of(given)
+        checks.check_all_choices(len(prompts), count)
         if any(isinstance(each, str) is not (name == "text") for each in prompts):
             raise BadRequest(f"{name} must be {'text' if name == 'text' else 'token ids'}, or a list of them", name)
         is_list = isinstance(given, list) and not (name == "input_ids" and len(prompts) == 1 and prompts[0] == given)
