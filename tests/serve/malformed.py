@@ -58,6 +58,7 @@ ODD = (
     *("", "a", "5", "\ud800", "\0", "true", "é" * 50, "x" * 5000, [], {}, [[]], [None] * 30, [True], ["a", 1], [2**33], [-1]),
     *([[1], "a"], [[1, 2], [True]], [["a"]], {"a": {"b": [None]}}, [{"role": 5}], [{}], [{"role": "user"}], {"worker": 0}, [0.5]),
 )  # fmt: skip
+UNDONE = ("/hold", "/stop")
 METHODS = ("GET", "POST", "HEAD", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "get", "\u00e4")
 PATHS = (
     "/",
@@ -162,12 +163,12 @@ def request_of(rng, paths):
     return path, head + body
 
 
-def answer_to(rng, url, sent):
+def answer_to(rng, url, sent, *, may_leave):
     """Return the status of the answer; None: the connection was closed, or left, without one."""
     address = urlsplit(url)
     with socket.create_connection((address.hostname, address.port), timeout=30) as connection:
         connection.sendall(sent)
-        if rng.random() < 0.1:
+        if rng.random() < 0.1 and may_leave:
             return None  # it does not wait
         connection.shutdown(socket.SHUT_WR) if not sent.startswith(
             (b"POST", b"GET")
@@ -197,14 +198,16 @@ def fuzz(count, seed, dialect):
             is_control = rng.random() < 0.5
             path, sent = request_of(rng, CONTROL if is_control else ENGINE)
             begun = time.monotonic()
-            status = answer_to(rng, server.control_url if is_control else server.url(), sent)
+            url = server.control_url if is_control else server.url()
+            status = answer_to(rng, url, sent, may_leave=path not in UNDONE)
             longest = max(longest, time.monotonic() - begun)
             statuses[status] = statuses.get(status, 0) + 1
             if status is not None and status >= 500:
                 wrong.append((number, status, sent[:2000]))
-            if path in ("/hold", "/stop") and is_control:
+            if path in UNDONE:
                 call(server.control_url, "/release", {})
-                call(server.control_url, "/start", {"worker": 1})
+                for worker in server.workers:
+                    call(server.control_url, "/start", {"worker": worker})
         server.wait_requests(0, timeout=60)
         wrong += [f"{url} does not serve" for url in server.urls if call(url, "/health")[0] != 200]
         for url in server.urls:
