@@ -5,6 +5,7 @@ No socket is opened here: a face turns a `Call` into an `Answer`, or into a `Gen
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias
@@ -16,7 +17,44 @@ JSON: Final = "application/json"
 SSE: Final = "text/event-stream; charset=utf-8"
 PLAIN: Final = "text/plain; charset=utf-8"
 
+MOST_DEPTH: Final = 500
+"""How deep JSON may be nested: what is done with it takes a step of Python's stack each."""
+MOST_TOKENS: Final = 2**22
+"""Tokens of a prompt or a text that the control API takes or makes, at most."""
+
 to_json = msgspec.json.encode
+
+
+def from_json(body: bytes) -> Any:
+    """Return what JSON says; half a pair of UTF-16, which is no text, is a "?".
+
+    Raises:
+        ValueError: it is none, or nested deeper than `MOST_DEPTH`.
+    """
+    try:
+        found = json.loads(body)
+        is_deep = body.count(b"[") + body.count(b"{") > MOST_DEPTH and _depth_is_above(MOST_DEPTH, found)
+    except RecursionError:
+        is_deep = True
+    if is_deep:
+        raise ValueError(f"it is nested deeper than {MOST_DEPTH}")
+    if rb"\ud" in body.lower():
+        found = json.loads(json.dumps(found, ensure_ascii=False).encode("utf-8", "replace"))
+    return found
+
+
+def _depth_is_above(most: int, value: object) -> bool:
+    level = [value]
+    for _ in range(most):
+        level = [
+            child
+            for each in level
+            for child in (each.values() if isinstance(each, dict) else each if isinstance(each, list) else ())
+            if isinstance(child, dict | list)
+        ]
+        if not level:
+            return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +175,9 @@ class Generate:
         cache_salt: the tenant's salt; None: none.
         rank: the rank that is asked for; None: any.
         priority: its priority.
+        echo: whether a completion begins with its prompt.
+        continuous_usage: whether each part of the answer says what was used so far.
+        return_token_ids: whether the answer has the tokens beside the text (vLLM).
     """
 
     api: Api
@@ -153,6 +194,8 @@ class Generate:
     rank: int | None = None
     priority: int = 0
     echo: bool = False
+    continuous_usage: bool = False
+    return_token_ids: bool = False
 
 
 @dataclass(slots=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 from collections.abc import Callable, Mapping
 from concurrent.futures.thread import ThreadPoolExecutor
 from functools import partial
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from aiohttp import web
 
 from pytest_kvmock.checks import check_number, unknown_text
-from pytest_kvmock.serve.api import to_json
+from pytest_kvmock.serve.api import MOST_TOKENS, from_json, to_json
 from pytest_kvmock.serve.truth import prompt_of
 from pytest_kvmock.serve.worker_port import SILENT, end_listening, large_request
 
@@ -113,6 +112,8 @@ class ControlPort:
                 return _json(200, {"done": True})
             method = partial(_METHODS[name], self._server, given)
             answer = await asyncio.get_running_loop().run_in_executor(None, method)
+        except web.RequestPayloadError as error:  # compressed, it says, and is not
+            return _json(400, {"error": f"{name}: the body cannot be read: {error}"})
         except web.HTTPRequestEntityTooLarge as error:
             return _json(413, {"error": f"{name}: {error.text}"})
         except (ValueError, TypeError, KeyError, OSError) as error:
@@ -125,8 +126,8 @@ class ControlPort:
 
 def _read(body: bytes) -> Any:
     try:
-        return json.loads(body) if body else {}
-    except (ValueError, RecursionError) as error:
+        return from_json(body) if body else {}
+    except ValueError as error:
         raise ValueError(f"the body is no JSON: {error}") from None
 
 
@@ -150,16 +151,23 @@ def _json(status: int, value: Any, headers: Mapping[str, str] | None = None) -> 
 
 def _check(server: Server, given: dict[str, Any]) -> Any:
     asked, truth = prompt_of(_prompt(given)), server.truth
-    found = truth.compare(asked, given["blocks"], given.get("last_batch"))
+    answer = given["blocks"]
+    if isinstance(answer, dict) and answer.get("blocks", ()) is None:
+        answer = {**answer, "blocks": []}
+    found = truth.compare(asked, [] if answer is None else answer, given.get("last_batch"))
     if found.is_outdated:  # it is the client that asks again, so nothing is kept
         return _json(409, {"error": "more was published since last_batch: ask again", **truth.expect(asked)})
     return {"right": not found.text, "differences": truth.keep(found)}
 
 
 def _prompt(given: dict[str, Any]) -> Any:
-    prompt = given["prompt"]
+    prompt = [] if given["prompt"] is None else given["prompt"]  # a list without elements, in Go
     if not isinstance(prompt, str | list):
         raise TypeError(f"prompt must be a text or a list of tokens, got {prompt!r:.80}")
+    if len(prompt) > MOST_TOKENS:
+        raise ValueError(f"prompt must have at most {MOST_TOKENS} tokens, got {len(prompt)}")
+    if isinstance(prompt, list) and bool in set(map(type, prompt)):
+        raise TypeError("a token id is an integer, and no boolean")
     return prompt
 
 

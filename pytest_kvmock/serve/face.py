@@ -7,13 +7,14 @@ One subject: the paths. vLLM 0.29's answers were recorded; what other releases a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
 from pytest_kvmock.serve import request_checks as checks
 from pytest_kvmock.serve import text
 from pytest_kvmock.serve.api import JSON, PLAIN, Answer, Call, Generate, to_json
-from pytest_kvmock.serve.metrics import METRICS_TYPE, metrics_text
+from pytest_kvmock.serve.metrics import LOAD_SECTIONS, METRICS_TYPE, loads_of, loads_text, metrics_text
 from pytest_kvmock.serve.network import shows
 from pytest_kvmock.serve.request_checks import BadRequest
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 _NOT_FOUND: Final = Answer(404, b'{"detail":"Not Found"}')
 _NOT_ALLOWED: Final = Answer(405, b'{"detail":"Method Not Allowed"}')
 _UNAUTHORIZED: Final = Answer(401, b'{"error":"Unauthorized"}')
+_SHOWN: Final = [text.decode((token,)) for token in range(text.VOCABULARY)]
+"""Each token of a text, as a text."""
 _SGLANG_OUTPUT: Final = 128
 """Tokens of output of a `/generate` that names none (SGLang's `SamplingParams`)."""
 
@@ -49,11 +52,12 @@ class Face:
             "/v1/chat/completions": ("POST", self._chat),
             "/tokenize": ("POST", self._tokenize),
             "/detokenize": ("POST", self._detokenize),
-            "/get_load": ("GET", self._get_load),
         }
         if self._is_sglang:
             paths |= {
                 "/health_generate": ("GET", self._health),
+                "/get_load": ("GET", self._get_load),
+                "/v1/loads": ("GET", self._loads),
                 "/generate": ("POST PUT", self._generate),
                 "/flush_cache": ("GET POST", self._flush_cache),
                 "/v1/tokenize": ("POST", self._tokenize),
@@ -177,6 +181,21 @@ class Face:
         ]
         return Answer(200, to_json(rows))
 
+    def _loads(self, call: Call) -> Answer:
+        query = call.query
+        named = [each.strip() for each in query["include"].split(",")] if query.get("include") else ["all"]
+        if wrong := sorted({*named} - LOAD_SECTIONS):
+            raise BadRequest(
+                f"Invalid include sections: {', '.join(wrong)}. Valid options: {sorted(LOAD_SECTIONS)}", "include"
+            )
+        rank = checks.integer(query, "dp_rank")
+        rows = loads_of(self.model, self._engine.states(), {*named})
+        rows = rows if rank is None else rows[rank : rank + 1] if rank >= 0 else []
+        if query.get("format") == "prometheus":
+            return Answer(200, loads_text(rows).encode(), METRICS_TYPE)
+        now = datetime.now(UTC).isoformat()
+        return Answer(200, to_json({"timestamp": now, "version": self.model.release.version, "loads": rows}))
+
     def _event_sources(self, _: Call) -> Answer:
         rows = {
             str(rank): {
@@ -272,14 +291,16 @@ class Face:
             )
         self._lora(body)
         tokens = text.encode(prompt)
-        shown = [text.decode((token,)) for token in tokens] if checks.boolean(body, "return_token_strs") else None
+        shown = [_SHOWN[token] for token in tokens] if checks.boolean(body, "return_token_strs") else None
         answer = {"count": len(tokens), "max_model_len": self.model.max_model_len, "tokens": tokens}
         return Answer(200, to_json(answer | {"token_strs": shown}))
 
     def _detokenize(self, call: Call) -> Answer:
         body = checks.body_of(call.headers.get("content-type", JSON), call.body)
         tokens = body.get("tokens")
-        if not isinstance(tokens, list) or any(checks.integer_error(each, (), 0) for each in tokens):
+        if not checks.are_tokens(tokens) and (
+            not isinstance(tokens, list) or any(checks.integer_error(each, (), 0) for each in tokens)
+        ):
             loc = ("body", "tokens")
             kind = "missing" if "tokens" not in body else "list_type"
             message = "Field required" if "tokens" not in body else "Input should be a valid list"
@@ -298,6 +319,7 @@ class Face:
         asked = checks.integer(body, "max_tokens", checks.DEFAULT_OUTPUT)
         assert asked is not None
         self._check_output(asked)
+        checks.check_all_choices(len(prompts), out.n)
         out.max_tokens = asked
         out.prompts = tuple(self._tokens(each, asked) for each in prompts)
         out.is_list = len(prompts) > 1
@@ -344,6 +366,7 @@ class Face:
             raise BadRequest("You must pass at least one prompt")
         assert count is not None
         checks.check_choices(count)
+        includes_usage = checks.boolean(options, "include_usage")
         rank = call.headers.get("x-data-parallel-rank", body.get("data_parallel_rank"))
         name = call.headers.get("x-request-id") or self._random_id()
         return Generate(
@@ -354,7 +377,9 @@ class Face:
             0,
             n=count,
             stream=stream,
-            include_usage=checks.boolean(options, "include_usage"),
+            include_usage=includes_usage,
+            continuous_usage=checks.boolean(options, "continuous_usage_stats") and (includes_usage or self._is_sglang),
+            return_token_ids=not self._is_sglang and checks.boolean(body, "return_token_ids"),
             lora_name=lora,
             cache_salt=salt,
             rank=checks.check_rank(rank, self.model.ranks),
@@ -398,14 +423,17 @@ class Face:
         if isinstance(prompt, str):
             if not self._is_sglang:
                 checks.check_text_length(prompt, output, self.model.max_model_len)
+            elif len(prompt) >= self.model.max_model_len:  # of tokens it has no fewer: none is made of it
+                self._check_length(len(prompt.encode(errors="replace")), output)
             tokens = text.encode(prompt)
+            self._check_length(len(tokens), output)
         else:
+            self._check_length(len(prompt), output)  # first: one that is too long is not looked through
             tokens = tuple(prompt)
-            if any(token >= 2**32 for token in tokens):
+            if max(tokens, default=0) >= 2**32:
                 raise BadRequest(f"Token id {max(tokens)} is out of vocabulary", "prompt")
         if not tokens:
             raise BadRequest("The decoder prompt cannot be empty", "prompt")
-        self._check_length(len(tokens), output)
         return tokens
 
     def _render_completions(self, call: Call) -> Answer:
@@ -445,6 +473,7 @@ class Face:
         if given in (None, "", []):
             raise BadRequest("Either text, input_ids or input_embeds should be provided.")
         prompts = checks.prompts_of(given)
+        checks.check_all_choices(len(prompts), count)
         if any(isinstance(each, str) is not (name == "text") for each in prompts):
             raise BadRequest(f"{name} must be {'text' if name == 'text' else 'token ids'}, or a list of them", name)
         is_list = isinstance(given, list) and not (name == "input_ids" and len(prompts) == 1 and prompts[0] == given)

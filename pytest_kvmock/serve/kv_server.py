@@ -29,7 +29,7 @@ from pytest_kvmock.wire import Dialect, find_dialect
 from pytest_kvmock.wire.digests import StreamDigests
 
 try:
-    from pytest_kvmock.serve.api import Call, Model, release_of
+    from pytest_kvmock.serve.api import MOST_TOKENS, Call, Model, release_of
     from pytest_kvmock.serve.control import ControlPort
     from pytest_kvmock.serve.engine_loop import EngineLoop
     from pytest_kvmock.serve.worker_port import WorkerPort, check_descriptors
@@ -422,12 +422,15 @@ class KvServer(Controls, Knowledge):
         """Return a text of so many blocks that no other text of this server begins with, after another one.
 
         Raises:
-            ValueError: `blocks` is no integer of at least 0.
+            ValueError: `blocks` is no integer of at least 0, or so many that the text would have more than 2^22 tokens.
             TypeError: `after` is no text.
         """
         check_integer("text: blocks", blocks, 0)
         if not isinstance(after, str):
             raise TypeError(f"text: after must be a text, got {after!r:.80}")
+        most = MOST_TOKENS // self._described.block_size
+        if blocks > most:
+            raise ValueError(f"text: blocks must be at most {most}, got {blocks}")
         fresh = (self._texts.choice(LETTERS) for _ in range(blocks * self._described.block_size))
         return after + "".join(fresh)
 

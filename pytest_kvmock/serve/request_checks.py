@@ -10,15 +10,22 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from itertools import islice
+from typing import Any, Final, TypeGuard
 
 from pytest_kvmock.checks import is_integer
+from pytest_kvmock.serve.api import from_json
 
 DEFAULT_OUTPUT: Final = 16
 """Tokens of output of a completion that names none."""
 
 MOST_CHOICES: Final = 16384
 """Choices of one prompt, at most (vLLM's `VLLM_MAX_N_SEQUENCES`)."""
+
+MOST_ERRORS: Final = 10
+"""Errors of one body that are listed."""
+MOST_SHOWN: Final = 2000
+"""Values and characters of an input that an error repeats, at most."""
 
 _REDUCE: Final = "Please reduce the length of the input prompt or the number of requested output tokens."
 
@@ -43,9 +50,34 @@ class BadRequest(Exception):  # noqa: N818 - it is an answer
 def validation_error(*errors: Mapping[str, Any]) -> BadRequest:
     """Return the refusal of a body by its types: a line for each error, the place of the first as param."""
     count = len(errors)
-    lines = "\n".join(f"  {dict(each)!r}" for each in errors)
+    shown = [{**each, "input": _Cut(each["input"])} for each in errors[:MOST_ERRORS]]
+    lines = "\n".join(f"  {each!r}" for each in shown)
     place = [str(part) for part in errors[0]["loc"] if part != "str" and "[" not in str(part)]
-    return BadRequest(f"{count} validation error{'s' * (count > 1)}:\n{lines}", ".".join(place), "Bad Request")
+    head = f"{count}" if count <= MOST_ERRORS else f"More than {MOST_ERRORS}"
+    return BadRequest(f"{head} validation error{'s' * (count > 1)}:\n{lines}", ".".join(place), "Bad Request")
+
+
+class _Cut:
+    """A value as an error shows it: whole, or what is left of it where it is large."""
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __repr__(self) -> str:
+        value, left, level = self._value, MOST_SHOWN, [self._value]
+        while level:
+            each = level.pop()
+            left -= 1 + (len(each) if isinstance(each, str | list | dict) else 0)
+            if left < 0:
+                if isinstance(value, str):
+                    return f"{value[:MOST_SHOWN]!r}..."
+                size = f" of {len(value)}" if isinstance(value, list | dict) else ""
+                return f"<{type(value).__name__}{size}>"
+            if isinstance(each, list):
+                level += each
+            elif isinstance(each, dict):
+                level += [*each, *each.values()]
+        return repr(value)
 
 
 def _wrong(kind: str, loc: tuple[Any, ...], message: str, value: object, **context: object) -> dict[str, Any]:
@@ -65,12 +97,8 @@ def body_of(content_type: str, body: bytes) -> dict[str, Any]:
     if not body:
         raise validation_error(_wrong("missing", ("body",), "Field required", None))
     try:
-        found = json.loads(body)
-        if (
-            rb"\ud" in body.lower()
-        ):  # half a pair of UTF-16, which is no text, may be among these: as with any such byte, a "?"
-            found = json.loads(json.dumps(found, ensure_ascii=False).encode("utf-8", "replace"))
-    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or an integer of thousands of digits
+        found = from_json(body)
+    except ValueError as error:  # no JSON, no UTF-8, an integer of thousands of digits, or too deep
         place, why = (error.pos, error.msg) if isinstance(error, json.JSONDecodeError) else (0, str(error))
         raise validation_error(_wrong("json_invalid", ("body", place), "JSON decode error", {}, error=why)) from None
     if not isinstance(found, dict):
@@ -173,6 +201,10 @@ def prompts_of(value: object) -> list[str | list[int]]:
         return [value]
     if isinstance(value, list) and all(isinstance(each, str) for each in value):
         return list(value)
+    if are_tokens(value):
+        return [value]
+    if isinstance(value, list) and all(map(are_tokens, value)):
+        return list(value)
     tokens = _errors_of_list(value, ("body", "prompt", "list[constrained-int]"), _token_error)
     if not tokens:
         assert isinstance(value, list)
@@ -184,6 +216,11 @@ def prompts_of(value: object) -> list[str | list[int]]:
     text_error = _text_error(value, ("body", "prompt", "str"))
     texts = _errors_of_list(value, ("body", "prompt", "list[str]"), _text_error)
     raise validation_error(*tokens, *lists, *([] if text_error is None else [text_error]), *texts)
+
+
+def are_tokens(value: object) -> TypeGuard[list[int]]:
+    """Return whether a value is a list of integers of at least 0, and nothing that is read as one: without a look at each by itself."""
+    return isinstance(value, list) and set(map(type, value)) == {int} and min(value) >= 0
 
 
 def _token_error(value: object, loc: tuple[Any, ...]) -> dict[str, Any] | None:
@@ -201,7 +238,7 @@ def _errors_of_list(value: object, loc: tuple[Any, ...], check: _Check) -> list[
     if not isinstance(value, list):
         return [_wrong("list_type", loc, "Input should be a valid list", value)]
     found = (check(each, (*loc, position)) for position, each in enumerate(value))
-    return [error for error in found if error is not None]
+    return list(islice((error for error in found if error is not None), MOST_ERRORS + 1))
 
 
 def _token_list_error(value: object, loc: tuple[Any, ...]) -> dict[str, Any] | None:
@@ -265,6 +302,18 @@ def check_choices(count: int) -> None:
         raise BadRequest(f"n must be at least 1, got {count}.")
     if count > MOST_CHOICES:
         raise BadRequest(f"n must be at most {MOST_CHOICES}, got {count}.")
+
+
+def check_all_choices(prompts: int, count: int) -> None:
+    """Check how many choices a request has in all.
+
+    Raises:
+        BadRequest: more than `MOST_CHOICES`.
+    """
+    if prompts * count > MOST_CHOICES:
+        raise BadRequest(
+            f"{prompts} prompts with n={count} are too many: at most {MOST_CHOICES} choices a request.", "prompt"
+        )
 
 
 def check_text_length(prompt: str, output: int, most: int) -> None:

@@ -141,7 +141,7 @@ def test_held_requests_pile_up_and_go_on(server):
     assert call(server.url(0), "/load")[1] == {"server_load": 3}
     server.step(1, 0)
     assert not answers
-    assert call(server.url(0), "/get_load")[1][0]["num_reqs"] == 3
+    assert call(server.url(0), "/load")[1] == {"server_load": 3}
     server.release(0)
     for thread in threads:
         thread.join()
@@ -322,9 +322,9 @@ def test_the_control_api_is_the_methods(server):
         ("/reset", {"all": 1}, "reset: unknown argument 'all'; known: worker"),
         ("/text", {"after": 5}, "text: after must be a text, got 5"),
         ("/hold", b"{", "hold: the body is no JSON: "),
-        ("/hold", b"[" * 100_000, "hold: the body is no JSON: maximum recursion depth"),
+        ("/hold", b"[" * 100_000, "hold: the body is no JSON: it is nested deeper than 500"),
         ("/check", {"prompt": "x", "blocks": {"0": 4}}, "check: blocks must be rows as expect returns them, "),
-        ("/check", {"prompt": "x", "blocks": None}, "check: blocks must be rows as expect returns them, "),
+        ("/check", {"prompt": "x", "blocks": False}, "check: blocks must be rows as expect returns them, "),
         ("/check", {"prompt": "x", "blocks": [{"worker": 0}]}, "check: a row of blocks must be as in "),
         ("/check", {"prompt": "x", "blocks": [{"worker": "0", "blocks": 1}]}, "check: a row of blocks must be as in "),
         ("/check", {"prompt": "x", "blocks": [{"worker": 0, "blocks": -1}]}, "check: a row of blocks must be as in "),
@@ -766,7 +766,9 @@ def test_only_so_many_requests_are_remembered():
 
 def test_a_stream_that_the_engine_rejects_ends_with_its_error():
     with harness(1, num_blocks=8) as kv, KvServer(kv) as server:
-        object.__setattr__(server._described, "max_model_len", 4096)  # else its face refuses what an engine would reject
+        object.__setattr__(
+            server._described, "max_model_len", 4096
+        )  # else its face refuses what an engine would reject
         body = {"prompt": "a" * 600, "max_tokens": 1, "stream": True}
         status, text = call(server.url(0), "/v1/completions", body)
         assert status == 200
