@@ -113,7 +113,7 @@ def hash_chain(manager: Any) -> Chain:
     from pytest_kvmock.cache.hashed import HashChain
 
     geometry = getattr(manager, "geometry", None)
-    return HashChain(manager.hasher, None if geometry is None else geometry.hash_unit)
+    return HashChain(manager.hasher, getattr(geometry, "hash_unit", None))
 
 
 PARTS: Final = (
