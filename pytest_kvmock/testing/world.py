@@ -84,10 +84,15 @@ class World:
             raise AssertionError(f"{name}{args} answered {answer!r}; expected {error.__name__}")
 
     def expect_cached(self, prompt: Prompt, blocks: int) -> None:
-        """So many leading blocks of a prompt are reused by a longer one, which has its last token elsewhere."""
+        """So many leading blocks of a prompt are reused by a longer one, which has its last token elsewhere.
+
+        Of an engine whose events promise more than can be used, no more than that.
+        """
         __tracebackhide__ = True
         size = self.harness.profile.block_size
         found = self.do(self.worker.cached_tokens, self.harness.prompt(0, after=prompt, tail=1))
+        if self.worker.traits.promises_more and found < blocks * size:
+            return
         assert blocks * size == found, (
             f"{found} tokens of a prompt are cached; expected {blocks} blocks, {blocks * size} tokens"
         )

@@ -139,12 +139,17 @@ def test_prompts_share_blocks_where_they_carry_the_same_and_overlap_is_what_the_
             prompt = Prompt(tokens, **keys)
             # One token more, which is computed anyway: so whole blocks are all there is to share.
             longer = prompt.followed_by([7])
-            assert kv.overlap(longer).get(0, 0) * 4 == worker.cached_tokens(longer)
+            promised, usable = kv.overlap(longer).get(0, 0) * 4, worker.cached_tokens(longer)
+            assert promised == usable or (spec.traits.promises_more and promised > usable)
             with worker.prefill(prompt) as request:
                 for block in request.blocks[: len(tokens) // 4]:
                     assert keys == names.setdefault(block, keys)
                 request.decode(output)
-            assert len(tokens) == worker.cached_tokens(longer) == 4 * kv.overlap(longer)[0]
+            promised, usable = kv.overlap(longer).get(0, 0) * 4, worker.cached_tokens(longer)
+            if spec.traits.promises_more:
+                assert len(tokens) >= promised >= usable
+            else:
+                assert len(tokens) == promised == usable
 
 
 @engines

@@ -208,6 +208,12 @@ def test_the_matrix_of_all_engines_is_known():
         "vllm",
         "vllm_0_19",
         "sglang",
+        "sglang_gpt_oss",
+        "sglang_gemma4",
+        "sglang_llama4",
+        "sglang_qwen3_next",
+        "sglang_kimi_linear",
+        "sglang_deepseek_v4",
         "mocker_sglang",
         "mocker_sglang_1_6",
     }

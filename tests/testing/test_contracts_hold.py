@@ -105,6 +105,30 @@ class TestSglangWorkerOfSmallPages(WorkerContract):
     block_size = 2
 
 
+class TestSglangGptOssWorker(WorkerContract):
+    backend = "sglang_gpt_oss"
+
+
+class TestSglangGemma4Worker(WorkerContract):
+    backend = "sglang_gemma4"
+
+
+class TestSglangLlama4Worker(WorkerContract):
+    backend = "sglang_llama4"
+
+
+class TestSglangQwen3NextWorker(WorkerContract):
+    backend = "sglang_qwen3_next"
+
+
+class TestSglangKimiLinearWorker(WorkerContract):
+    backend = "sglang_kimi_linear"
+
+
+class TestSglangDeepseekV4Worker(WorkerContract):
+    backend = "sglang_deepseek_v4"
+
+
 class TestMockerSglangWorker(WorkerContract):
     backend = "mocker_sglang"
 

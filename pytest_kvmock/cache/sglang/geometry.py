@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from math import lcm
 from typing import Any, Final, Self
 
 from pytest_kvmock.cache.sglang.parts import States, Window
@@ -125,28 +124,22 @@ class Geometry:
         """Whether states are kept on a grid; else they are at the end of what is computed."""
         return self.states is not None and self.state_strategy == "extra_buffer"
 
-    def chunk(self, page: int) -> int:
-        """Tokens of a chunk of the model in whole pages."""
-        return max(self.state_grid, page)
-
     def grid(self, page: int) -> int:
-        """Tokens between two places where a prefill may leave a state."""
-        return lcm(self.chunk(page), page)
+        """Tokens between two places where a prefill may leave a state: a chunk of the model, in whole pages."""
+        return max(self.state_grid, page)
 
     def tracked(self, start: int, end: int, branch: int | None, page: int) -> int | None:
         """Tokens of which a chunk of a prefill, from `start` to `end`, keeps the state; None for none.
 
-        The grid begins at `start`. A branch that a chunk of the model ends at is worth more than what is behind it.
+        The grid begins at `start`. A branch on it is worth more than what is behind it.
         """
         grid = self.grid(page)
-        whole = (end - start) // grid * grid
-        if not whole:
+        last = end - (end - start) % grid
+        if last == start:
             return None
-        passed = whole == (end - start) // self.state_grid * self.state_grid
-        limit = end if passed else start + whole + 1
-        if branch is not None and start < branch < limit and not (branch - start) % self.chunk(page):
+        if branch is not None and start < branch < last and not (branch - start) % grid:
             return branch
-        return start + whole
+        return last
 
     def make_window(self, num_blocks: int, page: int) -> Window | None:
         """Make the window part beside so many pages of full attention; it has a page at least."""

@@ -6,7 +6,6 @@ One subject: who has which pages, pages of windows and slots of states, as free 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import lcm
 from random import Random
 from typing import Any, ClassVar, Final
 
@@ -279,7 +278,6 @@ class HybridCacheManager(PageCache[HybridRequest, HybridTree]):
         request.lock = tree.hold(node)
         if cuts:
             self._slide(request, request.computed - self._bigram - 1)
-            request.branch = None
         request.tracked = None
         self._flush()
 
@@ -338,7 +336,7 @@ class HybridCacheManager(PageCache[HybridRequest, HybridTree]):
         if self.window is None or window is None or position - window < request.dead * size + interval:
             return
         dead = max(request.dead, request.protected)
-        until = position - self.pages_of(max(window, size)) * size
+        until = position - self.window.pages * size
         if request.tracked is not None:
             until = min(until, request.tracked - window)
         request.dead = max(dead, until // size)
@@ -387,7 +385,7 @@ class HybridCacheManager(PageCache[HybridRequest, HybridTree]):
                 if geometry.release_window and lock is not None and lock.edge and lock.has_parts:
                     most = min(most, geometry.window - request.steps)
         if geometry.has_grid:
-            interval = lcm(geometry.grid(size), geometry.state_interval)
+            interval = geometry.state_interval
             most = min(most, *(interval - 1 - request.computed % interval for request in requests))
         return max(0, most)
 
@@ -418,10 +416,10 @@ class HybridCacheManager(PageCache[HybridRequest, HybridTree]):
 
     def end_step(self, request: HybridRequest, token: int) -> None:
         """Append a token, for which `begin_step` has made room, and compute it."""
-        size, geometry = self.block_size, self.geometry
+        geometry = self.geometry
         request.append(token)
         self._allocate(request, request.computed + 1)
         request.computed += 1
         request.steps += 1
-        if geometry.has_grid and not request.computed % lcm(geometry.grid(size), geometry.state_interval):
+        if geometry.has_grid and not request.computed % geometry.state_interval:
             request.tracked = request.computed
