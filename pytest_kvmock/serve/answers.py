@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from pytest_kvmock.serve.api import Generate
 
 DONE: Final = b"data: [DONE]\n\n"
+_UNFINISHED: Final[dict[str, Any]] = {"logprobs": None, "finish_reason": None}
+_NOTHING: Final[dict[str, Any]] = {}
 
 
 class Choice:
@@ -63,16 +65,27 @@ class Encoder:
         """Return what comes before the first token of a choice: the role of a chat."""
         if self._asked.api != "chat":
             return b""
-        return self._event({"index": choice.index, "delta": {"role": "assistant", "content": ""}} | _UNFINISHED)
+        role = {"index": choice.index, "delta": {"role": "assistant", "content": ""}} | _UNFINISHED
+        tokens = {"prompt_token_ids": self._prompt(choice)} if self._asked.return_token_ids else {}
+        return self._event(role, tokens | self._used(choice, 0))
 
     def tokens(self, choice: Choice, new: list[int]) -> bytes:
         """Return a part with tokens that the choice has already; the last one says why it ended."""
         asked = self._asked
         if asked.api == "generate":
             return self._sse(self._generated(choice))
-        if choice.finish_reason is not None and choice.sent == len(choice.tokens):
-            ended = {"logprobs": None, "finish_reason": choice.finish_reason, "stop_reason": None}
-            return self._event({"index": choice.index} | self._content(text.decode(new)) | ended)
+        is_last = choice.finish_reason is not None and choice.sent == len(choice.tokens)
+        is_first = choice.sent == len(new)
+        if is_last or (is_first and asked.echo) or asked.continuous_usage or asked.return_token_ids:
+            content = text.decode(new)
+            if is_first and asked.echo and asked.api == "completions":
+                content = text.decode(self._prompt(choice)) + content
+            row = {"index": choice.index} | self._content(content) | _UNFINISHED
+            if is_last:
+                row |= {"finish_reason": choice.finish_reason, "stop_reason": None}
+            if asked.return_token_ids:
+                row |= self._token_ids(choice, new) if is_first else {"token_ids": new}
+            return self._event(row, self._used(choice, choice.sent))
         around = self._around.get(choice.index)
         if around is None:
             mark = "\N{INVISIBLE SEPARATOR}"
@@ -83,6 +96,21 @@ class Encoder:
             return around[0] + bytes(new) + around[1]
         return around[0] + to_json(text.decode(new))[1:-1] + around[1]
 
+    def _prompt(self, choice: Choice) -> tuple[int, ...]:
+        return self._asked.prompts[choice.index // self._asked.n]
+
+    def _token_ids(self, choice: Choice, tokens: list[int]) -> dict[str, Any]:
+        """Return the tokens of a choice; of a completion also those of its prompt, which a chat has beside its choices."""
+        prompt = {"prompt_token_ids": self._prompt(choice)} if self._asked.api == "completions" else {}
+        return prompt | {"token_ids": tokens}
+
+    def _used(self, choice: Choice, count: int) -> dict[str, Any]:
+        """Return what a part says of its choice's use so far."""
+        if not self._asked.continuous_usage:
+            return {}
+        prompt = len(self._prompt(choice))
+        return {"usage": {"prompt_tokens": prompt, "total_tokens": prompt + count, "completion_tokens": count}}
+
     def _content(self, content: str) -> dict[str, Any]:
         return {"text": content} if self._asked.api == "completions" else {"delta": {"content": content}}
 
@@ -92,8 +120,8 @@ class Encoder:
             return self._sse(self._chunk_head | {"choices": [], "usage": usage.to_json()}) + DONE
         return DONE
 
-    def _event(self, choice: dict[str, Any]) -> bytes:
-        return self._sse(self._chunk_head | {"choices": [choice]})
+    def _event(self, choice: dict[str, Any], more: dict[str, Any] = _NOTHING) -> bytes:
+        return self._sse(self._chunk_head | {"choices": [choice]} | more)
 
     @staticmethod
     def _sse(value: Any) -> bytes:
@@ -112,13 +140,15 @@ class Encoder:
             content = text.decode(each.tokens)
             if asked.api == "completions":
                 if asked.echo:
-                    content = text.decode(asked.prompts[each.index // asked.n]) + content
+                    content = text.decode(self._prompt(each)) + content
                 body: dict[str, Any] = {"text": content}
             else:
                 body = {"message": {"role": "assistant", "content": content, "refusal": None, "tool_calls": []}}
             ended = {"logprobs": None, "finish_reason": each.finish_reason, "stop_reason": None}
-            found.append({"index": each.index} | body | ended)
-        return Answer(200, to_json(self._head | {"choices": found, "usage": usage.to_json()}))
+            tokens = self._token_ids(each, each.tokens) if asked.return_token_ids else {}
+            found.append({"index": each.index} | body | ended | tokens)
+        more = {"prompt_token_ids": asked.prompts[0]} if asked.return_token_ids and asked.api == "chat" else {}
+        return Answer(200, to_json(self._head | {"choices": found, "usage": usage.to_json()} | more))
 
     def _generated(self, choice: Choice) -> dict[str, Any]:
         """Return a row of SGLang's `/generate`, which repeats all tokens so far."""
@@ -137,6 +167,3 @@ class Encoder:
                 "cached_tokens": choice.usage.cached_tokens,
             },
         }
-
-
-_UNFINISHED: Final[dict[str, Any]] = {"logprobs": None, "finish_reason": None}

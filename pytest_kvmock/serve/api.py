@@ -175,6 +175,9 @@ class Generate:
         cache_salt: the tenant's salt; None: none.
         rank: the rank that is asked for; None: any.
         priority: its priority.
+        echo: whether a completion begins with its prompt.
+        continuous_usage: whether each part of the answer says what was used so far.
+        return_token_ids: whether the answer has the tokens beside the text (vLLM).
     """
 
     api: Api
@@ -191,6 +194,8 @@ class Generate:
     rank: int | None = None
     priority: int = 0
     echo: bool = False
+    continuous_usage: bool = False
+    return_token_ids: bool = False
 
 
 @dataclass(slots=True)

@@ -7,13 +7,14 @@ One subject: the paths. vLLM 0.29's answers were recorded; what other releases a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
 from pytest_kvmock.serve import request_checks as checks
 from pytest_kvmock.serve import text
 from pytest_kvmock.serve.api import JSON, PLAIN, Answer, Call, Generate, to_json
-from pytest_kvmock.serve.metrics import METRICS_TYPE, metrics_text
+from pytest_kvmock.serve.metrics import LOAD_SECTIONS, METRICS_TYPE, loads_of, loads_text, metrics_text
 from pytest_kvmock.serve.network import shows
 from pytest_kvmock.serve.request_checks import BadRequest
 
@@ -51,11 +52,12 @@ class Face:
             "/v1/chat/completions": ("POST", self._chat),
             "/tokenize": ("POST", self._tokenize),
             "/detokenize": ("POST", self._detokenize),
-            "/get_load": ("GET", self._get_load),
         }
         if self._is_sglang:
             paths |= {
                 "/health_generate": ("GET", self._health),
+                "/get_load": ("GET", self._get_load),
+                "/v1/loads": ("GET", self._loads),
                 "/generate": ("POST PUT", self._generate),
                 "/flush_cache": ("GET POST", self._flush_cache),
                 "/v1/tokenize": ("POST", self._tokenize),
@@ -178,6 +180,21 @@ class Face:
             for rank, each in enumerate(self._engine.states())
         ]
         return Answer(200, to_json(rows))
+
+    def _loads(self, call: Call) -> Answer:
+        query = call.query
+        named = [each.strip() for each in query["include"].split(",")] if query.get("include") else ["all"]
+        if wrong := sorted({*named} - LOAD_SECTIONS):
+            raise BadRequest(
+                f"Invalid include sections: {', '.join(wrong)}. Valid options: {sorted(LOAD_SECTIONS)}", "include"
+            )
+        rank = checks.integer(query, "dp_rank")
+        rows = loads_of(self.model, self._engine.states(), {*named})
+        rows = rows if rank is None else rows[rank : rank + 1] if rank >= 0 else []
+        if query.get("format") == "prometheus":
+            return Answer(200, loads_text(rows).encode(), METRICS_TYPE)
+        now = datetime.now(UTC).isoformat()
+        return Answer(200, to_json({"timestamp": now, "version": self.model.release.version, "loads": rows}))
 
     def _event_sources(self, _: Call) -> Answer:
         rows = {
@@ -349,6 +366,7 @@ class Face:
             raise BadRequest("You must pass at least one prompt")
         assert count is not None
         checks.check_choices(count)
+        includes_usage = checks.boolean(options, "include_usage")
         rank = call.headers.get("x-data-parallel-rank", body.get("data_parallel_rank"))
         name = call.headers.get("x-request-id") or self._random_id()
         return Generate(
@@ -359,7 +377,9 @@ class Face:
             0,
             n=count,
             stream=stream,
-            include_usage=checks.boolean(options, "include_usage"),
+            include_usage=includes_usage,
+            continuous_usage=checks.boolean(options, "continuous_usage_stats") and (includes_usage or self._is_sglang),
+            return_token_ids=not self._is_sglang and checks.boolean(body, "return_token_ids"),
             lora_name=lora,
             cache_salt=salt,
             rank=checks.check_rank(rank, self.model.ranks),

@@ -206,7 +206,7 @@ class WorkerPort:
             return _response(self._face.refusal(BadRequest(f"The body cannot be read: {error}")))
         # Bytes that are no UTF-8 would be half a pair of UTF-16, which no answer can hold.
         headers = {name.lower(): value.encode("utf-8", "replace").decode() for name, value in request.headers.items()}
-        call = Call(request.method, request.path, headers, body)
+        call = Call(request.method, request.path, headers, body, dict(request.query))
         found = self._face.answer(call)
         if isinstance(found, Answer):
             return _response(found, is_head=request.method == "HEAD")
