@@ -80,12 +80,12 @@ class Encoder:
             content = text.decode(new)
             if is_first and asked.echo and asked.api == "completions":
                 content = text.decode(self._prompt(choice)) + content
-            part = {"index": choice.index} | self._content(content) | _UNFINISHED
+            row = {"index": choice.index} | self._content(content) | _UNFINISHED
             if is_last:
-                part |= {"finish_reason": choice.finish_reason, "stop_reason": None}
+                row |= {"finish_reason": choice.finish_reason, "stop_reason": None}
             if asked.return_token_ids:
-                part |= self._token_ids(choice, new) if is_first else {"token_ids": new}
-            return self._event(part, self._used(choice, choice.sent))
+                row |= self._token_ids(choice, new) if is_first else {"token_ids": new}
+            return self._event(row, self._used(choice, choice.sent))
         around = self._around.get(choice.index)
         if around is None:
             mark = "\N{INVISIBLE SEPARATOR}"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pytest_kvmock.checks import check_integer, check_number, is_integer, unknown_text
 from pytest_kvmock.serve.loop_thread import WAIT_S
+from pytest_kvmock.wire.wire_faults import WireFaults
 
 if TYPE_CHECKING:
     from pytest_kvmock.harness import RouterHarness
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
     from pytest_kvmock.wire.replay_server import Replay
 
 _NO_FAULTS: Final = ("injected", "unused", "strike", "truncated", "begun_anew", "take_over", "restarts")
+
+
+def known_faults() -> list[str]:
+    """Return the names of the faults of the wire that a test can ask for."""
+    return [each for each in dir(WireFaults) if not each.startswith("_") and each not in _NO_FAULTS]
 
 
 class Controls:
@@ -144,7 +150,7 @@ class Controls:
             TypeError: an option that the fault does not take.
         """
         faults = self._port(worker).publisher.faults
-        known = [each for each in dir(faults) if not each.startswith("_") and each not in _NO_FAULTS]
+        known = known_faults()
         if name not in known:
             raise ValueError(f"unknown fault {name!r:.80}; known: {', '.join(known)}")
         fault = getattr(faults, name)
