@@ -19,6 +19,8 @@ PLAIN: Final = "text/plain; charset=utf-8"
 
 MOST_DEPTH: Final = 500
 """How deep JSON may be nested: what is done with it takes a step of Python's stack each."""
+MOST_CONTAINERS: Final = 2**18
+"""Lists and objects of one body, at most."""
 MOST_TOKENS: Final = 2**22
 """Tokens of a prompt or a text that the control API takes or makes, at most."""
 
@@ -29,11 +31,14 @@ def from_json(body: bytes) -> Any:
     """Return what JSON says; half a pair of UTF-16, which is no text, is a "?".
 
     Raises:
-        ValueError: it is none, or nested deeper than `MOST_DEPTH`.
+        ValueError: it is none, nested deeper than `MOST_DEPTH`, or may have more than `MOST_CONTAINERS` lists and objects.
     """
+    containers = body.count(b"[") + body.count(b"{")
+    if containers > MOST_CONTAINERS:
+        raise ValueError(f"it has more than {MOST_CONTAINERS} lists and objects")
     try:
         found = json.loads(body)
-        is_deep = body.count(b"[") + body.count(b"{") > MOST_DEPTH and _depth_is_above(MOST_DEPTH, found)
+        is_deep = containers > MOST_DEPTH and _depth_is_above(MOST_DEPTH, found)
     except RecursionError:
         is_deep = True
     if is_deep:

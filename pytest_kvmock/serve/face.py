@@ -298,9 +298,7 @@ class Face:
     def _detokenize(self, call: Call) -> Answer:
         body = checks.body_of(call.headers.get("content-type", JSON), call.body)
         tokens = body.get("tokens")
-        if not checks.are_tokens(tokens) and (
-            not isinstance(tokens, list) or any(checks.integer_error(each, (), 0) for each in tokens)
-        ):
+        if not isinstance(tokens, list) or checks.token_errors(tokens, ("body", "tokens")):
             loc = ("body", "tokens")
             kind = "missing" if "tokens" not in body else "list_type"
             message = "Field required" if "tokens" not in body else "Input should be a valid list"

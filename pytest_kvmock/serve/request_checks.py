@@ -24,6 +24,8 @@ MOST_CHOICES: Final = 16384
 
 MOST_ERRORS: Final = 10
 """Errors of one body that are listed."""
+MOST_ODD: Final = 2**16
+"""Tokens of a list that are no integers and are looked at."""
 MOST_SHOWN: Final = 2000
 """Values and characters of an input that an error repeats, at most."""
 
@@ -199,13 +201,13 @@ def prompts_of(value: object) -> list[str | list[int]]:
     """
     if isinstance(value, str):
         return [value]
-    if isinstance(value, list) and all(isinstance(each, str) for each in value):
+    if isinstance(value, list) and set(map(type, value)) <= {str}:
         return list(value)
     if are_tokens(value):
         return [value]
     if isinstance(value, list) and all(map(are_tokens, value)):
         return list(value)
-    tokens = _errors_of_list(value, ("body", "prompt", "list[constrained-int]"), _token_error)
+    tokens = token_errors(value, ("body", "prompt", "list[constrained-int]"))
     if not tokens:
         assert isinstance(value, list)
         return [list(map(int, value))]
@@ -214,7 +216,7 @@ def prompts_of(value: object) -> list[str | list[int]]:
         assert isinstance(value, list)
         return [list(map(int, each)) for each in value]
     text_error = _text_error(value, ("body", "prompt", "str"))
-    texts = _errors_of_list(value, ("body", "prompt", "list[str]"), _text_error)
+    texts = _errors_of_list(value, ("body", "prompt", "list[str]"), _text_error, str)
     raise validation_error(*tokens, *lists, *([] if text_error is None else [text_error]), *texts)
 
 
@@ -234,15 +236,36 @@ def _text_error(value: object, loc: tuple[Any, ...]) -> dict[str, Any] | None:
 _Check = Callable[[object, tuple[Any, ...]], dict[str, Any] | None]
 
 
-def _errors_of_list(value: object, loc: tuple[Any, ...], check: _Check) -> list[dict[str, Any]]:
+def token_errors(value: object, loc: tuple[Any, ...]) -> list[dict[str, Any]]:
+    """Return what is wrong with a list of tokens, up to one error more than are listed.
+
+    Raises:
+        BadRequest: more of them are no integers than are looked at.
+    """
+    if isinstance(value, list) and sum(each is not int for each in map(type, value)) > MOST_ODD:
+        if errors := _errors_of_list(value[: MOST_ERRORS + 1], loc, _token_error):
+            return errors
+        raise BadRequest(f"More than {MOST_ODD} tokens are no plain integers", str(loc[1]))
+    return _errors_of_list(value, loc, _token_error, int)
+
+
+def _errors_of_list(
+    value: object, loc: tuple[Any, ...], check: _Check, plain: type[Any] | None = None
+) -> list[dict[str, Any]]:
+    """Return what is wrong with the elements of a list; those of the plain type are right, if they are no negative number."""
     if not isinstance(value, list):
         return [_wrong("list_type", loc, "Input should be a valid list", value)]
-    found = (check(each, (*loc, position)) for position, each in enumerate(value))
+    odd = (
+        (position, each)
+        for position, each in enumerate(value)
+        if type(each) is not plain or (plain is int and each < 0)
+    )
+    found = (check(each, (*loc, position)) for position, each in odd)
     return list(islice((error for error in found if error is not None), MOST_ERRORS + 1))
 
 
 def _token_list_error(value: object, loc: tuple[Any, ...]) -> dict[str, Any] | None:
-    errors = _errors_of_list(value, loc, _token_error)
+    errors = token_errors(value, loc)
     return errors[0] if errors else None
 
 

@@ -128,6 +128,14 @@ def test_twenty_megabytes_of_nothing_are_answered_soon(vllm):
     ):
         assert refused(vllm.url(), path, b'{"' + name + b'":' + nulls + b"}")
     assert refused(vllm.control_url, "/expect", b'{"prompt":' + nulls + b"}")
+    bools = b"[" + b",".join([b"true"] * 4_000_000) + b"]"
+    last = b"[" + b"5," * 4_000_000 + b"null]"
+    for name, path in ((b"prompt", "/v1/completions"), (b"tokens", "/detokenize")):
+        for body in (bools, last):
+            assert refused(vllm.url(), path, b'{"' + name + b'":' + body + b"}")
+    for body in (b"[" + b"[]," * 4_000_000 + b"[]]", b"[" + b"{}," * 4_000_000 + b"{}]"):
+        for url, path in ((vllm.url(), "/v1/completions"), (vllm.control_url, "/expect")):
+            assert "more than 262144 lists and objects" in refused(url, path, b'{"prompt":' + body + b"}")
     assert len(refused(vllm.control_url, "/check", b'{"prompt": "a", "blocks":' + nulls + b"}")) < 300
 
 

@@ -203,7 +203,7 @@ def test_a_key_guards_what_the_engine_guards_with_it(dialect, guarded, free):
         ({"token": ""}, "token must be a text of ASCII characters that can be seen, without spaces$"),
         ({"token": "secret word"}, "token must be a text of ASCII characters that can be seen, without spaces$"),
         ({"api_key": "hé"}, "api_key must be a text of ASCII characters that can be seen, without spaces$"),
-        ({"host": "192.0.2.1"}, "a port of 192.0.2.1 cannot be bound: Cannot assign requested address"),
+        ({"host": "192.0.2.1"}, "a port of 192.0.2.1 cannot be bound: Can.* assign requested address"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_bound_or_named_is_one_line(options, text):
