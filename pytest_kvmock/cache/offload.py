@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from pytest_kvmock.cache.dynamo.eviction.policy import Slot
 from pytest_kvmock.events import BlockTokens, EventData, StorageTier
+from pytest_kvmock.prompt_keys import EventExtra
 
 
 class BlockDetails(NamedTuple):
@@ -39,11 +40,13 @@ class TierEvent(NamedTuple):
         data: what happened.
         tier: where.
         token_ids: for a Stored, the tokens of each block, where they are known.
+        extra: what else travels beside it; see `RouterEvent`.
     """
 
     data: EventData
     tier: StorageTier
     token_ids: BlockTokens | None = None
+    extra: EventExtra | None = None
 
 
 class OffloadResult(NamedTuple):
