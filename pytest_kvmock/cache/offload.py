@@ -127,6 +127,22 @@ class OffloadEngine(Protocol):
         """Cancel all transfers and forget all blocks, without events; returns the slots that it had taken."""
 
 
+class WriteThrough(Protocol):
+    """A tier that has copies of what the device computed, whatever the device keeps; what a manager needs of it.
+
+    Attributes:
+        tier: where it keeps them.
+    """
+
+    tier: StorageTier
+
+    def take_events(self) -> Sequence[TierEvent]:
+        """Take the events since the last time, to be published after those of the device."""
+
+    def resident_names(self) -> list[int]:
+        """Hashes of what can be loaded, as events name it; repeated where two of them do."""
+
+
 @dataclass(frozen=True, slots=True)
 class NoHits:
     """Nothing is swapped in: no engine, none of the blocks in it, or no slot on the device that could be had for them."""

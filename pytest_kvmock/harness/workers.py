@@ -251,6 +251,7 @@ class Workers:
             spec.residency,
             spec.prefix_closed,
             DynamoChain if spec.chain is None else partial(spec.chain, worker.manager),
+            clears_below=worker.clears_below,
         )
         self._judge.open(Opened((worker_id, dp_rank), 0, about), None if tiers is None else worker.unpublished)
         if self._judge_unpublished:

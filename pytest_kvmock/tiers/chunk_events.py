@@ -44,6 +44,9 @@ class ChunkEvents:
         blocks_per_chunk: blocks of a chunk.
         self_describing: whether events say all that there is to say.
         rng: shuffles what is reported at once, which in the original has the order of a set.
+
+    Attributes:
+        rng: as above.
     """
 
     def __init__(
@@ -51,7 +54,7 @@ class ChunkEvents:
     ) -> None:
         self._blocks = blocks_per_chunk
         self._describes = self_describing
-        self._rng = rng
+        self.rng = rng
         self._groups = groups
         self._removed_extras = [group_extra(number) for number in range(len(groups))]
         self._stored_extras = [self._stored_extra(number, group) for number, group in enumerate(groups)]
@@ -113,12 +116,12 @@ class ChunkEvents:
         for is_stored, keys in self._happened:
             if is_stored:
                 shuffled = list(keys)
-                self._rng.shuffle(shuffled)
+                self.rng.shuffle(shuffled)
                 events += map(self._of_stored, shuffled)
                 continue
             gone += keys
             for number in sorted({group for _, group in keys}):
-                names = [name for key in keys if key[1] == number for name in self._names_of(key)]
+                names = [name for key in keys if key[1] == number for name in self.names_of(key)]
                 events.append(TierEvent(Removed(names), StorageTier.HOST_PINNED, None, self._removed_extras[number]))
         for key in gone:
             self._noted.pop(key, None)
@@ -131,6 +134,7 @@ class ChunkEvents:
             return noted
         return TierEvent(Located(key[:1]), StorageTier.HOST_PINNED, None, self._stored_extras[key[1]])
 
-    def _names_of(self, key: ChunkKey) -> tuple[int, ...]:
+    def names_of(self, key: ChunkKey) -> tuple[int, ...]:
+        """The blocks that events name of a chunk."""
         noted = self._noted.get(key)
         return key[:1] if noted is None else noted.data.block_hashes  # type: ignore[union-attr]  # it is a Stored

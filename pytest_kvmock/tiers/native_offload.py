@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from random import Random
 from typing import TYPE_CHECKING
 
 from pytest_kvmock.cache.offload import TierEvent
+from pytest_kvmock.events import StorageTier
 from pytest_kvmock.tiers.chunk_events import ChunkEvents, OffloadGroup
 from pytest_kvmock.tiers.chunk_eviction import ChunkKey, ChunkUser
 from pytest_kvmock.tiers.chunk_store import ChunkStore
@@ -46,8 +48,12 @@ class NativeOffload:
         rng: shuffles the events of one transfer, which have the order of a set in the original.
 
     Attributes:
+        tier: the host's.
         store: what is there.
+        largest_offer: the most chunks that a request has offered at once.
     """
+
+    tier = StorageTier.HOST_PINNED
 
     def __init__(
         self,
@@ -64,6 +70,7 @@ class NativeOffload:
         rng: Random | None = None,
     ) -> None:
         self.store = ChunkStore(num_chunks, policy)
+        self.largest_offer = 0
         self._groups = tuple(groups)
         self._dense = [number for number, group in enumerate(groups) if group.window is None]
         self._sparse = [(number, group.window) for number, group in enumerate(groups) if group.window is not None]
@@ -89,9 +96,32 @@ class NativeOffload:
         """Whether nothing is under way, and nothing that is over has to be planned for."""
         return not self._open and not self._over
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that the host has room for."""
+        return self.store.capacity * self._chunk // self._groups[0].block_size
+
     def resident(self) -> list[ChunkKey]:
         """The chunks that can be loaded."""
         return self.store.ready()
+
+    def resident_names(self) -> list[int]:
+        """Hashes of what can be loaded, as its events name it; repeated where two of them do."""
+        return [name for key in self.store.ready() for name in self._events.names_of(key)]
+
+    def shuffle_with(self, rng: Random) -> None:
+        """Have another source of the order in which the chunks of one transfer are published."""
+        self._events.rng = rng
+
+    def lookup(self, tokens: HashedTokens, start: int) -> int:
+        """Count the tokens of a request that are there, after so many that the device has. Changes nothing."""
+        upto = tokens.num_tokens // self._chunk * self._chunk
+        ready = (
+            self.store.chunks.get(key) for key, _ in self._chunks(tokens, start // self._chunk * self._chunk, upto)
+        )
+        count = sum(1 for _ in takewhile(lambda chunk: chunk is not None and chunk.is_ready, ready))
+        found = start // self._chunk * self._chunk + count * self._chunk - start
+        return found if found >= self._chunk else 0
 
     # -------------------------------------------------------------------------------------------------- a step
 
@@ -339,6 +369,7 @@ class NativeOffload:
         offered = self._to_offer(request, first * chunk, last * chunk)
         if self._threshold > 1:
             offered = [(key, end) for key, end in offered if self._count(key) >= self._threshold]
+        self.largest_offer = max(self.largest_offer, len(offered))
         room = self.store.offer(request.user, offered)
         if room is None:
             return None

@@ -169,7 +169,9 @@ class HybridManager(VllmManager):
 
     def resident(self, tier: StorageTier = StorageTier.DEVICE) -> list[int]:
         """Names of what is cached in a tier, in use or not, of all groups; copies repeated."""
-        return [block_hash for _, block_hash in self.resident_names()] if tier == StorageTier.DEVICE else []
+        if tier != StorageTier.DEVICE:
+            return self._resident_below(tier)
+        return [block_hash for _, block_hash in self.resident_names()]
 
     def resident_names(self) -> list[tuple[int, int]]:
         """Names of what is cached, (group, hash), in use or not; copies repeated."""
