@@ -267,6 +267,26 @@ def may_be_sparse(extra: EventExtra | None) -> bool:
     return group_kind(extra) not in _WHOLE_PREFIX
 
 
+def is_tail(
+    blocks: int, token_ids: Sequence[Sequence[int]] | None, block_size: int | None, *, parent_is_missing: bool
+) -> bool:
+    """Whether a Stored of an attention group names a prompt's tail: a block once more, by a part of its tokens.
+
+    It is told by its size. Where the size of blocks is not known yet, it is told by a parent that nobody has: it may be in the
+    middle of a block, too.
+
+    Args:
+        blocks: how many blocks it names; a tail is one.
+        token_ids: of each block, as they came.
+        block_size: tokens a block of the group; None: unknown.
+        parent_is_missing: whether it has a parent that is not held.
+    """
+    if blocks != 1 or not token_ids or len(token_ids) != 1:
+        return False
+    size = len(token_ids[0])
+    return parent_is_missing if block_size is None else 0 < size < block_size and not block_size % size
+
+
 def hash_options(extra: EventExtra | None) -> dict[str, Any]:
     """The options of `block_hashes` for the blocks of an event, from what travels beside it."""
     if not extra:

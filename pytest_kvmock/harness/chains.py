@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from random import Random
 from typing import NamedTuple
 
-from pytest_kvmock.events import Cleared, Removed, RouterEvent, Stored, StreamKey
+from pytest_kvmock.events import Cleared, RouterEvent, Stored, StreamKey
 from pytest_kvmock.hygiene.orphans import Orphaned, orphaned
 from pytest_kvmock.hygiene.stream import Stream
 from pytest_kvmock.prompt_keys import EventExtra, part_of
@@ -68,8 +68,10 @@ class Chains:
         stream = streams[key]
         data = event.event.data
         if isinstance(data, Stored):
-            touched = list(data.block_hashes[-1:])
-        elif isinstance(data, Removed):
+            touched = [
+                block for block in data.block_hashes[-1:] if stream.was_stored(block)
+            ]  # not by another group alone
+        elif not isinstance(data, Cleared):
             removed = set(data.block_hashes)
             touched = [b for b in data.block_hashes if stream.was_stored(b) and stream.parent(b) not in removed]
         else:

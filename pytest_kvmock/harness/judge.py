@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from random import Random
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from pytest_kvmock.events import Removed, RouterEvent, StorageTier, StreamKey
+from pytest_kvmock.events import Located, Removed, RouterEvent, StorageTier, StreamKey
 from pytest_kvmock.harness.book import Book
 from pytest_kvmock.harness.index_comparison import IndexComparison, QueuedEvent, Sync
 from pytest_kvmock.harness.under_test import Calls, IndexUnderTest, TierScores, arun, run
@@ -226,7 +226,9 @@ class Judge:
         self.note(found, found)
 
     def _compare_at(self, queued: QueuedEvent, comparison: IndexComparison) -> None:
-        """Give the index under test an event, and compare it if it is time to."""
+        """Give the index under test an event, and compare it if it is time to; one of the device alone is given no location."""
+        if isinstance(queued.event.event.data, Located) and self.under_test and self.under_test.find_tiered is None:
+            return
         if self.index_input_filter is not None:
             injection, given = self.index_input_filter(queued.event)
             if injection is not None:

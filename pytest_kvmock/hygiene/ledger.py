@@ -113,7 +113,7 @@ class Ledger:
         stream = self.streams.get(key) or self.stream(key)
         problems: list[Problem] = []
         part, data = stream, inner.data  # what it is about: the blocks of one cache group
-        before: list[Problem] = []
+        before = None
         if (event.extra is not None or stream.groups) and not isinstance(data, Cleared):
             part = stream.part_of(event)
             if part is not stream:
@@ -136,7 +136,8 @@ class Ledger:
             found = []
             if isinstance(data, Located):
                 part.take_names(event)
-        found = before + found if before else found
+        if before:
+            found = before + found
         for problem in found:
             problem.event, problem.position = event, self.position
             if cause is not None and problem.cause is None:

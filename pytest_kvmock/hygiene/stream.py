@@ -15,7 +15,7 @@ from pytest_kvmock.events import Cleared, RouterEvent, SparseStored, StorageTier
 from pytest_kvmock.hygiene.history import Below, History, Links
 from pytest_kvmock.hygiene.problem import Problem
 from pytest_kvmock.hygiene.stream_spec import UNKNOWN, StreamSpec
-from pytest_kvmock.prompt_keys import group_of, is_attention_group, is_of_group
+from pytest_kvmock.prompt_keys import group_of, is_attention_group, is_of_group, is_tail
 
 LAST: Final = 2**64
 """Stands for the block after another where there is none."""
@@ -177,8 +177,7 @@ class Stream(History):
     def names_alone(self, event: RouterEvent) -> bool:
         """Whether of the blocks of a Stored no more than the names counts, as nothing hangs on their parents and tokens.
 
-        So it is in a sparse cache group, and of a prompt's tail, which is a second name of a block by a part of its tokens.
-        A tail is told by its size; where the size of blocks is not known yet, by a parent that nobody has.
+        So it is in a sparse cache group, and of a prompt's tail.
         """
         data, tokens = event.event.data, event.token_ids
         if isinstance(data, SparseStored) or not is_attention_group(event.extra):
@@ -186,16 +185,12 @@ class Stream(History):
         if not tokens or not (self.groups or is_of_group(event.extra)):
             return False
         assert isinstance(data, Stored)
-        size, known = len(tokens[0]), self.block_size
-        if len(data.block_hashes) == 1 and len(tokens) == 1:
-            if known is None and data.parent_hash is not None and data.parent_hash not in self.device:
-                self.tails.update(data.block_hashes)
-                return True
-            if known is not None and 0 < size < known and not known % size:
-                self.tails.update(data.block_hashes)
-                return True
-        if known is None or (self.spec.block_size is None and size > known):
-            self.block_size = size
+        missing = data.parent_hash is not None and data.parent_hash not in self.device
+        if is_tail(len(data.block_hashes), tokens, self.block_size, parent_is_missing=missing):
+            self.tails.update(data.block_hashes)
+            return True
+        if self.spec.block_size is None:
+            self.block_size = max(len(tokens[0]), self.block_size or 0)
         return False
 
     def held(self, tier: StorageTier) -> dict[int, int]:

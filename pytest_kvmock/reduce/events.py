@@ -8,7 +8,7 @@ from itertools import count, islice
 from typing import TYPE_CHECKING, Any, Final
 
 from pytest_kvmock.backends import EngineProfile
-from pytest_kvmock.events import Cleared, KvCacheEvent, RouterEvent, StorageTier, Stored
+from pytest_kvmock.events import Cleared, KvCacheEvent, RouterEvent, SparseStored, StorageTier, Stored
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
 from pytest_kvmock.hygiene.entries import Arrival, BatchesLost, NoEvent, WorkerRemoved
 from pytest_kvmock.hygiene.rules import EVENT_ID_GAP, WRONG_HASH
@@ -331,10 +331,11 @@ class EventCutter:
             extra = None if look.bare else _part(event.extra, look.without)
             if not look.tokens:
                 tokens = None
-                if isinstance(data, Stored):
+                if isinstance(data, Stored) and not isinstance(data, SparseStored):
                     data = Stored(data.parent_hash, data.block_hashes, data.tokens_hashes)
             if piece.places is not None:
-                tokens = None if tokens is None else [tokens[i] for i in piece.places]
+                if tokens is not None and not isinstance(data, SparseStored):  # of that they are those of the span
+                    tokens = [tokens[i] for i in piece.places]
                 extra = part_of(extra, piece.places)
             steps.append(RouterEvent(names[worker_id], KvCacheEvent(event_id, data, rank), tier, tokens, extra))
         breach = self._whole.breach

@@ -6,7 +6,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pytest_kvmock.events import Removed, RouterEvent, Stored
+from pytest_kvmock.events import Cleared, Located, Removed, RouterEvent, SparseStored, Stored
 from pytest_kvmock.hygiene.entries import NoEvent
 
 if TYPE_CHECKING:
@@ -48,9 +48,11 @@ class Mender:
             left = tuple([block for block in blocks if block in held or block == self._target])
             held.difference_update(left)
             return Removed(left)
-        if not isinstance(data, Stored):
+        if isinstance(data, Cleared):
             self.forget(key)
             return data
+        if isinstance(data, (SparseStored, Located)):
+            return _named(data, places)
         keep = range(len(data.block_hashes)) if places is None else places
         # A block before the first that is kept is its parent, unless that was cut too.
         parent = data.block_hashes[keep[0] - 1] if keep and keep[0] else data.parent_hash
@@ -76,7 +78,7 @@ class Roots(Mender):
         self, key: StreamKey, data: EventData, places: tuple[int, ...] | None, *, on_device: bool
     ) -> EventData | None:
         """What is left of an event of that stream; None where there is no such event."""
-        if not isinstance(data, Stored):
+        if not isinstance(data, Stored) or isinstance(data, SparseStored):
             return super().mend(key, data, places, on_device=on_device)
         held = self._held.setdefault(key, set())
         keep = range(len(data.block_hashes)) if places is None else places
@@ -93,6 +95,13 @@ class Roots(Mender):
         if first == self._target:  # it is its parent that its hash is judged by
             return None
         return replace(part, parent_hash=None, tokens_hashes=(first, *part.tokens_hashes[1:]))
+
+
+def _named(data: SparseStored | Located, places: tuple[int, ...] | None) -> SparseStored | Located:
+    """What is left of names of which none hangs on another."""
+    if places is None:
+        return data
+    return replace(data, block_hashes=tuple(data.block_hashes[i] for i in places))
 
 
 def _part(data: Stored, parent: int | None, places: Sequence[int]) -> Stored:
@@ -121,10 +130,12 @@ class Renamer:
         if isinstance(data, Stored):
             parent = None if data.parent_hash is None else self._block(data.parent_hash)
             blocks = tuple(map(self._block, data.block_hashes))
-            local = tuple(self._local.setdefault(h, len(self._local) + 1) for h in data.tokens_hashes)
-            data = replace(data, parent_hash=parent, block_hashes=blocks, tokens_hashes=local)
-        elif isinstance(data, Removed):
-            data = Removed(tuple(map(self._block, data.block_hashes)))
+            data = replace(data, parent_hash=parent, block_hashes=blocks)
+            if not isinstance(data, SparseStored):
+                local = tuple(self._local.setdefault(h, len(self._local) + 1) for h in data.tokens_hashes)
+                data = replace(data, tokens_hashes=local)
+        elif not isinstance(data, Cleared):
+            data = replace(data, block_hashes=tuple(map(self._block, data.block_hashes)))
         return RouterEvent(
             step.worker_id, replace(step.event, data=data), step.storage_tier, step.token_ids, step.extra
         )

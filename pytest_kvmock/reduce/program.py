@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
@@ -28,6 +29,7 @@ Step: TypeAlias = RouterEvent | NoEvent | Operation
 
 Level: TypeAlias = Literal["events", "requests"]
 
+_PUBLIC_EVENTS: Final = ("Located", "SparseStored")
 _PUBLIC: Final = (
     "Cleared",
     "EngineProfile",
@@ -198,8 +200,9 @@ def _test_text(program: Reproduction, name: str, awaited_by: str | None, made_by
     lines = [*marks, f"{kind} {name}({fixtures}):", *(f"    {line}".rstrip() for line in with_harness)]
     text = "\n".join(lines)
     ours = [f"from pytest_kvmock import {', '.join(_named(_PUBLIC, text))}"]
-    if of_engine := _named(_PUBLIC_ENGINE, text):
-        ours.append(f"from pytest_kvmock.engine import {', '.join(of_engine)}")
+    for module, public in (("engine", _PUBLIC_ENGINE), ("events", _PUBLIC_EVENTS)):
+        if used := _named(public, text):
+            ours.append(f"from pytest_kvmock.{module} import {', '.join(used)}")
     standard = ["import asyncio"] * runs_itself + ["from contextlib import suppress"] * ("suppress(" in text)
     groups = ["\n".join(standard), "import pytest" * bool(marks)]
     imports = [f"{group}\n\n" for group in groups if group]
@@ -208,7 +211,7 @@ def _test_text(program: Reproduction, name: str, awaited_by: str | None, made_by
 
 def _named(public: Sequence[str], text: str) -> list[str]:
     """Those of these names that a text uses."""
-    return [name for name in public if any(f"{name}{after}" in text for after in "(.)")]
+    return [name for name in public if re.search(rf"\b{name}[(.)]", text)]
 
 
 def _harness(program: Reproduction, index: str) -> str:

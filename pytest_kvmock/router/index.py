@@ -1,5 +1,7 @@
 """The reference router index: which worker holds how much of a prompt's prefix, learned from KV events alone.
 
+One subject: the rules of the index. Its tables have modules of their own.
+
 Theory of operation. A tree of blocks is keyed by *local* hash, so that a query needs no sequence hashes; every worker
 and rank finds its own blocks in it by *sequence* hash, so that events need no path. A block held by several workers is
 one node with several holders. The rules are those of Dynamo's `RadixTree` (kv-router 1.2.1), oddities included:
@@ -28,18 +30,23 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NoReturn
 
+from pytest_kvmock.checks import check_integer
 from pytest_kvmock.events import (
     Cleared,
     EventData,
     KvCacheEvent,
+    Located,
     Removed,
     RouterEvent,
+    SparseStored,
     StorageTier,
     Stored,
     block_text,
     value_text,
 )
-from pytest_kvmock.prompt_keys import group_of, is_attention_group
+from pytest_kvmock.prompt_keys import is_of_group
+from pytest_kvmock.router.attention_group import AttentionGroup
+from pytest_kvmock.router.locations import Locations
 from pytest_kvmock.router.lower_tier import LowerTier, Match
 from pytest_kvmock.router.tree import Tree, WorkerRank
 
@@ -137,21 +144,36 @@ class RadixIndex:
         count_copies: hold a block until it was removed as often as it was stored, for engines that publish copies (vLLM).
             Dynamo's tree does not count; a filter before it does (dynamo #8012). For engines that publish each block once
             leave it off: after a restart that nobody announced they store again what it still counts.
+        chunk: blocks a chunk below the device, of engines that offload as vLLM does, which no event says. None: 1, and what names
+            stand for is kept from the first location of a rank on, so that one of a block that was removed before is of no use.
+        clears_below: whether a Cleared empties the tiers below the device, too; vLLM's is of the device alone.
 
     Raises:
-        ValueError: `semantics` is something else.
+        ValueError: `semantics` is something else, or `chunk` no integer of at least 1.
     """
 
-    def __init__(self, *, semantics: Literal["e1"] | None = None, count_copies: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        semantics: Literal["e1"] | None = None,
+        count_copies: bool = False,
+        chunk: int | None = None,
+        clears_below: bool = True,
+    ) -> None:
         if semantics not in (None, "e1"):
             raise ValueError(f'semantics must be None or "e1", got {semantics!r}')
+        self._chunk = None if chunk is None else check_integer("chunk", chunk, 1)
+        self._has_names = chunk is not None
+        self._clears_below = clears_below
+        self._located: dict[
+            WorkerRank, Locations
+        ] = {}  # those that offload as vLLM does; their tiers below are in none of `_lower`
         self._semantics: Literal["e1"] | None = semantics
         self._clear_all_ranks = semantics == "e1"
         # By worker, rank and tier: how often a block was stored and not removed since. A Stored that is refused counts
         # too: the engine holds those blocks.
         self._copies: dict[tuple[WorkerRank, StorageTier], Counter[int]] | None = {} if count_copies else None
-        # By worker and rank, where it is not group 0 of full attention: which group is held, and whether of full attention.
-        self._groups: dict[WorkerRank, tuple[int, bool]] = {}
+        self._groups: dict[WorkerRank, AttentionGroup] = {}  # where events say of which group they are
         self._device = Tree()
         # In the order in which a query goes on from tier to tier.
         lower = (tier for tier in StorageTier if tier is not StorageTier.DEVICE)
@@ -159,29 +181,52 @@ class RadixIndex:
 
     def new(self) -> RadixIndex:
         """An empty index that is made as this one was."""
-        return type(self)(semantics=self._semantics, count_copies=self._copies is not None)
+        return type(self)(
+            semantics=self._semantics,
+            count_copies=self._copies is not None,
+            chunk=self._chunk,
+            clears_below=self._clears_below,
+        )
 
     def apply(self, event: RouterEvent) -> None:
-        """Apply one event; one of a cache group that a prefix does not hang on changes nothing.
+        """Apply one event.
+
+        Of a hybrid model the blocks are those of its attention group. An event of another group changes nothing, nor does one
+        that names a prompt's tail.
 
         Raises:
             ParentBlockNotFound: a Stored whose parent the rank does not hold; nothing changed.
             BlockNotFound: a Removed with a block that the rank does not hold; the others are removed.
             InvalidBlockSequence: a Stored with a block under itself; what stands before it is stored.
-            TypeError: it is no `RouterEvent` with a Stored, Removed or Cleared.
+            TypeError: it is no `RouterEvent` with a Stored, Removed, Located or Cleared.
             ValueError: its tier is none.
         """
         if not isinstance(event, RouterEvent):
             raise TypeError(f"RadixIndex.apply takes a RouterEvent, got {event!r:.200}")
         inner, tier = event.event, event.storage_tier
         data: EventData = inner.data
-        if (event.extra is not None or self._groups) and self._is_of_other_group(event):
-            return
+        group = None
+        if event.extra is not None or self._groups:
+            group = self._groups.get((event.worker_id, inner.dp_rank))
+            if group is None and is_of_group(event.extra):
+                group = self._groups[event.worker_id, inner.dp_rank] = AttentionGroup()
+            if group is not None:
+                found = group.data_of(event, self._device.ranks)
+                if group.has_changed:
+                    self._clear(event.worker_id, inner.dp_rank)
+                if found is None:
+                    return
+                data = found
         lower = None
         if tier is not StorageTier.DEVICE:
             tier = StorageTier.of(tier)
             lower = self._lower.get(tier)
         key = (event.worker_id, inner.dp_rank)
+        kind = type(data)
+        if (self._has_names or (kind is not Stored and kind is not Removed)) and self._take_names(
+            key, tier, data, event
+        ):
+            return
         if isinstance(data, Stored):
             if self._copies is not None:
                 self._copies.setdefault((key, tier), Counter()).update(data.block_hashes)
@@ -198,41 +243,50 @@ class RadixIndex:
                 unknown = lower.remove(key, blocks)
             elif (rank := self._device.ranks.get(key)) is not None:
                 unknown = self._device.remove(rank, blocks)
-            if unknown is not None:
+            if unknown is not None and (group is None or group.is_whole):
                 _fail(BlockNotFound, event, unknown)
         elif isinstance(data, Cleared):
-            self._clear(event.worker_id, None if self._clear_all_ranks else inner.dp_rank)
+            self._clear(event.worker_id, None if self._clear_all_ranks else inner.dp_rank, below=self._clears_below)
         else:
-            raise TypeError(f"the data of an event is a Stored, Removed or Cleared, got {data!r:.200}")
+            raise TypeError(f"the data of an event is a Stored, Removed, Located or Cleared, got {data!r:.200}")
 
-    def _is_of_other_group(self, event: RouterEvent) -> bool:
-        """Whether an event is of another cache group than the one whose blocks are held here.
+    def _take_names(self, key: WorkerRank, tier: StorageTier, data: EventData, event: RouterEvent) -> bool:
+        """Take what an event says of names and places; return whether that is all of it."""
+        if isinstance(data, SparseStored):
+            return True
+        found, rank = self._located.get(key), self._device.ranks.get(key)
+        if found is None:
+            if self._chunk is None and not isinstance(data, Located):
+                return False
+            self._has_names = True
+            found = self._located[key] = Locations()
+            for edge in () if rank is None else self._device.edges(rank):
+                found.know(*edge)
+            for below, lower in self._lower.items():
+                for edge in lower.ranks.pop(key, ()):
+                    found.know(*edge)
+                    found.located(below, edge[1:2])
+        if isinstance(data, Stored):
+            found.stored(data, () if rank is None else rank.blocks)
+        if tier is StorageTier.DEVICE or isinstance(data, Cleared):
+            return isinstance(data, Located)
+        if not isinstance(data, Removed):
+            found.located(tier, data.block_hashes)
+        elif (unknown := found.removed(tier, data.block_hashes)) is not None:
+            _fail(BlockNotFound, event, unknown)
+        return True
 
-        That is group 0, or, where its blocks are of a window, the first group of full attention: a window lets go of blocks
-        that a prefix still has.
-        """
-        inner, extra = event.event, event.extra or {}
-        if isinstance(inner.data, Cleared):
-            return False
-        key, group = (event.worker_id, inner.dp_rank), group_of(extra)
-        held, is_whole = self._groups.get(key, (0, True))
-        if isinstance(inner.data, Stored):
-            whole = is_attention_group(extra)
-            if group == held and whole != is_whole:
-                self._groups[key] = held, whole
-            elif group != held and whole and not is_whole:
-                self._clear(*key)
-                self._groups[key] = held, _ = group, True
-        return group != held
-
-    def _clear(self, worker_id: int, dp_rank: int | None = None) -> None:
-        """Empty one rank of a worker, or all of them, in all tiers."""
+    def _clear(self, worker_id: int, dp_rank: int | None = None, *, below: bool = True) -> None:
+        """Empty one rank of a worker, or all of them, on the device and, if `below`, in the tiers below it."""
         for rank in self._device.ranks_of(worker_id):
             if dp_rank is None or rank.key[1] == dp_rank:
                 self._device.clear(rank)
-        for lower in self._lower.values():
+        for lower in self._lower.values() if below else ():
             lower.clear(worker_id, dp_rank)
-        self._forget_copies(worker_id, dp_rank)
+        for (worker, rank_of), found in self._located.items() if below else ():
+            if worker == worker_id and dp_rank in (None, rank_of):
+                found.clear()
+        self._forget_copies(worker_id, dp_rank, below=below)
 
     def _last_copies(self, where: tuple[WorkerRank, StorageTier], blocks: tuple[int, ...]) -> tuple[int, ...]:
         """Drop one copy of each block; return the blocks that have none left, and those that had none."""
@@ -246,10 +300,10 @@ class RadixIndex:
                 last.append(block)
         return tuple(last)
 
-    def _forget_copies(self, worker_id: int, dp_rank: int | None = None) -> None:
-        """Drop the copies of a worker, or of one rank of it."""
+    def _forget_copies(self, worker_id: int, dp_rank: int | None = None, *, below: bool = True) -> None:
+        """Drop the copies of a worker, or of one rank of it; those below the device only if `below`."""
         for where in [where for where in self._copies or () if where[0][0] == worker_id]:
-            if dp_rank is None or where[0][1] == dp_rank:
+            if dp_rank in (None, where[0][1]) and (below or where[1] is StorageTier.DEVICE):
                 assert self._copies is not None
                 del self._copies[where]
 
@@ -308,6 +362,10 @@ class RadixIndex:
                 if match is not None and (extended := edges.extend(hashes, match)) is not match:
                     matches[key] = extended
                     extension[key] = extended.depth - match.depth
+            for key, located in self._located.items():
+                depth = matches[key].depth if key in matches else device.get(key, 0)
+                if more := located.extends(tier, hashes, depth, self._chunk or 1):
+                    matches[key], extension[key] = Match(depth + more, None), more
             if extension:
                 found[tier] = extension
         return found
@@ -318,7 +376,8 @@ class RadixIndex:
         One block an event, tier by tier and rank by rank; ids count from 0 and are nobody's. Those of the device come
         breadth first, and what no query can reach for a rank is left out: orphans of a removed block. Where a rank gave one
         block two sequence hashes, the last is named; where it gave one sequence hash to two blocks, which no honest engine
-        does, one of them may be missing. Below the device all blocks are there, in the order in which they were stored.
+        does, one of them may be missing. Below the device all blocks are there, in the order in which they were stored; of an
+        engine that publishes locations, those whose tokens are known, and what stands in the middle of a chunk may be missing.
         """
         found: list[tuple[StorageTier, WorkerRank, tuple[int | None, int, int]]] = []
         for key, rank in self._device.ranks.items():
@@ -326,6 +385,8 @@ class RadixIndex:
         for tier, lower in self._lower.items():
             for key, edges in lower.ranks.items():
                 found += [(tier, key, edge) for edge in edges]
+        for key, located in self._located.items():
+            found += [(tier, key, edge) for tier, edge in located]
         return [
             RouterEvent(key[0], KvCacheEvent(place, Stored(parent, (block,), (local,)), key[1]), tier)
             for place, (tier, key, (parent, block, local)) in enumerate(found)
@@ -344,6 +405,8 @@ class RadixIndex:
             self._device.clear(rank)
         for lower in self._lower.values():
             lower.ranks.pop((worker_id, dp_rank), None)
+        self._groups.pop((worker_id, dp_rank), None)
+        self._located.pop((worker_id, dp_rank), None)
         self._forget_copies(worker_id, dp_rank)
 
     def clear_all_blocks(self, worker_id: int) -> None:
@@ -356,7 +419,7 @@ class RadixIndex:
         return sorted(self._keys())
 
     def _keys(self) -> set[WorkerRank]:
-        return set(self._device.ranks).union(*(lower.ranks for lower in self._lower.values()))
+        return set(self._device.ranks).union(self._located, *(lower.ranks for lower in self._lower.values()))
 
     def num_blocks(self, worker_id: int, dp_rank: int = 0, *, tier: StorageTier | str = StorageTier.DEVICE) -> int:
         """Count the blocks that a worker and rank holds in a tier, orphans too; 0 for an unknown one."""
@@ -364,7 +427,8 @@ class RadixIndex:
         # A fleet asks this of every worker at every pick.
         lower = None if tier is StorageTier.DEVICE else self._lower.get(StorageTier.of(tier))
         if lower is not None:
-            return lower.num_blocks(key)
+            located = self._located.get(key)
+            return lower.num_blocks(key) if located is None else len(located.copies.get(StorageTier.of(tier), ()))
         rank = self._device.ranks.get(key)
         return len(rank.blocks) if rank is not None else 0
 

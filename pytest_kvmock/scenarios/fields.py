@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Any, Final
 
 from pytest_kvmock.checks import is_integer, not_allowed_text
-from pytest_kvmock.events import TIER_NAMES, StorageTier
+from pytest_kvmock.events import TIER_NAMES, SparseStored, StorageTier
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
 from pytest_kvmock.hygiene.stream_spec import RESIDENCIES, Residency
 from pytest_kvmock.prompt_keys import PromptKeys
@@ -249,3 +249,33 @@ def read_true(node: Node) -> bool:
     if node.value is not True:
         raise node.wrong_type("true")
     return True
+
+
+def check_event(node: Node, given: dict[str, Any]) -> None:
+    """Make sure that an event has what belongs to its kind, and no more."""
+    check_one_of(node, "stored", "removed", "located", "cleared")
+    for key in ("parent", "local_hashes", "token_ids", "span", "block_size"):
+        if key in given and "stored" not in given:
+            raise node.key_error(key, f"{key!r} belongs to 'stored'")
+    if "extra" in given and "cleared" in given:
+        raise node.key_error("extra", "'extra' does not belong to 'cleared'")
+    blocks = len(given.get("stored", ()))
+    if "span" in given or "block_size" in given:
+        blocks = _span(node, given)
+    for key in ("local_hashes", "token_ids"):
+        if len(given.get(key, range(blocks))) != blocks:
+            raise node.key_error(key, f"{key!r} has one entry a block")
+
+
+def _span(node: Node, given: dict[str, Any]) -> int:
+    """How many blocks the span of a sparse Stored has."""
+    for key, other in (("span", "block_size"), ("block_size", "span")):
+        if other not in given:
+            raise node.key_error(key, f"{key!r} and {other!r} belong together")
+    if "local_hashes" in given:
+        raise node.key_error("local_hashes", "'local_hashes' does not belong to 'span'")
+    try:
+        SparseStored(None, tuple(given["stored"]), given["span"], given["block_size"])
+    except ValueError as error:
+        raise node.key_error("span", str(error)) from None
+    return int(given["span"] // given["block_size"])

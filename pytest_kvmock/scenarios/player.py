@@ -12,7 +12,17 @@ from uuid import UUID
 from pytest_kvmock.checks import did_you_mean
 from pytest_kvmock.engine.driver import SlotsLost, WouldWait
 from pytest_kvmock.engine.worker import OutOfBlocks, RequestError
-from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
+from pytest_kvmock.events import (
+    Cleared,
+    EventData,
+    KvCacheEvent,
+    Located,
+    Removed,
+    RouterEvent,
+    SparseStored,
+    StorageTier,
+    Stored,
+)
 from pytest_kvmock.fleet.engine_state import EngineStalled
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
 from pytest_kvmock.hygiene.log import Expectation
@@ -351,12 +361,16 @@ class _Player:
         extra: Any = None,
         **given: Any,
     ) -> None:
-        data: Stored | Removed | Cleared = Cleared()
-        if "stored" in given:
+        data: EventData = Cleared()
+        if "span" in given:
+            data = SparseStored(given.get("parent"), tuple(given["stored"]), given["span"], given["block_size"])
+        elif "stored" in given:
             blocks = tuple(given["stored"])
             data = Stored(given.get("parent"), blocks, tuple(given.get("local_hashes", (b % 2**64 for b in blocks))))
         elif "removed" in given:
             data = Removed(tuple(given["removed"]))
+        elif "located" in given:
+            data = Located(tuple(given["located"]))
         self._make_sinks(worker, given)
         event_id = given["id"] if "id" in given else self._harness.by_hand.next_id(*worker)
         tokens = None if token_ids is None else [_expanded(ids) for ids in token_ids]

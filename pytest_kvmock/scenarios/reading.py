@@ -14,6 +14,7 @@ from pytest_kvmock.profiles import FIELDS
 from pytest_kvmock.scenarios.fields import (
     OF_A_SINK,
     PROMPT_KEYS,
+    check_event,
     check_keys,
     check_one_of,
     read_block,
@@ -153,7 +154,10 @@ def _event(node: Node) -> dict[str, Any]:
         "stored": list_of(read_published),
         "local_hashes": list_of(read_natural),
         "parent": nullable(read_published),
+        "span": read_capacity,
+        "block_size": read_capacity,
         "removed": list_of(read_published),
+        "located": list_of(read_published),
         "cleared": read_true,
         "worker": read_worker,
         "id": read_natural,
@@ -164,13 +168,7 @@ def _event(node: Node) -> dict[str, Any]:
         **OF_A_SINK,
     }
     given = node.fields(readers)
-    check_one_of(node, "stored", "removed", "cleared")
-    for key in ("parent", "local_hashes", "token_ids", "extra"):
-        if key in given and "stored" not in given:
-            raise node.key_error(key, f"{key!r} belongs to 'stored'")
-    for key in ("local_hashes", "token_ids"):
-        if len(given.get(key, given.get("stored", ()))) != len(given.get("stored", ())):
-            raise node.key_error(key, f"{key!r} has one entry a block")
+    check_event(node, given)
     return given
 
 

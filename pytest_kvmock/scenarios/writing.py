@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvmock.backends import EngineProfile
-from pytest_kvmock.events import Cleared, RouterEvent, StorageTier, Stored
+from pytest_kvmock.events import Cleared, RouterEvent, SparseStored, StorageTier, Stored
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
 from pytest_kvmock.hygiene.entries import BatchesLost, WorkerRemoved
 from pytest_kvmock.programs.operations import (
@@ -111,10 +111,12 @@ def _event(event: RouterEvent, program: Reproduction) -> dict[str, Any]:
         written = {"stored": list(data.block_hashes)}
         if data.parent_hash is not None:
             written["parent"] = data.parent_hash
-        if data.tokens_hashes != data.block_hashes:
+        if isinstance(data, SparseStored):
+            written |= {"span": data.span, "block_size": data.block_size}
+        elif data.tokens_hashes != data.block_hashes:
             written["local_hashes"] = list(data.tokens_hashes)
     else:
-        written = {"removed": list(data.block_hashes)}
+        written = {data.kind: list(data.block_hashes)}
     written |= _of((event.worker_id, event.event.dp_rank))
     if program.with_ids:
         written["id"] = event.event.event_id
