@@ -7,14 +7,17 @@ from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from pytest_kvmock.cache.vllm.block_pool import BlockPoolManager, PoolRequest
+from pytest_kvmock.engine.clock import Clock
 from pytest_kvmock.engine.driver import WouldWait
-from pytest_kvmock.engine.tier_clock import Clock
+from pytest_kvmock.engine.move_driver import MoveDriver
+from pytest_kvmock.engine.offload_driver import OffloadDriver
+from pytest_kvmock.engine.tier_clock import TierClock
 from pytest_kvmock.events import StorageTier
 from pytest_kvmock.tiers.offload_steps import OffloadRequest
 from pytest_kvmock.tiers.timed_copies import TimedCopies
 
 if TYPE_CHECKING:
-    from pytest_kvmock.engine.offload_driver import OffloadDriver
+    from pytest_kvmock.engine.driver import Driver
     from pytest_kvmock.engine.scheduler import ScheduledRequest
     from pytest_kvmock.tokens import Prompt
 
@@ -127,7 +130,9 @@ class NativeClock(Clock):
     clears_below = False
     _driver: OffloadDriver
 
-    def __init__(self, driver: OffloadDriver, now: float = 0.0) -> None:
+    def __init__(self, driver: Driver, now: float = 0.0) -> None:
+        if not isinstance(driver, OffloadDriver):
+            raise ValueError(f"a NativeClock is of an OffloadDriver, got {driver!r:.80}")  # noqa: TRY004 - one error
         super().__init__(driver, now)
         self.manager: BlockPoolManager = driver.manager
         self._offload = driver.offload
@@ -317,3 +322,8 @@ class NativeClock(Clock):
         if not wait:
             raise WouldWait(self._now, deadline, why)
         self.tick(max(deadline, self._now))
+
+
+def clock_of(driver: Driver, now: float) -> Clock:
+    """The clock of a worker whose driver's manager has a host below it, of either kind."""
+    return TierClock(driver, now) if isinstance(driver, MoveDriver) else NativeClock(driver, now)

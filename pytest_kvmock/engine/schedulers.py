@@ -22,9 +22,9 @@ from pytest_kvmock.engine.driver import (
 from pytest_kvmock.engine.scheduler import Release
 
 if TYPE_CHECKING:
+    from pytest_kvmock.engine.clock import Clock
     from pytest_kvmock.engine.performance import Semantics
     from pytest_kvmock.engine.scheduler import Scheduler, SchedulerArgs
-    from pytest_kvmock.engine.tier_clock import Clock
 
 EngineType: TypeAlias = Literal["vllm", "sglang"]
 

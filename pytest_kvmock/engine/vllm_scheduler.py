@@ -18,9 +18,9 @@ from pytest_kvmock.engine.timing import moments, rounded_ms
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pytest_kvmock.engine.clock import Clock
     from pytest_kvmock.engine.driver import PoolSchedulerDriver, SchedulerDriver
     from pytest_kvmock.engine.scheduler import SchedulerArgs
-    from pytest_kvmock.engine.tier_clock import Clock
 
 # Theory of operation
 #

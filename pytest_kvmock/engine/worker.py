@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from pytest_kvmock.cache.manager import KvManager
-    from pytest_kvmock.engine.tier_clock import Clock
+    from pytest_kvmock.engine.clock import Clock
     from pytest_kvmock.moves import Block
     from pytest_kvmock.sinks import EventSink, GivenSink, Sink
 
@@ -338,9 +338,9 @@ class KvWorker:
         self._recorder.for_requests = not isinstance(driver, MoveDriver)
         now, self._clock = self.now, None
         if getattr(driver.manager, "offload", None) is not None:
-            from pytest_kvmock.engine.tier_clock import Clock
+            from pytest_kvmock.engine.native_clock import clock_of
 
-            self._clock = Clock.of(driver, now)
+            self._clock = clock_of(driver, now)
         return driver
 
     def __repr__(self) -> str:

@@ -13,8 +13,8 @@ from pytest_kvmock.engine.worker import KvWorker
 
 if TYPE_CHECKING:
     from pytest_kvmock.cache.manager import KvManager
+    from pytest_kvmock.engine.clock import Clock
     from pytest_kvmock.engine.scheduler import Scheduler
-    from pytest_kvmock.engine.tier_clock import Clock
     from pytest_kvmock.sinks import GivenSink, Sink
 
 

@@ -8,7 +8,7 @@ import signal
 import stat
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pytest_kvmock.backends import EngineProfile, speaker_of
 from pytest_kvmock.capture.harness_capture import HarnessCapture
@@ -18,6 +18,8 @@ from pytest_kvmock.wire import find_dialect
 if TYPE_CHECKING:
     import argparse
     from types import FrameType
+
+    from pytest_kvmock.tiers.config import Tiers
 
 
 def add_parsers(
@@ -85,12 +87,14 @@ def _write_tokenizer(given: argparse.Namespace) -> int:
     return 0
 
 
-def _tiers_of(given: argparse.Namespace) -> dict[str, Any] | None:
+def _tiers_of(given: argparse.Namespace) -> Tiers | None:
     if given.host_blocks is None:
         if given.self_describing:
             raise ValueError("--self-describing is about the events of a host; give --host-blocks, too")
         return None
-    return {"host": given.host_blocks, "self_describing": given.self_describing}
+    from pytest_kvmock.tiers.config import Tiers
+
+    return Tiers(given.host_blocks, self_describing=given.self_describing)
 
 
 def serve_engines(given: argparse.Namespace) -> int:
