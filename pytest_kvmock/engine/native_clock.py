@@ -299,6 +299,8 @@ class NativeClock(Clock):
             request = self._driver.known(state)
             if request in self._loading:
                 self.leave(request)
+            else:
+                self._driver.end(state, aborted=True)
             raise
 
     def leave(self, request: OffloadRequest) -> None:

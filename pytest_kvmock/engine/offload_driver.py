@@ -120,10 +120,10 @@ class OffloadDriver(BlockPoolDriver):
         if done:
             aborted = request.num_computed_tokens < len(request) - 1
             self.end(request, aborted=aborted)
-        elif request.block_ids:
+        elif request.block_ids and request in self._known:
             self._prefills.discard(request)
             self._computing.pop(request, None)
-            self._preempted.append(self.known(request))
+            self._preempted.append(self._known[request])
         super().free(request, done=done)
 
     def _computed(self, request: PoolRequest) -> None:

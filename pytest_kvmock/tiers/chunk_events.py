@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pytest_kvmock.cache.offload import TierEvent
 from pytest_kvmock.events import Located, Removed, StorageTier, Stored
-from pytest_kvmock.prompt_keys import FULL_ATTENTION, PromptKeys, group_extra, lora_id
+from pytest_kvmock.prompt_keys import FULL_ATTENTION, group_extra, lora_id
 from pytest_kvmock.tiers.chunk_eviction import ChunkKey
 from pytest_kvmock.tokens import keyed_block_hashes
 
@@ -83,7 +83,7 @@ class ChunkEvents:
         start = end - self._blocks * size
         names = tuple(tokens.names[at // unit - 1] for at in range(start + size, end + 1, size))
         parent = tokens.names[start // unit - 1] if start else None
-        # Salts and items of a prompt are said of the device's blocks alone: a router finds the names that tokens alone have.
+        # Who hashes the tokens himself finds other names for blocks of a salted prompt: what else is hashed is not said here.
         adapter = None if tokens.keys is None else tokens.keys.lora_name
         extra: dict[str, Any] = {"extra_keys": None}
         if adapter is not None:
@@ -92,8 +92,7 @@ class ChunkEvents:
             local, blocks = tokens.local_hashes[start // size : end // size], None
         else:
             blocks = [tuple(tokens.tokens[at : at + size]) for at in range(start, end, size)]
-            keys = None if adapter is None else PromptKeys(adapter)
-            local = keyed_block_hashes(tokens.tokens[start:end], size, keys, start // size)
+            local = keyed_block_hashes(tokens.tokens[start:end], size, tokens.keys, start // size)
         data = Stored(parent, names, tuple(local))
         self._noted[key] = TierEvent(data, StorageTier.HOST_PINNED, blocks, group_extra(key[1], extra=extra))
 

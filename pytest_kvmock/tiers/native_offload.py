@@ -115,7 +115,7 @@ class NativeOffload:
 
     def lookup(self, tokens: HashedTokens, start: int) -> int:
         """Count the tokens of a request that are there, after so many that the device has. Changes nothing."""
-        upto = tokens.num_tokens // self._chunk * self._chunk
+        upto = len(tokens.names) * tokens.block_size // self._chunk * self._chunk
         ready = (
             self.store.chunks.get(key) for key, _ in self._chunks(tokens, start // self._chunk * self._chunk, upto)
         )
@@ -159,7 +159,7 @@ class NativeOffload:
         if request.jobs:
             return None
         chunk, tokens = self._chunk, request.tokens
-        upto = tokens.num_tokens
+        upto = len(tokens.names) * tokens.block_size  # none where nothing is cached
         if request.max_load_tokens is not None:
             upto = min(upto, start + request.max_load_tokens)
         upto = upto // chunk * chunk
@@ -358,7 +358,7 @@ class NativeOffload:
         """Offer what a request has computed and has not offered yet; returns the transfer, if anything of it is new."""
         tokens, held = request.tokens, request.blocks
         size, chunk = self._groups[0].block_size, self._chunk
-        upto = min(upto, tokens.num_tokens, len(held[0]) * size if held else 0)
+        upto = min(upto, len(tokens.names) * tokens.block_size, len(held[0]) * size if held else 0)
         if self._prompt_only:
             upto = min(upto, tokens.num_prompt_tokens)
         if request.max_offload_tokens is not None:
