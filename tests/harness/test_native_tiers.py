@@ -51,6 +51,22 @@ def test_what_events_say_is_what_the_host_holds(tiers):
     assert worker.manager.resident(HOST)
 
 
+@pytest.mark.parametrize("tiers", FORMS, ids=str)
+def test_the_reference_answers_as_the_engine_would(tiers):
+    kv = harness(tiers)
+    worker = kv.worker(0)
+    for _ in range(3):
+        traffic(worker, PROMPTS)
+        worker.tick(worker.now + 100)
+        for prompt in PROMPTS:
+            if not len(prompt) % 4:
+                continue  # of whole blocks the last one is computed, or loaded, again
+            found = {tier: scores[0] * 4 for tier, scores in kv.overlap(prompt, tier=None).items()}
+            device, host = worker.cached_tokens(prompt), worker.cached_tokens(prompt, HOST)
+            assert {tier: tokens for tier, tokens in (("device", device), (HOST, host)) if tokens} == found
+        worker.clear()
+
+
 @pytest.mark.parametrize(
     "keys", [{"cache_salt": "x"}, {"lora_name": "a"}, {"session_id": "s"}, {"multimodal": [("ab", 2, 6)]}], ids=str
 )
