@@ -214,12 +214,11 @@ class BackendSpec:
 def _default_block_size(spec: BackendSpec, options: Mapping[str, Any]) -> int:
     """Tokens of a block where none are asked for: with cache groups those of the attention group."""
     groups = options.get("groups")
-    sizes = [
-        group.block_size
-        for group in (groups or ())
-        if getattr(group, "kind", "") in ("full_attention", "mla_attention")
-    ]
-    return sizes[0] if sizes else spec.default_block_size
+    for group in groups if isinstance(groups, (list, tuple)) else ():
+        if getattr(group, "kind", None) in ("full_attention", "mla_attention"):
+            size: int = group.block_size
+            return size
+    return spec.default_block_size
 
 
 def _check_scheduler(name: str, scheduler: object) -> None:
@@ -514,9 +513,15 @@ class EngineProfile:
 
             object.__setattr__(self, "tiers", Tiers.of(self.tiers))
 
-    def sized_for(self, spec: BackendSpec) -> EngineProfile:
-        """Return the profile with the block size that a backend has where none is given, or by `real_sizes`."""
-        size = self.block_size
+    def sized_for(self, backend: str | BackendSpec | None) -> EngineProfile:
+        """Return the profile with the block size that a backend has where none is given, or by `real_sizes`.
+
+        Raises:
+            ValueError: there is no backend of this name.
+        """
+        if backend is None:
+            return self
+        spec, size = backend_spec(backend), self.block_size
         if self.real_sizes and spec.real_block_size is not None:
             size = spec.real_block_size
         elif type(size) is _NotGiven:

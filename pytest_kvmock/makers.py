@@ -132,7 +132,8 @@ def hash_chain(manager: Any) -> Chain:
     """Make the rule of block hashes for the stream of a manager that has a hasher."""
     from pytest_kvmock.cache.hashed import HashChain
 
-    return HashChain(manager.hasher)
+    geometry = getattr(manager, "geometry", None)
+    return HashChain(manager.hasher, None if geometry is None else geometry.hash_unit)
 
 
 def sglang(**options: Any) -> KvManager:

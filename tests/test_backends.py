@@ -192,7 +192,7 @@ WRONG = [
     ({"name": 7}, "a backend's name has letters, .*; got 7"),
     ({"name": "a b"}, "a backend's name has letters, .*; got 'a b'"),
     ({"name": "mine]"}, "a backend's name has letters, .*; got 'mine]'"),
-    ({"name": "all"}, "is not one of all, no-backend; got 'all'"),
+    ({"name": "all"}, "is not one of all, no-backend, hybrid; got 'all'"),
     ({"make": None}, "backend 'mine': make must be callable, got None"),
     ({"residency": "both"}, "backend 'mine': residency must be 'unique' or 'counted', got 'both'"),
     ({"scheduler": "trt"}, "backend 'mine': scheduler must be 'vllm' or 'sglang', got 'trt'"),
@@ -215,6 +215,7 @@ def test_a_wrong_spec_is_refused(field, message):
     [
         ({"chunk": 0}, "chunk must be an integer of at least 1 tokens, or None, got 0"),
         ({"prefix_caching": 1}, "prefix_caching must be True or False, got 1"),
+        ({"real_sizes": 1}, "real_sizes must be True or False, got 1"),
         ({"seed": "x"}, "seed must be an integer, got 'x'"),
         ({"workers": -1}, "workers must be an integer of at least 0, got -1"),
         ({"dp_size": 0}, "dp_size must be an integer of at least 1, got 0"),
@@ -233,7 +234,12 @@ def test_fields_of_a_profile_may_be_the_least_there_is():
     assert least == {name: getattr(profile, name) for name in least}
 
 
-@pytest.mark.parametrize("name", [name for name in BACKENDS if name not in ("lineage", "lru", "multi_lru")])
+OF_A_CLASS = [
+    name for name, spec in BACKENDS.items() if name not in ("lineage", "lru", "multi_lru") and not spec.real_block_size
+]
+
+
+@pytest.mark.parametrize("name", OF_A_CLASS)
 def test_a_manager_made_by_its_class_has_the_sizes_of_one_made_by_name(name):
     made = create_manager(name, num_blocks=4)
     own = type(made)(num_blocks=4)

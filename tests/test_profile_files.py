@@ -25,6 +25,7 @@ def read(tmp_path):
 
 def test_a_profile_says_any_field(read):
     fields = {"block_size": 4, "num_blocks": 9, "workers": 0, "dp_size": 2, "prefix_caching": False, "seed": -1}
+    fields["real_sizes"] = True
     for chunk, tiers, text in (
         (32, Tiers(64, 7.5, batch=4), "chunk: 32, tiers: {host: 64, gbps: 7.5, batch: 4}"),
         (None, Tiers(9), "chunk: null, tiers: {g2: 9}"),

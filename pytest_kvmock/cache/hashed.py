@@ -191,12 +191,14 @@ class HashChain:
 
     Args:
         hasher: names the blocks of this stream.
+        unit: tokens that a digest is made of, where that is less than a block; None: a block.
     """
 
-    __slots__ = ("_digests", "_hasher")
+    __slots__ = ("_digests", "_hasher", "_unit")
 
-    def __init__(self, hasher: BlockHasher) -> None:
+    def __init__(self, hasher: BlockHasher, unit: int | None = None) -> None:
         self._hasher = hasher
+        self._unit = unit
         self._digests: dict[int, bytes] = {}
 
     def forget(self, kept: Collection[int]) -> None:
@@ -234,11 +236,10 @@ class HashChain:
         if own is not None and own.hasher == self._hasher:
             self._digests.update(zip(own.names, own.digests, strict=True))
             return own.names
-        flat = list(_flat(token_ids))
-        hasher, position = self._hasher, 0 if parent is None else 1
-        if extra is not None and names_blocks(extra):
-            hasher = hasher.of_event(extra, position)
-        digests = hasher.digests(flat, block_size, position, before)
+        made = self._made(list(_flat(token_ids)), block_size, before, extra)
+        if made is None:
+            return None
+        hasher, digests = made
         names = list(map(hasher.name, digests))
         self._digests.update(zip(names, digests, strict=True))
         return names
@@ -269,10 +270,21 @@ class HashChain:
         before = None if parent is None else self._digests.get(parent)
         if not tokens or block_size is None or (parent is not None and before is None):
             return None
-        hasher, position = self._hasher, 0 if parent is None else 1
+        made = self._made(tokens, block_size, before, extra)
+        return None if made is None else made[0].name(made[1][0])
+
+    def _made(
+        self, tokens: Sequence[int], block_size: int, before: bytes | None, extra: EventExtra | None
+    ) -> tuple[BlockHasher, list[bytes]] | None:
+        """Who names the blocks after one digest, and the digest of each; None where it cannot be known."""
+        unit = self._unit
+        step = 1 if unit is None or block_size % unit else block_size // unit
+        hasher, position = self._hasher, 0 if before is None else 1
         if extra is not None and names_blocks(extra):
+            if step > 1:
+                return None  # what is hashed beside the tokens travels by block, and not by unit
             hasher = hasher.of_event(extra, position)
-        return hasher.name(hasher.digests(tokens, block_size, position, before)[0])
+        return hasher, hasher.digests(tokens, block_size // step, position, before)[step - 1 :: step]
 
 
 def _named(prompt: Prompt, block_size: int, hasher: BlockHasher) -> tuple[list[int], list[bytes], bytes | int | None]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
 from pytest_kvmock.events import BlockTokens, Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
+from pytest_kvmock.prompt_keys import is_attention_group
 
 if TYPE_CHECKING:
     from pytest_kvmock.prompt_keys import EventExtra
@@ -28,7 +29,8 @@ class EventRecorder:
         sink: as above.
         published: whether a manager ever published anything.
         removed: how many blocks on the device were published as removed, a copy each time that it was.
-        stored: hashes of the blocks that were stored on the device, in order, while somebody asks for them; else None.
+        stored: hashes of the blocks that were stored on the device, in order, while somebody asks for them; else None. Of a
+            hybrid model those of its attention group.
         holds: as above.
         held: the events that are held, in order.
         for_requests: whether all that is published is for a request, so that its hashes are the engine's
@@ -101,7 +103,7 @@ class EventRecorder:
         if type(event.data) is Removed and storage_tier is StorageTier.DEVICE:
             self.removed += len(event.data.block_hashes)
         if self.stored is not None and isinstance(event.data, Stored) and storage_tier is StorageTier.DEVICE:
-            self.stored += event.data.block_hashes
+            self.stored += event.data.block_hashes if is_attention_group(extra) else ()
         if self.extra_of is not None and extra is None and isinstance(event.data, Stored):
             extra = self.extra_of(event.data)
         if self.sink is not None:

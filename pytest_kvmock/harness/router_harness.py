@@ -11,7 +11,7 @@ from random import Random
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
-from pytest_kvmock.backends import BackendSpec, EngineProfile, backend_spec
+from pytest_kvmock.backends import BackendSpec, EngineProfile
 from pytest_kvmock.checks import check_integer, unknown_text
 from pytest_kvmock.events import Cleared, StorageTier, StreamKey
 from pytest_kvmock.harness.by_hand import ByHand
@@ -65,8 +65,7 @@ class RouterHarness:
         name: seeds everything random, together with the profile's seed; the plugin passes the test's node id.
         faults: how often faults strike an event at random, from 0 to 1, by name; see `Faults.at_random`.
         survive: names of the faults that the index under test must survive.
-        engine: fields of `MockEngineArgs` for the engines of its workers (see `engine`); sizes among them take the place
-            of the profile's.
+        engine: fields of `MockEngineArgs` for the engines of its workers (see `engine`); sizes among them go before the profile's.
         judge_unpublished: judge what workers without prefix caching would publish, too, by the rules of the ledger alone.
         index_semantics: what a Cleared empties: None for the rank that published it (Dynamo from 1.6), "e1" for all ranks
             of its worker (Dynamo up to 1.3); see `RadixIndex`.
@@ -114,8 +113,7 @@ class RouterHarness:
             from pytest_kvmock.harness.engines import engine_profile  # for those who use it
 
             self.profile = engine_profile(self.profile, engine)
-        if backend is not None:
-            self.profile = self.profile.sized_for(backend_spec(backend))
+        self.profile = self.profile.sized_for(backend)
         self._allow = frozenset(map(check_rule, allow))
         self.events = EventLog(self.flush, allow=self._allow)
         self._seed = f"{self.profile.seed}:{name}"

@@ -158,6 +158,13 @@ def test_without_prefix_caching_nothing_is_published_and_all_is_freed(name):
         assert len(request) == worker.manager.block_size
 
 
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma4", "qwen3_next"])
+def test_what_was_stored_for_a_request_is_that_of_the_attention_group(name):
+    worker = worker_of(name)
+    names = worker.manager.new_request(range(33)).blocks
+    assert worker.serve(range(33)).stored_blocks == tuple(names[: 32 // worker.manager.block_size])
+
+
 def test_a_driver_refuses_another_manager():
     with pytest.raises(ValueError, match=r"^a HybridDriver drives a HybridManager, got <BlockPoolManager vllm"):
         HybridDriver(create_manager("vllm", num_blocks=4), True, Random(0))

@@ -139,7 +139,7 @@ class HybridManager(VllmManager):
 
     @property
     def num_inactive_blocks(self) -> int:
-        """Cached blocks that nobody uses; every copy counts. Walks the queue."""
+        """Cached blocks of the attention group that nobody uses; every copy counts. Walks the queue."""
         return len(self.inactive_blocks())
 
     @property
@@ -163,18 +163,18 @@ class HybridManager(VllmManager):
         return sum(pool.refs[each] for each in held)
 
     def inactive_blocks(self) -> list[int]:
-        """Cached blocks that nobody uses, by their first names, in the order in which they would be evicted."""
-        names = self._pool.names
-        return [names(block)[0][1] for block in self._pool.free if names(block)]
+        """Cached blocks of the attention group that nobody uses, in the order in which they would be evicted."""
+        firsts = [names[0] for block in self._pool.free if (names := self._pool.names(block))]
+        return [block_hash for group, block_hash in firsts if group == self._main]
 
     def resident(self, tier: StorageTier = StorageTier.DEVICE) -> list[int]:
-        """Names of what is cached in a tier, in use or not, of all groups; copies repeated."""
+        """Names that the attention group has cached in a tier, in use or not; copies repeated. See `resident_names`."""
         if tier != StorageTier.DEVICE:
             return self._resident_below(tier)
-        return [block_hash for _, block_hash in self.resident_names()]
+        return [block_hash for group, block_hash in self.resident_names() if group == self._main]
 
     def resident_names(self) -> list[tuple[int, int]]:
-        """Names of what is cached, (group, hash), in use or not; copies repeated."""
+        """Names of what all groups have cached, (group, hash), in use or not; copies repeated."""
         pool = self._pool
         return [name for block in range(1, self.max_capacity + 1) for name in pool.names(block)]
 

@@ -8,6 +8,7 @@ from pytest_kvmock.cache.vllm.block_pool import BlockPoolManager
 from pytest_kvmock.cache.vllm.groups import Geometry
 from pytest_kvmock.cache.vllm.hybrid import HybridManager
 from pytest_kvmock.events import Removed, SparseStored, Stored
+from pytest_kvmock.makers import hash_chain
 from pytest_kvmock.prompt_keys import group_of
 from pytest_kvmock.tokens import Prompt
 
@@ -168,11 +169,8 @@ def test_queries_count_by_name_and_by_number():
         [(0, request.key(16)), (0, request.key(20)), *((1, request.key(end)) for end in range(4, 21, 4))]
     )
     manager.free(request)
-    assert manager.inactive_blocks() == [
-        request.key(20),
-        request.key(16),
-        *(request.key(end) for end in range(20, 3, -4)),
-    ]
+    assert manager.inactive_blocks() == [request.key(end) for end in range(20, 3, -4)]
+    assert sorted(manager.resident()) == sorted(manager.inactive_blocks())
     assert manager.clear()
     assert manager.resident() == []
 
@@ -241,3 +239,37 @@ def test_sizes_follow_from_the_groups():
     assert geometry.admission_cap(0, 24, None) == 9
     assert geometry.admission_cap(0, 24, 20) == 6
     assert geometry.admission_cap(1, 24, None) is None
+
+
+@pytest.mark.parametrize("unit", [None, 2])
+def test_names_are_judged_by_units_where_blocks_have_several(unit):
+    sink = Recorder()
+    groups = (CacheGroup("sliding_window", block_size=4, window=6), CacheGroup("full_attention", block_size=8))
+    manager = made(groups, sink=sink) if unit is None else made(QWEN, sink=sink, match_unit=unit)
+    request = run(manager, range(30), free=False)
+    request.tokens.extend(range(60, 70))
+    manager.allocate_slots(request, 10)
+    chain, judged = hash_chain(manager), 0
+    for event, _, token_ids, extra in sink:
+        data = event.data
+        is_block = len(token_ids[0]) == manager.block_size if token_ids else False  # and no tail
+        if type(data) is Stored and is_block and group_of(extra) == len(manager.geometry.groups) - 1:
+            expected = chain.expected(data, token_ids, len(token_ids[0]), extra)
+            assert tuple(expected) == data.block_hashes
+            other = [(999, *tokens[1:]) for tokens in token_ids]
+            assert set(chain.expected(data, other, len(token_ids[0]), extra)).isdisjoint(expected)
+            chain.expected(data, token_ids, len(token_ids[0]), extra)
+            judged += 1
+    assert judged >= 2
+
+
+def test_names_of_salted_blocks_of_several_units_cannot_be_judged():
+    groups = (CacheGroup("sliding_window", block_size=4, window=6), CacheGroup("full_attention", block_size=8))
+    sink = Recorder()
+    manager = made(groups, sink=sink)
+    run(manager, Prompt(range(30), cache_salt="tenant"))
+    event, _, token_ids, extra = next(each for each in sink if type(each[0].data) is Stored)
+    assert extra["extra_keys"] == [("tenant",), None, None]
+    assert hash_chain(manager).expected(event.data, token_ids, 8, extra) is None
+    sparse = next(each for each in sink if type(each[0].data) is SparseStored)
+    assert "extra_keys" not in sparse[3] or len(sparse[3]["extra_keys"]) == len(sparse[0].data.block_hashes)
