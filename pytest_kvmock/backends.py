@@ -310,7 +310,7 @@ BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
                 in_matrix=False,
                 driver=makers.block_pool_driver,
                 chain=makers.hash_chain,
-                options=("version", *_VLLM_OPTIONS, "groups", *makers.GROUP_SETTINGS),
+                options=("version", *_VLLM_OPTIONS, "groups", *makers.GROUP_SETTINGS, "tiers"),
                 semantics="1.6.1",
             ),
             BackendSpec(

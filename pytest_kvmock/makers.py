@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,8 +71,12 @@ def whole_move_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> 
     return WholeMoveDriver(manager, prefix_caching, rng)
 
 
-def vllm(*, groups: Any = None, **options: Any) -> KvManager:
+def vllm(*, groups: Any = None, tiers: Any = None, **options: Any) -> KvManager:
     """Make a `BlockPoolManager`, or a `HybridManager` where there are other groups than one of full attention."""
+    if tiers is not None:
+        if groups is not None:
+            raise ValueError("tiers are for engines with one cache; give no groups")
+        return _with_native_offload(tiers, vllm(**options))
     settings: dict[str, Any] = {name: options.pop(name) for name in GROUP_SETTINGS if name in options}
     if groups is not None:
         from pytest_kvmock.cache.vllm.hybrid import of_groups
@@ -83,6 +87,19 @@ def vllm(*, groups: Any = None, **options: Any) -> KvManager:
     from pytest_kvmock.cache.vllm.block_pool import BlockPoolManager
 
     return BlockPoolManager(**options)
+
+
+def _with_native_offload(tiers: Any, manager: Any) -> KvManager:
+    """Put a host of its own below a manager of vLLM."""
+    from random import Random
+
+    from pytest_kvmock.tiers.config import Tiers
+
+    if manager.version.name != "0.33.0":
+        raise ValueError(f"tiers are those of vLLM 0.33.0; got version {manager.version.name!r}")
+    # A driver has a source of its own.
+    manager.attach_offload(*Tiers.of(tiers).make_native(manager.block_size, Random(0)))  # noqa: S311 - mock data
+    return cast("KvManager", manager)
 
 
 def vllm_0_19(**options: Any) -> KvManager:
@@ -103,6 +120,10 @@ def block_pool_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> 
         from pytest_kvmock.engine.hybrid_pool_driver import HybridPoolDriver
 
         return HybridPoolDriver(manager, prefix_caching, rng)
+    if getattr(manager, "offload", None) is not None:
+        from pytest_kvmock.engine.offload_driver import OffloadDriver
+
+        return OffloadDriver(manager, prefix_caching, rng)
     from pytest_kvmock.engine.block_pool_driver import BlockPoolDriver
 
     return BlockPoolDriver(manager, prefix_caching, rng)

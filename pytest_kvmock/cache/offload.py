@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from pytest_kvmock.cache.dynamo.eviction.policy import Slot
 from pytest_kvmock.events import BlockTokens, EventData, StorageTier
+from pytest_kvmock.prompt_keys import EventExtra
 
 
 class BlockDetails(NamedTuple):
@@ -39,11 +40,13 @@ class TierEvent(NamedTuple):
         data: what happened.
         tier: where.
         token_ids: for a Stored, the tokens of each block, where they are known.
+        extra: what else travels beside it; see `RouterEvent`.
     """
 
     data: EventData
     tier: StorageTier
     token_ids: BlockTokens | None = None
+    extra: EventExtra | None = None
 
 
 class OffloadResult(NamedTuple):
@@ -122,6 +125,22 @@ class OffloadEngine(Protocol):
 
     def clear(self) -> Sequence[Slot]:
         """Cancel all transfers and forget all blocks, without events; returns the slots that it had taken."""
+
+
+class WriteThrough(Protocol):
+    """A tier that has copies of what the device computed, whatever the device keeps; what a manager needs of it.
+
+    Attributes:
+        tier: where it keeps them.
+    """
+
+    tier: StorageTier
+
+    def take_events(self) -> Sequence[TierEvent]:
+        """Take the events since the last time, to be published after those of the device."""
+
+    def resident_names(self) -> list[int]:
+        """Hashes of what can be loaded, as events name it; repeated where two of them do."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,6 +108,8 @@ class EventRecorder:
             extra = self.extra_of(event.data)
         if self.sink is not None:
             chained = (self.for_requests or self._requests > 0) and type(event.data) is not Cleared  # that is for none
+            if extra is not None and extra.get("extra_keys", ()) is None:
+                chained = False  # it does not say what was hashed beside the tokens
             named = RouterEvent(self.worker_id, event, storage_tier, token_ids, extra, chained)
             if self.holds:
                 self.held.append(named)

@@ -91,6 +91,9 @@ class Parking:
         manager: the manager.
     """
 
+    parks_preempted = False
+    """As Dynamo's scheduler: only what is new is swapped in."""
+
     def __init__(self, driver: MoveDriver, manager: LogicalManager) -> None:
         self._driver = driver
         self._manager = manager
@@ -166,6 +169,13 @@ class Parking:
         """Cache the blocks that came, and pin no more; return how many."""
         with self._driver.recorder:
             return parked.resume()
+
+    def land(self, request: ScheduledRequest) -> None:
+        """Nothing: its own Use finds what has come."""
+
+    def landed_tokens(self, request: ScheduledRequest) -> int:  # noqa: ARG002 - as above
+        """None: it holds nothing while it waits."""
+        return 0
 
     def take_done(self) -> list[Parked]:
         """Take out what has come for requests of the worker, by the last tick, and forget what the manager cancelled.

@@ -22,9 +22,9 @@ from pytest_kvmock.engine.driver import (
 from pytest_kvmock.engine.scheduler import Release
 
 if TYPE_CHECKING:
+    from pytest_kvmock.engine.clock import Clock
     from pytest_kvmock.engine.performance import Semantics
     from pytest_kvmock.engine.scheduler import Scheduler, SchedulerArgs
-    from pytest_kvmock.engine.tier_clock import TierClock
 
 EngineType: TypeAlias = Literal["vllm", "sglang"]
 
@@ -51,7 +51,7 @@ class SchedulerSpec:
     """
 
     name: EngineType
-    make: Callable[[Any, SchedulerArgs, TierClock | None], Scheduler]
+    make: Callable[[Any, SchedulerArgs, Clock | None], Scheduler]
     driver: type
     releases: Mapping[Semantics, Release]
     default_release: Semantics
@@ -64,13 +64,13 @@ class SchedulerSpec:
     over: str | None = None
 
 
-def _vllm(driver: Any, args: SchedulerArgs, tiers: TierClock | None) -> Scheduler:
+def _vllm(driver: Any, args: SchedulerArgs, tiers: Clock | None) -> Scheduler:
     from pytest_kvmock.engine.vllm_scheduler import VllmScheduler
 
     return VllmScheduler(driver, args, tiers)
 
 
-def _sglang(driver: Any, args: SchedulerArgs, tiers: TierClock | None) -> Scheduler:  # noqa: ARG001 - it has no tiers
+def _sglang(driver: Any, args: SchedulerArgs, tiers: Clock | None) -> Scheduler:  # noqa: ARG001 - it has no tiers
     if args.release.prefills_first:
         from pytest_kvmock.engine.prefill_first_scheduler import PrefillFirstScheduler
 

@@ -1,4 +1,4 @@
-"""The virtual time of a worker with tiers below the device, and requests that wait in it for blocks of the device."""
+"""The virtual time of a worker whose evicted blocks travel to the host, and requests that wait in it for blocks of the device."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_kvmock.cache.dynamo.logical import LogicalManager
 from pytest_kvmock.cache.offload import NoHits
-from pytest_kvmock.checks import check_time
+from pytest_kvmock.engine.clock import Clock
 from pytest_kvmock.engine.driver import SlotsLost, WouldWait
 from pytest_kvmock.engine.move_driver import MoveDriver
 from pytest_kvmock.engine.parking import Parked, Parking
 from pytest_kvmock.events import StorageTier
 
 if TYPE_CHECKING:
-    from pytest_kvmock.engine.driver import Driver
     from pytest_kvmock.tokens import Prompt
 
 
-class TierClock:
-    """The time of one worker, and what is under way in it.
+class TierClock(Clock):
+    """The time of a worker whose evicted blocks travel to the host, and what is under way in it.
 
     Args:
         driver: the worker's; its manager has an offload engine.
@@ -32,34 +31,24 @@ class TierClock:
 
     def __init__(self, driver: MoveDriver, now: float = 0.0) -> None:
         assert isinstance(driver.manager, LogicalManager)
-        self._driver = driver
+        super().__init__(driver, now)
         self.manager = driver.manager
-        self.parking = Parking(driver, self.manager)
+        self.parking: Parking = Parking(driver, self.manager)
         # Blocks on the device that came back, and were not counted as onboarded yet, by the blocks that were asked for.
         self._came: dict[tuple[int, ...], set[int]] = {}
-        self._now = now
 
     @property
     def now(self) -> float:
         """The time, in ms: that of its last tick, or the manager's where somebody moved that alone further."""
         return max(self._now, self.manager.offload_now)
 
-    @classmethod
-    def of(cls, driver: Driver, now: float) -> TierClock | None:
-        """Make the clock of a worker with this driver; None where nothing is below the device."""
-        if isinstance(driver, MoveDriver) and getattr(driver.manager, "offload", None) is not None:
-            return cls(driver, now)
-        return None
+    @property
+    def num_blocks(self) -> int | None:
+        """Blocks that the host has room for; None: there is none."""
+        return None if self.manager.offload is None else self.manager.offload.num_blocks
 
-    def tick(self, now: float) -> None:
-        """Move the time forward: transfers end, and what came back for a request that does not wait for it is cached.
-
-        Raises:
-            ValueError: the time is no finite number of at least 0, or before `now`.
-        """
-        if check_time(now) < self.now:
-            raise ValueError(f"tick: time does not go backwards; it is {self.now} ms, got {now}")
-        self._now = float(now)
+    def _pass(self, now: float) -> None:
+        self._now = now
         with self._driver.recorder:
             self.manager.tick(self._now)
         for parked in self.parking.take_done():
@@ -69,6 +58,14 @@ class TierClock:
             self._came = {plhs: here for plhs, blocks in self._came.items() if (here := blocks & cached)}
             self._came.setdefault(parked.plhs, set()).update(parked.plhs[parked.skip :])
             self.parking.resume(parked)
+
+    def start_pass(self, now: float) -> None:
+        """Move the time forward: a pass finds what is done."""
+        self.tick(now)
+
+    def end_pass(self) -> float:
+        """Nothing: what a pass evicts travels by itself."""
+        return 0.0
 
     def pass_to(self, now: float) -> None:
         """Move the time forward from the end of one transfer to the next, so that each that was queued starts in its turn."""
@@ -130,16 +127,10 @@ class TierClock:
         plhs = request.sequence.positional_lineage_hashes
         return engine.lookup(plhs[self._driver.lookup(request) // size :]) * size
 
-    def onboard(self, state: Any, *, wait: bool) -> int:
-        """Bring back what the host has of a request without blocks.
-
-        Returns:
-            How many of its cached tokens came back for it; in an earlier attempt, too, which did not wait for them.
-
-        Raises:
-            WouldWait: that takes time, and `wait` is False.
-            SlotsLost: the slots for it never come.
-        """
+    def onboard(self, state: Any, *, wait: bool, resumed: bool) -> int:
+        """Bring back what the host has of a request that is new; as Dynamo's scheduler, nothing for one that was preempted."""
+        if resumed:
+            return 0
         plhs = tuple(state.sequence.positional_lineage_hashes)
         while True:
             parked = next((each for each in self.parking.of_worker if each.plhs == plhs[: len(each.plhs)]), None)
@@ -168,21 +159,12 @@ class TierClock:
         return [asked for asked in self._came if asked == plhs[: len(asked)]]
 
     def allocate(self, state: Any, upto: int, *, wait: bool) -> None:
-        """Use the blocks of a request's first tokens, and wait where the device has none.
-
-        Raises:
-            WouldWait: none is free yet, and `wait` is False.
-            SlotsLost: none will be.
-        """
+        """Use the blocks of a request's first tokens, and wait where the device has none."""
         while self._driver.allocate(state, upto) < upto:
             self._wait(wait, "blocks of the device are on their way to the host")
 
     def generate(self, state: Any, tokens: Sequence[int]) -> None:
-        """Decode, one step a token, and wait where the device has no block for one.
-
-        Raises:
-            SlotsLost: there will be none.
-        """
+        """Decode, one step a token, and wait where the device has no block for one."""
         for token in tokens:
             while not self._driver.generate(state, token):
                 self._wait(True, "")

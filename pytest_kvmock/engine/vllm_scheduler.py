@@ -18,9 +18,9 @@ from pytest_kvmock.engine.timing import moments, rounded_ms
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pytest_kvmock.engine.clock import Clock
     from pytest_kvmock.engine.driver import PoolSchedulerDriver, SchedulerDriver
     from pytest_kvmock.engine.scheduler import SchedulerArgs
-    from pytest_kvmock.engine.tier_clock import TierClock
 
 # Theory of operation
 #
@@ -66,7 +66,7 @@ class VllmScheduler(Scheduler):
         self,
         driver: SchedulerDriver,
         args: SchedulerArgs,
-        tiers: TierClock | None = None,
+        tiers: Clock | None = None,
     ) -> None:
         super().__init__(driver, args)
         self._tiers = tiers
@@ -145,7 +145,7 @@ class VllmScheduler(Scheduler):
         self._defers = self.defers_prefills and self._left_nobody and any(map(_decodes, self._running))
         tiers = self._tiers
         if tiers is not None:
-            tiers.tick(max(now_ms, tiers.now))
+            tiers.start_pass(max(now_ms, tiers.now))
             self._waiting.extendleft(reversed(tiers.parking.take_back()))
         if self._begin_pass is not None:
             self._begin_pass()
@@ -154,9 +154,10 @@ class VllmScheduler(Scheduler):
             self._admit()
         if self._end_pass is not None:
             self._end_pass()
+        waits_ms = 0.0 if tiers is None else tiers.end_pass()
         done.prefill_ms = self._prefill_ms()
         self._decode()
-        done.end_ms = (now_ms + done.prefill_ms) + done.decode_ms
+        done.end_ms = (now_ms + waits_ms + done.prefill_ms) + done.decode_ms
         if tiers is not None and done.end_ms <= now_ms:
             deadline = tiers.parking.deadline
             if deadline is not None:
@@ -203,8 +204,11 @@ class VllmScheduler(Scheduler):
 
     def _admit(self) -> None:
         done, waiting, running, driver = self._pass, self._waiting, self._running, self._driver
+        deferred: list[ScheduledRequest] = []
         while not done.preempted and waiting and len(running) < self._max_running:
             head = self._next_waiting()
+            if self._parking is not None and head is not None:
+                self._parking.land(head)
             if head is not None and self._rejects(head):
                 waiting.remove(head)
                 head.status = "rejected"
@@ -212,10 +216,12 @@ class VllmScheduler(Scheduler):
                 continue
             if head is None or (self._whole and self._need_whole(head) > driver.room()):
                 break
-            if self._parking is not None and head.status == "waiting":
+            if self._parking is not None and (head.status == "waiting" or self._parking.parks_preempted):
                 outcome = self._parking.park(head, driver.lookup(head.state), done.start_ms)
-                if outcome == "parked":
+                if outcome in ("parked", "deferred"):
                     waiting.popleft()
+                    if outcome == "deferred":
+                        deferred.append(head)
                     continue
                 if outcome == "blocked":
                     break
@@ -228,6 +234,7 @@ class VllmScheduler(Scheduler):
             done.admitted.append(head)
             if not used and not self._left:
                 break
+        waiting.extendleft(reversed(deferred))  # they keep their places
 
     def _next_waiting(self) -> ScheduledRequest | None:
         """The request to admit next: the first, or the first whose prompt is computed."""
@@ -288,8 +295,9 @@ class VllmScheduler(Scheduler):
         if not used and remaining:
             return _BLOCKED
         if waits:
+            found = cached if self._parking is None else max(cached, self._parking.landed_tokens(request))
             request.admit(
-                self._pass.start_ms, cached if self._release.counts_all_hits else min(cached, request.prompt_tokens)
+                self._pass.start_ms, found if self._release.counts_all_hits else min(found, request.prompt_tokens)
             )
         self._used[request] = used
         self._left -= used

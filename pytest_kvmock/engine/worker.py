@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from pytest_kvmock.cache.manager import KvManager
-    from pytest_kvmock.engine.tier_clock import TierClock
+    from pytest_kvmock.engine.clock import Clock
     from pytest_kvmock.moves import Block
     from pytest_kvmock.sinks import EventSink, GivenSink, Sink
 
@@ -237,7 +237,7 @@ class Request:
             driver.admit(state, min(upto, length))
         self._status = "running"
 
-    def _admit_in_time(self, clock: TierClock, *, wait: bool, onboard: bool) -> None:
+    def _admit_in_time(self, clock: Clock, *, wait: bool, onboard: bool) -> None:
         driver, state = self._driver, self._state
         requested, available = driver.need(state, len(state)), clock.room()
         if requested > available:
@@ -245,8 +245,7 @@ class Request:
         length = len(state)
         chunk = self._worker.chunk or length
         try:
-            # As Dynamo's scheduler: only what waits is swapped in, not what was preempted.
-            self.onboarded_tokens = clock.onboard(state, wait=wait) if onboard else 0
+            self.onboarded_tokens = clock.onboard(state, wait=wait, resumed=not onboard)
             self.cached_tokens = self._lookup()
             for upto in range(chunk, length + chunk, chunk):
                 clock.allocate(state, min(upto, length), wait=wait)
@@ -326,7 +325,7 @@ class KvWorker:
         self._recorder = EventRecorder(worker_id, taken, holds=holds_events)
         self._rng = rng or Random()  # noqa: S311 - mock data
         self._make_driver = driver or MoveDriver
-        self._clock: TierClock | None = None
+        self._clock: Clock | None = None
         self._log = log
         self._driver = self._start()
 
@@ -339,9 +338,9 @@ class KvWorker:
         self._recorder.for_requests = not isinstance(driver, MoveDriver)
         now, self._clock = self.now, None
         if getattr(driver.manager, "offload", None) is not None:
-            from pytest_kvmock.engine.tier_clock import TierClock
+            from pytest_kvmock.engine.native_clock import clock_of
 
-            self._clock = TierClock.of(driver, now)
+            self._clock = clock_of(driver, now)
         return driver
 
     def __repr__(self) -> str:
@@ -353,9 +352,14 @@ class KvWorker:
         return self._driver.manager
 
     @property
-    def tiers(self) -> TierClock | None:
+    def tiers(self) -> Clock | None:
         """The time of the tiers below the device, for an engine; None: there are none."""
         return self._clock
+
+    @property
+    def clears_below(self) -> bool:
+        """Whether `clear` empties the tiers below the device, too; vLLM's is of the device alone."""
+        return self._clock is None or self._clock.clears_below
 
     @property
     def now(self) -> float:
@@ -471,7 +475,7 @@ class KvWorker:
     def clear(self) -> bool:
         """Drop all that is cached, and publish Cleared. False, and no event, while requests are open.
 
-        Transfers between tiers are cancelled, and further tiers are emptied too.
+        Transfers between tiers are cancelled, and further tiers are emptied too, but for vLLM's (`clears_below`).
         """
         self._record(Clear, self.worker_id, self.dp_rank)
         cleared = not self.requests and self._driver.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from random import Random
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from pytest_kvmock.backends import BACKENDS, BackendSpec
 from pytest_kvmock.cache.manager import protocol_mismatch
@@ -12,10 +12,9 @@ from pytest_kvmock.engine.schedulers import SCHEDULERS
 from pytest_kvmock.engine.worker import KvWorker
 
 if TYPE_CHECKING:
-    from pytest_kvmock.cache.dynamo.logical import LogicalManager
     from pytest_kvmock.cache.manager import KvManager
+    from pytest_kvmock.engine.clock import Clock
     from pytest_kvmock.engine.scheduler import Scheduler
-    from pytest_kvmock.engine.tier_clock import TierClock
     from pytest_kvmock.sinks import GivenSink, Sink
 
 
@@ -32,7 +31,14 @@ def make_worker(args: MockEngineArgs, spec: BackendSpec, sink: GivenSink | None,
         manager = spec.make(num_blocks=args.num_gpu_blocks, block_size=args.block_size, dp_rank=0, sink=sink)
         host = args.make_host()
         if host is not None:
-            cast("LogicalManager", manager).attach_offload(host)
+            from pytest_kvmock.cache.dynamo.logical import LogicalManager
+
+            if not isinstance(manager, LogicalManager):
+                raise ValueError(
+                    f"num_g2_blocks={args.num_g2_blocks} is the host of Dynamo's block managers, and backend {spec.name!r} has "
+                    f"another; make the worker with tiers={{'host': {args.num_g2_blocks}}}"
+                )
+            manager.attach_offload(host)
         return manager
 
     return KvWorker(
@@ -45,7 +51,7 @@ def make_worker(args: MockEngineArgs, spec: BackendSpec, sink: GivenSink | None,
     )
 
 
-def make_scheduler(args: MockEngineArgs, driver: Any, tiers: TierClock | None) -> Scheduler:
+def make_scheduler(args: MockEngineArgs, driver: Any, tiers: Clock | None) -> Scheduler:
     """Make the scheduler that `args` name, over the driver of a manager that it can use.
 
     Raises:
@@ -90,7 +96,7 @@ def check_worker(args: MockEngineArgs, worker: KvWorker) -> None:
         if has != asked:
             raise ValueError(f"{name}={asked!r}, and {worker!r} was made with {has!r}; they must be equal")
     tiers = worker.tiers
-    host = None if tiers is None or tiers.manager.offload is None else tiers.manager.offload.num_blocks
+    host = None if tiers is None else tiers.num_blocks
     # By itself it makes no host, in the original neither; beside a worker that has one it says how large that is.
     is_asked = args.has_host or (args.num_g2_blocks is not None and host is not None)
     if is_asked and args.num_g2_blocks != host:
@@ -101,8 +107,8 @@ def check_worker(args: MockEngineArgs, worker: KvWorker) -> None:
         raise ValueError(
             f"num_g2_blocks={args.num_g2_blocks}, and {worker!r} was made {made}; leave it out, or {else_}"
         )
-    _check_links(args, worker, None if tiers is None else tiers.manager.offload)
-    if tiers is not None and not args.release.takes_tiers:
+    _check_links(args, worker, getattr(manager, "offload", None))
+    if tiers is not None and tiers.clears_below and not args.release.takes_tiers:
         raise ValueError(
             "tiers are for engines that follow the scheduler of 1.2.1, as no later one was recorded with them; got "
             f"semantics={args.scheduler_semantics!r} over {worker!r}"

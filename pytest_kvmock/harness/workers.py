@@ -251,7 +251,10 @@ class Workers:
             spec.residency,
             spec.prefix_closed,
             DynamoChain if spec.chain is None else partial(spec.chain, worker.manager),
+            clears_below=worker.clears_below,
         )
+        if tiers is not None and not worker.clears_below:
+            self._judge.reference.offloads_in_chunks(tiers.chunk)
         self._judge.open(Opened((worker_id, dp_rank), 0, about), None if tiers is None else worker.unpublished)
         if self._judge_unpublished:
             worker.watch(SimpleNamespace(publish=self._judge.watched))

@@ -239,6 +239,8 @@ class RequestCutter:
         if self._attempt(profile=self._now.profile.replace(tiers=None)):
             return
         for host in (*_sizes(tiers.host), tiers.host):
+            if host % tiers.chunk:
+                continue
             for simple in (Tiers(host), dataclasses.replace(tiers, host=host, batch=None)):
                 if simple != tiers and self._attempt(profile=self._now.profile.replace(tiers=simple)):
                     return

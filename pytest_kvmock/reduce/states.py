@@ -19,7 +19,7 @@ from pytest_kvmock.hygiene import entries
 from pytest_kvmock.hygiene.ledger import Ledger
 from pytest_kvmock.reduce.program import NotReduced
 from pytest_kvmock.reduce.replay import MakeIndex, in_a_thread
-from pytest_kvmock.router.index import KvEventError, RadixIndex
+from pytest_kvmock.router.index import KvEventError
 
 if TYPE_CHECKING:
     from pytest_kvmock.harness import RouterHarness
@@ -92,7 +92,7 @@ class _Replay:
     ) -> None:
         self._kv, self._worker, self._runner, self._expired = kv, worker, runner, expired
         self._ledger = Ledger()
-        self._reference = RadixIndex(semantics=kv.recording.index_semantics)
+        self._reference = kv.reference.new()
         self._position, self._first, self._last = position, max(0, position - BEFORE), position + AFTER
         self._notes: list[str] = []
         self._numbers: dict[tuple[int, int, str, int], int] = {}

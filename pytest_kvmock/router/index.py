@@ -188,6 +188,14 @@ class RadixIndex:
             clears_below=self._clears_below,
         )
 
+    def offloads_in_chunks(self, chunk: int) -> None:
+        """Be as one that was made with this `chunk`, and without `clears_below`; before the first event.
+
+        Raises:
+            ValueError: `chunk` is no integer of at least 1.
+        """
+        self._chunk, self._has_names, self._clears_below = check_integer("chunk", chunk, 1), True, False
+
     def apply(self, event: RouterEvent) -> None:
         """Apply one event.
 

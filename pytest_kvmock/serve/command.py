@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     import argparse
     from types import FrameType
 
+    from pytest_kvmock.tiers.config import Tiers
+
 
 def add_parsers(
     commands: argparse._SubParsersAction[argparse.ArgumentParser], plugins: argparse.ArgumentParser
@@ -44,6 +46,12 @@ def add_parsers(
     serve.add_argument("--ranks", metavar="N", type=int, default=1, help="data-parallel ranks of each (default: 1)")
     serve.add_argument("--block-size", metavar="N", type=int, default=16, help="tokens a block (default: 16)")
     serve.add_argument("--num-blocks", metavar="N", type=int, default=2048, help="blocks of each rank (default: 2048)")
+    serve.add_argument(
+        "--host-blocks", metavar="N", type=int, help="blocks of each rank's host, for vLLM's native offload"
+    )
+    serve.add_argument(
+        "--self-describing", action="store_true", help="with a host: its events have tokens, and name no places alone"
+    )
     serve.add_argument("--model", metavar="NAME", default="mock-model", help="name of the model (default: mock-model)")
     serve.add_argument("--adapter", metavar="NAME", action="append", default=[], help="a LoRA adapter; repeatable")
     serve.add_argument("--max-model-len", metavar="N", type=int, help="default: what the blocks hold")
@@ -110,6 +118,16 @@ def _write_tokenizer(given: argparse.Namespace) -> int:
     return 0
 
 
+def _tiers_of(given: argparse.Namespace) -> Tiers | None:
+    if given.host_blocks is None:
+        if given.self_describing:
+            raise ValueError("--self-describing is about the events of a host; give --host-blocks, too")
+        return None
+    from pytest_kvmock.tiers.config import Tiers
+
+    return Tiers(given.host_blocks, self_describing=given.self_describing)
+
+
 def serve_engines(given: argparse.Namespace) -> int:
     """Serve until the end is asked for; return the exit code."""
     from pytest_kvmock.serve.api import to_json
@@ -125,6 +143,7 @@ def serve_engines(given: argparse.Namespace) -> int:
         workers=given.workers,
         dp_size=given.ranks,
         seed=given.seed,
+        tiers=_tiers_of(given),
     )
     end = _asked_to_end()
     capture = None

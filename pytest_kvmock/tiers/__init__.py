@@ -1,4 +1,4 @@
-"""What is below the device: links whose bandwidth is shared, and the host memory that evicted blocks travel to."""
+"""What is below the device: links whose bandwidth is shared, the host memory that evicted blocks travel to, and vLLM's."""
 
 from pytest_kvmock.tiers.bandwidth import Link
 from pytest_kvmock.tiers.config import Tiers

@@ -9,9 +9,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pytest_kvmock.checks import check_integer, check_number, unknown_text
 from pytest_kvmock.tiers.bandwidth import DEFAULT_GBPS
+from pytest_kvmock.tiers.chunk_events import OffloadGroup
+from pytest_kvmock.tiers.chunk_eviction import EVICTION_ORDERS
+from pytest_kvmock.tiers.native_offload import NativeOffload
 from pytest_kvmock.tiers.offload import HostOffload
+from pytest_kvmock.tiers.timed_copies import TimedCopies
 
 if TYPE_CHECKING:
+    from random import Random
+
     from pytest_kvmock.cache.offload import OffloadEngine
 
 DEFAULT_BYTES_PER_TOKEN: Final = 160_000
@@ -20,7 +26,10 @@ DEFAULT_BYTES_PER_TOKEN: Final = 160_000
 _MOST_BYTES: Final = 2**63 - 1
 _SAME_AS_HOST: Final = "g2"
 _NOT_BUILT: Final = ("disk", "g3", "external", "g4")
-_KNOWN: Final = ("host", _SAME_AS_HOST, "gbps", "bytes_per_token", "batch")
+_OF_BOTH: Final = ("host", _SAME_AS_HOST, "gbps", "bytes_per_token")
+_OF_DYNAMO: Final = ("batch",)
+_OF_VLLM: Final = ("chunk", "policy", "self_describing", "prompt_only")
+_KNOWN: Final = (*_OF_BOTH, *_OF_DYNAMO, *_OF_VLLM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +40,15 @@ class Tiers:
         host: blocks that it has room for.
         gbps: bandwidth of the link to it and of the link back, in GB/s; 0 is infinite.
         bytes_per_token: bytes of KV cache a token.
-        batch: blocks of one transfer to the host, and transfers at once; None: the largest whose square fits the host.
+        batch: of Dynamo's backends: blocks of one transfer to the host, and transfers at once; None: the largest whose square
+            fits the host.
+        chunk: of `vllm`, as what follows: blocks of a chunk (`blocks_per_chunk`), which `host` is a multiple of.
+        policy: what the host evicts (`eviction_policy`): "lru" or "arc".
+        self_describing: whether its events have tokens and parents (`self_describing_kv_events`), or name places alone.
+        prompt_only: whether only prompts are stored (`offload_prompt_only`), and not what is generated.
 
     Raises:
-        ValueError: a number is not what it must be, or `batch` squared is more than `host`: with so many blocks under way
+        ValueError: a value is not what it must be, `chunk` does not divide `host`, or `batch` squared is more than `host`: with so many blocks under way
             the host could not hold a batch whole, which then is lost, with its slots on the device.
     """
 
@@ -42,6 +56,10 @@ class Tiers:
     gbps: float = DEFAULT_GBPS
     bytes_per_token: int = DEFAULT_BYTES_PER_TOKEN
     batch: int | None = None
+    chunk: int = 1
+    policy: str = "lru"
+    self_describing: bool = False
+    prompt_only: bool = True
 
     def __post_init__(self) -> None:
         check_integer("tiers: host", self.host, 1, " (blocks)")
@@ -52,6 +70,16 @@ class Tiers:
                 "tiers: bytes_per_token must be an integer of at least 0 and at most 2**63 - 1, "
                 f"got {self.bytes_per_token!r:.80}"
             )
+        check_integer("tiers: chunk", self.chunk, 1, " (blocks)")
+        if self.host % self.chunk:
+            raise ValueError(f"tiers: host must be whole chunks of {self.chunk} blocks, got {self.host}")
+        if self.policy not in [*EVICTION_ORDERS]:  # it may be unhashable
+            raise ValueError(
+                f"tiers: policy must be {' or '.join(map(repr, EVICTION_ORDERS))}, got {self.policy!r:.80}"
+            )
+        for name in ("self_describing", "prompt_only"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"tiers: {name} must be True or False, got {getattr(self, name)!r:.80}")  # noqa: TRY004 - one error
         if self.batch is None:
             return
         check_integer("tiers: batch", self.batch, 1, ", or None")
@@ -98,7 +126,12 @@ class Tiers:
         return {name: value for name, (value, default) in values.items() if value != default}
 
     def make(self, block_size: int) -> OffloadEngine:
-        """Make the engine of one manager whose blocks have so many tokens."""
+        """Make the engine of one of Dynamo's managers, whose blocks have so many tokens.
+
+        Raises:
+            ValueError: they have what only vLLM's have.
+        """
+        self._check_has(_OF_VLLM, "a host that evicted blocks travel to has", _OF_DYNAMO)
         return HostOffload(
             self.host,
             block_bytes=self.bytes_per_token * block_size,
@@ -106,3 +139,31 @@ class Tiers:
             to_host_gbps=self.gbps,
             to_device_gbps=self.gbps,
         )
+
+    def make_native(self, block_size: int, rng: Random) -> tuple[NativeOffload, TimedCopies]:
+        """Make the host of one of vLLM's managers, whose blocks have so many tokens, and the time that its transfers take.
+
+        Args:
+            block_size: as above.
+            rng: shuffles the events of one transfer.
+
+        Raises:
+            ValueError: they have what only Dynamo's have.
+        """
+        self._check_has(_OF_DYNAMO, "vLLM's native offload has", _OF_VLLM)
+        offload = NativeOffload(
+            self.host // self.chunk,
+            [OffloadGroup(block_size)],
+            blocks_per_chunk=self.chunk,
+            policy=self.policy,
+            prompt_only=self.prompt_only,
+            self_describing=self.self_describing,
+            rng=rng,
+        )
+        return offload, TimedCopies(self.gbps, self.bytes_per_token * block_size)
+
+    def _check_has(self, refused: tuple[str, ...], who: str, own: tuple[str, ...]) -> None:
+        wrong = next((name for name in refused if name in self.to_dict()), None)
+        if wrong is not None:
+            known = ", ".join(name for name in (*_OF_BOTH, *own) if name != _SAME_AS_HOST)
+            raise ValueError(f"tiers: {wrong!r} is not for this backend; {who} {known}")

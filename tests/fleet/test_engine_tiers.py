@@ -325,12 +325,12 @@ def test_arguments_of_the_host_out_of_range_are_refused(fields, message):
     assert message == str(caught.value)
 
 
-@pytest.mark.parametrize("backend", ["hash_cache", "vllm", "mocker_sglang"])
-def test_only_the_logical_backends_take_tiers(backend):
+@pytest.mark.parametrize("backend", ["hash_cache", "vllm_0_19", "mocker_sglang"])
+def test_other_backends_take_no_tiers(backend):
     fields = {"engine_type": "sglang"} if backend == "mocker_sglang" else {}
     with pytest.raises(ValueError) as caught:
         engine_of(backend=backend, **fields)
-    assert f"backend {backend!r} takes no tiers; lineage, lru and multi_lru do" == str(caught.value)
+    assert f"backend {backend!r} takes no tiers; lineage, lru, multi_lru and vllm do" == str(caught.value)
 
 
 def test_tiers_are_for_the_scheduler_that_was_recorded_with_them():

@@ -208,17 +208,17 @@ def test_a_worker_that_is_not_cleared_keeps_its_transfers():
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("backend", ["hash_cache", "vllm", "vllm_0_19", "sglang", "mocker_sglang"])
+@pytest.mark.parametrize("backend", ["hash_cache", "vllm_0_19", "vllm_gpt_oss", "sglang", "mocker_sglang"])
 def test_other_backends_refuse_tiers_in_one_line(backend, workers):
     with pytest.raises(ValueError) as error:
         harness(backend=backend, workers=workers)
-    assert f"backend {backend!r} takes no tiers; lineage, lru and multi_lru do" == str(error.value)
+    assert f"backend {backend!r} takes no tiers; lineage, lru, multi_lru and vllm do" == str(error.value)
 
 
 def test_a_worker_with_another_backend_refuses_tiers_and_is_not_made():
     kv = harness()
-    with pytest.raises(ValueError, match="backend 'vllm' takes no tiers"):
-        kv.worker(1, backend="vllm")
+    with pytest.raises(ValueError, match="backend 'sglang' takes no tiers"):
+        kv.worker(1, backend="sglang")
     assert [0] == list(kv.workers)
 
 

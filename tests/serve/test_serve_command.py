@@ -77,6 +77,23 @@ def test_it_says_where_it_listens_and_ends_with_its_standard_input(tmp_path):
     assert main(["check", str(capture)]) == 0
 
 
+@pytest.mark.parametrize("form", [[], ["--self-describing"]])
+def test_engines_of_vllm_have_a_host(form, tmp_path):
+    capture = tmp_path / "capture.jsonl"
+    process = Process("--host-blocks", "64", *form, "--capture", str(capture), "--num-blocks", "64")
+    url = process.ready["workers"][0]["http"]
+    for text in ("x" * 64, "y" * 640):
+        complete(url, text)
+    complete(url, "z" * 1000)  # in its passes what was copied before is reported
+    assert call(process.ready["control"], "/verdict")[1]["right"]
+    process.popen.stdin.close()
+    process.popen.stdin = None
+    assert process.ended() == (0, "", "")
+    host = [line for line in capture.read_text().splitlines() if "host_pinned" in line and "event_id" in line]
+    assert len(host) >= 44
+    assert all(("located" in line) is (not form) for line in host)
+
+
 def _stream(url):
     with suppress(OSError, HTTPException):  # it is cut in the middle
         call(url, "/v1/completions", {"prompt": "abc", "max_tokens": 50, "stream": True})
@@ -169,6 +186,13 @@ def test_what_cannot_be_served_leaves_no_capture(tmp_path):
             ["--http-port", "65535", "--workers", "2"],
             "serve: KvServer: http_port must leave room for 2 ports, at most 65534",
         ),
+        (["--host-blocks", "0"], "serve: tiers: host must be an integer of at least 1 (blocks), got 0"),
+        (["--self-describing"], "serve: --self-describing is about the events of a host; give --host-blocks, too"),
+        (
+            ["--dialect", "vllm-0.28", "--host-blocks", "8"],
+            "serve: tiers are those of vLLM 0.33.0; got version '0.28.0'",
+        ),
+        (["--dialect", "sglang-0.5.23", "--host-blocks", "8"], "serve: backend 'sglang' takes no tiers; "),
     ],
 )
 def test_what_cannot_be_served_is_one_line(args, text, capsys):

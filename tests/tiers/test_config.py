@@ -14,6 +14,10 @@ from pytest_kvmock.tiers.config import Tiers
         ({"host": 64}, Tiers(64)),
         ({"g2": 64}, Tiers(64)),
         ({"host": 64, "gbps": 7, "bytes_per_token": 1000, "batch": 8}, Tiers(64, 7, 1000, 8)),
+        (
+            {"host": 64, "chunk": 2, "policy": "arc", "self_describing": True, "prompt_only": False},
+            Tiers(64, chunk=2, policy="arc", self_describing=True, prompt_only=False),
+        ),
         (Tiers(9), Tiers(9)),
     ],
 )
@@ -30,7 +34,10 @@ def test_tiers_are_read(given, tiers):
         ({"host": 1, "g2": 1}, "tiers: 'host' and 'g2' are the same; give one of them"),
         (
             {"hots": 1},
-            "unknown key of tiers 'hots'; did you mean 'host'? known: host, g2, gbps, bytes_per_token, batch",
+            (
+                "unknown key of tiers 'hots'; did you mean 'host'? known: host, g2, gbps, bytes_per_token, batch, chunk, policy, "
+                "self_describing, prompt_only"
+            ),
         ),
         ({"host": 0}, "tiers: host must be an integer of at least 1 (blocks), got 0"),
         ({"host": True}, "tiers: host must be an integer of at least 1 (blocks), got True"),
@@ -44,6 +51,13 @@ def test_tiers_are_read(given, tiers):
             {"host": 8, "bytes_per_token": 10**400},
             f"tiers: bytes_per_token must be an integer of at least 0 and at most 2**63 - 1, got 1{'0' * 79}",
         ),
+        ({"host": 4, "chunk": 0}, "tiers: chunk must be an integer of at least 1 (blocks), got 0"),
+        ({"host": 65, "chunk": 2}, "tiers: host must be whole chunks of 2 blocks, got 65"),
+        ({"host": -4}, "tiers: host must be an integer of at least 1 (blocks), got -4"),
+        ({"host": 4, "policy": "fifo"}, "tiers: policy must be 'lru' or 'arc', got 'fifo'"),
+        ({"host": 4, "policy": ["lru"]}, "tiers: policy must be 'lru' or 'arc', got ['lru']"),
+        ({"host": 4, "self_describing": 1}, "tiers: self_describing must be True or False, got 1"),
+        ({"host": 4, "prompt_only": None}, "tiers: prompt_only must be True or False, got None"),
         ({"host": 4, "batch": 0}, "tiers: batch must be an integer of at least 1, or None, got 0"),
         (
             {"host": 8, "batch": 3},
@@ -78,11 +92,42 @@ def test_a_manager_with_tiers_has_an_engine_of_its_own(backend):
     assert None is create_manager(backend, num_blocks=4).offload
 
 
-@pytest.mark.parametrize("backend", ["hash_cache", "vllm", "vllm_0_19", "sglang", "mocker_sglang"])
+def test_vllm_has_a_host_of_its_own():
+    first, second = (create_manager("vllm", num_blocks=4, block_size=4, tiers={"host": 10}) for _ in range(2))
+    assert 10 == first.offload.num_blocks
+    assert first.offload is not second.offload
+    assert None is create_manager("vllm", num_blocks=4).offload
+
+
+@pytest.mark.parametrize("value", [{"chunk": 2}, {"policy": "arc"}, {"self_describing": True}, {"prompt_only": False}])
+def test_dynamo_s_hosts_refuse_what_vllm_s_has_by_name(value):
+    (name,) = value
+    with pytest.raises(ValueError) as error:
+        create_manager("lineage", num_blocks=4, tiers={"host": 10, **value})
+    assert (
+        f"tiers: {name!r} is not for this backend; a host that evicted blocks travel to has host, gbps, bytes_per_token, batch"
+    ) == str(error.value)
+
+
+def test_vllm_s_host_refuses_what_dynamo_s_have_by_name():
+    with pytest.raises(ValueError) as error:
+        create_manager("vllm", num_blocks=4, tiers={"host": 10, "batch": 2})
+    assert (
+        "tiers: 'batch' is not for this backend; vLLM's native offload has host, gbps, bytes_per_token, chunk, policy, "
+        "self_describing, prompt_only"
+    ) == str(error.value)
+
+
+def test_vllm_s_host_is_that_of_the_release_that_was_recorded():
+    with pytest.raises(ValueError, match=r"^tiers are those of vLLM 0\.33\.0; got version '0\.19\.1'$"):
+        create_manager("vllm", num_blocks=4, version="0.19.1", tiers={"host": 10})
+
+
+@pytest.mark.parametrize("backend", ["hash_cache", "vllm_0_19", "vllm_gpt_oss", "sglang", "mocker_sglang"])
 def test_other_backends_refuse_tiers_in_one_line(backend):
     with pytest.raises(ValueError) as error:
         create_manager(backend, num_blocks=4, tiers={"host": 10})
-    assert f"backend {backend!r} takes no tiers; lineage, lru and multi_lru do" == str(error.value)
+    assert f"backend {backend!r} takes no tiers; lineage, lru, multi_lru and vllm do" == str(error.value)
 
 
 @pytest.mark.parametrize(

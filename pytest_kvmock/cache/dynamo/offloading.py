@@ -143,7 +143,7 @@ class Offloading:
         is_traced = bool(removed or result.events) and LOG.isEnabledFor(TRACE_LEVEL)
         if is_traced:
             trace(self, "eviction", removed, form=OF_1_2_1)  # type: ignore[arg-type]  # the whole manager is one
-        for data, tier, token_ids in result.events:
+        for data, tier, token_ids, _ in result.events:
             self._publisher.publish(data, token_ids, tier)
             if is_traced and not isinstance(data, Cleared):
                 event: Literal["allocation", "eviction"] = "allocation" if isinstance(data, Stored) else "eviction"

@@ -157,7 +157,9 @@ class BlockPoolManager(VllmManager):
 
     def resident(self, tier: StorageTier = StorageTier.DEVICE) -> list[int]:
         """Names of what is cached in a tier, in use or not; copies repeated."""
-        return [name for name in self._names if name is not None] if tier == StorageTier.DEVICE else []
+        if tier != StorageTier.DEVICE:
+            return self._resident_below(tier)
+        return [name for name in self._names if name is not None]
 
     @property
     def free_queue(self) -> list[int]:

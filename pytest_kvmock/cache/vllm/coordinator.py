@@ -16,7 +16,7 @@ from pytest_kvmock.cache.vllm.group_policies import (
 )
 from pytest_kvmock.cache.vllm.group_request import ComputedBlocks
 from pytest_kvmock.cache.vllm.groups import FULL, LOCAL, RING, STATE, WINDOWS, CacheGroup, Geometry
-from pytest_kvmock.cache.vllm.named_pool import NamedPool
+from pytest_kvmock.cache.vllm.named_pool import NULL, NamedPool
 from pytest_kvmock.cache.vllm.state_groups import StatePolicy, UncachedStatePolicy
 
 if TYPE_CHECKING:
@@ -137,7 +137,9 @@ class Coordinator:
         """
         if hits is not None and any(hits.blocks):
             for policy, table, blocks in zip(self.policies, request.tables, hits.blocks, strict=True):
-                policy.adopt(table, blocks, hits.num_tokens)
+                # What comes from elsewhere may put hits behind the window.
+                behind = max(policy.skipped(span.start), 0) // policy.block_size if span.start > hits.num_tokens else 0
+                policy.adopt(table, [NULL] * min(behind, len(blocks)) + blocks[behind:], hits.num_tokens)
         taken: list[list[int]] = []
         for policy, table in zip(self.policies, request.tables, strict=True):
             copies: list[tuple[int, int]] = []

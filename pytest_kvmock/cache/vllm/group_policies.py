@@ -5,7 +5,7 @@ One subject: the life of a block in its group, from the lookup that finds it to 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from pytest_kvmock.cache.vllm.named_pool import NULL, NamedPool
@@ -170,6 +170,11 @@ class GroupPolicy:
         self._copy_shared(table, copies)
         count = -(-span.slots // self.block_size) - len(table.blocks)
         if count > 0:
+            behind = max(self.skipped(span.start), 0) // self.block_size - len(table.blocks)
+            if behind > 0:  # of what comes from elsewhere, which is computed as it comes
+                table.blocks += [NULL] * behind
+                table.cached = len(table.blocks)
+                count -= behind
             table.blocks += self._pool.take(count)
 
     def _copy_shared(self, table: GroupTable, copies: list[tuple[int, int]]) -> None:
@@ -205,7 +210,7 @@ class GroupPolicy:
         """Name, and publish, those blocks of a request that end up to so many tokens, and that its kind keeps."""
         self._cache_whole(request, request.tables[self.number], upto)
 
-    def kept(self, request: GroupRequest, start: int, end: int) -> Iterable[int]:  # noqa: ARG002 - of a subclass
+    def kept(self, request: GroupRequest, start: int, end: int) -> Collection[int]:  # noqa: ARG002 - of a subclass
         """The positions between two that are worth a name."""
         return range(start, end)
 
@@ -313,7 +318,7 @@ class WindowPolicy(GroupPolicy):
         """All tokens before the window."""
         return tokens - self._window + 1
 
-    def kept(self, request: GroupRequest, start: int, end: int) -> Iterable[int]:
+    def kept(self, request: GroupRequest, start: int, end: int) -> Collection[int]:
         """The blocks of the windows that prompts resume from, and by the retention those before each of its multiples."""
         geometry, size, drops = self._geometry, self.block_size, self.drops
         need = (self._need + drops) * size

@@ -5,7 +5,7 @@ One subject: what the engine of such a model is asked, and what it publishes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from copy import deepcopy
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -170,7 +170,7 @@ class HybridManager(VllmManager):
     def resident(self, tier: StorageTier = StorageTier.DEVICE) -> list[int]:
         """Names that the attention group has cached in a tier, in use or not; copies repeated. See `resident_names`."""
         if tier != StorageTier.DEVICE:
-            return []
+            return self._resident_below(tier)
         return [block_hash for group, block_hash in self.resident_names() if group == self._main]
 
     def resident_names(self) -> list[tuple[int, int]]:
@@ -276,6 +276,8 @@ class HybridManager(VllmManager):
         *,
         num_lookahead_tokens: int = 0,
         full_sequence_must_fit: bool = False,
+        num_external_tokens: int = 0,
+        delay_cache_blocks: bool = False,
     ) -> tuple[list[int], ...] | None:
         """Get blocks for tokens that are computed in this step, and cache what they complete.
 
@@ -285,6 +287,8 @@ class HybridManager(VllmManager):
             new_computed_blocks: what `get_computed_blocks` found just before, for a request without blocks.
             num_lookahead_tokens: slots beyond them for a draft model.
             full_sequence_must_fit: admit it only if there are blocks for all its tokens.
+            num_external_tokens: tokens between the hits and the new ones that come from elsewhere; there may be no new ones then.
+            delay_cache_blocks: these are not there yet: what they complete is cached by `cache_blocks`.
 
         Returns:
             The new blocks of each group. None where there are too few: then nothing has changed, but that what lies behind a
@@ -295,7 +299,8 @@ class HybridManager(VllmManager):
         """
         if new_computed_blocks is not None and request.holds_blocks:
             raise ValueError("new_computed_blocks are for a request without blocks; this one has some")
-        if num_new_tokens < (1 if new_computed_blocks is None or request.computes_last_token else 0):
+        least = 0 if num_external_tokens or (new_computed_blocks is not None and not request.computes_last_token) else 1
+        if num_new_tokens < least:
             raise ValueError(f"num_new_tokens must be at least 1, got {num_new_tokens!r}")
         coordinator, free, hit = self._coordinator, self._pool.free, 0
         if new_computed_blocks is not None:
@@ -304,7 +309,7 @@ class HybridManager(VllmManager):
             needed = self.missing_blocks(request, len(request), new_computed_blocks, for_admission=True)
             if needed > len(free):
                 return None
-        start, most = request.num_computed_tokens + hit, self._most_tokens
+        start, most = request.num_computed_tokens + hit + num_external_tokens, self._most_tokens
         upto = start + num_new_tokens
         coordinator.retire(request, self._processed(request, start))
         span = Span(hit, start, min(upto, most), min(upto + num_lookahead_tokens, most))
@@ -313,7 +318,8 @@ class HybridManager(VllmManager):
         self._lora_ids.use(request.tokens.keys)
         taken = coordinator.fill(request, span, new_computed_blocks)
         request.num_computed_tokens = upto
-        coordinator.cache(request, min(upto, len(request)))
+        if not delay_cache_blocks:
+            coordinator.cache(request, min(upto, len(request)))
         if self._publisher.failure is not None:
             self._publisher.surface()
         return taken
@@ -324,9 +330,17 @@ class HybridManager(VllmManager):
         if self._publisher.failure is not None:
             self._publisher.surface()
 
+    def kept(self, request: GroupRequest, group: int, start: int, end: int) -> Collection[int]:
+        """The positions between two that are worth keeping of a request in one group: as later prompts resume from there."""
+        return self._coordinator.policies[group].kept(request, start, end)
+
     def free(self, request: GroupRequest) -> None:
         """Free all blocks of a request, group by group, tail first. Nothing happens for one that has none."""
         self._coordinator.free(request)
+
+    def free_behind_windows(self, request: GroupRequest) -> None:
+        """Free what no token after those of a request attends to, as is done before a connector is told that it is over."""
+        self._coordinator.retire(request, len(request))
 
     def retirable_blocks(self, request: GroupRequest) -> int:
         """Count the blocks behind windows that the next step of a request puts into the queue before it takes others."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from pytest_kvmock.cache.vllm.group_policies import GroupPolicy
@@ -153,7 +153,7 @@ class StatePolicy(GroupPolicy):
 
     # --------------------------------------------------------------------------------------------------- caching
 
-    def kept(self, request: GroupRequest, start: int, end: int) -> Iterable[int]:
+    def kept(self, request: GroupRequest, start: int, end: int) -> Collection[int]:
         """The states that prompts resume from, and by the retention those at its multiples."""
         size = self.block_size
         if self._geometry.retention is None:

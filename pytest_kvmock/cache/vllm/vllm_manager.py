@@ -14,6 +14,8 @@ from pytest_kvmock.prompt_keys import LoraIds
 from pytest_kvmock.tokens import Prompt, TokenIds
 
 if TYPE_CHECKING:
+    from pytest_kvmock.cache.offload import WriteThrough
+    from pytest_kvmock.events import StorageTier
     from pytest_kvmock.sinks import Sink
 
 
@@ -39,6 +41,8 @@ class VllmManager(RequestLevel):
         version: what is particular to its release.
         hasher: names the blocks of its requests.
         enable_caching: as given.
+        offload: the host tier below it; None: there is none.
+        copies: the time that transfers to it take, and back.
     """
 
     takes: ClassVar[str] = "new_request, get_computed_blocks, allocate_slots, free, reset_prefix_cache"
@@ -66,6 +70,24 @@ class VllmManager(RequestLevel):
         self._lora_ids = LoraIds()
         self._lora_paths = {} if lora_paths is None else _checked_paths(lora_paths)
         self._rng = Random(0)  # noqa: S311 - mock data
+        self.offload: WriteThrough | None = None
+        self.copies: object = None
+
+    def attach_offload(self, offload: WriteThrough, copies: object) -> None:
+        """Put a host tier below it, before its first request; a driver brings what is stored there and loaded about."""
+        self.offload, self.copies = offload, copies
+
+    def publish_below(self) -> None:
+        """Publish what has happened in the tier below since the last time."""
+        if self.offload is None:
+            return
+        for data, tier, token_ids, extra in self.offload.take_events():
+            self._publisher.publish(data, token_ids, tier, extra)
+        if self._publisher.failure is not None:
+            self._publisher.surface()
+
+    def _resident_below(self, tier: StorageTier) -> list[int]:
+        return self.offload.resident_names() if self.offload is not None and self.offload.tier == tier else []
 
     def _hashed(
         self, prompt: Prompt | TokenIds, hash_unit: int, rng: Random | None, keys: ExtraKeys | None

@@ -1,0 +1,282 @@
+"""A vLLM worker with native offload, and an engine over one: what is stored when, what is loaded, and what waits."""
+
+import warnings
+from collections import Counter
+from functools import partial
+from random import Random
+
+import pytest
+
+from pytest_kvmock import create_manager
+from pytest_kvmock.backends import backend_spec
+from pytest_kvmock.engine.args import MockEngineArgs
+from pytest_kvmock.engine.driver import WouldWait
+from pytest_kvmock.engine.worker import KvWorker
+from pytest_kvmock.events import Cleared, Located, Removed, StorageTier, Stored
+from pytest_kvmock.fleet.mock_engine import MockEngine
+
+SIZE = 4
+HOST = StorageTier.HOST_PINNED
+A, B = list(range(100, 118)), list(range(200, 240))
+
+
+def worker_of(num_blocks=12, *, seed=1, chunk_tokens=None, **tiers):
+    """A worker whose blocks take a millisecond each on either link, and the list of what it publishes."""
+    tiers = {"host": 16, "gbps": 1.0, "bytes_per_token": 250_000, **tiers}
+    make = partial(create_manager, "vllm", num_blocks=num_blocks, block_size=SIZE, tiers=tiers)
+    events = []
+    driver = backend_spec("vllm").driver
+    worker = KvWorker(
+        lambda sink: make(sink=sink), sink=events.append, rng=Random(seed), driver=driver, chunk=chunk_tokens
+    )
+    return worker, events
+
+
+def taken(events):
+    """The events so far, in short; they are forgotten."""
+    short = [
+        ("host" if each.storage_tier is HOST else "device", type(each.event.data), len(_hashes(each)))
+        for each in events
+    ]
+    events.clear()
+    return short
+
+
+def _hashes(event):
+    return getattr(event.event.data, "block_hashes", ())
+
+
+def serve(worker, prompt):
+    with worker.prefill(prompt) as request:
+        return request.cached_tokens, request.onboarded_tokens
+
+
+def test_what_is_computed_is_on_the_host_once_it_has_travelled_and_not_before():
+    worker, events = worker_of()
+    serve(worker, A)
+    assert [("device", Stored, 4)] == taken(events)
+    worker.tick(3.9)
+    assert [] == taken(events)
+    assert 0 == worker.cached_tokens(A, HOST)
+    worker.tick(4.0)
+    assert [("host", Located, 1)] * 4 == taken(events)
+    assert 16 == worker.cached_tokens(A)  # a copy, not a move
+    assert 16 == len(worker.manager.resident(HOST)) * SIZE
+
+
+def test_one_load_is_told_by_one_stored_of_the_device_alone():
+    worker, events = worker_of()
+    serve(worker, A)
+    worker.tick(10.0)
+    serve(worker, B)
+    worker.tick(30.0)
+    assert (8, 8) == (worker.cached_tokens(A), worker.cached_tokens(A, HOST))
+    events.clear()
+    assert (16, 8) == serve(worker, A)
+    assert 32.0 == worker.now
+    assert [("device", Stored, 2)] == [each for each in taken(events) if each[1] is not Removed]
+    assert 14 == len(worker.manager.resident(HOST))  # what is loaded stays there
+
+
+def test_a_prompt_of_whole_blocks_that_the_device_has_entirely_loads_its_last_block():
+    worker, events = worker_of()
+    serve(worker, A[:16])
+    worker.tick(10.0)
+    events.clear()
+    assert (12, 3) == serve(worker, A[:16])
+    assert 11.0 == worker.now
+    assert [("device", Stored, 1)] == taken(events)
+    assert [2] == [count for count in Counter(worker.manager.resident()).values() if count > 1]
+
+
+def test_who_must_not_wait_is_told_when_and_finds_it_the_next_time():
+    worker, events = worker_of()
+    serve(worker, A)
+    worker.tick(10.0)
+    serve(worker, B)
+    worker.tick(30.0)
+    with pytest.raises(WouldWait, match="2 blocks are on their way back from the host") as error:
+        worker.prefill(A, wait=False)
+    assert 32.0 == error.value.deadline
+    assert [] == worker.requests
+    events.clear()
+    with pytest.raises(WouldWait):
+        worker.prefill(A, wait=False)
+    worker.tick(error.value.deadline)
+    assert [("device", Stored, 2)] == taken(events)
+    with worker.prefill(A, wait=False) as request:
+        assert (16, 8) == (request.cached_tokens, request.onboarded_tokens)
+    assert 12 == worker.manager.num_free_blocks
+
+
+def test_a_prefix_that_is_being_stored_is_waited_for():
+    worker, _ = worker_of()
+    serve(worker, A)
+    with pytest.raises(WouldWait, match="what it begins with is being copied") as error:
+        worker.prefill(A[:16], wait=False)
+    assert 4.0 == error.value.deadline
+    assert (12, 3) == serve(worker, A[:16])
+
+
+def test_blocks_that_are_taken_while_they_are_copied_are_waited_for():
+    worker, events = worker_of(num_blocks=5)
+    serve(worker, A)
+    worker.tick(0.0)  # the copy begins
+    events.clear()
+    serve(worker, list(range(300, 316)))
+    assert 4.0 == worker.now
+    kinds = [(tier, kind) for tier, kind, _ in taken(events)]
+    assert ("host", Located) in kinds
+    assert kinds.index(("device", Stored)) < kinds.index(("host", Located))
+
+
+def test_what_is_generated_is_stored_too_where_that_is_asked_for():
+    for prompt_only, blocks in ((True, 4), (False, 5)):
+        worker, _ = worker_of(prompt_only=prompt_only)
+        worker.serve(A, 5)
+        worker.tick(50.0)
+        assert blocks == len(worker.manager.resident(HOST)), prompt_only
+
+
+def test_self_describing_events_name_all_blocks_of_a_chunk_with_tokens_and_parent():
+    worker, events = worker_of(chunk=2, self_describing=True)
+    serve(worker, A)
+    names = _hashes(events[0])
+    worker.tick(10.0)
+    stored = {_hashes(each): each for each in events if each.storage_tier is HOST}
+    assert {names[:2], names[2:]} == set(stored)
+    second = stored[names[2:]]
+    assert names[1] == second.event.data.parent_hash
+    assert [tuple(A[8:12]), tuple(A[12:16])] == [tuple(each) for each in second.token_ids]
+    assert {"extra_keys": None} == second.extra
+    assert Counter(names) == Counter(worker.manager.resident(HOST))
+
+
+def test_places_name_the_last_block_of_a_chunk():
+    worker, events = worker_of(chunk=2)
+    serve(worker, A)
+    names = _hashes(events[0])
+    worker.tick(10.0)
+    assert {names[1], names[3]} == {name for each in events if each.storage_tier is HOST for name in _hashes(each)}
+
+
+def test_a_clear_is_of_the_device_alone_and_the_host_is_emptied_without_a_word():
+    worker, events = worker_of()
+    serve(worker, A)
+    worker.tick(10.0)
+    events.clear()
+    assert worker.clear()
+    assert not worker.clears_below
+    assert [("device", Cleared, 0)] == taken(events)
+    assert 16 == worker.cached_tokens(A, HOST)
+    worker.cancel_transfers()
+    assert [] == taken(events)
+    assert 0 == worker.cached_tokens(A, HOST)
+
+
+def test_the_chunks_of_a_transfer_come_in_an_order_of_the_seed():
+    def order(seed):
+        worker, events = worker_of(num_blocks=12, seed=seed)
+        serve(worker, B)
+        names = _hashes(events[0])
+        worker.tick(20.0)
+        return [names.index(*_hashes(each)) for each in events if each.storage_tier is HOST]
+
+    orders = [order(seed) for seed in range(4)]
+    assert orders == [order(seed) for seed in range(4)]
+    assert {tuple(range(10))} == {tuple(sorted(each)) for each in orders}
+    assert 4 == len({*map(tuple, orders)})
+    assert all(each != sorted(each) for each in orders)  # children before parents
+
+
+def test_a_host_smaller_than_a_step_says_so_once():
+    worker, _ = worker_of(host=4)
+    with pytest.warns(UserWarning, match="a step offered 10 chunks, and the host has room for 4") as found:
+        serve(worker, B)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        serve(worker, B)
+    assert 1 == len(found)
+    worker.tick(50.0)
+    assert [] == worker.manager.resident(HOST)
+    worker, _ = worker_of(host=4, seed=2, chunk_tokens=16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        serve(worker, A)
+
+
+def test_a_restart_empties_the_host():
+    worker, _ = worker_of()
+    serve(worker, A)
+    worker.tick(10.0)
+    worker.restart()
+    assert 10.0 == worker.now
+    assert 0 == worker.cached_tokens(A, HOST)
+    assert (0, 0) == serve(worker, A)
+
+
+def test_a_preempted_request_loads_what_it_had_stored():
+    worker, _ = worker_of()
+    request = worker.prefill(A)
+    worker.tick(10.0)
+    request.preempt()
+    worker.serve(B)
+    request.resume()
+    assert (16, 8) == (request.cached_tokens, request.onboarded_tokens)
+    request.finish()
+
+
+# ------------------------------------------------------------------------------------------------------- engines
+
+
+def engine_of(num_blocks=12, **tiers):
+    worker, events = worker_of(num_blocks, **tiers)
+    args = MockEngineArgs(num_gpu_blocks=num_blocks, block_size=SIZE, max_num_seqs=8, max_num_batched_tokens=64)
+    return MockEngine(args, worker=worker), worker, events
+
+
+def test_an_engine_parks_a_request_whose_prefix_comes_from_the_host():
+    engine, worker, events = engine_of()
+    engine.submit(A, 2)
+    engine.run()
+    engine.submit(B, 2)
+    engine.run()
+    events.clear()
+    again, other = engine.submit(A, 2), engine.submit([1, 2, 3], 2)
+    engine.run()
+    assert 12 == again.onboarded_tokens
+    assert 16 == again.reused_tokens
+    assert other.token_ms[0] < again.token_ms[0]  # it does not wait
+    assert [again, other] == [each for each in engine.requests if each.status == "finished"][-2:]
+    assert 12 == worker.manager.num_free_blocks
+
+
+def test_an_idle_engine_steps_on_until_all_is_reported():
+    engine, worker, _ = engine_of()
+    engine.submit(A, 1)
+    engine.run()
+    engine.run(until_ms=engine.now_ms + 50.0)
+    assert 4 == len(worker.manager.resident(HOST))
+
+
+def test_an_aborted_request_gives_its_blocks_back_when_its_load_has_come():
+    engine, worker, _ = engine_of()
+    engine.submit(A, 1)
+    engine.run()
+    engine.submit(B, 1)
+    engine.run()
+    engine.run(until_ms=engine.now_ms + 50.0)
+    request = engine.submit(A, 1)
+    engine.run(until_ms=engine.now_ms + 0.5)
+    assert request in engine.scheduler.parked
+    engine.abort(request)
+    assert worker.manager.num_free_blocks < 12
+    engine.run(until_ms=engine.now_ms + 50.0)
+    assert 12 == worker.manager.num_free_blocks
+
+
+def test_dynamo_s_host_is_not_put_below_vllm():
+    with pytest.raises(ValueError, match="num_g2_blocks=8 is the host of Dynamo's block managers, and backend 'vllm'"):
+        MockEngine(
+            MockEngineArgs(num_gpu_blocks=8, block_size=4, num_g2_blocks=8, kv_bytes_per_token=1), backend="vllm"
+        )

@@ -1,0 +1,85 @@
+"""A harness whose workers have vLLM's native offload: every event is right, whatever form it has, and whatever a prompt carries."""
+
+from random import Random
+
+import pytest
+
+from pytest_kvmock import EngineProfile, Prompt, RouterHarness
+from pytest_kvmock.events import Located, StorageTier, Stored
+
+HOST = StorageTier.HOST_PINNED
+FORMS = [
+    {},
+    {"chunk": 2},
+    {"self_describing": True},
+    {"self_describing": True, "chunk": 3, "host": 18},
+    {"policy": "arc", "prompt_only": False},
+]
+
+
+def harness(tiers, **fields):
+    tiers = {"host": 16, "gbps": 1.0, "bytes_per_token": 250_000, **tiers}
+    return RouterHarness(EngineProfile(block_size=4, num_blocks=12, tiers=tiers, **fields), "vllm")
+
+
+def host_events(kv, kind):
+    return [each for each in kv.events if each.storage_tier is HOST and type(each.event.data) is kind]
+
+
+def traffic(worker, prompts, keys=None):
+    rng = Random(5)
+    for _ in range(25):
+        worker.serve(Prompt(prompts[rng.randrange(len(prompts))], **(keys or {})), rng.randrange(4))
+        if rng.random() < 0.7:
+            worker.tick(worker.now + rng.randrange(12))
+
+
+PROMPTS = [[*range(start, start + length)] for start, length in ((0, 33), (0, 20), (100, 16), (200, 30), (300, 9))]
+
+
+@pytest.mark.parametrize("tiers", FORMS, ids=str)
+def test_what_events_say_is_what_the_host_holds(tiers):
+    kv = harness(tiers)
+    worker = kv.worker(0)
+    traffic(worker, PROMPTS)
+    worker.tick(worker.now + 100)
+    kv.assert_in_sync()
+    assert [] == list(kv.events.errors)
+    assert host_events(kv, Stored if tiers.get("self_describing") else Located)
+    assert worker.clear()
+    kv.assert_in_sync()
+    assert worker.manager.resident(HOST)
+
+
+@pytest.mark.parametrize("tiers", FORMS, ids=str)
+def test_the_reference_answers_as_the_engine_would(tiers):
+    kv = harness(tiers)
+    worker = kv.worker(0)
+    for _ in range(3):
+        traffic(worker, PROMPTS)
+        worker.tick(worker.now + 100)
+        for prompt in PROMPTS:
+            if not len(prompt) % 4:
+                continue  # of whole blocks the last one is computed, or loaded, again
+            found = {tier: scores[0] * 4 for tier, scores in kv.overlap(prompt, tier=None).items()}
+            device, host = worker.cached_tokens(prompt), worker.cached_tokens(prompt, HOST)
+            assert {tier: tokens for tier, tokens in (("device", device), (HOST, host)) if tokens} == found
+        worker.clear()
+
+
+@pytest.mark.parametrize(
+    "keys", [{"cache_salt": "x"}, {"lora_name": "a"}, {"session_id": "s"}, {"multimodal": [("ab", 2, 6)]}], ids=str
+)
+@pytest.mark.parametrize("described", [False, True])
+def test_prompts_may_carry_what_the_host_does_not_publish(keys, described):
+    kv = harness({"self_describing": described})
+    traffic(kv.worker(0), PROMPTS, keys)
+    kv.assert_in_sync()
+    assert [] == list(kv.events.errors)
+    assert all("cache_salt" not in (each.extra or {}) for each in kv.events if each.storage_tier is HOST)
+
+
+def test_without_prefix_caching_nothing_is_stored():
+    kv = harness({}, prefix_caching=False)
+    traffic(kv.worker(0), PROMPTS)
+    assert [] == kv.worker(0).manager.resident(HOST)
