@@ -109,11 +109,6 @@ class RadixDriver:
 
     # ------------------------------------------------------------------------------------------- a scheduler's
 
-    has_priorities = True
-
-    def begin(self, semantics: object) -> None:
-        """Nothing: the cache follows SGLang, whichever release of Dynamo the scheduler does."""
-
     def unheld(self) -> int:
         """Tokens in pages that are free, or cached and evictable."""
         return self.manager.available_size() + self.manager.evictable_size()
@@ -164,14 +159,6 @@ class RadixDriver:
             return False
         self.extend(request, (token,))
         return True
-
-    def finish(self, request: RadixRequest) -> None:
-        """Checkpoint for the last time, and free the pages."""
-        self.free(request, done=True)
-
-    def retract(self, request: RadixRequest) -> None:
-        """Free the pages without a checkpoint."""
-        self.free(request, done=False)
 
     def quiet_passes(self, requests: Sequence[RadixRequest]) -> int:
         """Passes in which each generates a token and none needs a page."""

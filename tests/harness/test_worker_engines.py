@@ -241,7 +241,7 @@ def test_events_of_several_engines_are_told_apart():
     assert ([], []) == kv.judge()[:2]
 
 
-@pytest.mark.parametrize("backend", ["lineage", "hash_cache", "vllm", "sglang", "mocker_sglang"])
+@pytest.mark.parametrize("backend", ["lineage", "hash_cache", "vllm", "sglang", "mocker_sglang_1_6"])
 def test_a_decode_engine_publishes_nothing_and_is_not_compared(backend):
     with RouterHarness(backend=backend, engine={"worker_type": "decode"}) as kv:
         kv.engine().submit(kv.prompt(3), 20)

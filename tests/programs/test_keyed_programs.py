@@ -208,7 +208,6 @@ def test_the_matrix_of_all_engines_is_known():
         "vllm",
         "vllm_0_19",
         "sglang",
-        "mocker_sglang",
         "mocker_sglang_1_6",
     }
     assert known == set(BACKENDS)

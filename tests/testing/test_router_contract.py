@@ -70,7 +70,7 @@ def test_a_right_router_holds_it(contract, name):
     assert skipped is None or (name in may_skip and "not checked" in skipped)
 
 
-OVER = ("vllm", "sglang", "mocker_sglang", "mocker_sglang_1_6", "hash_cache")
+OVER = ("vllm", "sglang", "mocker_sglang_1_6", "hash_cache")
 
 
 def over(contract, name, **traits):
@@ -97,7 +97,7 @@ def test_a_right_router_holds_it_over_any_engine(backend, name):
     assert skip_of(over(OfRightOverAny, backend), name) == skips.get(name)
 
 
-@pytest.mark.parametrize("backend", ["sglang", "mocker_sglang"])
+@pytest.mark.parametrize("backend", ["sglang", "mocker_sglang_1_6"])
 def test_a_planted_bug_fails_it_over_sglang_too(backend):
     for name in ("stale_index", "lora_blind", "never_freed"):
         test, text = FAILS[name]

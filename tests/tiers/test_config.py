@@ -78,7 +78,7 @@ def test_a_manager_with_tiers_has_an_engine_of_its_own(backend):
     assert None is create_manager(backend, num_blocks=4).offload
 
 
-@pytest.mark.parametrize("backend", ["hash_cache", "vllm", "vllm_0_19", "sglang", "mocker_sglang"])
+@pytest.mark.parametrize("backend", ["hash_cache", "vllm", "vllm_0_19", "sglang", "mocker_sglang_1_6"])
 def test_other_backends_refuse_tiers_in_one_line(backend):
     with pytest.raises(ValueError) as error:
         create_manager(backend, num_blocks=4, tiers={"host": 10})
