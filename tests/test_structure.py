@@ -34,8 +34,8 @@ TOLD_APART_BY_FOLDERS = {
     "manager",  # the protocol of block managers; in testing, the contract of one
     "offload",  # the protocol of further tiers; in tiers, the host
     "program",  # what is played; in reduce, the one that is cut down
-    "recovery",  # between worker and router; in harness, the test's hold on it
     "replay",  # of a trace on engines; in reduce, of what a harness recorded
+    "recovery",  # what workers keep and routers ask; in harness, the test's hold on it
     "report",  # of problems; in plugin, of a run of pytest
     "text",  # of problems; in reduce, of reproductions
     "worker",  # an engine; in harness, one that is watched; in testing, the contract of one

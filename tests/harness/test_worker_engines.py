@@ -4,7 +4,7 @@ import pytest
 
 from pytest_kvmock import EngineProfile, OutOfBlocks, RadixIndex, Recovery, Removed, RouterHarness, Stored
 from pytest_kvmock.engine.worker import RequestError
-from pytest_kvmock.recovery import RouterCursor
+from pytest_kvmock.router import RouterCursor
 
 ENGINES = ["lineage", "hash_cache", "vllm", "sglang"]
 
