@@ -4,11 +4,12 @@ import re
 
 import pytest
 from contract_runs import failure_of, names_of_tests
+from planted_bugs import ROUTER_BUGS
 
 from pytest_kvmock import Prompt
 from pytest_kvmock.backends import BACKENDS
 from pytest_kvmock.router import DynamoRouter, LeastLoaded, RoundRobin
-from pytest_kvmock.testing import ROUTER_BUGS, RightRouter, RouterContract
+from pytest_kvmock.testing import RightRouter, RouterContract
 
 TESTS = names_of_tests(RouterContract)
 
