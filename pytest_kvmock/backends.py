@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.cache.dynamo.eviction.policy import EvictionPolicy
     from pytest_kvmock.cache.manager import KvManager
     from pytest_kvmock.engine.driver import MakeDriver, Traits
-    from pytest_kvmock.engine.performance import Semantics
+    from pytest_kvmock.engine.scheduler import EngineSemantics
     from pytest_kvmock.engine.schedulers import EngineType
     from pytest_kvmock.hygiene.content import Chain
     from pytest_kvmock.sinks import GivenSink
@@ -79,7 +79,7 @@ class BackendSpec:
     chain: Callable[[Any], Chain] | None = None
     options: tuple[str, ...] = ()
     scheduler: EngineType = "vllm"
-    semantics: Semantics | None = None
+    semantics: EngineSemantics | None = None
     default_block_size: int = 16
     real_block_size: int | None = None
     group: str | None = None
@@ -360,15 +360,6 @@ BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
             _sglang_model("sglang_kimi_linear", "Kimi-Linear, with states every 64 tokens at pages of 64", 64),
             _sglang_model("sglang_deepseek_v4", "DeepSeek-V4, with a window of 128 tokens at pages of 256", 256),
             BackendSpec(
-                "mocker_sglang",
-                "dynamo-mocker 1.3.1, its mock of SGLang",
-                makers.mocker_sglang,
-                in_matrix=False,
-                driver=makers.mocker_sglang_driver,
-                options=("semantics",),
-                scheduler="sglang",
-            ),
-            BackendSpec(
                 "mocker_sglang_1_6",
                 "dynamo-mocker 1.6.1, its mock of SGLang",
                 makers.mocker_sglang_1_6,
@@ -406,6 +397,14 @@ def registered(specs: Mapping[str, BackendSpec]) -> Iterator[None]:
         _registered.update(before)
 
 
+def unknown_backend_text(name: object, known: Iterable[str]) -> str:
+    """Return the error of a name that no backend has: what is known, and where one went that there was once."""
+    text = unknown_text("backend", name, known)
+    if name == "mocker_sglang":
+        text += "; Dynamo's mock of SGLang is mocker_sglang_1_6 now, and SGLang's own cache is sglang"
+    return text
+
+
 def backend_spec(name: str | BackendSpec) -> BackendSpec:
     """Look up a backend by name; a spec is returned as it is, so that one that is not listed can be used too.
 
@@ -416,7 +415,7 @@ def backend_spec(name: str | BackendSpec) -> BackendSpec:
         return name
     spec = BACKENDS.get(name) or _registered.get(name)
     if spec is None:
-        raise ValueError(unknown_text("backend", name, known_backends()))
+        raise ValueError(unknown_backend_text(name, known_backends()))
     return spec
 
 
@@ -513,8 +512,7 @@ class EngineProfile:
         num_blocks: capacity of one worker (of each rank), in blocks.
         workers: how many workers exist from the start, with ids from 0.
         dp_size: data-parallel ranks of each worker.
-        prefix_caching: False: nothing is reused and nothing is published, as in the real stack; but a `MockEngine` over
-            `mocker_sglang` reuses all the same, as the original's scheduler does.
+        prefix_caching: False: nothing is reused and nothing is published, as in the real stack.
         chunk: prefill in chunks of this many tokens; None: in one go.
         seed: seeds everything random, together with the test's name.
         tiers: the host memory below each rank, where evicted blocks go; given as `Tiers`, or as a mapping that `Tiers.of`

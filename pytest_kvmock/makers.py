@@ -193,28 +193,14 @@ def sglang_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> Driv
     return RadixDriver(manager, prefix_caching, rng)
 
 
-def mocker_sglang(**options: Any) -> KvManager:
+def mocker_sglang_1_6(**options: Any) -> KvManager:
     """Make a `MockerRadixManager`."""
     from pytest_kvmock.cache.dynamo.mocker_sglang import MockerRadixManager
 
     return MockerRadixManager(**options)
 
 
-def mocker_sglang_1_6(**options: Any) -> KvManager:
-    """Make a `PagedRadixManager`."""
-    from pytest_kvmock.cache.dynamo.mocker_sglang_pages import PagedRadixManager
-
-    return PagedRadixManager(**options)
-
-
 def mocker_sglang_1_6_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> Driver:
-    """Make the driver of a `PagedRadixManager`."""
-    from pytest_kvmock.engine.mocker_sglang_pages_driver import PagedRadixDriver
-
-    return PagedRadixDriver(manager, prefix_caching, rng)
-
-
-def mocker_sglang_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> Driver:
     """Make the driver of a `MockerRadixManager`."""
     from pytest_kvmock.engine.mocker_sglang_driver import MockerRadixDriver
 

@@ -18,6 +18,7 @@ from pytest_kvmock import (
 from pytest_kvmock.backends import backend_spec, known_backends, registered
 from pytest_kvmock.moves import MoveError, Promote
 from pytest_kvmock.plh import lineage_hash
+from pytest_kvmock.plugin.options import known_names
 
 
 @pytest.fixture(autouse=True)
@@ -266,7 +267,7 @@ class Removal:
     """No move that there is."""
 
 
-@pytest.mark.parametrize("name", ["vllm", "sglang", "mocker_sglang"])
+@pytest.mark.parametrize("name", ["vllm", "sglang", "mocker_sglang_1_6"])
 def test_a_manager_of_requests_refuses_every_move(name):
     manager = create_manager(name, num_blocks=4)
     moves = {
@@ -279,6 +280,16 @@ def test_a_manager_of_requests_refuses_every_move(name):
     for what, move in moves.items():
         with pytest.raises(MoveError, match=rf"^{what}: a '{name}' manager takes no moves, it thinks in requests \("):
             move()
+
+
+@pytest.mark.parametrize("ask", [backend_spec, lambda name: known_names((name,), "backend", tuple(BACKENDS))])
+def test_who_asks_for_the_older_mock_of_sglang_is_told_where_it_went(ask):
+    with pytest.raises(ValueError) as refused:
+        ask("mocker_sglang")
+    assert (
+        f"unknown backend 'mocker_sglang'; did you mean 'mocker_sglang_1_6'? known: {', '.join(BACKENDS)}; "
+        "Dynamo's mock of SGLang is mocker_sglang_1_6 now, and SGLang's own cache is sglang"
+    ) == str(refused.value)
 
 
 def test_a_policy_that_cannot_be_made_is_refused():

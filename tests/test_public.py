@@ -12,7 +12,7 @@ import pytest
 import pytest_kvmock
 from pytest_kvmock.plugin import fixtures
 
-SUBJECTS = ["block_manager", "cache", "engine", "fleet", "recovery", "router", "scenarios", "serve", "traces", "wire"]
+SUBJECTS = ["block_manager", "cache", "engine", "fleet", "router", "scenarios", "serve", "traces", "wire"]
 """The modules of names that the root does not have."""
 
 

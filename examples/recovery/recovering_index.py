@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from pytest_kvmock import KvEventError, RadixIndex, RouterEvent
-from pytest_kvmock.recovery import Events, RecoveryStep, RouterCursor, TreeDump
-from pytest_kvmock.router import OverlapScores
+from pytest_kvmock.router import Events, OverlapScores, RecoveryStep, RouterCursor, TreeDump
 from pytest_kvmock.router.recovery import Answer
 
 Ask = Callable[..., Answer]

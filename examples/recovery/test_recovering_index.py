@@ -8,7 +8,7 @@ import pytest
 from recovering_index import Dynamo7072, KeepsWhatItHad, RecoveringIndex
 
 from pytest_kvmock import EventRulesBroken
-from pytest_kvmock.recovery import Events, TreeDump, WorkerQuery
+from pytest_kvmock.router import Events, TreeDump, WorkerQuery
 
 
 @pytest.fixture

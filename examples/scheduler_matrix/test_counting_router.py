@@ -33,7 +33,7 @@ def test_the_router_knows_what_the_engine_has(kv_engine, kv_scheduler_case, kv_s
         assert 0 == kv_index.num_blocks(0)  # nothing is published
 
 
-@pytest.mark.kvmock(num_blocks=500, block_size=64, engine={"speedup_ratio": 1000.0, "semantics": "1.3.1"})
+@pytest.mark.kvmock(num_blocks=500, block_size=64, engine={"speedup_ratio": 1000.0, "semantics": "1.2.1"})
 @pytest.mark.kv_backends("lineage", "vllm")
 def test_turns_of_a_chat_find_what_was_said(kv_engine, kv_harness, kv_prompt):
     """Beside the matrix: requests that arrive one after the other."""

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from pytest_kvmock.cache.dynamo.eviction.policy import Slot
 from pytest_kvmock.events import BlockTokens, EventData, StorageTier
-from pytest_kvmock.prompt_keys import EventExtra
+from pytest_kvmock.prompt_keys import EventExtra, LoraIds
 
 
 class BlockDetails(NamedTuple):
@@ -135,6 +135,9 @@ class WriteThrough(Protocol):
     """
 
     tier: StorageTier
+
+    def number_adapters(self, lora_ids: LoraIds) -> None:
+        """Take the numbers that the engine has for adapters, which its events carry."""
 
     def take_events(self) -> Sequence[TierEvent]:
         """Take the events since the last time, to be published after those of the device."""

@@ -35,10 +35,9 @@ from pytest_kvmock.engine.nested_args import (
 from pytest_kvmock.engine.performance import (
     InterpolatedModel,
     PerformanceModel,
-    Semantics,
     make_performance_model,
 )
-from pytest_kvmock.engine.scheduler import EventsVisible, Release
+from pytest_kvmock.engine.scheduler import EngineSemantics, EventsVisible, Release
 from pytest_kvmock.engine.schedulers import SCHEDULERS, EngineType, SchedulerSpec
 
 WorkerType: TypeAlias = Literal["aggregated", "prefill", "decode"]
@@ -134,10 +133,9 @@ class MockEngineArgs:
         engine_type: "vllm" or "sglang": the scheduler.
         num_gpu_blocks: capacity of a rank in blocks, at least 1.
         block_size: tokens a block. 0, the default, becomes 64 for vllm; for sglang the page size, or 1.
-        max_num_seqs: most requests that run at once, at least 1; None: unlimited. For sglang without effect in 1.2.1.
+        max_num_seqs: most requests that run at once, at least 1; None: unlimited.
         max_num_batched_tokens: most tokens that one pass computes, at least 1; None: unlimited. vllm only.
-        enable_prefix_caching: False: nothing is published, and nothing is reused, but over `mocker_sglang`: its
-            scheduler ignores this field, as the original's does.
+        enable_prefix_caching: False: nothing is published, and nothing is reused.
         enable_chunked_prefill: False: a prompt is computed in one pass or not at all. vllm only.
         speedup_ratio: divides times, finite and at least 0; by 0 nothing is divided, as by 1.
         decode_speedup_ratio: finite and at least 0. Times of decode are divided by the product of both, if it is not 0.
@@ -183,13 +181,14 @@ class MockEngineArgs:
             has not cached. 1.6.1 only.
         inert: arguments of the nested form that act on no mock engine, by their path (`json_forms.INERT`): accepted, and
             written to JSON. `tensor_parallel_size` counts in reports.
-        semantics: "1.2.1", "1.3.1" or "1.6.1": the release of Dynamo whose scheduler is followed; None: that of the
-            engine's backend (`BackendSpec.semantics`), or else "1.2.1" for vllm, "1.3.1" for sglang. An addition of ours,
+        semantics: the release of Dynamo whose scheduler is followed: "1.2.1" or "1.6.1" for vllm, "1.6.1" for sglang, or
+            "mixed", the scheduler over SGLang's own cache, whose passes compute prompts and output; None: that of the
+            engine's backend (`BackendSpec.semantics`), or else "1.2.1" for vllm, "mixed" for sglang. An addition of ours,
             no part of the JSON.
         performance_model: a `PerformanceModel`, or a pair of callables or milliseconds as `CallableModel` takes them; None:
             as `planner_profile_data` says. An addition of ours.
         events_visible: when the events of a pass are published: "pass_start" or "pass_end"; None: at the start for vllm in
-            the semantics of 1.2.1 and 1.3.1, else at the end. An addition of ours.
+            the semantics of 1.2.1, else at the end. An addition of ours.
 
     Inert fields are accepted, checked, and written to JSON; they have no effect on a mock engine without a network.
 
@@ -247,7 +246,7 @@ class MockEngineArgs:
     prefill_schedule_interval: int = 1
     kv_transfer_timing_mode: Literal["full_prompt", "destination_missing"] = "full_prompt"
     inert: Mapping[str, Any] | None = None
-    semantics: Semantics | None = None
+    semantics: EngineSemantics | None = None
     performance_model: PerformanceModel | tuple[Any, Any] | None = None
     events_visible: EventsVisible | None = None
     _model: PerformanceModel = field(init=False, repr=False, compare=False)
@@ -308,14 +307,14 @@ class MockEngineArgs:
     def _make_model(self) -> PerformanceModel:
         path = self.planner_profile_data
         if path is None:
-            return make_performance_model(self.performance_model, self.scheduler_semantics)
+            return make_performance_model(self.performance_model, self.release.dynamo)
         if self.performance_model is not None:
             raise ValueError("planner_profile_data and performance_model cannot both be set")
         if not isinstance(path, str | PathLike):
             raise ValueError(f"planner_profile_data must be the path of an .npz file, or None, got {path!r:.80}")  # noqa: TRY004 - one error
         object.__setattr__(self, "planner_profile_data", fspath(path))
         try:
-            return InterpolatedModel.from_npz(path, semantics=self.scheduler_semantics)
+            return InterpolatedModel.from_npz(path, semantics=self.release.dynamo)
         except ValueError as error:
             raise ValueError(f"planner_profile_data: {error}") from None
 
@@ -327,7 +326,7 @@ class MockEngineArgs:
         return SCHEDULERS[self.engine_type]
 
     @property
-    def scheduler_semantics(self) -> Semantics:
+    def scheduler_semantics(self) -> EngineSemantics:
         """The release of Dynamo whose scheduler is followed: `semantics`, or the default of the engine type."""
         return self.semantics or self.scheduler.default_release
 
@@ -339,7 +338,7 @@ class MockEngineArgs:
     @property
     def default_backend(self) -> str:
         """The backend of an engine that names none."""
-        return self.release.backend or self.scheduler.default_backend
+        return self.release.backend
 
     @property
     def events_visible_at(self) -> EventsVisible:
@@ -413,7 +412,7 @@ class MockEngineArgs:
         size = float(prompt_tokens * self.kv_bytes_per_token)
         return size / (self.kv_transfer_bandwidth * 1e9) * 1000.0
 
-    def following(self, semantics: Semantics | None) -> MockEngineArgs:
+    def following(self, semantics: EngineSemantics | None) -> MockEngineArgs:
         """Return the same arguments that follow this release of Dynamo, if they name none and their scheduler can.
 
         Raises:

@@ -11,7 +11,6 @@ from pytest_kvmock.tokens import Prompt
 
 if TYPE_CHECKING:
     from pytest_kvmock.cache.manager import KvManager
-    from pytest_kvmock.engine.performance import Semantics
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,28 +219,11 @@ class ReservingDriver(Driver, Protocol):
         """Make the reserved blocks those of the first `upto` tokens, which are computed now."""
 
 
-class MoveReservingDriver(ReservingDriver, Protocol):
-    """One whose manager takes moves."""
-
-    def process(self, move: Any) -> bool:
-        """Hand a move to the manager; whether it was served."""
-
-
 class RadixSchedulerDriver(GeneratingDriver, Protocol):
     """Brings the requests of SGLang's scheduler to a radix cache, and counts what is not held in tokens.
 
     What `open` returns is a `RadixRequest`.
     """
-
-    has_priorities: bool
-    """Whether waiting requests are served by priority."""
-
-    def begin(self, semantics: Semantics) -> None:
-        """Follow this release of Dynamo, where the cache is Dynamo's; called by a scheduler before anything else.
-
-        Raises:
-            ValueError: the cache was made for another one.
-        """
 
     def unheld(self) -> int:
         """Count the tokens that are free, or cached and evictable."""
@@ -261,12 +243,6 @@ class RadixSchedulerDriver(GeneratingDriver, Protocol):
 
     def make_room(self, requests: Sequence[Any]) -> bool:
         """Evict until each of these has room for a token; False if not all have, with all evicted that may be."""
-
-    def finish(self, request: Any) -> None:
-        """Free a request that has generated its last token, as `free` but with what the scheduler of the original does."""
-
-    def retract(self, request: Any) -> None:
-        """Free a request that is preempted, likewise."""
 
     def quiet_passes(self, requests: Sequence[Any]) -> int:
         """Count the passes in which each of these generates a token and neither needs a page, fills one nor evicts."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import TYPE_CHECKING
 
-from pytest_kvmock.cache.dynamo.mocker_sglang import MockerRadixManager, Semantics
+from pytest_kvmock.cache.dynamo.mocker_sglang import MockerRadixManager
 from pytest_kvmock.cache.dynamo.mocker_sglang_request import PageRequest
 from pytest_kvmock.engine.driver import PROMPT_KEYS, Traits
 from pytest_kvmock.tokens import Prompt
@@ -20,19 +20,18 @@ class MockerRadixDriver:
 
     A worker has no passes, in which the original's requests enter the tree with their first token: here a request is
     checkpointed after its prefill, or each chunk, and whenever it fills a page. It matches its whole prompt, chunks or
-    not, before room is made for the rest. Nothing is freed twice or lost, which the original's scheduler does (`finish`
-    and `retract`, a scheduler's).
+    not, before room is made for the rest.
 
     Args:
         manager: the cache.
-        prefix_caching: whether requests reuse and leave anything. With a scheduler they do all the same, as the original's.
+        prefix_caching: whether requests reuse and leave anything.
         rng: source of the names of partial blocks, and of local hashes where tokens are unknown.
 
     Raises:
         ValueError: the manager is no such cache.
     """
 
-    traits = Traits(stores_when="full", removed_first=True)
+    traits = Traits(recomputes_last_token=True, stores_when="full", removed_first=True)
     prompt_keys = PROMPT_KEYS
 
     manager: MockerRadixManager
@@ -47,16 +46,16 @@ class MockerRadixDriver:
     # ---------------------------------------------------------------------------------------------- a worker's
 
     def open(self, prompt: Prompt, *, to_look: bool = False) -> PageRequest:
-        """A request that has no slot yet."""
+        """A request that has no page yet."""
         # With names from elsewhere: whoever only looks must not change what is generated next.
         return PageRequest(prompt, self.manager.block_size, Random(0) if to_look else self._rng)  # noqa: S311 - mock data
 
     def lookup(self, request: PageRequest) -> int:
-        """Tokens of the whole request that are cached."""
-        return self.manager.lookup(request) * self.manager.block_size if self._prefix_caching else 0
+        """Tokens of the whole request that are cached, without the page of its last one."""
+        return min(self.known(request), request.most_hits * self.manager.block_size)
 
     def need(self, request: PageRequest, upto: int, tokens: Sequence[int] = ()) -> int:
-        """Pages, by which requests are accounted for."""
+        """Pages that it has not, or of a request without any, those of the whole that nobody has."""
         if self._prefix_caching and request not in self.manager.requests:
             return self.manager.pages_needed(request)
         return -(-(upto + len(tokens)) // self.manager.block_size) - request.allocated
@@ -73,17 +72,15 @@ class MockerRadixDriver:
             before = manager.match(request, len(request.tokens.names) if self._prefix_caching else 0)
         if upto <= before:
             return
-        manager.make_room(upto - before)
+        manager.make_room(manager.pages_missing(request, upto))
         manager.extend(request, upto)
-        if self._prefix_caching:
-            manager.checkpoint(request)
+        self.checkpoint(request)
 
     def extend(self, request: PageRequest, tokens: Sequence[int]) -> None:
         """Decode steps, one a token."""
         for token in tokens:
             self.generate(request, token)
-            if self._prefix_caching:
-                self.manager.checkpoint(request)
+            self.checkpoint(request)
 
     def free(self, request: PageRequest, *, done: bool) -> None:
         """Free what the cache has not; of a request that is done, the cache has its whole pages by then."""
@@ -98,64 +95,65 @@ class MockerRadixDriver:
 
     # ------------------------------------------------------------------------------------------- a scheduler's
 
-    has_priorities = False
+    def needs_no_output(self, request: PageRequest) -> None:
+        """Let all of its prompt be cached."""
+        request.computes_last_token = False
 
-    def begin(self, semantics: Semantics) -> None:
-        """Make it the cache of this release (`MockerRadixManager.follow`), whose requests always reuse."""
-        self.manager.follow(semantics)
-        self._prefix_caching = True
+    def known(self, request: PageRequest) -> int:
+        """Tokens of the whole request that are cached, the page of its last one included."""
+        return self.manager.lookup(request) * self.manager.block_size if self._prefix_caching else 0
 
     def unheld(self) -> int:
-        """Tokens that are free, or cached and evictable."""
-        return self.manager.free_tokens + self.manager.evictable_tokens
+        """Tokens in pages that are free, or cached and evictable."""
+        return self.manager.unused_pages() * self.manager.block_size
 
     def prefill(self, request: PageRequest, upto: int) -> int | None:
         """Compute a chunk (`MockerRadixManager.allocate`)."""
-        return self.manager.allocate(request, upto)
+        return self.manager.allocate(request, upto, caches=self._prefix_caching)
+
+    def reserve(self, request: PageRequest, upto: int) -> int | None:
+        """Lock what is cached of the first `upto` tokens, and take pages for the rest, which nobody else can hit."""
+        return self.manager.reserve(request, upto, caches=self._prefix_caching)
+
+    def claim(self, request: PageRequest, upto: int) -> None:
+        """Complete the pages that were reserved, and insert them."""
+        self.manager.extend(request, upto)
+        self.checkpoint(request)
 
     def checkpoint(self, request: PageRequest) -> None:
-        """Insert pages that are complete into the tree; with the first token that is the whole prompt."""
-        if request.computed // self.manager.block_size > request.protected:
+        """Insert pages that are complete into the tree."""
+        if self._prefix_caching and request.computed // self.manager.block_size > request.protected:
             self.manager.checkpoint(request)
 
     def step_tokens(self, requests: Sequence[PageRequest]) -> int:
-        """One slot each."""
-        return len(requests)
+        """A page for each that needs one."""
+        return sum(request.opens_page for request in requests) * self.manager.block_size
 
     def make_room(self, requests: Sequence[PageRequest]) -> bool:
-        """Evict until there is a slot for each."""
-        return self.manager.make_room(len(requests))
+        """Evict until there is a page for each that needs one."""
+        return self.manager.make_room(sum(request.opens_page for request in requests))
 
     def generate(self, request: PageRequest, token: int) -> bool:
-        """Compute one token; False, and nothing is computed, where there is no slot and none can be made."""
-        manager = self.manager
-        if not manager.free_tokens and not manager.make_room(1):
+        """Compute one token; False, and nothing is computed, where there is no page and none can be made."""
+        if not self.make_room((request,)):
             return False
         request.append(token)
-        manager.extend(request, request.computed + 1)
+        self.manager.extend(request, request.computed + 1)
         return True
 
-    def finish(self, request: PageRequest) -> None:
-        """Leave its whole pages in the cache, and free the rest as the original does; in 1.2.1 its copies are lost."""
-        self.manager.finish(request, loses_copies=self.manager.loses_copies)
-
-    def retract(self, request: PageRequest) -> None:
-        """Free its slots as the original does, faults included (`MockerRadixManager.retract`)."""
-        self.manager.retract(request)
+    def generate_last(self, request: PageRequest, token: int) -> None:
+        """Append a token that is not computed."""
+        request.append(token)
 
     def quiet_passes(self, requests: Sequence[PageRequest]) -> int:
         """Passes in which each generates a token and no page is opened or filled."""
         size = self.manager.block_size
-        most = self.manager.free_tokens // len(requests)
-        for request in requests:
-            inside = request.computed % size
-            if not inside or request.computed // size > request.protected:
-                return 0
-            most = min(most, size - 1 - inside)
-        return most
+        inside = [request.computed % size for request in requests]
+        if not all(inside) or any(each.computed // size > each.protected for each in requests if self._prefix_caching):
+            return 0
+        return size - 1 - max(inside)
 
     def generate_quietly(self, request: PageRequest, tokens: Sequence[int]) -> None:
         """Append tokens that complete no page."""
         request.extend(tokens)
-        self.manager.free_tokens -= len(tokens)
         request.computed += len(tokens)

@@ -27,11 +27,10 @@ _NO_LIMIT = 2**62  # a worker decodes for as long as the test asks it to
 class _MoveRequest:
     """A request as the worker sees it: a view of its sequence."""
 
-    __slots__ = ("reserved", "sequence")
+    __slots__ = ("sequence",)
 
     def __init__(self, sequence: ActiveSequence) -> None:
         self.sequence = sequence
-        self.reserved: list[UUID] = []
 
     @property
     def blocks(self) -> Sequence[Block]:
@@ -193,28 +192,6 @@ class MoveDriver:
         sequence.commit_allocation(upto)
         return upto
 
-    def reserve(self, request: _MoveRequest, upto: int) -> int | None:
-        """Take the cached blocks of the first `upto` tokens, and unnamed ones for the rest, which nobody else can hit."""
-        sequence, manager = request.sequence, self.manager
-        cached = min(manager.prefill_cost(sequence).cached_tokens, upto)
-        hits = sequence.unique_blocks[: cached // sequence.block_size]
-        new = -(-upto // sequence.block_size) - len(hits)
-        if new + sum(not manager.references(block) for block in hits) > self.room():
-            return None
-        if hits:
-            self.allocate(request, cached)
-        request.reserved = [UUID(int=self._rng.getrandbits(128), version=4) for _ in range(new)]
-        for block in request.reserved:
-            self.process(Use([block]))
-        return new
-
-    def claim(self, request: _MoveRequest, upto: int) -> None:
-        """Give the unnamed blocks of a reservation their names."""
-        for block in request.reserved:
-            self.process(Deref([block]))
-        request.reserved = []
-        self.allocate(request, upto)
-
     def generate(self, request: _MoveRequest, token: int) -> bool:
         """Push a token. Where the Use of its block is not served, the token is popped; a Promote before it stays."""
         sequence = request.sequence
@@ -241,10 +218,7 @@ class MoveDriver:
         request.sequence.commit_allocation(len(request.sequence))
 
     def free(self, request: _MoveRequest, *, done: bool) -> None:  # noqa: ARG002 - nothing more is cached at the end
-        """Free all blocks, tail first, reserved ones too; the sequence keeps what it generated."""
-        for block in reversed(request.reserved):
-            self.process(Deref([block]))
-        request.reserved = []
+        """Free all blocks, tail first; the sequence keeps what it generated."""
         # One move for all full blocks instead of one a block, as the sequence would make them: a Deref publishes nothing,
         # so it makes no difference.
         blocks = request.sequence.allocated_blocks[::-1]

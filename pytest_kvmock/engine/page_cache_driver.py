@@ -62,9 +62,6 @@ class PageCacheDriver(Generic[CacheT, RequestT]):
         """Drop all that is cached."""
         return self.manager.clear()
 
-    def begin(self, semantics: object) -> None:
-        """Nothing: the cache follows SGLang, whichever release of Dynamo the scheduler does."""
-
     def unheld(self) -> int:
         """Tokens in pages that are free, or cached and evictable."""
         return self.manager.available_size() + self.manager.evictable_size()

@@ -1,7 +1,7 @@
 """Performance models: how long prefill and decode of one pass take.
 
 A model returns milliseconds as a float, neither rounded nor divided by a speedup: both are done where time is kept.
-Rules and figures are those of Dynamo's mocker 1.2.1, equal to the bit, and of 1.3.1 and later where `semantics` asks for them.
+Rules and figures are those of Dynamo's mocker 1.2.1, equal to the bit, and of 1.6.1 where `semantics` asks for them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any, Final, Literal, Protocol, SupportsFloat, TypeAlias, Type
 
 from pytest_kvmock.checks import not_allowed_text
 
-Semantics: TypeAlias = Literal["1.2.1", "1.3.1", "1.6.1"]
+Semantics: TypeAlias = Literal["1.2.1", "1.6.1"]
 """The release of Dynamo whose rules are followed."""
 
-SEMANTICS: Final[tuple[Semantics, ...]] = ("1.2.1", "1.3.1", "1.6.1")
+SEMANTICS: Final[tuple[Semantics, ...]] = ("1.2.1", "1.6.1")
 
 
 @runtime_checkable

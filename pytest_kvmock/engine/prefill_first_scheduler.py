@@ -1,7 +1,7 @@
 """The scheduler of Dynamo's mock of SGLang since 1.6: a pass computes prompts, or lets everybody generate, never both.
 
-One subject: what one forward pass computes there, over whole pages; see `sglang_scheduler` for what it shares with the
-releases before.
+One subject: what one forward pass computes there; see `sglang_scheduler` for what it shares with the scheduler over
+SGLang's own cache.
 """
 
 from __future__ import annotations
@@ -43,8 +43,11 @@ class PrefillFirstScheduler(SglangScheduler):
         args: budgets, modes, times and speedups of the engine.
 
     Raises:
-        ValueError: the cache is of another release.
+        ValueError: a chunk is smaller than the number of ranks, each of which computes a part of it.
     """
+
+    has_priorities = False
+    _charges_hits = False
 
     _driver: PagedSchedulerDriver
 
@@ -149,7 +152,7 @@ class PrefillFirstScheduler(SglangScheduler):
 
     def _run_ready(self, done: ForwardPass) -> None:
         """Run the requests whose prompts were computed elsewhere, as many as may run."""
-        seats = math.inf if self._max_running is None else self._max_running - len(self._running)
+        seats = self._max_running - len(self._running)
         while self._ready and seats > 0:  # one without output has a seat too, in this pass
             seats -= 1
             request = self._ready.popleft()
@@ -161,13 +164,6 @@ class PrefillFirstScheduler(SglangScheduler):
             else:
                 self._finish(done, request)
 
-    def _finish(self, done: ForwardPass, request: ScheduledRequest) -> None:
-        if request.keeps_blocks:
-            request.status = "finished"
-            done.finished.append(request)
-        else:
-            super()._finish(done, request)
-
     def _known(self, request: ScheduledRequest) -> int:
         return self._driver.known(request.state)
 
@@ -176,7 +172,7 @@ class PrefillFirstScheduler(SglangScheduler):
         waiting, running, driver, page = self._waiting, self._running, self._driver, self._page
         room = driver.unheld() - sum(self._outstanding(request) * self._ratio for request in running)
         budget, chunk = self._most_prefill, self._chunk
-        seats = math.inf if self._max_running is None else self._max_running - len(running)
+        seats = self._max_running - len(running)
         while waiting and len(done.scheduled) < seats and not self.holds_back_prompts:
             request = waiting[0]
             start = request.computed_tokens or driver.lookup(request.state)
@@ -235,49 +231,13 @@ class PrefillFirstScheduler(SglangScheduler):
     # ------------------------------------------------------------------------------------------------ decode
 
     def _retract(self, done: ForwardPass) -> None:
-        """Retract running requests until the others can generate, or one is left."""
-        running, driver = self._running, self._driver
-        while len(running) > 1:
-            if driver.unheld() >= driver.step_tokens([request.state for request in running]):
-                break
-            victim = min(running, key=lambda request: request.generated_tokens)
-            running.remove(victim)
-            driver.retract(victim.state)
-            victim.status = "preempted"
-            victim.computed_tokens = 0
-            victim.preemptions += 1
-            done.preempted.append(victim)
+        """As the scheduler over SGLang's cache; the share of output that is reserved follows from who is left."""
+        super()._retract(done)
         if done.preempted:
+            running = self._running
             generated = sum(request.generated_tokens for request in running)
             most = sum(request.max_output_tokens for request in running)
             self._ratio = min(1.0, (generated + RETRACT_TOKENS * len(running)) / (most + 1))
-
-    def _decode(self, done: ForwardPass) -> None:
-        """Let each running request generate a token, or nobody where pages run short."""
-        running, driver = self._running, self._driver
-        done.decode_lengths = [len(request) for request in running]
-        if not running or not driver.make_room([request.state for request in running]):
-            return
-        self._charge_decode(done, done.decode_lengths)
-        for request in running:
-            self._generate_one(done, request)
-        for request in running:
-            if request.generated_tokens == request.max_output_tokens:
-                self._finish(done, request)
-
-    def _generate_one(self, done: ForwardPass, request: ScheduledRequest) -> None:
-        token = request.next_token()
-        self._driver.generate(request.state, token)
-        request.computed_tokens += 1
-        self._note_token(done, request, token)
-        if request.generated_tokens < request.max_output_tokens:
-            self._driver.checkpoint(request.state)
-
-    @staticmethod
-    def _note_token(done: ForwardPass, request: ScheduledRequest, token: int) -> None:
-        request.generated_tokens += 1
-        done.generated.append(request)
-        done.tokens.append(token)
 
     # ------------------------------------------------------------------------------------------ in one go
 

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 EventsVisible: TypeAlias = Literal["pass_start", "pass_end"]
 """When the events of a pass are published."""
 
+EngineSemantics: TypeAlias = Literal["1.2.1", "mixed", "1.6.1"]
+"""The release of Dynamo whose scheduler is followed; "mixed" is the one over SGLang's own cache, which is of none."""
+
 ScheduledStatus: TypeAlias = Literal[
     "waiting", "running", "preempted", "finished", "rejected", "failed", "aborted", "lost", "unfinished"
 ]
@@ -231,19 +234,17 @@ def _variance(values: Sequence[int]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """What one release of Dynamo does with one scheduler that another does otherwise.
+    """What one release of a scheduler does that another does otherwise.
 
     Attributes:
-        allocates_whole: blocks are allocated all or nothing, and a waiting request never preempts (vllm).
-        generates_together: all running requests generate a token in a pass, or none does, and what came with that: a limit
-            on how many run, other roundings, and the time of decode charged when nobody is retracted any more (sglang).
+        backend: the backend of an engine that names none.
+        dynamo: the release of Dynamo whose performance model and router go with it.
         rejects_prompts: it rejects a prompt that is larger than all its blocks, when its turn comes.
         takes_tiers: it was recorded with tiers below the device.
-        destination: what the drivers of decode engines must be, as these reserve blocks for a prompt before that is on its
-            way; None: they do not.
+        reserves_destination: the decode engine of a handoff reserves blocks for a prompt before that is on its way; what is
+            handed over waits in the order in which its blocks were asked for, and a prompt that can never fit ends its
+            session.
         destination_first: the blocks are reserved before the prompt is computed, and however many requests run.
-        queues_by_reservation: what is handed over waits in the order in which its blocks were asked for; actions are taken
-            before requests arrive, and a prompt that can never fit ends its session.
         sessions_keep_place: in a closed loop a session counts as open until its last request is done.
         arrivals_between_passes: a closed loop over one engine looks at the clock when a pass has ended, not before.
         events_visible: when the events of a pass are published, by default.
@@ -255,21 +256,19 @@ class Release:
         least_output: the fewest tokens of output that a request may ask for; of 0, its prompt is computed, and it is done.
         takes_nested_arguments: its arguments have the nested form, and those that came with it, such as `max_model_len`.
         prefills_first: a pass computes prompts or generates, never both, and a cached prefix counts for nothing (sglang).
-        sketches_gaps: reports have the percentiles of gaps between tokens by a sketch, and what else came with 1.6.
+        reports_workers: its report is the long form: workers, GPU hours, goodput, and the percentiles of gaps by a sketch.
         ranks_in_lock_step: the ranks of a worker start and end their passes together.
         instant_passes_first: passes that take no time are repeated on an engine before the next engine starts one.
         stalls_at_once: an aggregated engine with requests that can do nothing is stalled, whatever else may happen yet.
-        backend: the backend of an engine that names none; None: the scheduler's.
         driver: what its drivers must be, beside what the scheduler asks for; None: no more.
     """
 
-    allocates_whole: bool = False
-    generates_together: bool = False
+    backend: str
+    dynamo: Semantics
     rejects_prompts: bool = False
     takes_tiers: bool = False
-    destination: type | None = None
+    reserves_destination: bool = False
     destination_first: bool = False
-    queues_by_reservation: bool = False
     sessions_keep_place: bool = False
     arrivals_between_passes: bool = False
     events_visible: EventsVisible = "pass_start"
@@ -279,11 +278,10 @@ class Release:
     least_output: int = 1
     takes_nested_arguments: bool = False
     prefills_first: bool = False
-    sketches_gaps: bool = False
+    reports_workers: bool = False
     ranks_in_lock_step: bool = False
     instant_passes_first: bool = False
     stalls_at_once: bool = False
-    backend: str | None = None
     driver: type | None = None
 
 
@@ -293,10 +291,6 @@ class SchedulerArgs(Protocol):
     @property
     def release(self) -> Release:
         """What the release does that is followed."""
-
-    @property
-    def scheduler_semantics(self) -> Semantics:
-        """Its version."""
 
     @property
     def performance(self) -> PerformanceModel:
@@ -359,11 +353,13 @@ class Scheduler(ABC):
         args: budgets, modes, times and speedups of the engine, and the release that it follows.
 
     Attributes:
+        has_priorities: waiting requests are served by priority, the largest first.
         holds_back_prompts: it admits only requests whose prompt is computed; for schedulers of decode engines.
         is_rank: it runs its passes in lock step with other ranks, and who drives these calls `settle`.
         defers_prefills: its next pass computes prompts only where nobody decodes.
     """
 
+    has_priorities: bool = False
     holds_back_prompts: bool = False
     is_rank: bool = False
     defers_prefills: bool = False
@@ -376,11 +372,6 @@ class Scheduler(ABC):
         self._decode_speedup = args.speedup_ratio * args.decode_speedup_ratio
         self._waiting: deque[ScheduledRequest] = deque()
         self._running: list[ScheduledRequest] = []
-
-    @property
-    def has_priorities(self) -> bool:
-        """Whether waiting requests are served by priority, the largest first."""
-        return False
 
     @property
     def running(self) -> Sequence[ScheduledRequest]:

@@ -12,19 +12,16 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from pytest_kvmock.engine.driver import (
-    MoveReservingDriver,
     PagedSchedulerDriver,
     PoolSchedulerDriver,
     RadixSchedulerDriver,
-    ReservingDriver,
     SchedulerDriver,
 )
 from pytest_kvmock.engine.scheduler import Release
 
 if TYPE_CHECKING:
     from pytest_kvmock.engine.clock import Clock
-    from pytest_kvmock.engine.performance import Semantics
-    from pytest_kvmock.engine.scheduler import Scheduler, SchedulerArgs
+    from pytest_kvmock.engine.scheduler import EngineSemantics, Scheduler, SchedulerArgs
 
 EngineType: TypeAlias = Literal["vllm", "sglang"]
 
@@ -39,9 +36,8 @@ class SchedulerSpec:
         name: the `engine_type`.
         make: makes one, from a driver, the arguments of its engine, and the time of the tiers below the device, if any.
         driver: what its drivers must be.
-        releases: the releases of Dynamo that it can follow.
+        releases: the releases of Dynamo that it can follow; "mixed" is that over SGLang's own cache, which is of none.
         default_release: the one that it follows where neither arguments nor backend name one.
-        default_backend: the backend of an engine that names none.
         default_block_size: tokens a block where none is given.
         budget: the argument that has the most tokens of prompts that one pass computes; a profile's `chunk` sets it.
         budget_is_blocks: whether that must be a multiple of the block size.
@@ -53,9 +49,8 @@ class SchedulerSpec:
     name: EngineType
     make: Callable[[Any, SchedulerArgs, Clock | None], Scheduler]
     driver: type
-    releases: Mapping[Semantics, Release]
-    default_release: Semantics
-    default_backend: str
+    releases: Mapping[EngineSemantics, Release]
+    default_release: EngineSemantics
     default_block_size: int
     budget: str
     interval: str
@@ -77,6 +72,8 @@ def _sglang(driver: Any, args: SchedulerArgs, tiers: Clock | None) -> Scheduler:
         return PrefillFirstScheduler(driver, args)
     from pytest_kvmock.engine.sglang_scheduler import SglangScheduler
 
+    if isinstance(driver, PagedSchedulerDriver):
+        raise ValueError(f"the backend {driver.manager.backend!r} is of 1.6.1, and its engine semantics='mixed'")  # noqa: TRY004 - one error
     return SglangScheduler(driver, args)
 
 
@@ -89,16 +86,10 @@ SCHEDULERS: Final[Mapping[str, SchedulerSpec]] = MappingProxyType(
                 _vllm,
                 SchedulerDriver,
                 {
-                    "1.2.1": Release(takes_tiers=True, arrivals_between_passes=True),
-                    "1.3.1": Release(
-                        allocates_whole=True,
-                        rejects_prompts=True,
-                        destination=MoveReservingDriver,
-                        sessions_keep_place=True,
-                        arrivals_between_passes=True,
-                    ),
+                    "1.2.1": Release("lineage", "1.2.1", takes_tiers=True, arrivals_between_passes=True),
                     "1.6.1": Release(
-                        allocates_whole=True,
+                        "vllm",
+                        "1.6.1",
                         rejects_prompts=True,
                         sessions_keep_place=True,
                         events_visible="pass_end",
@@ -109,15 +100,12 @@ SCHEDULERS: Final[Mapping[str, SchedulerSpec]] = MappingProxyType(
                         takes_nested_arguments=True,
                         instant_passes_first=True,
                         ranks_in_lock_step=True,
-                        sketches_gaps=True,
-                        backend="vllm",
+                        reports_workers=True,
                         driver=PoolSchedulerDriver,
-                        destination=ReservingDriver,
-                        queues_by_reservation=True,
+                        reserves_destination=True,
                     ),
                 },
                 default_release="1.2.1",
-                default_backend="lineage",
                 default_block_size=64,
                 budget="max_num_batched_tokens",
                 interval="prefill_schedule_interval",
@@ -127,17 +115,18 @@ SCHEDULERS: Final[Mapping[str, SchedulerSpec]] = MappingProxyType(
                 _sglang,
                 RadixSchedulerDriver,
                 {
-                    "1.2.1": Release(takes_tiers=True, events_visible="pass_end"),
-                    "1.3.1": Release(
+                    "mixed": Release(
+                        "sglang",
+                        "1.6.1",
                         events_visible="pass_end",
-                        generates_together=True,
-                        destination=MoveReservingDriver,
+                        reserves_destination=True,
                         sessions_keep_place=True,
                         arrivals_between_passes=True,
                     ),
                     "1.6.1": Release(
+                        "mocker_sglang_1_6",
+                        "1.6.1",
                         events_visible="pass_end",
-                        generates_together=True,
                         sessions_keep_place=True,
                         prefills_first=True,
                         least_output=0,
@@ -145,22 +134,19 @@ SCHEDULERS: Final[Mapping[str, SchedulerSpec]] = MappingProxyType(
                         instant_passes_first=True,
                         stalls_at_once=True,
                         ranks_in_lock_step=True,
-                        sketches_gaps=True,
-                        backend="mocker_sglang_1_6",
+                        reports_workers=True,
                         driver=PagedSchedulerDriver,
-                        destination=ReservingDriver,
+                        reserves_destination=True,
                         destination_first=True,
-                        queues_by_reservation=True,
                     ),
                 },
-                default_release="1.3.1",
-                default_backend="mocker_sglang",
+                default_release="mixed",
                 default_block_size=1,
                 budget="sglang.chunked_prefill_size",
                 interval="prefill_decode_interval",
                 budget_is_blocks=True,
                 block_size_alias="sglang.page_size",
-                over="a radix cache, backend mocker_sglang or sglang",
+                over="a radix cache, backend sglang or mocker_sglang_1_6",
             ),
         )
     }

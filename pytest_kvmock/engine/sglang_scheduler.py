@@ -1,12 +1,12 @@
-"""The scheduler of Dynamo's mock of SGLang: room is promised to requests before they are admitted, and taken back later.
+"""The scheduler over SGLang's own cache: room is promised to requests before they are admitted, and taken back later.
 
-One subject: what one forward pass computes, in the semantics of 1.3.1 and of 1.2.1, over a radix cache.
+One subject: what one forward pass computes over a radix cache, where prompts and output share a pass (`semantics="mixed"`).
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Sequence
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 # share of the output that it may still generate: of its own the whole, of each running request `ratio` of it, which
 # shrinks pass by pass. Prompts are computed in chunks of whole pages; a request of which a chunk is left waits again, as
 # the first. All running requests generate a token in each pass. Where pages for it run short, the request that has
-# generated the fewest is retracted: its slots are freed, it waits again, and the ratio starts anew.
+# generated the fewest is retracted: its pages are freed, it waits again, and the ratio starts anew.
 #
-# 1.2.1 differs: it has no limit on running requests, promises and compares with other roundings, charges the time of
-# decode before it retracts, and lets each request look for its slot by itself.
+# Budgets, ratio and order are those of Dynamo's mock of SGLang before 1.6. That had a cache of its own; here the cache is
+# SGLang's, with its priorities.
 
 LPM_FALLBACK: Final = 128
 """With more waiting requests than this, the longest cached prefix is not looked for (they stay as they are)."""
@@ -47,28 +47,23 @@ DECAY_PASSES: Final = 600
 
 
 class SglangScheduler(Scheduler):
-    """Schedules requests as Dynamo's mock of SGLang does.
+    """Schedules requests over SGLang's cache; its passes compute prompts, and let all others generate.
 
-    `max_num_batched_tokens`, `enable_chunked_prefill` and `preemption_mode` have no effect, nor has
-    `enable_prefix_caching` on what is computed: whether requests reuse is a matter of the cache, and that of Dynamo's
-    mock always lets them. A decode worker charges no prefill; a prefill worker charges the decode of its one token,
-    unlike the mock of vLLM.
+    `max_num_batched_tokens`, `enable_chunked_prefill` and `preemption_mode` have no effect. A decode worker charges no
+    prefill; a prefill worker charges the decode of its one token, unlike the mock of vLLM.
 
     Args:
         driver: brings its requests to the cache.
-        args: budgets, modes, times and speedups of the engine, and the release that it follows.
-
-    Raises:
-        ValueError: the cache was made for another release.
+        args: budgets, modes, times and speedups of the engine.
     """
+
+    has_priorities = True
+    _charges_hits = True  # a prefill that computes nothing new takes the time that the model says
 
     _driver: RadixSchedulerDriver
 
     def __init__(self, driver: RadixSchedulerDriver, args: SchedulerArgs) -> None:
-        driver.begin(args.scheduler_semantics)
         super().__init__(driver, args)
-        self._newer = args.release.generates_together
-        self._newest = args.release.prefills_first  # a prefill without new tokens takes no time by any model
         options = args.sglang_options
         self._lpm = options.schedule_policy == "lpm"
         self._most_prefill = _given(options.max_prefill_tokens)
@@ -78,20 +73,15 @@ class SglangScheduler(Scheduler):
         self._min_ratio = MIN_RATIO * self._init_ratio
         self._decay = (self._init_ratio - self._min_ratio) / DECAY_PASSES
         self._ratio = self._init_ratio
-        self._max_running = args.max_num_seqs if self._newer else None
+        self._max_running = args.max_num_seqs or math.inf
         self._page = driver.manager.block_size
         self._capacity = driver.manager.max_capacity * self._page
         self._prioritised = False
 
-    @property
-    def has_priorities(self) -> bool:
-        """Whether waiting requests are served by priority, the largest first."""
-        return self._driver.has_priorities
-
     def submit(self, request: ScheduledRequest) -> None:
         """Take a request that has arrived."""
         super().submit(request)
-        self._prioritised |= bool(request.priority)
+        self._prioritised |= self.has_priorities and bool(request.priority)
 
     # ---------------------------------------------------------------------------------------------- one pass
 
@@ -102,11 +92,11 @@ class SglangScheduler(Scheduler):
         self._admit(done)
         self._start(done)
         self._charge_prefill(done)
-        lengths = [len(request) for request in self._running]
-        if not self._newer:  # before anybody is retracted
-            self._charge_decode(done, lengths)
         self._retract(done)
-        self._generate(done)
+        if self._running:
+            done.active_blocks = self._driver.manager.num_active_blocks
+        self._decode(done)
+        self._running = [request for request in self._running if request.status == "running"]
         done.end_ms = (now_ms + done.prefill_ms) + done.decode_ms
         for request in done.generated:
             request.token_ms.append(done.end_ms)
@@ -134,7 +124,7 @@ class SglangScheduler(Scheduler):
                     seen.add(beginning)
                 keys[request] = late, -matched
             self._waiting = waiting = deque(sorted(waiting, key=keys.__getitem__))
-        if self._prioritised and self._driver.has_priorities:
+        if self._prioritised:
             self._waiting = deque(sorted(waiting, key=lambda request: -request.priority))
 
     def _known(self, request: ScheduledRequest) -> int:
@@ -148,27 +138,24 @@ class SglangScheduler(Scheduler):
 
     def _admit(self, done: ForwardPass) -> None:
         """Admit waiting requests, in order, while the budgets and the room last."""
-        waiting, running, driver, newer, page = self._waiting, self._running, self._driver, self._newer, self._page
+        waiting, running, driver, page = self._waiting, self._running, self._driver, self._page
         if not waiting:
             return
-        slack = sum(request.state.slack for request in running)
-        slack += sum(request.state.slack for request in waiting if request.computed_tokens)
-        room = max(0, driver.unheld() - slack) - sum(self._outstanding(request) * self._ratio for request in running)
+        room = driver.unheld() - sum(self._outstanding(request) * self._ratio for request in running)
         budget, chunk = self._most_prefill, self._chunk
-        seats = None if self._max_running is None else self._max_running - len(running)
-        while waiting and (seats is None or len(done.scheduled) < seats):
+        seats = self._max_running - len(running)
+        while waiting and len(done.scheduled) < seats:
             request = waiting[0]
             computed = request.computed_tokens
             full = len(request) - computed
-            outstanding = self._outstanding(request)
-            if not full or (not newer and full + outstanding >= room):
+            if not full:
                 break
             tokens = full if full <= self._chunk else min(chunk // page * page, full)
             if not tokens:
                 break
             charge = -(-tokens // page) * page
-            reserved = outstanding if tokens == full else 0
-            if (newer and charge + reserved >= room) or charge > budget or charge > chunk:
+            reserved = self._outstanding(request) if tokens == full else 0
+            if charge + reserved >= room or charge > budget or charge > chunk:
                 break
             before = driver.prefill(request.state, computed + tokens)
             if before is None:  # no room after all
@@ -199,7 +186,7 @@ class SglangScheduler(Scheduler):
             return
         prefix = sum(each.prefix_tokens for each in done.scheduled)
         isl = prefix + sum(each.tokens for each in done.scheduled)
-        if self._newest and isl // count == prefix // count:
+        if not self._charges_hits and isl // count == prefix // count:
             return
         ms = self._performance.prefill_ms(count, isl // count, prefix // count)
         done.prefill_ms = rounded_ms(ms, self._speedup)
@@ -217,12 +204,6 @@ class SglangScheduler(Scheduler):
 
     # ------------------------------------------------------------------------------------------------ decode
 
-    def _charge_decode(self, done: ForwardPass, lengths: list[int]) -> None:
-        done.active_blocks = self._driver.manager.num_active_blocks
-        if not lengths:
-            return
-        done.decode_ms = self._decode_ms(sum(lengths), len(lengths))
-
     def _decode_ms(self, tokens: int, count: int) -> float:
         capacity = self._capacity
         ms = self._performance.decode_ms(min(tokens, capacity), capacity, tokens // count)
@@ -230,69 +211,50 @@ class SglangScheduler(Scheduler):
 
     def _retract(self, done: ForwardPass) -> None:
         """Retract running requests until the others can generate, or one is left."""
-        running, driver, newer = self._running, self._driver, self._newer
+        running, driver = self._running, self._driver
         while len(running) > 1:
-            states = [request.state for request in running]
-            unheld = driver.unheld()
-            room = max(0, unheld - sum(state.slack for state in states))
-            grown = self._page * sum(
-                request.state.opens_page
-                for request in running
-                if not newer or request.generated_tokens != request.max_output_tokens
-            )
-            if unheld >= driver.step_tokens(states) and (room >= grown if newer else room > grown):
+            if driver.unheld() >= driver.step_tokens([request.state for request in running]):
                 return
-            fewest = min(range(len(running)), key=lambda at: running[at].generated_tokens)
-            victim = running[fewest]
-            if newer:
-                del running[fewest]
-            else:
-                _swap_remove(running, fewest)
-            driver.retract(victim.state)
+            victim = min(running, key=lambda request: request.generated_tokens)
+            running.remove(victim)
+            driver.free(victim.state, done=False)
             victim.status = "preempted"
             victim.computed_tokens = 0
             victim.preemptions += 1
             done.preempted.append(victim)
 
-    def _generate(self, done: ForwardPass) -> None:
-        """Let each running request generate a token: in 1.3.1 all of them or none."""
+    def _decode(self, done: ForwardPass) -> None:
+        """Let each running request generate a token, or nobody where pages run short."""
         running, driver = self._running, self._driver
-        if not running:
-            return
         prefilled = {each.request for each in done.scheduled if each.prompt_tokens}
         done.decode_lengths = [len(request) for request in running if request not in prefilled]
-        room = driver.make_room([request.state for request in running])
-        if self._newer:
-            if not room:
-                done.active_blocks = driver.manager.num_active_blocks
-                return
-            self._charge_decode(done, [len(request) for request in running])
-        finished: list[int] = []
-        for at, request in enumerate(running):
-            token = request.next_token()
-            if not driver.generate(request.state, token):
-                continue
-            request.generated_tokens += 1
-            request.computed_tokens += 1
-            done.generated.append(request)
-            done.tokens.append(token)
-            if request.generated_tokens < request.max_output_tokens:
-                driver.checkpoint(request.state)
-                continue
-            finished.append(at)
-            if not self._newer:
+        if not running or not driver.make_room([request.state for request in running]):
+            return
+        done.active_blocks = driver.manager.num_active_blocks
+        done.decode_ms = self._decode_ms(sum(map(len, running)), len(running))
+        for request in running:
+            self._generate_one(done, request)
+        for request in running:
+            if request.generated_tokens == request.max_output_tokens:
                 self._finish(done, request)
-        if self._newer:
-            for at in finished:
-                self._finish(done, running[at])
-        for at in reversed(finished):
-            if self._newer:
-                del running[at]
-            else:
-                _swap_remove(running, at)
+
+    def _generate_one(self, done: ForwardPass, request: ScheduledRequest) -> None:
+        token = request.next_token()
+        self._driver.generate(request.state, token)
+        request.computed_tokens += 1
+        self._note_token(done, request, token)
+        if request.generated_tokens < request.max_output_tokens:
+            self._driver.checkpoint(request.state)
+
+    @staticmethod
+    def _note_token(done: ForwardPass, request: ScheduledRequest, token: int) -> None:
+        request.generated_tokens += 1
+        done.generated.append(request)
+        done.tokens.append(token)
 
     def _finish(self, done: ForwardPass, request: ScheduledRequest) -> None:
-        self._driver.finish(request.state)
+        if not request.keeps_blocks:
+            self._driver.free(request.state, done=True)
         request.status = "finished"
         done.finished.append(request)
 
@@ -306,8 +268,6 @@ class SglangScheduler(Scheduler):
         states = [request.state for request in running]
         most = min(request.max_output_tokens - request.generated_tokens for request in running) - 1
         most = min(most, self._driver.quiet_passes(states))
-        if most <= 0 or (not self._newer and not self._has_logical_room(states)):
-            return []
         ends: list[float] = []
         tokens, count, end = sum(map(len, running)), len(running), now_ms
         while len(ends) < most and end < until_ms:
@@ -328,21 +288,11 @@ class SglangScheduler(Scheduler):
                 break
             self._ratio = max(self._min_ratio, self._ratio - self._decay)
 
-    def _has_logical_room(self, states: Sequence[Any]) -> bool:
-        return len(states) == 1 or self._driver.unheld() > sum(state.slack for state in states)
-
 
 def _given(value: float | None) -> Any:
     """An option that has its default by now."""
     assert value is not None
     return value
-
-
-def _swap_remove(requests: list[ScheduledRequest], at: int) -> None:
-    """Remove a request; the last one takes its place."""
-    last = requests.pop()
-    if at < len(requests):
-        requests[at] = last
 
 
 def _beginning(tokens: Any, count: int) -> Any:

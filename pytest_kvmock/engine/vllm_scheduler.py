@@ -1,6 +1,6 @@
 """The scheduler of Dynamo's mock of vLLM: running requests first, then the waiting ones, first come, first served.
 
-One subject: what one forward pass computes, in the semantics of 1.2.1, of 1.3.1 and of 1.6.1.
+One subject: what one forward pass computes, in the semantics of 1.2.1 and of 1.6.1.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 # block for it, and preempts in the same way where there is none.
 #
 # 1.2.1: a manager serves a part of what is asked, so a request may get some of its blocks, also a waiting one, which
-# preempts for the rest. 1.3.1: blocks are allocated all or nothing, and a waiting request never preempts: it is
-# admitted if blocks for all its tokens are there, whatever the budget lets it compute.
+# preempts for the rest.
 #
-# 1.6.1: over vLLM's pool, where a block is allocated in the pass that computes its first token, so that nobody is
-# preempted while tokens come out. The first token of a request comes out of its prefill; time of decode is charged for
+# 1.6.1: blocks are allocated all or nothing, and a waiting request never preempts: it is admitted if blocks for all its
+# tokens are there, whatever the budget lets it compute. Over vLLM's pool a block is allocated in the pass that computes
+# its first token, so that nobody is preempted while tokens come out. The first token of a request comes out of its prefill; time of decode is charged for
 # the others, by their lengths. What each release does is a flag of `Release`.
 
 _BLOCKED: Final = -1
@@ -72,7 +72,7 @@ class VllmScheduler(Scheduler):
         self._tiers = tiers
         self._parking = None if tiers is None else tiers.parking
         release = self._release = args.release
-        self._whole = driver.admits_whole or release.allocates_whole
+        self._whole = driver.admits_whole
         self._most_tokens = args.max_model_len or math.inf
         # What most requests of most passes need, without the questions whether there is room.
         self._step_inside = cast("PoolSchedulerDriver", driver).step_inside if release.last_token_free else None
@@ -121,11 +121,10 @@ class VllmScheduler(Scheduler):
         """Take a request whose prompt was computed elsewhere, and is held here."""
         super().activate(request)
         waiting = self._waiting
-        if self._release.queues_by_reservation:
-            at = len(waiting) - 1
-            while at and waiting[at - 1].opened > request.opened:
-                waiting[at - 1], waiting[at] = request, waiting[at - 1]
-                at -= 1
+        at = len(waiting) - 1
+        while at and waiting[at - 1].opened > request.opened:
+            waiting[at - 1], waiting[at] = request, waiting[at - 1]
+            at -= 1
 
     def abort(self, request: ScheduledRequest) -> None:
         """Forget an open request, and free what it holds; what is on its way for a parked one comes for nothing."""

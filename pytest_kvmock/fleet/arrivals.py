@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 #
 # In an open loop the first request of a session arrives at its timestamp. In a closed loop timestamps do not matter:
 # sessions begin in the order of the trace, each when fewer than so many requests are open. What counts there as open
-# differs: in 1.3.1 a session keeps its place until its last request is done; in 1.2.1 others are served meanwhile, and a
+# differs: by 1.6.1 a session keeps its place until its last request is done; by 1.2.1 others are served meanwhile, and a
 # request on the link between two engines does not count.
 
 
@@ -123,7 +123,7 @@ class Arrivals:
         turns: all requests, in the order of the trace.
         concurrency: how many are open at once; None: they arrive by their timestamps.
         speedup: by what times are divided, in an open loop.
-        sessions_keep_place: whether a session counts as open until its last request is done (1.3.1).
+        sessions_keep_place: whether a session counts as open until its last request is done (1.6.1).
         start_ms: when the first request arrives.
 
     Attributes:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from pytest_kvmock.cache.dynamo.mocker_sglang import MockerRadixManager
 from pytest_kvmock.router.routing import Candidate
 
 if TYPE_CHECKING:
     from pytest_kvmock.fleet.fleet_events import Knowledge
-    from pytest_kvmock.fleet.ranks import Driven, Seat
+    from pytest_kvmock.fleet.ranks import Seat
     from pytest_kvmock.router.loads import LoadBook
     from pytest_kvmock.router.routing import RouterRequest, Worker
 
@@ -22,7 +20,6 @@ class Offer:
 
     Args:
         seats: the engines, by worker, also those that come later.
-        plans: when the passes of those end that run several in one go.
         book: the load book, and with it who can be picked.
         knowledge: how many blocks each worker holds.
         every_ms: how old the loads of engines may be that a router is shown; 0: they are read at each pick. None: it is shown those of
@@ -32,13 +29,11 @@ class Offer:
     def __init__(
         self,
         seats: Mapping[Worker, Seat],
-        plans: Mapping[Driven, list[float]],
         book: LoadBook,
         knowledge: Knowledge,
         every_ms: float | None,
     ) -> None:
         self._seats = seats
-        self._plans = plans
         self._book = book
         self._knowledge = knowledge
         self._every_ms = every_ms
@@ -47,16 +42,16 @@ class Offer:
 
     def shown(self, request: RouterRequest, overlaps: Mapping[Worker, int], now_ms: float) -> tuple[Candidate, ...]:
         """Return the candidates for a request as the router is shown them; see `of_book`."""
-        find = self.of_book if self._every_ms is None else self._of_engines
-        return tuple(find(request, overlaps, now_ms))
+        if self._every_ms is None:
+            return tuple(self.of_book(request, overlaps))
+        return tuple(self._of_engines(request, overlaps, now_ms))
 
-    def of_book(self, request: RouterRequest, overlaps: Mapping[Worker, int], now_ms: float) -> list[Candidate]:
+    def of_book(self, request: RouterRequest, overlaps: Mapping[Worker, int]) -> list[Candidate]:
         """Return the candidates for a request, with loads by the load book.
 
         Args:
             request: the request.
             overlaps: how many leading blocks of its prompt each worker holds.
-            now_ms: the time.
         """
         chain, held, found = request.sequence_hashes, self._knowledge.held_blocks, []
         make, seats, overlap_of = (
@@ -68,8 +63,6 @@ class Offer:
             engine = seats[worker].engine
             scheduler, manager = engine.scheduler, engine.worker.manager
             capacity = manager.max_capacity
-            is_radix = type(manager) is MockerRadixManager
-            in_use = self._blocks_in_use(worker, now_ms) if is_radix else manager.num_active_blocks
             fields = (
                 worker,
                 overlap_of(worker, 0),
@@ -78,7 +71,7 @@ class Offer:
                 load.new_blocks(chain),
                 load.requests,
                 len(scheduler.waiting) + len(scheduler.parked),
-                in_use / capacity,
+                manager.num_active_blocks / capacity,
                 capacity,
                 engine.args.max_num_batched_tokens,
                 held(worker),
@@ -89,7 +82,7 @@ class Offer:
     def _of_engines(self, request: RouterRequest, overlaps: Mapping[Worker, int], now_ms: float) -> Iterable[Candidate]:
         if not self._read or now_ms - self._read_ms >= (self._every_ms or 0.0):
             self._read_ms = now_ms
-            self._read = {worker: self._engine_load(worker, now_ms) for worker in self._book.loads}
+            self._read = {worker: self._engine_load(worker) for worker in self._book.loads}
         full, held = len(request.sequence_hashes), self._knowledge.held_blocks
         for worker in self._book.loads:
             engine, overlap = self._seats[worker].engine, overlaps.get(worker, 0)
@@ -108,20 +101,12 @@ class Offer:
                 held(worker),
             )
 
-    def _engine_load(self, worker: Worker, now_ms: float) -> tuple[int, int, int, int, float]:
+    def _engine_load(self, worker: Worker) -> tuple[int, int, int, int, float]:
         """Return of an engine: tokens of prompts that are yet to be computed, blocks in use, open requests, how many wait, usage."""
         engine = self._seats[worker].engine
         scheduler = engine.scheduler
         waiting = (*scheduler.waiting, *scheduler.parked)
         requests = (*scheduler.running, *waiting)
         prefill = sum(max(0, each.prompt_tokens - each.computed_tokens) for each in requests)
-        blocks = self._blocks_in_use(worker, now_ms)
+        blocks = engine.worker.manager.num_active_blocks
         return prefill, blocks, len(requests), len(waiting), blocks / engine.worker.manager.max_capacity
-
-    def _blocks_in_use(self, worker: Worker, now_ms: float) -> int:
-        seat = self._seats[worker]
-        manager, plan = seat.engine.worker.manager, self._plans.get(seat.driven)
-        if plan is None or type(manager) is not MockerRadixManager:
-            return manager.num_active_blocks
-        # It counts slots of tokens, which grow in the passes of a plan too: those that have started.
-        return manager.active_blocks_after((bisect_left(plan, now_ms) + 1) * len(seat.engine.scheduler.running))

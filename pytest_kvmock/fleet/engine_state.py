@@ -111,7 +111,7 @@ class EngineSize(NamedTuple):
     def of(cls, args: MockEngineArgs) -> EngineSize:
         """Return the size of an engine with these arguments."""
         release = args.release
-        rejects = release.rejects_prompts or (release.queues_by_reservation and args.worker_type == "decode")
+        rejects = release.rejects_prompts or (release.reserves_destination and args.worker_type == "decode")
         last_token_free = release.last_token_free or (release.destination_first and args.worker_type == "prefill")
         return cls(args.block_size, args.num_gpu_blocks, rejects, args.max_model_len, last_token_free)
 

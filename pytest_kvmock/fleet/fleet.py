@@ -30,7 +30,7 @@ from pytest_kvmock.router.routing import id_of
 from pytest_kvmock.router.selection import DynamoRouter
 
 if TYPE_CHECKING:
-    from pytest_kvmock.engine.performance import Semantics
+    from pytest_kvmock.engine.scheduler import EngineSemantics
     from pytest_kvmock.fleet.arrivals import FleetRequest
     from pytest_kvmock.router.routing import Worker
     from pytest_kvmock.traces import TraceRequest
@@ -86,7 +86,7 @@ class Fleet:
         router: object = None,
         index: Any = None,
         *,
-        semantics: Semantics | None = None,
+        semantics: EngineSemantics | None = None,
         loads: LoadSource = "router",
         loads_every_ms: float = 0.0,
         concurrency: int | None = None,
@@ -124,7 +124,7 @@ class Fleet:
             if not value:
                 raise ValueError(f"Fleet: {name} must be above 0, got {value!r}")
         if router is None:
-            router = DynamoRouter(args.scheduler_semantics, rng=Random(seed))  # noqa: S311 - mock data
+            router = DynamoRouter(args.release.dynamo, rng=Random(seed))  # noqa: S311 - mock data
         self._calls = RouterCalls(router, pick_timeout_s)
         self._release = args.release if semantics is None else releases[semantics]
         self._loads: LoadSource = loads
@@ -324,7 +324,7 @@ class Fleet:
         passes = sum(each.passes for each in services)
         order, served_by = tuple(run.requests), tuple(run.served_by)
         args = engines[0].args
-        if args.release.sketches_gaps:
+        if args.release.reports_workers:
             replay: ReplayReport = LaterReplayReport(
                 order,
                 passes,

@@ -117,7 +117,7 @@ class FleetRun:
         self._busy: dict[Driven, tuple[float, int]] = {}
         self._plan: dict[Driven, list[float]] = {}
         every_ms = loads_every_ms if loads == "engine" else None
-        self._offer = Offer(self.seats, self._plan, self._book, knowledge, every_ms)
+        self._offer = Offer(self.seats, self._book, knowledge, every_ms)
         self._recorded: set[Driven] = set()  # their plan is recorded
         self._started = 0
         self._idle: set[Driven] = set()  # they run no pass, and something happened to them since they could do nothing
@@ -380,7 +380,7 @@ class FleetRun:
             return False
         known = request.overlaps or {}
         if self.notes.recorder is not None:
-            self.notes.recorder.picked(request, worker, self._offer.of_book(request, {}, self.now_ms), overlaps)
+            self.notes.recorder.picked(request, worker, self._offer.of_book(request, {}), overlaps)
         request.status = "running"
         self._book.dispatched(request, worker, known.get(worker, 0))
         best_overlap, best_held = self._greatest(known), self._greatest(overlaps)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # request to the next decode engine in turn, where it arrives as any request does. While it is on the link it is not open,
 # so a closed loop dispatches another one. A prefill pass of no time hands over before a decode engine starts its pass.
 #
-# 1.3.1 (`ReservingHandoffs`). The KV has an owner at every moment. A handoff goes through these actions, each caused by
+# 1.6.1 (`ReservingHandoffs`). The KV has an owner at every moment. A handoff goes through these actions, each caused by
 # the one before it; they are taken one at a time, in the order in which they were caused:
 #
 #   reserve   The prompt is computed, and stays allocated at its source ("held"). The next decode engine in turn is its
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 #             given back. The request waits at the decode engine as one whose prompt is computed.
 #   release   The source frees its blocks; they stay cached there.
 #
+# Actions are taken before requests arrive, and over vLLM's type passes start before that, too; transfers that end
+# together act in the order of arrival, and what is handed over waits in the order in which its blocks were asked for.
 # An engine in a pass is left alone: activation and release wait for the end of its pass, before what that end causes.
 # A destination looks at the first of its queue, and at no other: when a pass of its ends, also one that could do nothing,
 # when a request joins its queue while it runs no pass, and after an activation. Nothing is reserved while as many requests
@@ -47,10 +49,8 @@ if TYPE_CHECKING:
 # that are activated.
 # A prompt that the whole pool of its destination cannot hold fails: its source frees it, and nothing is generated.
 #
-# 1.6.1 is like 1.3.1, but actions are taken before requests arrive, and over vLLM's type passes start before that, too;
-# transfers that end together act in the order of arrival, and what is handed over waits in the order in which its blocks
-# were asked for. A pair of SGLang's begins with the destination (`DestinationFirst`): reserve, then the prompt is computed
-# ("prefill"), then transfer, activate, release. One that its source rejects gives back what was reserved for it.
+# A pair of SGLang's begins with the destination (`DestinationFirst`): reserve, then the prompt is computed ("prefill"),
+# then transfer, activate, release. One that its source rejects gives back what was reserved for it.
 #
 # A request is open from its arrival to its last token. A pass of no time ends as it starts, and what it causes comes
 # after all passes that start at that moment.
@@ -120,7 +120,7 @@ class Handoff:
         return self.source.args.handoff_ms(self.prefilled.prompt_tokens, self.fresh_tokens)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it by the keys of Dynamo's report of 1.3.1; what did not happen is None."""
+        """Return it by the keys of Dynamo's report; what did not happen is None."""
         prefilled = self.prefilled
         return {
             "reused_input_tokens": 0 if prefilled is None else prefilled.reused_tokens,
@@ -158,13 +158,11 @@ class Handoffs:
 
     Attributes:
         keeps_blocks: whether a prompt stays allocated at its source when it is computed.
-        acts_first: whether actions are taken before requests arrive.
-        starts_first: whether passes start before requests arrive, too.
+        starts_first: whether passes start before requests arrive.
         made: the handoffs, in the order in which they were begun.
     """
 
     keeps_blocks = False
-    acts_first = False
     starts_first = False
 
     def __init__(self, sources: Sequence[MockEngine], expect: Callable[[Handoff], None], arrivals: Arrivals) -> None:
@@ -244,7 +242,7 @@ class Handoffs:
         return False
 
     def _start_transfer(self, handoff: Handoff, end_ms: float) -> None:
-        heappush(self._transfers, (end_ms, handoff.order if self.acts_first else self._sequence, handoff))
+        heappush(self._transfers, (end_ms, handoff.order if self.keeps_blocks else self._sequence, handoff))
         self._sequence += 1
 
     def finish_transfers(self, now_ms: float) -> None:
@@ -282,7 +280,7 @@ class _Queue:
 
 
 class ReservingHandoffs(Handoffs):
-    """Handoffs as 1.3.1 makes them.
+    """Handoffs as 1.6.1 makes them.
 
     Args:
         sources: the prefill engines.
@@ -292,9 +290,14 @@ class ReservingHandoffs(Handoffs):
         rejected: called with a request whose prompt its destination can never hold.
         busy: the engines that are in a pass.
         blocked: the engines that cannot go on before something happens to them; those to which it does are taken out.
+
+    Attributes:
+        needs_seat: whether nothing is reserved while as many requests run as may run at once.
     """
 
     keeps_blocks = True
+    starts_first = True
+    needs_seat = True
 
     def __init__(
         self,
@@ -311,12 +314,9 @@ class ReservingHandoffs(Handoffs):
         for engine in destinations:
             if not engine.can_reserve:
                 raise ValueError(
-                    "replay: with prefill in the semantics of 1.3.1, engines must be of type vllm over a backend that takes "
-                    f"moves (such as lineage), got {engine!r}"
+                    "replay: with prefill, engines must be of semantics='1.2.1' over any backend, or of '1.6.1'; "
+                    f"got {engine!r} of {engine.args.scheduler_semantics!r}"
                 )
-        self._rules = destinations[0].args.release
-        self.acts_first = self._rules.queues_by_reservation
-        self.starts_first = self.acts_first and not self._rules.destination_first
         self._rejected = rejected
         self._busy = busy
         self._blocked = blocked
@@ -443,7 +443,7 @@ class ReservingHandoffs(Handoffs):
             return None
         queue.tried = queue.freed
         has_seat = len(engine.scheduler.running) < (engine.args.max_num_seqs or math.inf)
-        if not has_seat and not self._rules.destination_first:
+        if self.needs_seat and not has_seat:
             return None
         handoff = queue.handoffs[0]
         assert handoff.request is not None
@@ -485,6 +485,9 @@ class ReservingHandoffs(Handoffs):
 
 class DestinationFirst(ReservingHandoffs):
     """Handoffs as pairs of SGLang's engines make them in 1.6.1: blocks are reserved before the prompt is computed."""
+
+    starts_first = False
+    needs_seat = False
 
     def begin(self, turn: Turn, arrival_ms: float) -> MockEngine | None:
         """Ask for blocks for the prompt; nobody is given it yet."""

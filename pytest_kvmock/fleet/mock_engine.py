@@ -14,6 +14,7 @@ from pytest_kvmock.backends import BACKENDS, BackendSpec, backend_spec
 from pytest_kvmock.cache.manager import protocol_mismatch
 from pytest_kvmock.checks import check_integer, check_number, is_integer
 from pytest_kvmock.engine.args import MockEngineArgs
+from pytest_kvmock.engine.driver import ReservingDriver
 from pytest_kvmock.engine.scheduler import ForwardPass
 from pytest_kvmock.engine.worker import KvWorker, RequestError
 from pytest_kvmock.fleet.engine_parts import check_worker, make_scheduler, make_worker
@@ -28,11 +29,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
-    from pytest_kvmock.engine.driver import ReservingDriver
     from pytest_kvmock.sinks import GivenSink
 
 MOST_IDLE_PASSES: Final = 1024
-"""Passes without progress after which an engine is stalled: as many as Dynamo's replay of 1.3.1 allows."""
+"""Passes without progress after which an engine is stalled: as many as Dynamo's replay allowed in 1.3.1."""
 
 
 class MockEngine:
@@ -40,7 +40,7 @@ class MockEngine:
 
     Args:
         args: what it is; by default Dynamo's mocker as it starts. It is one rank, whatever `dp_size` says.
-        backend: name or spec of its block manager, where no worker is given; by default "lineage", or "mocker_sglang" for
+        backend: name or spec of its block manager, where no worker is given; by default "lineage", or "sglang" for
             `engine_type="sglang"`.
         sink: where its events are published, where no worker is given.
         seed: seed of generated tokens and of the names of partial blocks.
@@ -130,7 +130,7 @@ class MockEngine:
     @property
     def report(self) -> EngineReport:
         """What it served so far."""
-        kind = LaterEngineReport if self.args.release.sketches_gaps else EngineReport
+        kind = LaterEngineReport if self.args.release.reports_workers else EngineReport
         return kind(tuple(self.requests), self.passes)
 
     @property
@@ -228,7 +228,7 @@ class MockEngine:
             recorded_ms: when it is dispatched, for who records its passes too (`record_passes`); None: it is not recorded.
 
         Raises:
-            OutOfBlocks: prompt and output can never fit; from 1.3.1 on, a prompt that is too large by itself is rejected by
+            OutOfBlocks: prompt and output can never fit; by 1.6.1 a prompt that is too large by itself is rejected by
                 a pass instead (vllm).
         """
         self.worker.accept(prompt)
@@ -246,7 +246,7 @@ class MockEngine:
         """Open a request without giving it to the scheduler, as another engine computes its prompt.
 
         Returns:
-            The request; from 1.3.1 on it is rejected where the prompt alone is larger than all blocks.
+            The request; by 1.6.1 it is rejected where the prompt alone is larger than all blocks.
 
         Raises:
             OutOfBlocks: prompt and output can never fit.
@@ -258,15 +258,14 @@ class MockEngine:
             self._check_size(prompt, max_output_tokens)
         request = self._open(prompt, max_output_tokens, arrival_ms, 0)
         if rejected:
-            request.status = "failed" if self.args.release.queues_by_reservation else "rejected"
+            request.status = "failed"
             self.worker.requests.remove(request)
         return request
 
     @property
     def can_reserve(self) -> bool:
         """Whether blocks can be reserved for a prompt that another engine computes."""
-        wanted = self.args.release.destination
-        return wanted is not None and protocol_mismatch(self._driver, wanted) is None
+        return protocol_mismatch(self._driver, ReservingDriver) is None
 
     def reserve(self, request: EngineRequest) -> int | None:
         """Reserve blocks for the whole prompt of a request that was not submitted.

@@ -57,8 +57,7 @@ def replay(
 
     The clock starts at the time of the engine that is furthest, 0 where all are new; all times of the report are on it.
 
-    With `prefill`, in the semantics of 1.3.1, decode engines must be of `engine_type` "vllm" over a backend that takes
-    moves (such as lineage): vllm, sglang and mocker_sglang are refused there. In those of 1.2.1 any engine takes part.
+    With `prefill`, engines are of the semantics of 1.2.1, over any backend, or of 1.6.1: `sglang`'s are refused.
 
     A harness does not record what is replayed on its engines: where such a test fails, the reproduction is cut down from
     the events alone.
@@ -101,8 +100,7 @@ def replay(
     arrivals = Arrivals(
         turns, concurrency, arrival_speedup, sessions_keep_place=release.sessions_keep_place, start_ms=start_ms
     )
-    # In a closed loop Dynamo's replay of one engine looks at the clock when a pass has ended, not before; but that of
-    # 1.2.1 serves an engine of type "sglang" as if there were several.
+    # In a closed loop Dynamo's replay of one engine looks at the clock when a pass has ended, not before.
     only_between_passes = concurrency is not None and len(engines) == 1 and not prefill
     only_between_passes &= release.arrivals_between_passes
     return _Replay(
@@ -178,7 +176,7 @@ class _Replay:
 
     def _make_handoffs(self) -> Handoffs:
         release = self._engines[0].args.release
-        if not self._prefill or release.destination is None:
+        if not self._prefill or not release.reserves_destination:
             return Handoffs(self._prefill, self._expect, self._arrivals)
         return (DestinationFirst if release.destination_first else ReservingHandoffs)(
             self._prefill,
@@ -195,14 +193,11 @@ class _Replay:
         while True:
             self._end_passes()
             self._handoffs.finish_transfers(self._now)
-            if self._handoffs.acts_first:
-                self._handoffs.act(self._now)
-                if self._handoffs.starts_first and (self._go_on() or self._handoffs.has_actions):
-                    continue
+            self._handoffs.act(self._now)
+            if self._handoffs.starts_first and (self._go_on() or self._handoffs.has_actions):
+                continue
             for turn, arrival_ms in self._arrivals.take(self._now):
                 self._dispatch(turn, arrival_ms)
-            if not self._handoffs.acts_first:
-                self._handoffs.act(self._now)
             if self._go_on() or self._handoffs.has_actions:
                 continue
             moment = self._next_moment()
@@ -231,12 +226,12 @@ class _Replay:
     def _report(self) -> ReplayReport:
         passes = sum(engine.passes for engine in self._everyone) - self._passes_before
         args = self._engines[0].args
-        made_or_rejected = (*self._handoffs.made, *self._rejected) if args.release.destination is not None else ()
+        made_or_rejected = (*self._handoffs.made, *self._rejected) if args.release.reserves_destination else ()
         handoffs: dict[ScheduledRequest, dict[str, Any]] = {
             made.request: made.to_json() for made in made_or_rejected if made.request is not None
         }
         order, served_by = tuple(self._order), tuple(self._served_by)
-        if not args.release.sketches_gaps:
+        if not args.release.reports_workers:
             return ReplayReport(order, passes, served_by, handoffs)
         place = {engine: position for position, engine in enumerate(self._prefill)}
         for made in made_or_rejected:
@@ -319,7 +314,7 @@ class _Replay:
 
     def _go_on(self) -> bool:
         """Start a pass on each engine that can; whether there is more to do at this moment."""
-        if self._handoffs.keeps_blocks or self._engines[0].args.release.instant_passes_first:
+        if self._engines[0].args.release.instant_passes_first:
             return self._start_after_instant_passes(self._sources) | self._start_after_instant_passes(self._workers)
         return self._start_passes(self._sources) or self._start_passes(self._workers)
 

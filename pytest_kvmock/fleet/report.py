@@ -120,7 +120,7 @@ class EngineReport:
         return statistics(name, values)
 
     def per_request(self) -> list[dict[str, Any]]:
-        """Return a row a request, by the keys of Dynamo's report of 1.3.1; what did not happen is None.
+        """Return a row a request, by the keys of Dynamo's report; what did not happen is None.
 
         `onboarded_input_tokens` is ours.
         """
@@ -152,8 +152,8 @@ class ReplayReport(EngineReport):
         passes: how many forward passes were run, by all engines together.
         served_by: for each request, the position of the engine that generates its tokens; None where a prefill engine
             rejected it.
-        handoffs: of each request that a prefill engine handed over, what the report of 1.3.1 says about that; 1.3.1
-            only, in the semantics of 1.2.1 it is empty.
+        handoffs: of each request that a prefill engine handed over, what Dynamo's report says about that; 1.6.1 only, in the
+            semantics of 1.2.1 it is empty.
     """
 
     served_by: Sequence[int | None] = ()

@@ -230,5 +230,5 @@ def make_fleet(
     }
     if router is None:
         args = next(iter(engines.values())).args
-        router = DynamoRouter(args.scheduler_semantics, rng=Random(f"{seed}:router"))  # noqa: S311 - mock data
+        router = DynamoRouter(args.release.dynamo, rng=Random(f"{seed}:router"))  # noqa: S311 - mock data
     return Fleet(engines, router, knowledge=JudgedEvents(harness, publisher, event_delay_ms), **options)

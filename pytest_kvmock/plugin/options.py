@@ -173,9 +173,9 @@ def unknown_name(what: str, name: object, known: tuple[str, ...]) -> str:
         from pytest_kvmock.wire.table import not_spoken_text
 
         return not_spoken_text(name)
-    from pytest_kvmock.checks import unknown_text
+    from pytest_kvmock.backends import unknown_backend_text
 
-    return unknown_text(what, name, known)
+    return unknown_backend_text(name, known)
 
 
 def backend_choice(value: object) -> tuple[str, ...]:

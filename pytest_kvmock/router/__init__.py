@@ -9,6 +9,16 @@ from pytest_kvmock.router.index import (
     RadixIndex,
 )
 from pytest_kvmock.router.loads import Load, LoadBook
+from pytest_kvmock.router.recovery import (
+    Events,
+    InvalidRange,
+    LocalIndex,
+    RecoveryStep,
+    RouterCursor,
+    TooNew,
+    TreeDump,
+    WorkerQuery,
+)
 from pytest_kvmock.router.routing import Candidate, RouterRequest
 from pytest_kvmock.router.selection import DynamoRouter, LeastLoaded, MostCached, RoundRobin
 
@@ -16,15 +26,23 @@ __all__ = [
     "BlockNotFound",
     "Candidate",
     "DynamoRouter",
+    "Events",
     "InvalidBlockSequence",
+    "InvalidRange",
     "KvEventError",
     "LeastLoaded",
     "Load",
     "LoadBook",
+    "LocalIndex",
     "MostCached",
     "OverlapScores",
     "ParentBlockNotFound",
     "RadixIndex",
+    "RecoveryStep",
     "RoundRobin",
+    "RouterCursor",
     "RouterRequest",
+    "TooNew",
+    "TreeDump",
+    "WorkerQuery",
 ]

@@ -2,14 +2,13 @@
 
 Theory of operation. Each candidate costs the prompt tokens that are to be computed there, its own and those of others, in blocks,
 less a credit for what is cached, plus the blocks in use with those that the request adds. The least cost wins; of equal ones
-any, at random. A request that finds every worker busy waits in the router. (Dynamo's `kv-router`, 1.1.1 to 1.6.1.)
+any, at random. A request that finds every worker busy waits in the router. (Dynamo's `kv-router`, 1.2.1 and 1.6.1.)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from random import Random
 from types import MappingProxyType
@@ -20,33 +19,12 @@ from pytest_kvmock.checks import unknown_text
 if TYPE_CHECKING:
     from pytest_kvmock.router.routing import Candidate, RouterRequest, Worker
 
-RouterSemantics: TypeAlias = Literal["1.1.1", "1.2.1", "1.3.1", "1.6.1"]
+RouterSemantics: TypeAlias = Literal["1.2.1", "1.6.1"]
 QueuePolicy: TypeAlias = Literal["fcfs", "lcfs", "wspt"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Rules:
-    """What one release of the router does.
-
-    Attributes:
-        threshold: of its queue, by default.
-        least_tree: of equal costs, the worker wins that holds the fewest blocks in all.
-        takes_credit: the cached blocks are a credit; else they are taken off the prompt, however much is computed there.
-    """
-
-    threshold: float | None
-    least_tree: bool = False
-    takes_credit: bool = True
-
-
-ROUTER_RELEASES: Final = MappingProxyType(
-    {
-        "1.1.1": _Rules(4.0, least_tree=True, takes_credit=False),
-        "1.2.1": _Rules(4.0),
-        "1.3.1": _Rules(16.0),
-        "1.6.1": _Rules(None),
-    }
-)
+ROUTER_RELEASES: Final[Mapping[RouterSemantics, float | None]] = MappingProxyType({"1.2.1": 4.0, "1.6.1": None})
+"""The releases whose rules there are, and the threshold of the queue that each has by default."""
 
 _UNLIMITED: Final = 10_000_000  # tokens of a pass, of an engine without a limit: the original's number
 _REMEMBERED: Final = 1_000  # picks that `explain` can look back at
@@ -64,13 +42,13 @@ class DynamoRouter:
 
     Args:
         semantics: the release whose rules it follows.
-        overlap_score_credit: what a cached block takes off the cost of prefill, in blocks. (1.1.1 has none.)
-        overlap_score_credit_decay: by how much that is less on workers that have more to compute than the least busy (from 1.3.1 on).
+        overlap_score_credit: what a cached block takes off the cost of prefill, in blocks.
+        overlap_score_credit_decay: by how much that is less on workers that have more to compute than the least busy (1.6.1).
         prefill_load_scale: weight of prefill beside decode.
         decode_active_request_weight: what each open request adds (1.6.1).
         router_temperature: 0: the least cost wins; above, it is drawn by a softmax over the costs.
         router_queue_threshold: a worker is busy while more than so many times the tokens of one pass are to be computed; where all
-            are, requests wait. None: never. By default that of the release: 4, 16 from 1.3.1 on, None from 1.6.1 on.
+            are, requests wait. None: never. By default that of the release: 4, and None by 1.6.1.
         router_queue_policy: who is next: "fcfs" the first, "lcfs" the last, "wspt" the one with the fewest tokens to compute.
         router_track_active_blocks: False: blocks in use count for nothing.
         router_track_prefill_tokens: False: prefill counts for nothing, and no worker is ever busy.
@@ -112,16 +90,13 @@ class DynamoRouter:
             "decode_active_request_weight": decode_active_request_weight,
             "router_temperature": router_temperature,
         }
-        threshold = (
-            ROUTER_RELEASES[semantics].threshold if router_queue_threshold == "default" else router_queue_threshold
-        )
+        threshold = ROUTER_RELEASES[semantics] if router_queue_threshold == "default" else router_queue_threshold
         if threshold is not None:
             numbers["router_queue_threshold"] = threshold
         for name, value in numbers.items():
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not is_number or not 0 <= value < math.inf:
                 raise ValueError(f"{name} must be a finite number of at least 0, got {value!r:.80}")
-        self._rules = ROUTER_RELEASES[semantics]
         self.semantics = semantics
         self.tie = tie
         self._credit = overlap_score_credit
@@ -166,9 +141,6 @@ class DynamoRouter:
         decode = self._decode(request, candidate)
         cached = overlap * size
         uncached = request.prompt_tokens - cached if cached < request.prompt_tokens else 0
-        if not self._rules.takes_credit:
-            raw = candidate.prefill_tokens + uncached if self._tracks_prefill else 0
-            return self._scale * (raw / size) + decode
         raw = candidate.prefill_tokens + uncached + cached if self._tracks_prefill else 0
         credit = self._credit
         if self._decay and least_prefill is not None:
@@ -236,15 +208,13 @@ class DynamoRouter:
         return self._rng.choice(cheapest).worker
 
     def _cheapest(
-        self, request: RouterRequest, candidates: Sequence[Candidate], costs: Sequence[float]
+        self,
+        request: RouterRequest,  # noqa: ARG002 - for who picks by it
+        candidates: Sequence[Candidate],
+        costs: Sequence[float],
     ) -> list[Candidate]:
         least = min(costs)
-        tied = [each for each, cost in zip(candidates, costs, strict=True) if cost == least]
-        if self._rules.least_tree and len(tied) > 1:
-            # 1.1.1: the size of the tree of a worker without overlap counts as 0.
-            sizes = [each.held_blocks if self.known_overlap(request, each) else 0 for each in tied]
-            tied = [each for each, size in zip(tied, sizes, strict=True) if size == min(sizes)]
-        return tied
+        return [each for each, cost in zip(candidates, costs, strict=True) if cost == least]
 
     def _sampled(self, costs: Sequence[float]) -> int:
         least, most = min(costs), max(costs)

@@ -32,9 +32,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.testing.index import IndexContract as IndexContract
     from pytest_kvmock.testing.machine import KvStateMachine as KvStateMachine
     from pytest_kvmock.testing.manager import ManagerContract as ManagerContract
-    from pytest_kvmock.testing.router_bugs import ROUTER_BUGS as ROUTER_BUGS
-    from pytest_kvmock.testing.router_bugs import RightRouter as RightRouter
-    from pytest_kvmock.testing.router_bugs import RouterBug as RouterBug
+    from pytest_kvmock.testing.right_router import RightRouter as RightRouter
     from pytest_kvmock.testing.router_contract import RouterContract as RouterContract
     from pytest_kvmock.testing.shrinking import ShrinkingStopped as ShrinkingStopped
     from pytest_kvmock.testing.strategies import traffic as traffic
@@ -59,9 +57,7 @@ _HOME = {
     "Serve": "programs.operations",
     "ServeNear": "programs.operations",
     "Tick": "programs.operations",
-    "ROUTER_BUGS": "testing.router_bugs",
-    "RightRouter": "testing.router_bugs",
-    "RouterBug": "testing.router_bugs",
+    "RightRouter": "testing.right_router",
     "RouterContract": "testing.router_contract",
     "ShrinkingStopped": "testing.shrinking",
     "play": "testing.drafts",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pytest_kvmock.cache.offload import TierEvent
 from pytest_kvmock.events import Located, Removed, StorageTier, Stored
-from pytest_kvmock.prompt_keys import FULL_ATTENTION, group_extra, lora_id
+from pytest_kvmock.prompt_keys import FULL_ATTENTION, LoraIds, group_extra
 from pytest_kvmock.tiers.chunk_eviction import ChunkKey
 from pytest_kvmock.tokens import keyed_block_hashes
 
@@ -47,6 +47,7 @@ class ChunkEvents:
 
     Attributes:
         rng: as above.
+        lora_ids: the numbers of adapters in its engine.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class ChunkEvents:
         self._blocks = blocks_per_chunk
         self._describes = self_describing
         self.rng = rng
+        self.lora_ids = LoraIds()
         self._groups = groups
         self._removed_extras = [group_extra(number) for number in range(len(groups))]
         self._stored_extras = [self._stored_extra(number, group) for number, group in enumerate(groups)]
@@ -87,7 +89,7 @@ class ChunkEvents:
         adapter = None if tokens.keys is None else tokens.keys.lora_name
         extra: dict[str, Any] = {"extra_keys": None}
         if adapter is not None:
-            extra |= {"lora_id": lora_id(adapter), "lora_name": adapter}
+            extra |= {"lora_id": self.lora_ids.of(adapter), "lora_name": adapter}
         if tokens.tokens is None:
             local, blocks = tokens.local_hashes[start // size : end // size], None
         else:

@@ -21,6 +21,7 @@ from pytest_kvmock.tiers.offload_steps import Hit, Keeps, OffloadRequest, Plan, 
 
 if TYPE_CHECKING:
     from pytest_kvmock.cache.hashed import HashedTokens
+    from pytest_kvmock.prompt_keys import LoraIds
 
 # Theory of operation
 #
@@ -283,6 +284,10 @@ class NativeOffload:
             job.request.jobs.clear()
         for request in self._live:
             request.offered, request.user = 0, ChunkUser()
+
+    def number_adapters(self, lora_ids: LoraIds) -> None:
+        """Take the numbers that the engine has for adapters, which its events carry."""
+        self._events.lora_ids = lora_ids
 
     def take_events(self) -> list[TierEvent]:
         """Take the events since the last time, to be published after those of the device."""

@@ -91,7 +91,7 @@ def page_calls(manager):
     yield lambda: manager.allocate(third, SIZE)  # evicts, and stores
     yield lambda: manager.release(third)
     yield lambda: manager.allocate(copy, 2 * SIZE)
-    yield lambda: manager.retract(copy)
+    yield lambda: manager.release(copy)
     yield manager.clear
     yield lambda: manager.match(by_hand, 0)
     yield lambda: manager.extend(by_hand, 2 * SIZE)
@@ -104,7 +104,7 @@ def page_calls(manager):
     yield lambda: manager.finish(long)
     yield lambda: manager.make_room(2 * SIZE)
     yield lambda: manager.allocate(fresh, 2 * SIZE)
-    yield lambda: manager.retract(fresh)
+    yield lambda: manager.release(fresh)
     yield lambda: manager.match(unpublished, 0)
     yield lambda: manager.extend(unpublished, 2 * SIZE)
     yield lambda: manager.finish(unpublished)
@@ -138,7 +138,7 @@ PROGRAMS = {
     "vllm": ({}, pool_requests),
     "vllm_0_19": ({}, pool_requests),
     "sglang": ({}, radix_calls),
-    "mocker_sglang": ({}, page_calls),
+    "mocker_sglang_1_6": ({}, page_calls),
     "lineage with a host": ({"tiers": {"host": 8}}, offload_calls),
 }
 

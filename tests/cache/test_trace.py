@@ -191,7 +191,7 @@ def test_it_is_logged_without_a_sink_too_as_in_the_original(caplog, backend):
     assert 2 == len(traced(caplog))
 
 
-@pytest.mark.parametrize("backend", ["vllm", "sglang", "mocker_sglang"])
+@pytest.mark.parametrize("backend", ["vllm", "sglang", "mocker_sglang_1_6"])
 def test_engines_that_take_requests_have_the_line_as_well(caplog, backend):
     with caplog.at_level(logging.DEBUG, LOGGER), RouterHarness(backend=backend) as kv:
         kv.worker(0).serve([1] * 32)

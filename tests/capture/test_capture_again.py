@@ -64,7 +64,7 @@ def test_faults_are_found_again(captured, backend, fault):
 
 @given(
     seed=st.integers(0, 2**32),
-    backend=st.sampled_from(["lineage", "hash_cache", "vllm_0_19", "sglang", "mocker_sglang"]),
+    backend=st.sampled_from(["lineage", "hash_cache", "vllm_0_19", "sglang", "mocker_sglang_1_6"]),
     rates=st.dictionaries(st.sampled_from(RANDOM), st.sampled_from([0.02, 0.1, 0.3]), max_size=3),
 )
 def test_any_faults_are_found_again(tmp_path_factory, seed, backend, rates):

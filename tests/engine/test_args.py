@@ -146,7 +146,7 @@ def test_arguments_are_values():
         ('{"sglang": {"page_size": 1, "page_size": 2}}', "'page_size' is there twice"),
         ('{"speedup_ratio": NaN}', "speedup_ratio must be a finite number of at least 0, got nan"),
         ('{"speedup_ratio": 1e999}', "speedup_ratio must be a finite number of at least 0, got inf"),
-        ({"semantics": "1.3.1"}, "semantics is no part of Dynamo's JSON: pass it by keyword"),
+        ({"semantics": "1.6.1"}, "semantics is no part of Dynamo's JSON: pass it by keyword"),
     ],
 )
 def test_what_is_no_json_of_arguments_is_refused(source, message):
@@ -154,8 +154,8 @@ def test_what_is_no_json_of_arguments_is_refused(source, message):
 
 
 def test_our_additions_are_passed_by_keyword_and_are_not_written():
-    args = MockEngineArgs.from_json("{}", semantics="1.3.1", performance_model=(5, 7), events_visible="pass_end")
-    assert ("1.3.1", "pass_end", CallableModel(5, 7)) == (
+    args = MockEngineArgs.from_json("{}", semantics="1.2.1", performance_model=(5, 7), events_visible="pass_end")
+    assert ("1.2.1", "pass_end", CallableModel(5, 7)) == (
         args.scheduler_semantics,
         args.events_visible_at,
         args.performance,
@@ -163,7 +163,7 @@ def test_our_additions_are_passed_by_keyword_and_are_not_written():
     assert DUMPED == args.to_json()
     assert (
         "unknown addition 'semantic'; did you mean 'semantics'? known: semantics, performance_model, events_visible"
-        == (refusal(MockEngineArgs.from_json, {}, semantic="1.3.1"))
+        == (refusal(MockEngineArgs.from_json, {}, semantic="1.2.1"))
     )
 
 
@@ -312,7 +312,7 @@ REFUSED = [
         {"schedule_conservativeness": -0.1},
         f"sglang.schedule_conservativeness must be {NUMBER}, or None, got -0.1",
     ),
-    ("semantics", "e1", "semantics: got 'e1'; allowed: 1.2.1, 1.3.1, 1.6.1"),
+    ("semantics", "1.3.1", "semantics: got '1.3.1'; did you mean '1.6.1' or '1.2.1'? allowed: 1.2.1, 1.6.1"),
     ("events_visible", "never", "events_visible: got 'never'; allowed: pass_start, pass_end"),
     (
         "performance_model",
@@ -419,15 +419,22 @@ def test_replace_keeps_the_block_size_unless_it_is_0():
     ("expected", "given"),
     [
         (("1.2.1", "pass_start"), {}),
-        (("1.3.1", "pass_end"), {"engine_type": "sglang"}),
-        (("1.3.1", "pass_end"), {"semantics": "1.3.1", "events_visible": "pass_end"}),
-        (("1.2.1", "pass_start"), {"engine_type": "sglang", "semantics": "1.2.1", "events_visible": "pass_start"}),
+        (("mixed", "pass_end"), {"engine_type": "sglang"}),
+        (("1.2.1", "pass_end"), {"semantics": "1.2.1", "events_visible": "pass_end"}),
+        (("1.6.1", "pass_start"), {"engine_type": "sglang", "semantics": "1.6.1", "events_visible": "pass_start"}),
     ],
 )
 def test_release_and_visibility_have_defaults_by_engine_type(expected, given):
     args = MockEngineArgs(**given)
     assert expected == (args.scheduler_semantics, args.events_visible_at)
-    assert PolynomialModel(expected[0]) == args.performance
+    assert PolynomialModel("1.2.1" if expected[0] == "1.2.1" else "1.6.1") == args.performance
+
+
+@pytest.mark.parametrize("gone", ["1.2.1", "1.3.1"])
+def test_a_release_of_sglangs_mock_that_is_gone_is_refused_with_those_that_there_are(gone):
+    assert f"semantics: got '{gone}'; did you mean '1.6.1'? allowed: mixed, 1.6.1" == refusal(
+        MockEngineArgs, engine_type="sglang", semantics=gone
+    )
 
 
 @pytest.mark.parametrize(
@@ -445,8 +452,8 @@ def test_events_are_published_with_caching_and_not_by_decode_workers(expected, g
 
 def test_a_profile_file_is_read_when_the_arguments_are_made(tmp_path):
     path = write_npz(tmp_path / "profile.npz", PROFILE)
-    args = MockEngineArgs(planner_profile_data=path, semantics="1.3.1")
-    assert InterpolatedModel(**PROFILE, semantics="1.3.1") == args.performance
+    args = MockEngineArgs("sglang", planner_profile_data=path)
+    assert InterpolatedModel(**PROFILE, semantics="1.6.1") == args.performance
     assert str(path) == args.planner_profile_data == args.to_dict()["planner_profile_data"]
     rest = {name: values for name, values in PROFILE.items() if name != "decode_itl"}
     write_npz(path, rest)
@@ -602,8 +609,8 @@ def test_a_profile_may_be_any_object_with_these_fields():
 
 
 def test_additions_go_with_a_profile():
-    args = MockEngineArgs.from_profile(EngineProfile(), semantics="1.3.1", performance_model=(1, 2))
-    assert ("1.3.1", CallableModel(1, 2)) == (args.semantics, args.performance)
+    args = MockEngineArgs.from_profile(EngineProfile(), semantics="1.6.1", performance_model=(1, 2))
+    assert ("1.6.1", CallableModel(1, 2)) == (args.semantics, args.performance)
 
 
 def test_the_path_of_a_profile_file_may_be_a_path(tmp_path):

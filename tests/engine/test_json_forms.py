@@ -87,8 +87,8 @@ def test_what_stands_beside_the_engine_is_checked_too(given, message):
 
 
 def test_the_nested_form_is_that_of_1_6_1():
-    with pytest.raises(ValueError, match=r"^the nested form is that of semantics='1.6.1', got '1.3.1'$"):
-        MockEngineArgs.from_json({"engine": {}}, semantics="1.3.1")
+    with pytest.raises(ValueError, match=r"^the nested form is that of semantics='1.6.1', got '1.2.1'$"):
+        MockEngineArgs.from_json({"engine": {}}, semantics="1.2.1")
 
 
 def test_a_block_size_of_null_is_the_default():

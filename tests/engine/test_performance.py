@@ -64,9 +64,9 @@ def test_decode_goes_by_the_share_of_the_cache_in_use_alone():
 
 @pytest.mark.parametrize(
     ("semantics", "prefill", "decode"),
-    [("1.2.1", 16.50142, -25.74 * 4 + 54.01 * 2 + 5.74), ("1.3.1", 0.0, -25.74 + 54.01 + 5.74)],
+    [("1.2.1", 16.50142, -25.74 * 4 + 54.01 * 2 + 5.74), ("1.6.1", 0.0, -25.74 + 54.01 + 5.74)],
 )
-def test_1_3_1_charges_nothing_for_no_new_token_and_clamps_the_share(semantics, prefill, decode):
+def test_1_6_1_charges_nothing_for_no_new_token_and_clamps_the_share(semantics, prefill, decode):
     model = PolynomialModel(semantics)
     assert [prefill] * 3 == [model.prefill_ms(*each) for each in ((0, 0, 0), (0, 8, 0), (2, 8, 8))]
     assert decode == model.decode_ms(128, 64, 8)
@@ -78,11 +78,9 @@ def test_decode_of_the_polynomial_takes_at_least_a_millisecond():
 
 
 def test_unknown_semantics_are_refused():
-    with pytest.raises(
-        ValueError, match=r"^semantics: got '1.2'; did you mean '1.2.1'\? allowed: 1.2.1, 1.3.1, 1.6.1$"
-    ):
+    with pytest.raises(ValueError, match=r"^semantics: got '1.2'; did you mean '1.2.1'\? allowed: 1.2.1, 1.6.1$"):
         PolynomialModel("1.2")
-    with pytest.raises(ValueError, match=r"^semantics: got None; allowed: 1.2.1, 1.3.1, 1.6.1$"):
+    with pytest.raises(ValueError, match=r"^semantics: got None; allowed: 1.2.1, 1.6.1$"):
         InterpolatedModel(**PROFILE, semantics=None)
 
 
@@ -107,7 +105,7 @@ def test_prefill_of_no_new_token_is_extrapolated_by_1_2_1_and_free_by_1_3_1():
     profile = {**PROFILE, "prefill_isl": [100.0, 1000.0], "prefill_ttft_ms": [10.0, 33.3]}
     # Of a replay with engine_type="sglang": the second of two identical prompts.
     assert 7_411111 == nanoseconds(InterpolatedModel(**profile).prefill_ms(1, 128, 128))
-    assert 0.0 == InterpolatedModel(**profile, semantics="1.3.1").prefill_ms(1, 128, 128)
+    assert 0.0 == InterpolatedModel(**profile, semantics="1.6.1").prefill_ms(1, 128, 128)
 
 
 @given(st.integers(0, 500), st.integers(0, 500))
@@ -361,8 +359,8 @@ class OwnModel:
 
 
 def test_what_a_user_gives_becomes_a_model():
-    polynomial = PolynomialModel("1.3.1")
-    assert polynomial == make_performance_model(None, "1.3.1")
+    polynomial = PolynomialModel("1.6.1")
+    assert polynomial == make_performance_model(None, "1.6.1")
     assert polynomial is make_performance_model(polynomial, "1.2.1")
     assert 5.0 == make_performance_model((5, 7)).prefill_ms(1, 1, 0)
     assert 7.0 == make_performance_model([lambda *_: 5, lambda *_: 7]).decode_ms(1, 1, 1)

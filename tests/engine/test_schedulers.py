@@ -1,9 +1,12 @@
 """The registry of schedulers: what a row says is what engines do."""
 
+from dataclasses import fields
+
 import pytest
 
 from pytest_kvmock import MockEngine, MockEngineArgs, create_manager
 from pytest_kvmock.backends import BackendSpec, backend_spec
+from pytest_kvmock.engine.scheduler import Release
 from pytest_kvmock.engine.schedulers import SCHEDULERS
 
 ROWS = pytest.mark.parametrize("spec", SCHEDULERS.values(), ids=SCHEDULERS)
@@ -17,7 +20,7 @@ def args_of(spec, **fields):
 def test_an_engine_of_each_release_serves_over_the_default_backend(spec):
     for semantics in spec.releases:
         with MockEngine(args_of(spec, semantics=semantics, block_size=4)) as engine:
-            assert (spec.releases[semantics].backend or spec.default_backend) == engine.worker.backend
+            assert spec.releases[semantics].backend == engine.worker.backend
             request = engine.submit(range(1, 20), 5)
             engine.run()
             assert ("finished", 5) == (request.status, request.generated_tokens)
@@ -51,9 +54,19 @@ def test_the_budget_of_a_pass_is_that_of_the_scheduler(expected, fields):
 
 @ROWS
 def test_the_default_backend_names_its_scheduler(spec):
-    assert spec.name == backend_spec(spec.default_backend).scheduler
+    assert {spec.name} == {backend_spec(release.backend).scheduler for release in spec.releases.values()}
 
 
 def test_a_backend_of_a_scheduler_that_there_is_not_is_refused():
     with pytest.raises(ValueError, match=r"^backend 'mine': scheduler must be 'vllm' or 'sglang', got 'trtllm'$"):
         BackendSpec("mine", "mine", create_manager, scheduler="trtllm")
+
+
+def flag_values(name):
+    """The values of a field of `Release` over all rows."""
+    return {getattr(release, name) for spec in SCHEDULERS.values() for release in spec.releases.values()}
+
+
+@pytest.mark.parametrize("name", [each.name for each in fields(Release)])
+def test_no_field_of_a_release_has_one_value_in_all_rows(name):
+    assert len(flag_values(name)) > 1

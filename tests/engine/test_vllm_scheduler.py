@@ -35,23 +35,19 @@ def test_running_requests_are_served_before_waiting_ones():
     assert "waiting" == second.status
 
 
-@pytest.mark.parametrize("semantics", ["1.2.1", "1.3.1"])
-def test_a_waiting_request_preempts_a_running_one_in_1_2_1_only(semantics):
-    """8 tokens have 2 of 4 blocks, 12 ask for 3: 1.2.1 gives them the two that are left, and preempts for the third."""
-    engine = engine_of(num_gpu_blocks=4, semantics=semantics)
+def test_a_waiting_request_preempts_a_running_one_in_1_2_1():
+    """8 tokens have 2 of 4 blocks, 12 ask for 3: they get the two that are left, and preempt for the third."""
+    engine = engine_of(num_gpu_blocks=4)
     first, _ = submit(engine, 8, 12, output=1)
     late = engine.submit(range(9000, 9004), 1, arrival_ms=0.0)
     done = engine.step()
-    if semantics == "1.2.1":
-        assert ([first], first) == (done.preempted, engine.scheduler.waiting[0])
-    else:
-        assert [] == done.preempted
-    assert late not in done.admitted  # nobody is admitted after a preemption, nor before one that waits
+    assert ([first], first) == (done.preempted, engine.scheduler.waiting[0])
+    assert late not in done.admitted  # nobody is admitted after a preemption
     assert 3 == len(engine.run().completed)
 
 
-def test_a_waiting_request_waits_until_all_its_blocks_are_there_in_1_3_1():
-    engine = engine_of(num_gpu_blocks=6, max_num_batched_tokens=12, semantics="1.3.1")
+def test_a_waiting_request_waits_until_all_its_blocks_are_there_in_1_6_1():
+    engine = engine_of("vllm", num_gpu_blocks=6, max_num_batched_tokens=12)
     first, second, third = submit(engine, 8, 8, 12)
     engine.step()
     assert ["running", "running", "waiting"] == [each.status for each in (first, second, third)]

@@ -684,7 +684,7 @@ def test_events_are_marked_as_said_for_a_request_only_while_one_makes_them(backe
     assert [True, False, False] == marks
 
 
-@pytest.mark.parametrize("name", ["vllm", "vllm_0_19", "sglang", "mocker_sglang"])
+@pytest.mark.parametrize("name", ["vllm", "vllm_0_19", "sglang", "mocker_sglang_1_6"])
 def test_what_a_manager_of_requests_stores_is_always_for_one(name):
     spec, taken = BACKENDS[name], []
     worker = KvWorker(

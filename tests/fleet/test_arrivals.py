@@ -81,7 +81,7 @@ def test_a_turn_without_a_timestamp_leaves_the_one_before_it_to_the_next():
     ("expected", "keep_place"),
     [
         pytest.param([(1, 0), (3, 100), (2, 200), (4, 300)], False, id="1.2.1: others are served in the delay"),
-        pytest.param([(1, 0), (2, 150), (3, 250), (4, 400)], True, id="1.3.1: a session keeps its place"),
+        pytest.param([(1, 0), (2, 150), (3, 250), (4, 400)], True, id="1.6.1: a session keeps its place"),
     ],
 )
 def test_sessions_in_a_closed_loop(expected, keep_place):

@@ -7,15 +7,8 @@ from dataclasses import replace
 
 import pytest
 from depth import few
-
-from pytest_kvmock import EngineProfile, EventRulesBroken, KvEventError, Prompt, RouterHarness
-from pytest_kvmock.backends import BACKENDS
-from pytest_kvmock.events import Removed, Stored
-from pytest_kvmock.fleet import Fleet, FleetRequest, MockEngine, MockEngineArgs, RouterError
-from pytest_kvmock.hygiene.problem import ROUTER_RULES
-from pytest_kvmock.router import DynamoRouter, RadixIndex, RoundRobin
-from pytest_kvmock.testing import ROUTER_BUGS, RightRouter
-from pytest_kvmock.testing.router_bugs import (
+from planted_bugs import (
+    ROUTER_BUGS,
     CountedTwice,
     DeadWorkerKept,
     LoraBlind,
@@ -25,6 +18,14 @@ from pytest_kvmock.testing.router_bugs import (
     RanksSummed,
     StaleIndex,
 )
+
+from pytest_kvmock import EngineProfile, EventRulesBroken, KvEventError, Prompt, RouterHarness
+from pytest_kvmock.backends import BACKENDS
+from pytest_kvmock.events import Removed, Stored
+from pytest_kvmock.fleet import Fleet, FleetRequest, MockEngine, MockEngineArgs, RouterError
+from pytest_kvmock.hygiene.problem import ROUTER_RULES
+from pytest_kvmock.router import DynamoRouter, RadixIndex, RoundRobin
+from pytest_kvmock.testing import RightRouter
 from pytest_kvmock.traces import synthetic_trace
 
 ARGS = MockEngineArgs(num_gpu_blocks=64, block_size=4, max_num_batched_tokens=32)

@@ -1,26 +1,17 @@
-"""Replays with prefill and decode engines, recorded from Dynamo's mocker 1.2.1 and 1.3.1, to the bit."""
+"""Replays with prefill and decode engines, recorded from Dynamo's mocker 1.2.1, to the bit."""
 
 import re
 
 import pytest
 from depth import few
-from recorded_replays import COLUMNS, check_summary, request_of, runs_of
+from recorded_replays import check_summary, request_of, runs_of
 
 from pytest_kvmock.engine.args import MockEngineArgs
 from pytest_kvmock.engine.worker import OutOfBlocks
 from pytest_kvmock.fleet import EngineStalled, MockEngine, replay
 from pytest_kvmock.traces import TraceRequest
 
-RUNS = runs_of("replay_disaggregated.json.gz", "1.2.1", "1.3.1")
-STAGES = (
-    "prefill_admit_ms",
-    "source_held_ms",
-    "destination_reserved_ms",
-    "destination_activated_ms",
-    "decode_admit_ms",
-    "source_released_ms",
-    "decode_reused_input_tokens",
-)
+RUNS = runs_of("replay_disaggregated.json.gz", "1.2.1")
 
 
 def engines_of(case, kind, version, watched):
@@ -51,16 +42,12 @@ def test_a_replay_with_handoffs_equals_the_recorded_one(case, version, watched):
         with pytest.raises(EngineStalled):
             play(case, version, watched)
         return
-    report = play(case, version, watched)
-    check_summary(run["summary"], report)
-    if "per_request" in run:
-        rows = [tuple(row[name] for name in COLUMNS + STAGES) for row in report.per_request()]
-        assert sorted(map(tuple, run["per_request"]), key=str) == sorted(rows, key=str)
+    check_summary(run["summary"], play(case, version, watched))
 
 
 def pair(blocks, **link):
     """A prefill engine, and a decode engine of so many blocks of 4 tokens."""
-    sizes = {"block_size": 4, "semantics": "1.3.1"}
+    sizes = {"block_size": 4, "semantics": "1.6.1"}
     prefill = MockEngine(MockEngineArgs(worker_type="prefill", num_gpu_blocks=100, **sizes, **link))
     return prefill, MockEngine(MockEngineArgs(worker_type="decode", num_gpu_blocks=blocks, **sizes, **link))
 
@@ -74,31 +61,19 @@ def test_the_source_keeps_its_blocks_until_the_transfer_is_through():
     assert (0, 0) == (prefill.metrics.active_blocks, decode.metrics.active_blocks)
 
 
-def test_a_prompt_that_its_destination_can_never_hold_is_rejected_and_the_others_are_served():
+def test_a_prompt_that_its_destination_can_never_hold_fails_and_the_others_are_served():
     prefill, decode = pair(8)
     trace = [TraceRequest(0, 8, 2, (1, 2)), TraceRequest(1, 40, 2, tuple(range(10, 20))), TraceRequest(2, 8, 2, (5, 6))]
     report = replay(trace, [decode], [prefill], trace_block_size=4)
-    assert ["finished", "rejected", "finished"] == [request.status for request in report.requests]
-    assert 86.072289 == pytest.approx(report.duration_ms)
+    assert ["finished", "failed", "finished"] == [request.status for request in report.requests]
+    assert 80.319203 == pytest.approx(report.duration_ms)
     assert 0 == prefill.metrics.active_blocks
 
 
-@pytest.mark.parametrize(
-    ("decode_blocks", "ids", "output", "problem"),
-    [
-        (
-            8,
-            range(8),
-            2,
-            "requests[1] of 32 tokens and 2 of output can never fit: 9 blocks are needed",
-        ),
-        (200, range(100), 2, "requests[1] of 400 tokens and 1 of output can never fit: 101 blocks are needed"),
-    ],
-    ids=["engines", "prefill"],
-)
-def test_what_can_never_fit_leaves_all_engines_as_they_were(decode_blocks, ids, output, problem):
-    prefill, decode = pair(decode_blocks)
-    trace = [TraceRequest(0, 8, 2, (1, 2)), TraceRequest(1, 4 * len(ids), output, tuple(ids))]
+def test_what_can_never_fit_leaves_all_engines_as_they_were():
+    prefill, decode = pair(8)
+    trace = [TraceRequest(0, 8, 2, (1, 2)), TraceRequest(1, 32, 2, tuple(range(8)))]
+    problem = "requests[1] of 32 tokens and 2 of output can never fit: 9 blocks are needed"
     with pytest.raises(OutOfBlocks, match=re.escape(problem)):
         replay(trace, [decode], [prefill], trace_block_size=4)
     for engine in (prefill, decode):
@@ -123,10 +98,8 @@ def test_a_second_replay_goes_on_at_the_time_of_the_first():
 
 
 def test_an_engine_that_cannot_reserve_blocks_is_no_destination():
-    sizes = {"block_size": 4, "num_gpu_blocks": 50, "semantics": "1.3.1"}
-    prefill, decode = (
-        MockEngine(MockEngineArgs(worker_type=kind, **sizes), backend="vllm") for kind in ("prefill", "decode")
-    )
-    with pytest.raises(ValueError, match="engines must be of type vllm over a backend that takes moves"):
+    sizes = {"engine_type": "sglang", "block_size": 4, "num_gpu_blocks": 50}
+    prefill, decode = (MockEngine(MockEngineArgs(worker_type=kind, **sizes)) for kind in ("prefill", "decode"))
+    with pytest.raises(ValueError, match=r"of semantics='1.2.1' over any backend, or of '1.6.1'; got .* of 'mixed'$"):
         replay([TraceRequest(0, 8, 2, (1, 2))], [decode], [prefill], trace_block_size=4)
     assert decode.is_idle

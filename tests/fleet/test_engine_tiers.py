@@ -325,17 +325,17 @@ def test_arguments_of_the_host_out_of_range_are_refused(fields, message):
     assert message == str(caught.value)
 
 
-@pytest.mark.parametrize("backend", ["hash_cache", "vllm_0_19", "mocker_sglang"])
+@pytest.mark.parametrize("backend", ["hash_cache", "vllm_0_19", "mocker_sglang_1_6"])
 def test_other_backends_take_no_tiers(backend):
-    fields = {"engine_type": "sglang"} if backend == "mocker_sglang" else {}
+    fields = {"engine_type": "sglang"} if backend == "mocker_sglang_1_6" else {}
     with pytest.raises(ValueError) as caught:
         engine_of(backend=backend, **fields)
     assert f"backend {backend!r} takes no tiers; lineage, lru, multi_lru and vllm do" == str(caught.value)
 
 
 def test_tiers_are_for_the_scheduler_that_was_recorded_with_them():
-    with pytest.raises(ValueError, match=r"^tiers are for engines that follow the scheduler of 1\.2\.1, .*'1\.3\.1'"):
-        engine_of(semantics="1.3.1")
+    with pytest.raises(ValueError, match=r"^tiers are for engines that follow the scheduler of 1\.2\.1, .*'1\.6\.1'"):
+        engine_of(semantics="1.6.1")
 
 
 def test_worker_and_arguments_name_the_same_host():

@@ -314,7 +314,7 @@ def test_every_request_is_served(router, loads):
     assert 40 == len(report.completed) == len(report.picks)
 
 
-@pytest.mark.parametrize("backend", ["lineage", "multi_lru", "vllm", "mocker_sglang", "mocker_sglang_1_6"])
+@pytest.mark.parametrize("backend", ["lineage", "multi_lru", "vllm", "mocker_sglang_1_6"])
 @pytest.mark.parametrize("concurrency", [None, 5])
 def test_with_and_without_plans_all_is_the_same(backend, concurrency):
     kind = "sglang" if "sglang" in backend else "vllm"
@@ -330,10 +330,8 @@ def test_with_and_without_plans_all_is_the_same(backend, concurrency):
 
 KINDS = {  # of engines: every scheduler of every release, with what it waits for between two prefills
     "1.2.1": ("lineage", {"semantics": "1.2.1"}),
-    "1.3.1": ("lineage", {"semantics": "1.3.1"}),
     "1.6.1": ("vllm", {}),
     "ranks": ("vllm", {"dp_size": 2, "prefill_schedule_interval": 3}),
-    "sglang-1.2.1": ("mocker_sglang", {"engine_type": "sglang"}),
     "sglang-1.6.1": ("mocker_sglang_1_6", {"engine_type": "sglang"}),
     "sglang-1.6.1-interval": ("mocker_sglang_1_6", {"engine_type": "sglang", "prefill_decode_interval": 4}),
     "real-sglang": ("sglang", {"engine_type": "sglang"}),
@@ -383,7 +381,7 @@ def test_late_events_of_a_worker_stay_in_order_however_late_each_is():
     assert all(list(range(len(ids))) == ids for ids in heard.values())
 
 
-@pytest.mark.parametrize(("semantics", "backend"), [("1.2.1", "lineage"), ("1.3.1", "lineage"), ("1.6.1", "vllm")])
+@pytest.mark.parametrize(("semantics", "backend"), [("1.2.1", "lineage"), ("1.6.1", "vllm")])
 def test_an_engine_that_can_do_nothing_is_stalled(semantics, backend):
     args = MockEngineArgs(num_gpu_blocks=64, block_size=4, max_num_batched_tokens=8, enable_chunked_prefill=False)
     args = replace(args, semantics=semantics)
@@ -432,15 +430,6 @@ def test_explain_draws_nothing_and_names_the_cheapest():
     assert plain.picks == explained.picks
     assert "= tied" in texts[0]
     assert any("<- chosen" in text for text in texts)
-
-
-def test_the_oldest_rules_send_a_tied_request_to_the_smallest_tree():
-    prompt = Prompt(hashes=[1, 2, 3, 4])
-    request = RouterRequest(0, prompt, 4, 1)
-    held, full = Candidate(0, overlap=4, new_blocks=4, prefill_tokens=16, held_blocks=9), Candidate(1, new_blocks=4)
-    router = DynamoRouter("1.1.1")
-    assert router.cost(request, held) == router.cost(request, full) == 8.0
-    assert 1 == router.pick(request, [held, full])
 
 
 def test_statistics_of_many_values_are_those_of_their_sorted_list():
@@ -529,12 +518,12 @@ def test_of_the_first_pass_those_come_first_that_ask_for_one_token():
 
 
 def test_time_counts_from_the_first_arrival_also_where_that_request_is_rejected():
-    args = replace(ARGS, num_gpu_blocks=8, semantics="1.3.1")
+    args = replace(ARGS, num_gpu_blocks=8, semantics="1.6.1")
     report = Fleet(engines(1, args), RoundRobin()).run([request(0, range(9)), request(10, [1])])
     assert report.completed[0].token_ms[-1] == report.duration_ms
 
 
-@pytest.mark.parametrize("backend", ["lineage", "vllm", "mocker_sglang", "mocker_sglang_1_6", "sglang"])
+@pytest.mark.parametrize("backend", ["lineage", "vllm", "mocker_sglang_1_6", "sglang"])
 @pytest.mark.parametrize("loads", ["router", "engine"])
 def test_with_and_without_plans_a_router_sees_the_same(backend, loads):
     args = MockEngineArgs(num_gpu_blocks=96, block_size=4, engine_type="sglang" if "sglang" in backend else "vllm")
@@ -554,7 +543,7 @@ def test_with_and_without_plans_a_router_sees_the_same(backend, loads):
 
 
 def test_a_closed_loop_is_that_of_the_original():
-    args = MockEngineArgs(block_size=4, num_gpu_blocks=8, semantics="1.3.1")
+    args = MockEngineArgs(block_size=4, num_gpu_blocks=8, semantics="1.6.1")
     rows = [request(0, [1, 2], 6), request(0, range(10, 20), 1), request(0, [3, 4]), request(0, [5, 6])]
     turns = [request(0, [1, 2], session_id="s"), request(0, [1, 2], session_id="s", delay=100)]
     served = [
@@ -564,7 +553,7 @@ def test_a_closed_loop_is_that_of_the_original():
     for serve in served:
         # A prompt that is rejected keeps its place until its turn; a closed loop looks at no ratio.
         arrivals = [row["arrival_time_ms"] for row in serve(rows, concurrency=2).per_request()]
-        assert [0.0, 0.0, 34.256664] == arrivals[:3]
+        assert [0.0, 0.0, 16.622914] == pytest.approx(arrivals[:3])
         assert serve(turns, concurrency=1).duration_ms == serve(turns, concurrency=1, arrival_speedup=2.0).duration_ms
 
 

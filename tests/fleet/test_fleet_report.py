@@ -152,7 +152,7 @@ def test_figures_by_hand():
 
 
 @pytest.mark.parametrize("seed", seeds(30))
-@pytest.mark.parametrize("backend", ["lineage", "vllm", "sglang", "mocker_sglang"])
+@pytest.mark.parametrize("backend", ["lineage", "vllm", "sglang", "mocker_sglang_1_6"])
 def test_no_router_is_above_the_ideal(backend, seed):
     """In whatever order they are served: what is new to one endless cache is new to some engine too."""
     kind = "sglang" if "sglang" in backend else "vllm"
@@ -212,7 +212,7 @@ def test_waits_are_told_apart():
     assert rows[1]["router_wait_ms"] / 2 == report.figure("router_wait_ms")
 
 
-@pytest.mark.parametrize("semantics", ["1.2.1", "1.3.1", "1.6.1"])
+@pytest.mark.parametrize("semantics", ["1.2.1", "1.6.1"])
 def test_goodput_is_the_share_of_all_that_arrived(semantics):
     args = MockEngineArgs(num_gpu_blocks=96, block_size=4, max_num_batched_tokens=32, semantics=semantics)
     rows = trace()
@@ -239,7 +239,7 @@ def test_json_has_the_keys_of_dynamo_and_its_own_under_one():
 def test_an_engine_by_itself_has_the_percentiles_of_its_release():
     """One run of one engine has one p90 of its gaps, whoever reports it: from 1.6.1 on it comes from a sketch."""
     rows = [request(10.0 * each, range(each, each + 2 + each % 3), 2 + each % 7) for each in range(30)]
-    for semantics, differ in (("1.3.1", False), ("1.6.1", True)):
+    for semantics, differ in (("1.2.1", False), ("1.6.1", True)):
         args = MockEngineArgs(num_gpu_blocks=96, block_size=4, semantics=semantics)
         engine = MockEngine(args, backend="vllm" if differ else "lineage")
         for each in rows:
@@ -403,7 +403,7 @@ def test_one_that_is_sent_anew_has_the_overlaps_of_its_second_arrival():
 
 @pytest.mark.parametrize(
     ("semantics", "backend", "reused"),
-    [("1.2.1", "sglang", 8), ("1.3.1", "sglang", 8), ("1.6.1", "mocker_sglang_1_6", 60)],
+    [("mixed", "sglang", 8), ("1.6.1", "mocker_sglang_1_6", 60)],
 )
 def test_before_1_6_a_prefill_of_sglang_reads_at_most_one_chunk_of_a_prefix(semantics, backend, reused):
     """So `of_ideal` is low there, whatever the router does: the docstring says so."""
@@ -416,7 +416,7 @@ def test_before_1_6_a_prefill_of_sglang_reads_at_most_one_chunk_of_a_prefix(sema
     assert "at most one chunk" in " ".join(FleetReport.assert_hit_ratio.__doc__.split())
 
 
-REUSES = ["lineage", "multi_lru", "hash_cache", "vllm", "sglang", "mocker_sglang"]
+REUSES = ["lineage", "multi_lru", "hash_cache", "vllm", "sglang", "mocker_sglang_1_6"]
 
 
 @pytest.mark.parametrize("backend", REUSES)

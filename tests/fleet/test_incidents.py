@@ -295,7 +295,7 @@ def test_what_comes_after_the_end_is_said_not_to_have_happened():
 
 
 @pytest.mark.parametrize("seed", seeds(40))
-@pytest.mark.parametrize("backend", ["lineage", "vllm", "mocker_sglang", "mocker_sglang_1_6"])
+@pytest.mark.parametrize("backend", ["lineage", "vllm", "mocker_sglang_1_6"])
 def test_with_and_without_plans_incidents_are_the_same(backend, seed):
     rng = Random(seed)
     args = replace(ARGS, engine_type="sglang" if "sglang" in backend else "vllm")

@@ -322,23 +322,13 @@ def test_the_sizes_of_worker_and_arguments_are_the_same():
 
 
 def test_closing_frees_the_blocks_that_were_reserved_for_a_prompt_computed_elsewhere():
-    engine = engine_of(worker_type="decode", semantics="1.3.1")
+    engine = engine_of("vllm", worker_type="decode")
     serve = engine.worker.serve(tokens(8))
     request = engine.expect(Prompt(tokens(18)), 3, 0.0)
     assert engine.reserve(request)
     assert (0, 5) == (serve.cached_tokens, engine.worker.manager.num_active_blocks)
     engine.close()
     assert ("aborted", 0) == (request.status, engine.worker.manager.num_active_blocks)
-
-
-def test_what_requests_reuse_over_mocker_sglang_without_prefix_caching_is_found_by_lookups():
-    engine = engine_of("mocker_sglang", engine_type="sglang", enable_prefix_caching=False)
-    engine.submit(tokens(8), 1)
-    engine.run()
-    assert 8 == engine.worker.cached_tokens(tokens(10))
-    request = engine.submit(tokens(10), 1)
-    engine.run()
-    assert 8 == request.reused_tokens
 
 
 def test_a_driver_that_is_none_for_schedulers_is_refused():
@@ -383,9 +373,8 @@ def test_a_wrong_request_is_refused_and_nothing_changes(arguments, options, mess
 
 
 @pytest.mark.parametrize(("prompt", "output", "fits"), [(36, 4, True), (37, 4, False), (40, 1, False), (44, 1, False)])
-@pytest.mark.parametrize("semantics", ["1.2.1", "1.3.1"])
-def test_what_can_never_fit_is_refused(prompt, output, fits, semantics):
-    engine = engine_of(num_gpu_blocks=10, semantics=semantics)
+def test_what_can_never_fit_is_refused(prompt, output, fits):
+    engine = engine_of(num_gpu_blocks=10)
     if fits:
         engine.submit(tokens(prompt), output)
         assert 1 == len(engine.run().completed)
@@ -434,7 +423,7 @@ def test_to_run_until_a_moment_that_is_past_does_nothing():
 
 def test_an_engine_of_type_sglang_has_its_own_backend():
     engine = MockEngine(MockEngineArgs(engine_type="sglang"))
-    assert "mocker_sglang" == engine.worker.backend
+    assert "sglang" == engine.worker.backend
 
 
 def test_a_hash_prompt_is_served_and_its_output_has_hashes_of_its_own():
@@ -450,7 +439,7 @@ def test_a_hash_prompt_is_served_and_its_output_has_hashes_of_its_own():
 # ------------------------------------------------------------------------------------------ what goes wrong midway
 
 
-@pytest.mark.parametrize(("engine_type", "backend"), [("vllm", "lineage"), ("sglang", "mocker_sglang")])
+@pytest.mark.parametrize(("engine_type", "backend"), [("vllm", "lineage"), ("sglang", "sglang")])
 def test_a_prefill_model_that_fails_loses_no_request(engine_type, backend):
     answers = iter([float("nan"), 5.0])
     engine = engine_of(backend, engine_type=engine_type, performance_model=(lambda *asked: next(answers), 5.0))
@@ -488,7 +477,9 @@ def test_a_model_is_asked_once_a_pass():
 
 
 def test_a_prompt_of_many_small_chunks_is_no_stall_over_sglang():
-    engine = engine_of("mocker_sglang", engine_type="sglang", num_gpu_blocks=2000, sglang={"chunked_prefill_size": 4})
+    engine = engine_of(
+        "mocker_sglang_1_6", engine_type="sglang", num_gpu_blocks=2000, sglang={"chunked_prefill_size": 4}
+    )
     engine.submit(tokens(4 * 1100), 1)
     assert 1 == len(engine.run().completed)
 

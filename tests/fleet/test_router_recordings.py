@@ -20,21 +20,18 @@ from pytest_kvmock.traces import TraceRequest
 
 PICKS = recorded("replay_kv_picks.json.gz")["cases"]
 SUMMARIES = recorded("replay_kv_router.json.gz")["cases"]
-OF_WORKERS = {  # our report of 1.3.1 has none of these
+OF_WORKERS = {  # our report of 1.2.1 has none of these
     "prefill_worker_seconds",
     "decode_worker_seconds",
     "prefill_gpus_per_worker",
     "decode_gpus_per_worker",
     "gpu_hours",
 }
-BACKENDS = {"vllm": "lineage", "sglang": "mocker_sglang"}
 
 
 def engines_of(case, version):
-    fields = case["engine"]
-    args = MockEngineArgs.from_json(fields, semantics=version)
-    backend = BACKENDS[fields.get("engine_type", "vllm")]
-    return [MockEngine(args, backend=backend) for _ in range(case["replay"]["num_workers"])]
+    args = MockEngineArgs.from_json(case["engine"], semantics=version)
+    return [MockEngine(args) for _ in range(case["replay"]["num_workers"])]
 
 
 def fleet_of(case, version, router, **options):

@@ -14,7 +14,7 @@ from pytest_kvmock.router import LeastLoaded, RadixIndex, RoundRobin
 from pytest_kvmock.router.routing import stream_of
 from pytest_kvmock.traces import synthetic_trace
 
-BACKENDS = ["lineage", "multi_lru", "hash_cache", "vllm", "mocker_sglang", "sglang"]
+BACKENDS = ["lineage", "multi_lru", "hash_cache", "vllm", "mocker_sglang_1_6", "sglang"]
 
 
 def trace(count=40, seed=0, **options):
@@ -178,7 +178,7 @@ def shapes(world):
 
 @pytest.mark.parametrize("happens", [None, "restart", "crash"])
 @pytest.mark.parametrize("seed", seeds(20))
-@pytest.mark.parametrize("backend", ["lineage", "vllm", "mocker_sglang"])
+@pytest.mark.parametrize("backend", ["lineage", "vllm", "mocker_sglang_1_6"])
 def test_what_was_recorded_makes_the_same_events(backend, seed, happens):
     world = harness(backend, name=str(seed))
     fleet = world.fleet(LeastLoaded() if seed % 2 else None, concurrency=seed % 4 or None)

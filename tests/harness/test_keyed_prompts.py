@@ -111,7 +111,7 @@ def test_in_dynamos_format_sglang_tells_adapters_apart():
     assert 2 * len(stored) == len({block for blocks in stored for block in blocks})
 
 
-@pytest.mark.parametrize("backend", ["lineage", "lru", "multi_lru", "mocker_sglang"])
+@pytest.mark.parametrize("backend", ["lineage", "lru", "multi_lru", "mocker_sglang_1_6"])
 def test_dynamos_engines_name_blocks_as_its_router_asks_for_them(backend, recording):
     (case,) = (case for case in recording("dynamo_block_hashes.json") if case["name"] == "lora+ns")
     with RouterHarness(EngineProfile(block_size=4), backend) as kv:
@@ -220,7 +220,7 @@ def test_every_stored_travels_with_what_its_request_carries(spec):
                 assert {getattr(prompt.keys, name)} == {event.extra.get(name) for event in stored}
 
 
-@pytest.mark.parametrize("backend", ["lineage", "vllm", "sglang", "mocker_sglang"])
+@pytest.mark.parametrize("backend", ["lineage", "vllm", "sglang", "mocker_sglang_1_6"])
 def test_an_engine_in_time_names_and_publishes_alike(backend):
     with RouterHarness(EngineProfile(block_size=4, num_blocks=32), backend) as kv:
         engine = kv.engine(0)

@@ -4,7 +4,7 @@ import pytest
 
 from pytest_kvmock import EngineProfile, OutOfBlocks, RadixIndex, Recovery, Removed, RouterHarness, Stored
 from pytest_kvmock.engine.worker import RequestError
-from pytest_kvmock.recovery import RouterCursor
+from pytest_kvmock.router import RouterCursor
 
 ENGINES = ["lineage", "hash_cache", "vllm", "sglang"]
 
@@ -241,7 +241,7 @@ def test_events_of_several_engines_are_told_apart():
     assert ([], []) == kv.judge()[:2]
 
 
-@pytest.mark.parametrize("backend", ["lineage", "hash_cache", "vllm", "sglang", "mocker_sglang"])
+@pytest.mark.parametrize("backend", ["lineage", "hash_cache", "vllm", "sglang", "mocker_sglang_1_6"])
 def test_a_decode_engine_publishes_nothing_and_is_not_compared(backend):
     with RouterHarness(backend=backend, engine={"worker_type": "decode"}) as kv:
         kv.engine().submit(kv.prompt(3), 20)

@@ -27,13 +27,8 @@ def random_case(kind, seed):
     return case
 
 
-def routed_case(seed, credit_decays):
-    """Return the case of a seed with two workers or more, behind Dynamo's KV router.
-
-    Args:
-        seed: the seed.
-        credit_decays: whether the release knows `overlap_score_credit_decay`.
-    """
+def routed_case(seed):
+    """Return the case of a seed with two workers or more, behind Dynamo's KV router."""
     rng = Random(f"routed {seed}")
     case = {"scheduler": "vllm", "kind": "routed", "seed": seed} | _vllm(rng)
     case["engine"].pop("enable_prefix_caching", None)  # 1.2.1 feeds its router all the same
@@ -54,8 +49,6 @@ def routed_case(seed, credit_decays):
         "router_track_prefill_tokens": (False,),
         "router_assume_kv_reuse": (False,),
     }
-    if credit_decays:
-        options["overlap_score_credit_decay"] = (0.5, 2.0)
     often = ("router_queue_threshold", "router_queue_policy")
     case["router"] = {
         name: rng.choice(values) for name, values in options.items() if rng.random() < (0.4 if name in often else 0.15)

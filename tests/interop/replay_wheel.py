@@ -22,7 +22,7 @@ SECONDS = 0.3  # of processor time: a case takes some milliseconds
 
 def play(core, case, directory):
     """Return what the release answers for one case."""
-    reports = metadata.version("ai-dynamo-runtime") != "1.2.1"  # the first release to tell times per request is 1.3.1
+    reports = metadata.version("ai-dynamo-runtime") != "1.2.1"  # it tells no times per request
     trace = Path(directory, "trace.jsonl")
     trace.write_text("".join(f"{json.dumps(request)}\n" for request in case["requests"]))
     report = Path(directory, "report.jsonl")

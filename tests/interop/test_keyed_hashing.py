@@ -47,7 +47,7 @@ def drawn(rnd):
     return keys
 
 
-@pytest.mark.parametrize("backend", ["lineage", "vllm", "sglang", "mocker_sglang"])
+@pytest.mark.parametrize("backend", ["lineage", "vllm", "sglang", "mocker_sglang_1_6"])
 def test_local_hashes_of_an_engines_events_are_dynamos(backend):
     rnd = random.Random(backend)
     for _ in range(60):

@@ -3,7 +3,7 @@
 INDEX = """
 from contextlib import suppress
 from pytest_kvmock import KvEventError, RadixIndex
-from pytest_kvmock.recovery import RouterCursor, TreeDump
+from pytest_kvmock.router import RouterCursor, TreeDump
 
 class Recovering:
     def __init__(self, ask):

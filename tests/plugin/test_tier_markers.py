@@ -56,7 +56,7 @@ def test_the_default_batch_fits_the_host(nested):
     ).assert_outcomes(passed=3)
 
 
-@pytest.mark.parametrize("backend", ["hash_cache", "vllm_0_19", "vllm_gpt_oss", "sglang", "mocker_sglang"])
+@pytest.mark.parametrize("backend", ["hash_cache", "vllm_0_19", "vllm_gpt_oss", "sglang", "mocker_sglang_1_6"])
 def test_another_backend_refuses_in_one_line(nested, backend):
     result = nested(
         f"""

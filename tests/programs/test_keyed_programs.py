@@ -214,7 +214,6 @@ def test_the_matrix_of_all_engines_is_known():
         "sglang_qwen3_next",
         "sglang_kimi_linear",
         "sglang_deepseek_v4",
-        "mocker_sglang",
         "mocker_sglang_1_6",
     }
     hybrid = {name for name, spec in BACKENDS.items() if spec.real_block_size}  # named as `vllm` names them

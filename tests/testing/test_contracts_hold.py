@@ -130,19 +130,10 @@ class TestSglangDeepseekV4Worker(WorkerContract):
 
 
 class TestMockerSglangWorker(WorkerContract):
-    backend = "mocker_sglang"
-
-
-class TestOlderMockerSglangWorkerOfSmallPages(WorkerContract):
-    backend = backend_spec("mocker_sglang").variant("mocker_sglang_1_2_1", semantics="1.2.1")
-    block_size = 2
-
-
-class TestNewerMockerSglangWorker(WorkerContract):
     backend = "mocker_sglang_1_6"
 
 
-class TestNewerMockerSglangWorkerOfSmallPages(WorkerContract):
+class TestMockerSglangWorkerOfSmallPages(WorkerContract):
     backend = "mocker_sglang_1_6"
     block_size = 2
 

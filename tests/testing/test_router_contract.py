@@ -4,11 +4,12 @@ import re
 
 import pytest
 from contract_runs import failure_of, names_of_tests
+from planted_bugs import ROUTER_BUGS
 
 from pytest_kvmock import Prompt
 from pytest_kvmock.backends import BACKENDS
 from pytest_kvmock.router import DynamoRouter, LeastLoaded, RoundRobin
-from pytest_kvmock.testing import ROUTER_BUGS, RightRouter, RouterContract
+from pytest_kvmock.testing import RightRouter, RouterContract
 
 TESTS = names_of_tests(RouterContract)
 
@@ -70,7 +71,7 @@ def test_a_right_router_holds_it(contract, name):
     assert skipped is None or (name in may_skip and "not checked" in skipped)
 
 
-OVER = ("vllm", "sglang", "mocker_sglang", "mocker_sglang_1_6", "hash_cache")
+OVER = ("vllm", "sglang", "mocker_sglang_1_6", "hash_cache")
 
 
 def over(contract, name, **traits):
@@ -97,7 +98,7 @@ def test_a_right_router_holds_it_over_any_engine(backend, name):
     assert skip_of(over(OfRightOverAny, backend), name) == skips.get(name)
 
 
-@pytest.mark.parametrize("backend", ["sglang", "mocker_sglang"])
+@pytest.mark.parametrize("backend", ["sglang", "mocker_sglang_1_6"])
 def test_a_planted_bug_fails_it_over_sglang_too(backend):
     for name in ("stale_index", "lora_blind", "never_freed"):
         test, text = FAILS[name]

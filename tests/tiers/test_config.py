@@ -123,7 +123,7 @@ def test_vllm_s_host_is_that_of_the_release_that_was_recorded():
         create_manager("vllm", num_blocks=4, version="0.19.1", tiers={"host": 10})
 
 
-@pytest.mark.parametrize("backend", ["hash_cache", "vllm_0_19", "vllm_gpt_oss", "sglang", "mocker_sglang"])
+@pytest.mark.parametrize("backend", ["hash_cache", "vllm_0_19", "vllm_gpt_oss", "sglang", "mocker_sglang_1_6"])
 def test_other_backends_refuse_tiers_in_one_line(backend):
     with pytest.raises(ValueError) as error:
         create_manager(backend, num_blocks=4, tiers={"host": 10})

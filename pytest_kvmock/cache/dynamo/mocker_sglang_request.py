@@ -54,10 +54,6 @@ HASHER = DynamoHasher()
 class PageRequest(RadixRequest):
     """One request, and the pages that it has, each with an identity. It grows at the end.
 
-    In `RadixRequest`'s terms `computed` are its tokens that have a slot, `protected` its pages that are known to be in
-    the tree: 0 after its admission, whatever prefix it shares; its first checkpoint counts them. `allocated` are whole
-    pages by which its tokens are accounted for, though slots are taken one by one.
-
     Args:
         prompt: tokens, or hashes.
         page_size: tokens a page.
@@ -68,24 +64,26 @@ class PageRequest(RadixRequest):
 
     Attributes:
         pages: identities of its complete pages, those that it shares included.
+        computes_last_token: its last token is computed whatever is cached, as its output is needed.
     """
 
-    __slots__ = ("pages",)
+    __slots__ = ("computes_last_token", "pages")
 
     def __init__(self, prompt: Prompt, page_size: int, rng: Random) -> None:
         named = None if prompt.keys is None else prompt.keys.named()
         super().__init__(HashedTokens(prompt, page_size, HASHER if named is None else DynamoHasher(named), rng), rng)
+        self.computes_last_token = True
 
     def retract(self) -> None:
         """Forget its pages: it begins anew, with the tokens that it has."""
         super().retract()
         self.pages: list[int] = []
 
+    @property
+    def most_hits(self) -> int:
+        """How many of its pages may be hits: all full ones, or all before the one of its last token."""
+        return (len(self) - self.computes_last_token) // self.tokens.block_size
+
     def extend(self, tokens: Sequence[int]) -> None:
         """Add tokens behind a page that has some and that they do not fill."""
         self.tokens.extend(tokens)
-
-    @property
-    def slack(self) -> int:
-        """Tokens by which its last page is accounted for and that have no slot yet."""
-        return self.allocated * self.tokens.block_size - self.computed

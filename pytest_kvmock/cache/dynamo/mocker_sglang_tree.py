@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from heapq import heappop, heappush
 from operator import attrgetter
 from typing import Final
 
@@ -10,9 +11,10 @@ from pytest_kvmock.cache.sglang.radix_tree import RadixTree, TreeNode, shared_pa
 
 # Theory of operation
 #
-# It parts from SGLang's tree in three things. A page has an identity beside its name, as a request keeps its own pages
+# It parts from SGLang's tree in five things. A page has an identity beside its name, as a request keeps its own pages
 # where the tree has others of the same tokens. A node that is matched in part is split, and both halves keep the old
-# time of access. And the cost of a walk is one tick, whichever way it ends.
+# time of access. The cost of a walk is one tick, whichever way it ends. A leaf is evicted from its tail, no further than
+# is wanted. And a leaf grows in place.
 
 _BY_ACCESS: Final = attrgetter("last", "created")
 """Halves of a node have one time of access; they are never leaves together, and a heap compares them all the same."""
@@ -35,7 +37,7 @@ class PageNode(TreeNode):
 
 
 class PageTree(RadixTree):
-    """Runs of pages by name, evicted by the time of the last access (dynamo-mocker 1.3.1, `RadixCache`).
+    """Runs of pages by name, trimmed by the time of the last access (dynamo-mocker 1.6.1, `RadixCache`).
 
     It counts pages; tokens, events and who pays for a page are its owner's.
     """
@@ -75,30 +77,6 @@ class PageTree(RadixTree):
             self._changed.add(node)
         return node, pages
 
-    def put(self, names: Sequence[int], pages: Sequence[int], count: int) -> tuple[TreeNode, list[int]]:
-        """Insert the first `count` pages; what is not there becomes one leaf.
-
-        Args:
-            names: of the pages.
-            pages: their identities, where they become part of the tree.
-            count: how many of both.
-
-        Returns:
-            The last node of the path, and the pages up to its end: of those that were there, the tree's.
-        """
-        node, found = self.find(names, count)
-        at = len(found)
-        if at == count:
-            return node, found
-        self._clock += 1
-        leaf = PageNode(node, names[at], tuple(names[at:count]), tuple(pages[at:count]), self._clock)
-        node.children[names[at]] = leaf
-        self.evictable += count - at
-        self._nodes += 1
-        self._changed.add(leaf)
-        found += leaf.pages
-        return leaf, found
-
     def touch(self, node: TreeNode) -> None:
         """Count a node and all above it as used now, as a match of its whole path does."""
         tick = self._clock = self._clock + 1
@@ -108,15 +86,6 @@ class PageTree(RadixTree):
         while at is not None and at is not self.root:
             at.last = tick
             at = at.parent
-
-    def path(self, node: TreeNode) -> list[int]:
-        """Return the pages from the root up to the end of a node."""
-        runs: list[Sequence[int]] = []
-        while isinstance(node, PageNode):
-            runs.append(node.pages)
-            assert node.parent is not None
-            node = node.parent
-        return [page for run in reversed(runs) for page in run]
 
     def locked(self, names: Sequence[int], count: int) -> int:
         """Leading pages, of the first `count`, that are here and locked. Changes nothing."""
@@ -132,9 +101,99 @@ class PageTree(RadixTree):
             node = child
         return at
 
-    def evictable_leaves(self) -> int:
-        """Count the pages of leaves that are not locked; unlike `evictable`, without the nodes above them. Walks the tree."""
-        return sum(len(node.names) for node in self.nodes() if not node.children and not node.lock_ref)
+    def trim(self, pages: int) -> list[int]:
+        """Evict so many pages, or all that may be: from the tail of the leaf that was used the longest ago, leaf by leaf.
+
+        Returns:
+            Their identities, leaf by leaf, each from front to back.
+        """
+        self._queue_changed()
+        heap, root, key_of = self._heap, self.root, self._key
+        out: list[int] = []
+        while len(out) < pages and heap:
+            key, node = heap[0]
+            parent, wanted = node.parent, pages - len(out)
+            is_leaf = key == node.queued and parent is not None and not (node.children or node.lock_ref)
+            if is_leaf and wanted < len(node.names):
+                assert isinstance(node, PageNode)
+                out += node.pages[-wanted:]
+                node.names, node.pages = node.names[:-wanted], node.pages[:-wanted]
+                break
+            heappop(heap)
+            if key == node.queued:
+                node.queued = None
+            if not is_leaf:
+                continue
+            assert isinstance(node, PageNode)
+            assert parent is not None
+            out += node.pages
+            del parent.children[node.edge]
+            node.parent = None
+            self._nodes -= 1
+            if not parent.children and not parent.lock_ref and parent is not root:
+                parent.queued = key_of(parent)
+                heappush(heap, (parent.queued, parent))
+        self.evictable -= len(out)
+        return out
+
+    def put_behind(
+        self, start: TreeNode, names: Sequence[int], pages: Sequence[int], first: int, count: int
+    ) -> tuple[TreeNode, list[int]]:
+        """Insert pages behind a node that ends with page `first`, and count its path, and what is there, as used now.
+
+        A leaf at the end of that grows, if nobody has locked it, or if it is the node itself and locked once.
+
+        Args:
+            start: the node; the root for a `first` of 0.
+            names: of all pages of a request, from the root.
+            pages: their identities.
+            first: how many of them lead to the end of the node.
+            count: how many of them shall be there.
+
+        Returns:
+            The last node of the path, and the pages behind `first`: of those that were there, the tree's.
+        """
+        self.touch(start)
+        tick, at = self._clock, first
+        node: TreeNode = start
+        kept: list[int] = []
+        while at < count:
+            child = node.children.get(names[at])
+            if child is None:
+                break
+            assert isinstance(child, PageNode)
+            shared = shared_pages(child.names, names, at, count)
+            at += shared
+            if shared < len(child.names):
+                node = upper = self._halve(child, shared)
+                kept += upper.pages
+                break
+            child.last = tick
+            kept += child.pages
+            node = child
+        if at < count:
+            node = self._grow(node, start, names[at:count], pages[at:count])
+            kept += pages[at:count]
+        if not node.children:
+            self._changed.add(node)
+        return node, kept
+
+    def _grow(self, node: TreeNode, start: TreeNode, names: Sequence[int], pages: Sequence[int]) -> TreeNode:
+        grows = isinstance(node, PageNode) and not node.children
+        if grows and (not node.lock_ref or (node is start and node.lock_ref == 1)):
+            assert isinstance(node, PageNode)
+            node.names, node.pages = (*node.names, *names), (*node.pages, *pages)
+            if node.lock_ref:
+                self.protected += len(names)
+            else:
+                self.evictable += len(names)
+            return node
+        self._clock += 1
+        leaf = PageNode(node, names[0], tuple(names), tuple(pages), self._clock)
+        node.children[names[0]] = leaf
+        self.evictable += len(names)
+        self._nodes += 1
+        return leaf
 
     def _halve(self, node: PageNode, count: int) -> PageNode:
         """Put the first pages of a node into a new one above it; both keep the time of access and the locks."""

@@ -148,11 +148,6 @@ class RadixRequest:
         return max(self.protected, self.found)
 
     @property
-    def slack(self) -> int:
-        """Tokens by which its last page is accounted for and that have no slot: none, as pages are taken whole."""
-        return 0
-
-    @property
     def opens_page(self) -> bool:
         """Whether its next token needs another page."""
         return self.computed >= self.allocated * self.tokens.block_size

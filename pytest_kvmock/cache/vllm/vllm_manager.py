@@ -75,6 +75,7 @@ class VllmManager(RequestLevel):
 
     def attach_offload(self, offload: WriteThrough, copies: object) -> None:
         """Put a host tier below it, before its first request; a driver brings what is stored there and loaded about."""
+        offload.number_adapters(self._lora_ids)
         self.offload, self.copies = offload, copies
 
     def publish_below(self) -> None:

@@ -1,4 +1,4 @@
-"""The cache of Dynamo's mock of SGLang by hand: slots, pages, what is evicted, and what is published."""
+"""The cache of Dynamo's mock of SGLang by hand: pages, what is evicted, and what is published."""
 
 from random import Random
 
@@ -17,9 +17,9 @@ from pytest_kvmock.tokens import block_hashes, sequence_hashes
 SIZE = 4
 
 
-def make(num_blocks=8, **options):
+def make(num_blocks=8):
     sink = CapturingSink()
-    manager = create_manager("mocker_sglang", num_blocks=num_blocks, block_size=SIZE, sink=sink, **options)
+    manager = create_manager("mocker_sglang_1_6", num_blocks=num_blocks, block_size=SIZE, sink=sink)
     return manager, sink
 
 
@@ -47,7 +47,7 @@ def serve(manager, *pages, tail=0):
 def step(manager, one, *tokens):
     """Generate tokens, as a driver does."""
     for token in tokens:
-        assert manager.make_room(1)
+        assert manager.make_room(one.opens_page)
         one.append(token)
         manager.extend(one, one.computed + 1)
         manager.checkpoint(one)
@@ -56,49 +56,52 @@ def step(manager, one, *tokens):
 # --------------------------------------------------------------------------------------------------- the cache
 
 
-def test_slots_are_counted_one_by_one_and_cached_by_whole_pages():
+def test_a_request_takes_whole_pages_and_leaves_those_that_are_full():
     manager, _ = make()
     one = request(1, 2, tail=1)
     assert 0 == manager.allocate(one, 9)
-    assert (23, 3, 0) == (manager.free_tokens, manager.num_active_blocks, manager.num_inactive_blocks)
+    assert (5, 3, 0) == (manager.free_pages, manager.num_active_blocks, manager.num_inactive_blocks)
     manager.finish(one)
-    assert (24, 0, 2) == (manager.free_tokens, manager.num_active_blocks, manager.num_inactive_blocks)
+    assert (6, 0, 2) == (manager.free_pages, manager.num_active_blocks, manager.num_inactive_blocks)
 
 
-def test_an_identical_prompt_is_reused_whole():
+def test_an_identical_prompt_is_reused_but_for_the_page_of_its_last_token():
     manager, _ = make()
     serve(manager, 1, 2)
-    assert 8 == manager.allocate(request(1, 2), 8)
-    assert 24 == manager.free_tokens
+    assert 4 == manager.allocate(request(1, 2), 8)
+    without_output = request(1, 2)
+    without_output.computes_last_token = False
+    assert 8 == manager.allocate(without_output, 8)
 
 
-def test_room_is_made_for_the_whole_prompt_before_its_prefix_is_found():
+def test_what_is_found_of_a_prompt_is_not_evicted_for_the_rest_of_it():
     manager, sink = make(2)
     serve(manager, 1, 2)
     take(sink)
-    assert 0 == manager.allocate(request(1, 2), 8)  # its own prefix was evicted for it
-    assert [("R", *names(1, 2)), ("S", *names(1, 2))] == take(sink)
+    assert 4 == manager.allocate(request(1, 3), 8)
+    assert [("R", names(1, 2)[1]), ("S", names(1, 3)[1])] == take(sink)
 
 
-def test_what_does_not_fit_takes_nothing_and_counts_as_used_all_the_same():
-    manager, _ = make(4)
+def test_what_does_not_fit_takes_nothing_and_evicts_nothing():
+    manager, sink = make(4)
     serve(manager, 1)
     serve(manager, 2)
     held = request(3, 4)
     manager.allocate(held, 8)
+    take(sink)
     assert manager.allocate(request(1, 5, 6, 7), 16) is None
-    assert [held] == list(manager.requests)
-    assert not manager.num_inactive_blocks  # room was made before that was known
+    assert ([held], 2, []) == (list(manager.requests), manager.num_inactive_blocks, take(sink))
 
 
-def test_a_whole_leaf_is_evicted_the_one_used_longest_ago_first():
+def test_a_leaf_is_trimmed_from_its_tail_the_one_used_longest_ago_first():
     manager, sink = make(8)
     serve(manager, 1, 2, 3)
     serve(manager, 4, 5)
     serve(manager, 1, 2, 3)
     take(sink)
-    assert 8 == manager.evict(1)
-    assert [("R", *names(4, 5))] == take(sink)
+    assert 4 == manager.evict(1)
+    assert 8 == manager.evict(8)
+    assert [("R", names(4, 5)[1]), ("R", *names(4), names(1, 2, 3)[2])] == take(sink)
 
 
 def test_a_parent_is_evicted_once_it_has_no_child_and_both_are_one_event():
@@ -119,12 +122,26 @@ def test_the_two_halves_of_a_node_that_is_matched_in_part_keep_its_time():
     assert names(1, 2, 3)[1:] == manager.inactive_blocks()[:2]
 
 
-def test_only_leaves_are_evictable_in_1_2_1():
-    for semantics, evictable in (("1.3.1", 3), ("1.2.1", 2)):
-        manager, _ = make(semantics=semantics)
-        serve(manager, 1, 2)
-        serve(manager, 1, 3)
-        assert evictable * SIZE == manager.evictable_tokens
+def test_a_leaf_grows_in_place_with_what_its_request_computes():
+    manager, _ = make(16)
+    one = request(1, tail=3)
+    manager.allocate(one, 7)
+    manager.checkpoint(one)
+    step(manager, one, 0, 5, 5, 5, 5)
+    assert [tuple(names(1, 0, 5))] == [node.names for node in manager._tree.nodes()]
+
+
+def test_reserved_pages_have_no_name_before_they_are_claimed():
+    manager, sink = make(4)
+    serve(manager, 1)
+    take(sink)
+    one = request(1, 2, tail=1)
+    assert 2 == manager.reserve(one, 9)
+    assert ([], 1) == (take(sink), manager.free_pages)
+    manager.extend(one, 9)
+    manager.checkpoint(one)
+    assert [("S", names(1, 2)[1])] == take(sink)
+    assert manager.reserve(request(3, 4, 5), 12) is None
 
 
 # ---------------------------------------------------------------------------------------------------- events
@@ -148,10 +165,10 @@ def test_pages_of_one_hash_are_published_once_and_removed_with_the_last():
     manager.allocate(first, 8)
     manager.allocate(second, 8)  # neither is in the tree yet
     assert [("S", *names(1, 2))] == take(sink)
-    assert 16 == manager.free_tokens
-    manager.retract(first)
+    assert 4 == manager.free_pages
+    manager.release(first)
     assert [] == take(sink)
-    manager.retract(second)
+    manager.release(second)
     assert [("R", *names(1, 2))] == take(sink)
     assert [] == manager.resident()
 
@@ -164,29 +181,19 @@ def test_a_stored_begins_at_the_first_page_that_was_not_present():
     assert [("S", *names(1, 2)), ("S", names(1, 2, 3)[2])] == take(sink)
 
 
-def test_copies_are_given_back_when_their_request_finishes_and_lost_in_1_2_1():
-    for loses, free in ((False, 24), (True, 16)):
-        manager, sink = make()
-        first, second = request(1, 2), request(1, 2)
-        manager.allocate(first, 8)
-        manager.allocate(second, 8)
-        manager.finish(first)
-        manager.finish(second, loses_copies=loses)
-        assert free == manager.free_tokens
-        assert [("S", *names(1, 2))] == take(sink)
-        manager.evict(8)
-        assert ([] if loses else [("R", *names(1, 2))]) == take(sink)
-
-
-def test_a_prefix_is_freed_twice_by_a_retraction_before_the_first_checkpoint():
-    manager, sink = make(8)
-    serve(manager, 1, 2)
-    one = request(1, 2, 3)
-    assert 8 == manager.allocate(one, 12)
-    take(sink)
-    manager.retract(one)
-    assert 32 + 8 == manager.free_tokens + manager.evictable_tokens  # the original's fault
-    assert [("R", *names(1, 2, 3))] == take(sink)
+def test_copies_are_given_back_when_their_request_is_checkpointed():
+    manager, sink = make()
+    first, second = request(1, 2), request(1, 2)
+    manager.allocate(first, 8)
+    manager.allocate(second, 8)
+    manager.finish(first)
+    assert 4 == manager.free_pages
+    manager.checkpoint(second)
+    assert 6 == manager.free_pages
+    manager.finish(second)
+    assert [("S", *names(1, 2))] == take(sink)
+    manager.evict(8)
+    assert [("R", *names(1, 2))] == take(sink)
 
 
 def test_a_release_frees_nothing_twice():
@@ -195,11 +202,11 @@ def test_a_release_frees_nothing_twice():
     one = request(1, 2, 3)
     manager.allocate(one, 12)
     manager.release(one)
-    assert 32 == manager.free_tokens + manager.evictable_tokens
+    assert (8, 6) == (manager.unused_pages(), manager.free_pages)
     assert sorted(names(1, 2)) == sorted(manager.resident())
 
 
-def test_a_clear_is_refused_while_a_request_has_slots():
+def test_a_clear_is_refused_while_a_request_has_pages():
     manager, sink = make()
     serve(manager, 1)
     one = request(2)
@@ -209,7 +216,7 @@ def test_a_clear_is_refused_while_a_request_has_slots():
     take(sink)
     assert manager.clear()
     assert [("C",)] == take(sink)
-    assert (32, []) == (manager.free_tokens, manager.resident())
+    assert (8, []) == (manager.free_pages, manager.resident())
 
 
 # ------------------------------------------------------------------------------------------------- arguments
@@ -217,30 +224,12 @@ def test_a_clear_is_refused_while_a_request_has_slots():
 
 def test_a_move_is_refused():
     manager, _ = make()
-    with pytest.raises(MoveError, match="a 'mocker_sglang' manager takes no moves, it thinks in requests"):
+    with pytest.raises(MoveError, match="a 'mocker_sglang_1_6' manager takes no moves, it thinks in requests"):
         manager.use([1])
 
 
-def test_an_unknown_release_is_refused():
-    with pytest.raises(ValueError, match=r"unknown semantics '1.2'; .*1.3.1, 1.2.1"):
-        make(semantics="1.2")
-
-
-def test_a_release_that_was_chosen_stays():
-    manager, _ = make(semantics="1.2.1")
-    with pytest.raises(
-        ValueError, match=r"^the backend 'mocker_sglang' has semantics='1\.2\.1', and its engine semantics='1\.3\.1'$"
-    ):
-        manager.follow("1.3.1")
-    assert "1.2.1" == manager.semantics
-    manager, _ = make()
-    assert "1.3.1" == manager.semantics
-    manager.follow("1.2.1")
-    assert "1.2.1" == manager.semantics
-
-
 def test_a_page_may_be_one_token():
-    manager = create_manager("mocker_sglang", num_blocks=3, block_size=1)
+    manager = create_manager("mocker_sglang_1_6", num_blocks=3, block_size=1)
     one = request(1, 2, size=1)
     assert 0 == manager.allocate(one, 2)
     manager.finish(one)
@@ -278,9 +267,9 @@ CALLS = st.lists(
 
 @settings(max_examples=examples(300))
 @given(calls=CALLS, num_blocks=st.sampled_from([3, 6, 12]))
-def test_no_slot_is_lost_and_what_is_published_is_there(calls, num_blocks):
+def test_no_page_is_lost_and_what_is_published_is_there(calls, num_blocks):
     model = Model()
-    manager = create_manager("mocker_sglang", num_blocks=num_blocks, block_size=SIZE, sink=model)
+    manager = create_manager("mocker_sglang_1_6", num_blocks=num_blocks, block_size=SIZE, sink=model)
     for name, what, number in calls:
         running = list(manager.requests)
         if name == "allocate":
@@ -291,31 +280,25 @@ def test_no_slot_is_lost_and_what_is_published_is_there(calls, num_blocks):
         elif running:
             one = running[what % len(running)]
             if name == "step":
-                if manager.make_room(1):
+                if manager.make_room(one.opens_page):
                     step(manager, one, number)
             else:
                 getattr(manager, name)(one)
-        own = sum(one.computed - one.shared * SIZE for one in manager.requests)
-        cached = sum(len(node.names) for node in manager._tree.nodes()) * SIZE
-        copies = sum(
-            SIZE
-            for one in manager.requests
-            for own_page, page in zip(one.pages, manager._tree.path(one.node), strict=False)
-            if own_page != page
-        )
-        assert num_blocks * SIZE == manager.free_tokens + cached + own + copies
+        own = sum(one.allocated - one.shared for one in manager.requests)
+        cached = sum(len(node.names) for node in manager._tree.nodes())
+        assert num_blocks == manager.free_pages + cached + own
         assert model.present == set(manager.resident())
         assert manager._tree.evictable == len(manager.inactive_blocks())
         assert set(manager.inactive_blocks()) <= model.present
     for one in list(manager.requests):
         manager.finish(one)
-    assert num_blocks * SIZE == manager.free_tokens + manager.evictable_tokens
+    assert num_blocks == manager.unused_pages()
 
 
 def test_a_heap_compares_halves_of_one_time():
     tree = PageTree()
-    tree.put([1, 2, 3], [10, 11, 12], 3)
+    tree.put_behind(tree.root, [1, 2, 3], [10, 11, 12], 0, 3)
     upper, pages = tree.find([1, 2, 4], 3)
-    assert [10, 11] == pages == tree.path(upper)
+    assert [10, 11] == pages
     assert {node.last for node in tree.nodes()} == {upper.last}
-    assert [12, 10, 11] == [page for node in tree.evict(3) for page in node.pages]
+    assert [12, 10, 11] == tree.trim(3)

@@ -173,8 +173,9 @@ class LineagePolicy(EvictionPolicy):
             node.occupied = True
             node.entries += 1
             append(node)
-            parent: _Node = slot.above
+            parent: _Node | None = slot.above
             if node.parent is not parent:
+                assert parent is not None  # a place is a root's for all blocks that share it, or for none
                 if node.parent is None and not self._left_behind:
                     node.parent = parent
                     parent.children += 1

@@ -1,7 +1,6 @@
 """Bugs planted in a right router, for those who check their own checks: thirteen, each with what finds it.
 
-`RightRouter` has books of its own, of blocks, loads and workers, all from its hooks, and says what it believes. A bug changes one
-thing in it; `ROUTER_BUGS` has them by name::
+A bug changes one thing in `pytest_kvmock.testing.RightRouter`; `ROUTER_BUGS` has them by name::
 
     router = ROUTER_BUGS["never_freed"].make(range(4))
     report = Fleet(engines, router).run(trace)
@@ -11,98 +10,17 @@ thing in it; `ROUTER_BUGS` has them by name::
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from random import Random
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
-from pytest_kvmock.checks import check_integer
-from pytest_kvmock.events import RouterEvent
-from pytest_kvmock.hygiene.rules import LOAD_DRIFT, OVERLAP_DRIFT, WORKER_DRIFT
-from pytest_kvmock.router.index import KvEventError, RadixIndex
-from pytest_kvmock.router.loads import LoadBook
-from pytest_kvmock.tokens import Prompt
+from pytest_kvmock import Prompt
+from pytest_kvmock.testing import RightRouter
 
 if TYPE_CHECKING:
-    from pytest_kvmock.router.routing import Candidate, RouterRequest, Worker
+    from pytest_kvmock.router import Candidate, RouterRequest
+    from pytest_kvmock.router.routing import Worker
 
 Setting: TypeAlias = Literal["plain", "restart", "join", "crash", "adapters", "ranks", "late"]
-
-
-class RightRouter:
-    """Dynamo's cost over an index, loads and a list of workers of its own; equals are drawn.
-
-    Args:
-        workers: who is there from the start; pairs (id, rank) where workers have ranks.
-        seed: of the choice among equals.
-        copies: whether the engines publish every copy of a block, as vLLM does.
-    """
-
-    def __init__(self, workers: Iterable[Worker], seed: int = 0, *, copies: bool = False) -> None:
-        check_integer("RightRouter: seed", seed, 0)
-        self.book = LoadBook(workers)
-        self.index = RadixIndex(count_copies=copies)
-        self.has_ranks = any(isinstance(worker, tuple) for worker in self.book.loads)
-        self.rng = Random(seed)  # noqa: S311 - mock data
-
-    # --------------------------------------------------------------------------------------- what it believes
-
-    def loads(self) -> dict[Worker, tuple[int, int, int]]:
-        """Return prefill tokens, blocks and requests of each worker."""
-        return {worker: (load.prefill_tokens, load.blocks, load.requests) for worker, load in self.book.loads.items()}
-
-    def overlap(self, request: RouterRequest) -> dict[Worker, int]:
-        """Return the leading blocks of a prompt that each worker holds; a worker without one may be absent."""
-        return self._matched(request.local_hashes)
-
-    def _matched(self, local_hashes: Sequence[int]) -> dict[Worker, int]:
-        scores = self.index.find_matches(local_hashes).scores
-        return {key if self.has_ranks else key[0]: score for key, score in scores.items()}
-
-    def workers(self) -> list[Worker]:
-        """Return the workers that it knows."""
-        return list(self.book.loads)
-
-    # ------------------------------------------------------------------------------------------ what it does
-
-    def cost(self, request: RouterRequest, worker: Worker, overlap: int) -> float:
-        """Return what a request costs on a worker, in blocks."""
-        load, size = self.book.loads[worker], request.block_size
-        prefill = (load.prefill_tokens + max(request.prompt_tokens, overlap * size)) / size
-        return max(0.0, prefill - overlap) + load.blocks + load.new_blocks(request.sequence_hashes)
-
-    def pick(self, request: RouterRequest, candidates: Sequence[Candidate]) -> Worker:  # noqa: ARG002 - it has books of its own
-        """Return a worker of the least cost."""
-        overlaps = self.overlap(request)
-        costs = {worker: self.cost(request, worker, overlaps.get(worker, 0)) for worker in self.workers()}
-        least = min(costs.values())
-        return self.rng.choice([worker for worker, cost in costs.items() if cost == least])
-
-    def dispatched(self, request: RouterRequest, worker: Worker) -> None:
-        """Count a request."""
-        self.book.dispatched(request, worker, self.overlap(request).get(worker, 0))
-
-    def first_token(self, request: RouterRequest) -> None:
-        """Count its prefill no more."""
-        self.book.first_token(request)
-
-    def finished(self, request: RouterRequest) -> None:
-        """Count it no more."""
-        self.book.finished(request)
-
-    def apply(self, event: RouterEvent) -> None:
-        """Take an event; one that cannot be applied is left out, as by the reference index."""
-        with suppress(KvEventError):
-            self.index.apply(event)
-
-    def worker_added(self, worker: Worker) -> None:
-        """Know one worker more."""
-        self.book.add_worker(worker)
-
-    def worker_removed(self, worker: Worker) -> None:
-        """Forget a worker, and what it held."""
-        self.book.remove_worker(worker)
-        self.index.remove_worker(worker[0] if isinstance(worker, tuple) else worker)
 
 
 class StaleIndex(RightRouter):
@@ -115,7 +33,7 @@ class StaleIndex(RightRouter):
 class IgnoresLoad(RightRouter):
     """Counts the overlap alone: a shared prefix makes a hot spot."""
 
-    def cost(self, request: RouterRequest, worker: Worker, overlap: int) -> float:  # noqa: ARG002
+    def cost(self, request: RouterRequest, worker: Worker, overlap: int) -> float:
         return -overlap
 
 
@@ -254,18 +172,18 @@ class RouterBug(NamedTuple):
 
 ROUTER_BUGS: Final[Mapping[str, RouterBug]] = MappingProxyType(
     {
-        "stale_index": RouterBug(StaleIndex, "restart", OVERLAP_DRIFT),
+        "stale_index": RouterBug(StaleIndex, "restart", "overlap_drift"),
         "ignores_load": RouterBug(IgnoresLoad, "plain", "regret"),
         "herd": RouterBug(Herd, "plain", "regret"),
-        "never_freed": RouterBug(NeverFreed, "plain", LOAD_DRIFT),
+        "never_freed": RouterBug(NeverFreed, "plain", "load_drift"),
         "empty_scores": RouterBug(EmptyScores, "plain", "regret"),
-        "counted_twice": RouterBug(CountedTwice, "plain", LOAD_DRIFT),
-        "new_worker_not_learnt": RouterBug(NewWorkerNotLearnt, "join", WORKER_DRIFT),
-        "dead_worker_kept": RouterBug(DeadWorkerKept, "crash", WORKER_DRIFT),
-        "lora_blind": RouterBug(LoraBlind, "adapters", OVERLAP_DRIFT),
+        "counted_twice": RouterBug(CountedTwice, "plain", "load_drift"),
+        "new_worker_not_learnt": RouterBug(NewWorkerNotLearnt, "join", "worker_drift"),
+        "dead_worker_kept": RouterBug(DeadWorkerKept, "crash", "worker_drift"),
+        "lora_blind": RouterBug(LoraBlind, "adapters", "overlap_drift"),
         "trusts_late_events": RouterBug(TrustsLateEvents, "late", "promised_not_found"),
-        "ranks_summed": RouterBug(RanksSummed, "ranks", OVERLAP_DRIFT),
-        "never_matches": RouterBug(NeverMatches, "plain", OVERLAP_DRIFT),
+        "ranks_summed": RouterBug(RanksSummed, "ranks", "overlap_drift"),
+        "never_matches": RouterBug(NeverMatches, "plain", "overlap_drift"),
         "dearest": RouterBug(Dearest, "plain", "regret"),
     }
 )

@@ -1,0 +1,94 @@
+"""A right router, to compare others with, and to plant bugs in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from random import Random
+from typing import TYPE_CHECKING
+
+from pytest_kvmock.checks import check_integer
+from pytest_kvmock.events import RouterEvent
+from pytest_kvmock.router.index import KvEventError, RadixIndex
+from pytest_kvmock.router.loads import LoadBook
+
+if TYPE_CHECKING:
+    from pytest_kvmock.router.routing import Candidate, RouterRequest, Worker
+
+
+class RightRouter:
+    """Dynamo's cost over an index, loads and a list of workers of its own; equals are drawn.
+
+    Its books come from its hooks alone, and it says what it believes. `examples/bug_catalogue/router_bugs.py` plants bugs in it.
+
+    Args:
+        workers: who is there from the start; pairs (id, rank) where workers have ranks.
+        seed: of the choice among equals.
+        copies: whether the engines publish every copy of a block, as vLLM does.
+    """
+
+    def __init__(self, workers: Iterable[Worker], seed: int = 0, *, copies: bool = False) -> None:
+        check_integer("RightRouter: seed", seed, 0)
+        self.book = LoadBook(workers)
+        self.index = RadixIndex(count_copies=copies)
+        self.has_ranks = any(isinstance(worker, tuple) for worker in self.book.loads)
+        self.rng = Random(seed)  # noqa: S311 - mock data
+
+    # --------------------------------------------------------------------------------------- what it believes
+
+    def loads(self) -> dict[Worker, tuple[int, int, int]]:
+        """Return prefill tokens, blocks and requests of each worker."""
+        return {worker: (load.prefill_tokens, load.blocks, load.requests) for worker, load in self.book.loads.items()}
+
+    def overlap(self, request: RouterRequest) -> dict[Worker, int]:
+        """Return the leading blocks of a prompt that each worker holds; a worker without one may be absent."""
+        return self._matched(request.local_hashes)
+
+    def _matched(self, local_hashes: Sequence[int]) -> dict[Worker, int]:
+        scores = self.index.find_matches(local_hashes).scores
+        return {key if self.has_ranks else key[0]: score for key, score in scores.items()}
+
+    def workers(self) -> list[Worker]:
+        """Return the workers that it knows."""
+        return list(self.book.loads)
+
+    # ------------------------------------------------------------------------------------------ what it does
+
+    def cost(self, request: RouterRequest, worker: Worker, overlap: int) -> float:
+        """Return what a request costs on a worker, in blocks."""
+        load, size = self.book.loads[worker], request.block_size
+        prefill = (load.prefill_tokens + max(request.prompt_tokens, overlap * size)) / size
+        return max(0.0, prefill - overlap) + load.blocks + load.new_blocks(request.sequence_hashes)
+
+    def pick(self, request: RouterRequest, candidates: Sequence[Candidate]) -> Worker:  # noqa: ARG002 - it has books of its own
+        """Return a worker of the least cost."""
+        overlaps = self.overlap(request)
+        costs = {worker: self.cost(request, worker, overlaps.get(worker, 0)) for worker in self.workers()}
+        least = min(costs.values())
+        return self.rng.choice([worker for worker, cost in costs.items() if cost == least])
+
+    def dispatched(self, request: RouterRequest, worker: Worker) -> None:
+        """Count a request."""
+        self.book.dispatched(request, worker, self.overlap(request).get(worker, 0))
+
+    def first_token(self, request: RouterRequest) -> None:
+        """Count its prefill no more."""
+        self.book.first_token(request)
+
+    def finished(self, request: RouterRequest) -> None:
+        """Count it no more."""
+        self.book.finished(request)
+
+    def apply(self, event: RouterEvent) -> None:
+        """Take an event; one that cannot be applied is left out, as by the reference index."""
+        with suppress(KvEventError):
+            self.index.apply(event)
+
+    def worker_added(self, worker: Worker) -> None:
+        """Know one worker more."""
+        self.book.add_worker(worker)
+
+    def worker_removed(self, worker: Worker) -> None:
+        """Forget a worker, and what it held."""
+        self.book.remove_worker(worker)
+        self.index.remove_worker(worker[0] if isinstance(worker, tuple) else worker)
