@@ -18,7 +18,7 @@ Name: TypeAlias = str | int
 """What a program calls a request; requests that a harness records are numbered from 1."""
 
 Argument: TypeAlias = Literal[
-    "text", "flag", "integer", "worker", "tokens", "from 0", "tokens from 1", "from 1", "ms", "ms or null"
+    "prompt", "text", "flag", "integer", "worker", "tokens", "from 0", "tokens from 1", "from 1", "ms", "ms or null"
 ]
 """What an argument of a scenario file may be; `scenarios.fields.ARGUMENTS` reads it."""
 
@@ -96,7 +96,9 @@ class Operation:
 
     Attributes:
         kind: the method that does it, of a worker, an engine, a request or a harness; in a scenario file, the step.
-        takes: the arguments of that step, in the order in which messages list them; None: no file has such a step.
+        by_place: the fields that this method is called with.
+        by_name: those that it is called with by name, where they are not as by default.
+        takes: the arguments of that step, in the order in which they are written; None: no file has such a step.
         needs: those that must be there.
         one_of: those of which exactly one must be there.
         short: the one that may stand alone; "": none.
@@ -105,6 +107,8 @@ class Operation:
     """
 
     kind: ClassVar[str]
+    by_place: ClassVar[tuple[str, ...]] = ()
+    by_name: ClassVar[tuple[str, ...]] = ()
     takes: ClassVar[Mapping[str, Argument] | None] = None
     needs: ClassVar[tuple[str, ...]] = ()
     one_of: ClassVar[tuple[str, ...]] = ()
@@ -113,15 +117,19 @@ class Operation:
     optional: ClassVar[tuple[str, ...]] = ()
 
     def __repr__(self) -> str:
-        parts = [repr(value) if name == "name" else f"{name}={value!r}" for name, value in self.changed().items()]
+        parts = [repr(value) if name == "name" else f"{name}={value!r}" for name, value in self.changed.items()]
         return f"{type(self).__name__}({', '.join(parts)})"
 
-    def changed(self, *names: str) -> dict[str, Any]:
-        """The fields that are not as by default, by name; of these names, if any are given."""
-        named = {each.name: (getattr(self, each.name), each.default) for each in dataclasses.fields(self)}
-        return {
-            name: value for name, (value, default) in named.items() if value != default and (not names or name in names)
-        }
+    @classmethod
+    def default(cls, name: str) -> Any:
+        """The default of a field."""
+        return cls.__dataclass_fields__[name].default
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """The fields that are not as by default, by name."""
+        fields = dataclasses.fields(self)
+        return {each.name: value for each in fields if (value := getattr(self, each.name)) != each.default}
 
     # ---------------------------------------------------------------------------------------------- to be done
 
@@ -132,7 +140,8 @@ class Operation:
     @property
     def given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What that method is called with: arguments by place, and by name."""
-        return (), {}
+        by_name = {name: value for name in self.by_name if (value := getattr(self, name)) != self.default(name)}
+        return tuple([getattr(self, name) for name in self.by_place]), by_name
 
     def call(self, world: World, *first: object) -> Any:
         """Call that method, with these arguments before its own."""
@@ -185,7 +194,18 @@ class Operation:
         Raises:
             ValueError: no file has such a step.
         """
-        raise ValueError(f"a scenario file has no step for {self!r}")
+        if self.takes is None:
+            raise ValueError(f"a scenario file has no step for {self!r}")
+        written: dict[str, Any] = {}
+        wanted = {"request", self.amount, *self.needs, *self.changed}
+        for name in self.takes:
+            rank = getattr(self, "rank", 0) if name == "worker" else 0
+            if name == "prompt" and isinstance(self, WithPrompt):
+                written |= self.yaml_prompt(block_size)
+            elif name in wanted or rank:
+                value = getattr(self, name)
+                written[name] = [value, rank] if rank else value
+        return {self.kind: written[self.short] if len(self.takes) == 1 else written}
 
     @classmethod
     def from_yaml(cls, given: Mapping[str, Any], block_size: int) -> Self:
@@ -213,8 +233,7 @@ class Operation:
 
     def without(self, name: str) -> Self:
         """It with one field as by default."""
-        (default,) = (each.default for each in dataclasses.fields(self) if each.name == name)
-        return dataclasses.replace(self, **{name: default})
+        return dataclasses.replace(self, **{name: self.default(name)})
 
 
 class OnWorker(Operation):
@@ -235,16 +254,6 @@ class OnWorker(Operation):
     @property
     def owner_text(self) -> str:
         return f"kv.{self.whose}({self.worker}{f', {self.rank}' if self.rank else ''})"
-
-    @property
-    def worker_name(self) -> int | list[int]:
-        """Its worker and rank, as a scenario file has them."""
-        return [self.worker, self.rank] if self.rank else self.worker
-
-    @property
-    def where(self) -> dict[str, Any]:
-        """Its worker and rank as an argument of a step; none for the first."""
-        return {"worker": self.worker_name} if self.worker or self.rank else {}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -280,9 +289,6 @@ class OnRequest(Operation):
     @property
     def owner_text(self) -> str:
         return self.variable
-
-    def yaml(self, block_size: int) -> dict[str, Any]:
-        return {self.kind: self.request}
 
     @property
     def request(self) -> str:

@@ -62,7 +62,8 @@ class Prefill(WithPrompt, OnRequest):
     """
 
     kind = "prefill"
-    takes = {"request": "text", "worker": "worker", "wait": "flag"}
+    by_name = ("wait",)
+    takes = {"request": "text", "prompt": "prompt", "worker": "worker", "wait": "flag"}
     short = ""
     optional = ("wait", "keys")
 
@@ -74,10 +75,6 @@ class Prefill(WithPrompt, OnRequest):
     wait: bool = True
     keys: PromptKeys | None = None
 
-    @property
-    def given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return (), {} if self.wait else {"wait": False}
-
     def do(self, world: World) -> Any:
         world.requests.pop(self.name, None)
         request = world.requests[self.name] = self.call(world, world.prompt(self))
@@ -86,10 +83,6 @@ class Prefill(WithPrompt, OnRequest):
     def python(self, block_size: int, *, named: bool) -> Iterator[str]:
         line = f"{f'{self.variable} = ' if named else ''}{self.prompt_call(block_size)}"
         yield from [line] if self.wait else ["with suppress(WouldWait):", f"    {line}"]
-
-    def yaml(self, block_size: int) -> dict[str, Any]:
-        prompt = self.yaml_prompt(block_size)
-        return {self.kind: {"request": self.request, **prompt, **self.where, **self.changed("wait")}}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -107,7 +100,7 @@ class Serve(WithPrompt):
     """
 
     kind = "serve"
-    takes = {"output_tokens": "from 0", "worker": "worker"}
+    takes = {"prompt": "prompt", "output_tokens": "from 0", "worker": "worker"}
     optional = ("keys",)
 
     blocks: tuple[int | tuple[int, ...], ...] = ()
@@ -127,9 +120,6 @@ class Serve(WithPrompt):
 
     def python(self, block_size: int, *, named: bool) -> Iterator[str]:
         yield self.prompt_call(block_size)
-
-    def yaml(self, block_size: int) -> dict[str, Any]:
-        return {self.kind: {**self.yaml_prompt(block_size), **self.changed("output_tokens"), **self.where}}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -222,9 +212,12 @@ class Submit(WithPrompt, OnRequest):
     """
 
     kind = "submit"
+    by_place = ("output_tokens",)
+    by_name = ("arrival_ms", "priority")
     whose = "engine"
     takes = {
         "request": "text",
+        "prompt": "prompt",
         "output_tokens": "tokens from 1",
         "arrival_ms": "ms",
         "priority": "integer",
@@ -245,20 +238,12 @@ class Submit(WithPrompt, OnRequest):
     priority: int | None = None
     keys: PromptKeys | None = None
 
-    @property
-    def given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return (self.output_tokens,), self.changed("arrival_ms", "priority")
-
     def do(self, world: World) -> Any:
         world.submitted.pop(self.name, None)
         world.submitted[self.name] = self.call(world, world.prompt(self))
 
     def python(self, block_size: int, *, named: bool) -> Iterator[str]:
         yield f"{f'{self.variable} = ' if named else ''}{self.prompt_call(block_size)}"
-
-    def yaml(self, block_size: int) -> dict[str, Any]:
-        asked = {"request": self.request, **self.yaml_prompt(block_size), "output_tokens": self.output_tokens}
-        return {self.kind: {**asked, **self.changed("arrival_ms", "priority"), **self.where}}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -304,9 +289,6 @@ class RunPasses(OnWorker):
         one = self.call_text()
         yield from [f"for _ in range({self.count}):", f"    {one}"] if self.count > 1 else [one]
 
-    def yaml(self, block_size: int) -> dict[str, Any]:
-        return {self.kind: {"count": self.count, **self.where}}
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Run(OnWorker):
@@ -319,6 +301,7 @@ class Run(OnWorker):
     """
 
     kind = "run"
+    by_name = ("until_ms",)
     whose = "engine"
     takes = {"until_ms": "ms or null", "worker": "worker"}
     short = "until_ms"
@@ -328,18 +311,11 @@ class Run(OnWorker):
     worker: int = 0
     rank: int = 0
 
-    @property
-    def given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return (), self.changed("until_ms")
-
     def do(self, world: World) -> Any:
         engine = self.owner(world)
         before = engine.passes
         self.call(world)
         return engine.passes - before
-
-    def yaml(self, block_size: int) -> dict[str, Any]:
-        return {self.kind: {**self.changed("until_ms"), **self.where}}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -353,6 +329,7 @@ class Tick(OnWorker):
     """
 
     kind = "tick"
+    by_place = ("now_ms",)
     takes = {"now_ms": "ms", "worker": "worker"}
     needs = ("now_ms",)
     short = "now_ms"
@@ -361,16 +338,9 @@ class Tick(OnWorker):
     worker: int = 0
     rank: int = 0
 
-    @property
-    def given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return (self.now_ms,), {}
-
     def fits(self, world: World) -> bool:
         worker = self.owner(world)
         return getattr(worker, "tiers", None) is not None and self.now_ms >= getattr(worker, "now", 0.0)
-
-    def yaml(self, block_size: int) -> dict[str, Any]:
-        return {self.kind: {"now_ms": self.now_ms, **self.where}}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -387,9 +357,6 @@ class Clear(OnWorker):
 
     def do(self, world: World) -> Any:
         return self.call(world)
-
-    def yaml(self, block_size: int) -> dict[str, Any]:
-        return {self.kind: self.worker_name}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -496,6 +463,7 @@ class Restart(OnWorker):
     """
 
     kind = "restart"
+    by_name = ("announced",)
     takes = {"worker": "worker", "announced": "flag"}
     needs = ("worker",)
     short = "worker"
@@ -504,31 +472,18 @@ class Restart(OnWorker):
     rank: int = 0
     announced: bool = False
 
-    @property
-    def given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return (), self.changed("announced")
-
-    def yaml(self, block_size: int) -> dict[str, Any]:
-        return {self.kind: {"worker": self.worker_name, **self.changed("announced")}}
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RemoveWorker(Operation):
     """Remove a worker from the router, with all its ranks."""
 
     kind = "remove_worker"
+    by_place = ("worker",)
     takes = {"worker": "integer"}
     needs = ("worker",)
     short = "worker"
 
     worker: int = 0
-
-    @property
-    def given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return (self.worker,), {}
-
-    def yaml(self, block_size: int) -> dict[str, Any]:
-        return {self.kind: self.worker}
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -274,7 +274,7 @@ class RequestCutter:
         """Leave out what an operation has by default, and what its prompt carries beside tokens."""
         for name in self._steps[i].optional:
             step = self._steps[i]
-            if step.changed(name):
+            if name in step.changed:
                 self._attempt(self._changed(i, step.without(name)))
         self._fewer_keys(i)
 

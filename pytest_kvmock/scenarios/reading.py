@@ -11,7 +11,7 @@ from pytest_kvmock.checks import not_allowed_text
 from pytest_kvmock.faults.kinds import check_fault
 from pytest_kvmock.hygiene.rules import check_rule
 from pytest_kvmock.profiles import FIELDS
-from pytest_kvmock.programs.forms import Operation, WithPrompt
+from pytest_kvmock.programs.forms import Operation
 from pytest_kvmock.scenarios.fields import (
     ARGUMENTS,
     IN_FILES,
@@ -206,8 +206,9 @@ def _argument(node: Node) -> Any:
 
 def _operation(kind: type[Operation]) -> Reader:
     """Make a reader of the step that asks for an operation."""
-    readers = {name: ARGUMENTS[argument] for name, argument in (kind.takes or {}).items()}
-    if issubclass(kind, WithPrompt):
+    takes = kind.takes or {}
+    readers = {name: ARGUMENTS[argument] for name, argument in takes.items() if argument != "prompt"}
+    if "prompt" in takes:
         return _prompt(readers, kind.needs)
     plain_step = _mapping(readers, kind.needs, kind.short)
 
