@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar, Literal, Protocol, Self, TypeAlias
 
-from pytest_kvmock.events import BlockTokens, Stored
 from pytest_kvmock.programs.python import literal, prompt_text, token_list
 from pytest_kvmock.prompt_keys import PromptKeys
 from pytest_kvmock.tokens import Prompt
@@ -23,32 +22,19 @@ Argument: TypeAlias = Literal[
 """What an argument of a scenario file may be; `scenarios.fields.ARGUMENTS` reads it."""
 
 
-class Sink(Protocol):
-    """What a program needs of a sink (`harness.user_sink.KvSink`)."""
-
-    def publish(self, event: Stored, /, *, token_ids: BlockTokens | None) -> None: ...
-
-
-class Profile(Protocol):
-    """What a program needs of a profile (`backends.EngineProfile`)."""
-
-    @property
-    def block_size(self) -> int: ...
-
-
 class Harness(Protocol):
     """What a program needs of the harness it is played on (`harness.RouterHarness`), beside the methods it calls by name."""
 
     @property
-    def profile(self) -> Profile: ...
+    def profile(self) -> Any: ...
 
     def worker(self, worker_id: int, dp_rank: int, /) -> Any: ...
-    def make_sink(self, *, chained: bool | None) -> Sink: ...
+    def make_sink(self, *, chained: bool | None) -> Any: ...
     def burst(self) -> AbstractContextManager[None]: ...
 
 
-class World:
-    """What operations are done in: the workers of a harness, and the requests by their names.
+class Doer:
+    """Who does operations: on the workers of a harness, and on the requests by their names.
 
     Args:
         harness: whose workers serve.
@@ -79,7 +65,8 @@ class World:
     @property
     def block_size(self) -> int:
         """Tokens a block of its workers."""
-        return self.harness.profile.block_size
+        size: int = self.harness.profile.block_size
+        return size
 
     def prompt(self, step: WithPrompt) -> Prompt:
         """The prompt of an operation."""
@@ -96,104 +83,95 @@ class Operation:
 
     Attributes:
         kind: the method that does it, of a worker, an engine, a request or a harness; in a scenario file, the step.
-        by_place: the fields that this method is called with.
-        by_name: those that it is called with by name, where they are not as by default.
-        takes: the arguments of that step, in the order in which they are written; None: no file has such a step.
-        needs: those that must be there.
-        one_of: those of which exactly one must be there.
-        short: the one that may stand alone; "": none.
-        amount: the field that can be less; "": none.
-        optional: the fields that can be left out.
     """
 
+    # What follows is for who adds an operation. It has comments and no docstrings, as the site shows those of each operation.
+
     kind: ClassVar[str]
-    by_place: ClassVar[tuple[str, ...]] = ()
-    by_name: ClassVar[tuple[str, ...]] = ()
-    takes: ClassVar[Mapping[str, Argument] | None] = None
-    needs: ClassVar[tuple[str, ...]] = ()
-    one_of: ClassVar[tuple[str, ...]] = ()
-    short: ClassVar[str] = ""
-    amount: ClassVar[str] = ""
-    optional: ClassVar[tuple[str, ...]] = ()
+    by_place: ClassVar[tuple[str, ...]] = ()  # the fields that this method is called with
+    by_name: ClassVar[tuple[str, ...]] = ()  # those that it is called with by name, where they are not as by default
+    takes: ClassVar[Mapping[str, Argument] | None] = None  # the arguments of the step, in order; None: no file has it
+    needs: ClassVar[tuple[str, ...]] = ()  # those that must be there
+    one_of: ClassVar[tuple[str, ...]] = ()  # those of which exactly one must be there
+    short: ClassVar[str] = ""  # the one that may stand alone
+    amount: ClassVar[str] = ""  # the field that can be less
+    optional: ClassVar[tuple[str, ...]] = ()  # the fields that can be left out
 
     def __repr__(self) -> str:
         parts = [repr(value) if name == "name" else f"{name}={value!r}" for name, value in self.changed.items()]
         return f"{type(self).__name__}({', '.join(parts)})"
 
+    # The default of a field.
     @classmethod
     def default(cls, name: str) -> Any:
-        """The default of a field."""
         return cls.__dataclass_fields__[name].default
 
+    # The fields that are not as by default, by name.
     @property
     def changed(self) -> dict[str, Any]:
-        """The fields that are not as by default, by name."""
         fields = dataclasses.fields(self)
         return {each.name: value for each in fields if (value := getattr(self, each.name)) != each.default}
 
     # ---------------------------------------------------------------------------------------------- to be done
 
-    def owner(self, world: World) -> Any:
-        """Whose method does it."""
-        return world.harness
+    # Whose method does it.
+    def owner(self, doer: Doer) -> Any:
+        return doer.harness
 
+    # What that method is called with: arguments by place, and by name.
     @property
     def given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What that method is called with: arguments by place, and by name."""
         by_name = {name: value for name in self.by_name if (value := getattr(self, name)) != self.default(name)}
         return tuple([getattr(self, name) for name in self.by_place]), by_name
 
-    def call(self, world: World, *first: object) -> Any:
-        """Call that method, with these arguments before its own."""
+    # Call that method, with these arguments before its own.
+    def call(self, doer: Doer, *first: object) -> Any:
         given, named = self.given
-        return getattr(self.owner(world), self.kind)(*first, *given, **named)
+        return getattr(self.owner(doer), self.kind)(*first, *given, **named)
 
-    def do(self, world: World) -> Any:
-        """Do it.
+    # Do it.
+    #
+    # Returns:
+    #     Of a Prefill, Resume or Serve, how many tokens of the prompt were cached; of a RunPasses or Run, how many
+    #     passes there were; of a Clear, whether it was done; else None.
+    #
+    # Raises:
+    #     KeyError: it is about a request that was not admitted, or not submitted.
+    #     Exception: whatever the worker, the request or the harness raises.
+    def do(self, doer: Doer) -> Any:
+        self.call(doer)
 
-        Returns:
-            Of a Prefill, Resume or Serve, how many tokens of the prompt were cached; of a RunPasses or Run, how many
-            passes there were; of a Clear, whether it was done; else None.
-
-        Raises:
-            KeyError: it is about a request that was not admitted, or not submitted.
-            Exception: whatever the worker, the request or the harness raises.
-        """
-        self.call(world)
-
-    def fits(self, world: World) -> bool:
-        """Whether it can be done as things are, apart from what is refused for want of room."""
+    # Whether it can be done as things are, apart from what is refused for want of room.
+    def fits(self, doer: Doer) -> bool:
         return True
 
     # ------------------------------------------------------------------------------------------ to be written
 
+    # Whose method does it, as Python that has a harness `kv`.
     @property
     def owner_text(self) -> str:
-        """Whose method does it, as Python that has a harness `kv`."""
         return "kv"
 
+    # The call of that method, with these arguments before its own.
     def call_text(self, *first: str) -> str:
-        """The call of that method, with these arguments before its own."""
         given, named = self.given
         own = (token_list(value) if isinstance(value, tuple) else literal(value) for value in given)
         by_name = (f"{name}={literal(value)}" for name, value in named.items())
         return f"{self.owner_text}.{self.kind}({', '.join([*first, *own, *by_name])})"
 
+    # The lines that do it on a harness `kv`.
+    #
+    # Args:
+    #     block_size: tokens a block, for its prompt.
+    #     named: whether a request that it begins is needed later.
     def python(self, block_size: int, *, named: bool) -> Iterator[str]:
-        """The lines that do it on a harness `kv`.
-
-        Args:
-            block_size: tokens a block, for its prompt.
-            named: whether a request that it begins is needed later.
-        """
         yield self.call_text()
 
+    # The step of a scenario file that does it.
+    #
+    # Raises:
+    #     ValueError: no file has such a step.
     def yaml(self, block_size: int) -> dict[str, Any]:
-        """The step of a scenario file that does it.
-
-        Raises:
-            ValueError: no file has such a step.
-        """
         if self.takes is None:
             raise ValueError(f"a scenario file has no step for {self!r}")
         written: dict[str, Any] = {}
@@ -207,14 +185,13 @@ class Operation:
                 written[name] = [value, rank] if rank else value
         return {self.kind: written[self.short] if len(self.takes) == 1 else written}
 
+    # The operation that a step of a scenario file asks for.
+    #
+    # Args:
+    #     given: the arguments of the step, as `takes` has them: numbers as ranges, a worker with its rank.
+    #     block_size: tokens a block.
     @classmethod
     def from_yaml(cls, given: Mapping[str, Any], block_size: int) -> Self:
-        """The operation that a step of a scenario file asks for.
-
-        Args:
-            given: the arguments of the step, as `takes` has them: numbers as ranges, a worker with its rank.
-            block_size: tokens a block.
-        """
         fields = dict(given)
         if isinstance(worker := fields.get("worker"), tuple):
             fields["worker"], fields["rank"] = worker
@@ -224,32 +201,28 @@ class Operation:
 
     # ----------------------------------------------------------------------------------------- to be simpler
 
+    # It with less of its amount, from the least on.
     def simpler(self) -> Iterator[Self]:
-        """It with less of its amount, from the least on."""
         if self.amount:
             value = getattr(self, self.amount)
             for fewer in sizes(value if isinstance(value, int) else len(value)):
                 yield dataclasses.replace(self, **{self.amount: fewer if isinstance(value, int) else value[:fewer]})
 
+    # It with one field as by default.
     def without(self, name: str) -> Self:
-        """It with one field as by default."""
         return dataclasses.replace(self, **{name: self.default(name)})
 
 
 class OnWorker(Operation):
-    """What is done to a worker and rank.
-
-    Attributes:
-        whose: whether to the worker itself, or to its engine in virtual time.
-    """
+    """What is done to a worker and rank."""
 
     __slots__ = ()
-    whose: ClassVar[Literal["worker", "engine"]] = "worker"
+    whose: ClassVar[Literal["worker", "engine"]] = "worker"  # whether to it, or to its engine in virtual time
     worker: int
     rank: int
 
-    def owner(self, world: World) -> Any:
-        return getattr(world.harness, self.whose)(self.worker, self.rank)
+    def owner(self, doer: Doer) -> Any:
+        return getattr(doer.harness, self.whose)(self.worker, self.rank)
 
     @property
     def owner_text(self) -> str:
@@ -262,37 +235,35 @@ class OnRequest(Operation):
 
     Attributes:
         name: which request.
-        states: in which of its states it can be done.
-        becomes: its state then; None: as it was, or none.
     """
 
     takes = {"request": "text"}
     needs: ClassVar[tuple[str, ...]] = ("request",)
     short = "request"
-    states: ClassVar[tuple[str, ...]] = ()
-    becomes: ClassVar[str | None] = None
+    states: ClassVar[tuple[str, ...]] = ()  # in which of its states it can be done
+    becomes: ClassVar[str | None] = None  # its state then; None: as it was, or none
 
     name: Name
 
-    def owner(self, world: World) -> Any:
-        return world.requests[self.name]
+    def owner(self, doer: Doer) -> Any:
+        return doer.requests[self.name]
 
-    def fits(self, world: World) -> bool:
-        request = world.requests.get(self.name)
+    def fits(self, doer: Doer) -> bool:
+        request = doer.requests.get(self.name)
         return request is not None and request.status in self.states
 
+    # What Python calls the request.
     @property
     def variable(self) -> str:
-        """What Python calls the request."""
         return f"request{self.name}" if isinstance(self.name, int) else self.name
 
     @property
     def owner_text(self) -> str:
         return self.variable
 
+    # What a scenario file calls the request.
     @property
     def request(self) -> str:
-        """What a scenario file calls the request."""
         return f"r{self.name}" if isinstance(self.name, int) else self.name
 
 
@@ -336,15 +307,15 @@ class WithPrompt(OnWorker):
             tokens += block if isinstance(block, tuple) else [block] * block_size
         return Prompt([*tokens, *(tail if isinstance(tail, tuple) else [0] * (tail or 0))])
 
-    def fits(self, world: World) -> bool:
+    def fits(self, doer: Doer) -> bool:
         return True
 
+    # The call of its method, with the prompt.
     def prompt_call(self, block_size: int) -> str:
-        """The call of its method, with the prompt."""
         return self.call_text(prompt_text(self.prompt(block_size), block_size))
 
+    # The prompt as arguments of a step.
     def yaml_prompt(self, block_size: int) -> dict[str, Any]:
-        """The prompt as arguments of a step."""
         prompt = self.prompt(block_size)
         keys = {} if prompt.keys is None else plain_lists(prompt.keys.given)
         if prompt.tokens is not None:

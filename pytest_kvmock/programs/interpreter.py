@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from pytest_kvmock.programs.forms import OnRequest, Operation, World
+from pytest_kvmock.programs.forms import Doer, OnRequest, Operation
 from pytest_kvmock.programs.operations import OPERATIONS, Decode, Finish, Prefill, Serve, Submit
 
 
-class Interpreter(World):
+class Interpreter(Doer):
     """Does operations on the workers of a harness.
 
     It raises whatever a worker raises, and returns the answer: which errors are no failure is for its callers to decide,

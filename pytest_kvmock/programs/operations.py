@@ -15,7 +15,7 @@ from itertools import chain
 from typing import Any, Final, Protocol, Self, TypeAlias
 
 from pytest_kvmock.events import BlockTokens, Stored
-from pytest_kvmock.programs.forms import OnRequest, OnWorker, WithPrompt, World, number_ranges
+from pytest_kvmock.programs.forms import Doer, OnRequest, OnWorker, WithPrompt, number_ranges
 from pytest_kvmock.programs.forms import Operation as Operation  # noqa: PLC0414 - who records them takes all from here
 from pytest_kvmock.programs.near_hashes import hash_pair, token_pair
 from pytest_kvmock.prompt_keys import PromptKeys
@@ -75,9 +75,9 @@ class Prefill(WithPrompt, OnRequest):
     wait: bool = True
     keys: PromptKeys | None = None
 
-    def do(self, world: World) -> Any:
-        world.requests.pop(self.name, None)
-        request = world.requests[self.name] = self.call(world, world.prompt(self))
+    def do(self, doer: Doer) -> Any:
+        doer.requests.pop(self.name, None)
+        request = doer.requests[self.name] = self.call(doer, doer.prompt(self))
         return request.cached_tokens
 
     def python(self, block_size: int, *, named: bool) -> Iterator[str]:
@@ -115,8 +115,8 @@ class Serve(WithPrompt):
     def given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (self.output_tokens,) if self.output_tokens else (), {}
 
-    def do(self, world: World) -> Any:
-        return self.call(world, world.prompt(self)).cached_tokens
+    def do(self, doer: Doer) -> Any:
+        return self.call(doer, doer.prompt(self)).cached_tokens
 
     def python(self, block_size: int, *, named: bool) -> Iterator[str]:
         yield self.prompt_call(block_size)
@@ -189,9 +189,9 @@ class Resume(OnRequest):
     states = ("preempted",)
     becomes = "running"
 
-    def do(self, world: World) -> Any:
-        self.call(world)
-        return world.requests[self.name].cached_tokens
+    def do(self, doer: Doer) -> Any:
+        self.call(doer)
+        return doer.requests[self.name].cached_tokens
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -238,9 +238,9 @@ class Submit(WithPrompt, OnRequest):
     priority: int | None = None
     keys: PromptKeys | None = None
 
-    def do(self, world: World) -> Any:
-        world.submitted.pop(self.name, None)
-        world.submitted[self.name] = self.call(world, world.prompt(self))
+    def do(self, doer: Doer) -> Any:
+        doer.submitted.pop(self.name, None)
+        doer.submitted[self.name] = self.call(doer, doer.prompt(self))
 
     def python(self, block_size: int, *, named: bool) -> Iterator[str]:
         yield f"{f'{self.variable} = ' if named else ''}{self.prompt_call(block_size)}"
@@ -252,11 +252,11 @@ class Abort(OnRequest):
 
     kind = "abort"
 
-    def owner(self, world: World) -> Any:
-        return world.submitted[self.name]
+    def owner(self, doer: Doer) -> Any:
+        return doer.submitted[self.name]
 
-    def fits(self, world: World) -> bool:
-        return self.name in world.submitted and bool(world.submitted[self.name].is_open)
+    def fits(self, doer: Doer) -> bool:
+        return self.name in doer.submitted and bool(doer.submitted[self.name].is_open)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -279,8 +279,8 @@ class RunPasses(OnWorker):
     worker: int = 0
     rank: int = 0
 
-    def do(self, world: World) -> Any:
-        engine = self.owner(world)
+    def do(self, doer: Doer) -> Any:
+        engine = self.owner(doer)
         for _ in range(self.count):
             engine.step()
         return self.count
@@ -311,10 +311,10 @@ class Run(OnWorker):
     worker: int = 0
     rank: int = 0
 
-    def do(self, world: World) -> Any:
-        engine = self.owner(world)
+    def do(self, doer: Doer) -> Any:
+        engine = self.owner(doer)
         before = engine.passes
-        self.call(world)
+        self.call(doer)
         return engine.passes - before
 
 
@@ -338,8 +338,8 @@ class Tick(OnWorker):
     worker: int = 0
     rank: int = 0
 
-    def fits(self, world: World) -> bool:
-        worker = self.owner(world)
+    def fits(self, doer: Doer) -> bool:
+        worker = self.owner(doer)
         return getattr(worker, "tiers", None) is not None and self.now_ms >= getattr(worker, "now", 0.0)
 
 
@@ -355,8 +355,8 @@ class Clear(OnWorker):
     worker: int = 0
     rank: int = 0
 
-    def do(self, world: World) -> Any:
-        return self.call(world)
+    def do(self, doer: Doer) -> Any:
+        return self.call(doer)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -382,11 +382,11 @@ class Burst(OnWorker):
         """The prompts, each as it is served."""
         return (Serve((number,), 0, self.worker, self.rank) for number in range(self.count))
 
-    def do(self, world: World) -> Any:
-        self.owner(world)  # made now, if there is none: what it publishes then is no burst
-        with world.harness.burst():
+    def do(self, doer: Doer) -> Any:
+        self.owner(doer)  # made now, if there is none: what it publishes then is no burst
+        with doer.harness.burst():
             for served in self.served:
-                world.do(served)
+                doer.do(served)
 
     def python(self, block_size: int, *, named: bool) -> Iterator[str]:
         yield "with kv.burst():"
@@ -439,12 +439,12 @@ class ServeNear(OnWorker):
     def _near(self, block_size: int, *, by_tokens: bool) -> tuple[int | tuple[int, ...], int | tuple[int, ...]]:
         return token_pair(block_size, self.kept) if by_tokens else hash_pair(self.kept)
 
-    def do(self, world: World) -> Any:
-        size, by_tokens = world.block_size, world.by_tokens
-        sink = world.harness.make_sink(chained=False)
+    def do(self, doer: Doer) -> Any:
+        size, by_tokens = doer.block_size, doer.by_tokens
+        sink = doer.harness.make_sink(chained=False)
         for data, tokens in self.published(size, by_tokens=by_tokens):
             sink.publish(data, token_ids=tokens)
-        world.do(self.served(size, by_tokens=by_tokens))
+        doer.do(self.served(size, by_tokens=by_tokens))
 
     def python(self, block_size: int, *, named: bool) -> Iterator[str]:
         yield "sink = kv.make_sink(chained=False)"

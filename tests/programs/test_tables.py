@@ -1,12 +1,13 @@
 """Each operation has all its forms: a test's id names the form and the operation."""
 
 import dataclasses
+from types import MappingProxyType
 
 import pytest
 
 from pytest_kvmock import EngineProfile, Prompt, RouterHarness, Stored
 from pytest_kvmock.programs import operations
-from pytest_kvmock.programs.forms import OnRequest
+from pytest_kvmock.programs.forms import OnRequest, OnWorker
 from pytest_kvmock.programs.interpreter import Interpreter, calls
 from pytest_kvmock.programs.operations import (
     Abort,
@@ -146,3 +147,28 @@ def test_the_simpler_makes_its_amount_less(operation):
     step = next(step for step in PROGRAMS[operation] if isinstance(step, operation))
     amounts = {field.name for field in dataclasses.fields(step)} & {*AMOUNTS}
     assert bool(amounts) == bool([*step.simpler()])
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Reboot(OnWorker):
+    """An operation of one call, by its attributes alone."""
+
+    kind = "restart"
+    by_name = ("announced",)
+    takes = MappingProxyType({"worker": "worker", "announced": "flag"})
+    needs = ("worker",)
+
+    worker: int = 0
+    rank: int = 0
+    announced: bool = False
+
+
+def test_an_operation_of_one_call_has_all_forms_by_its_attributes(kv):
+    step = Reboot(1, 2, announced=True)
+    assert "Reboot(worker=1, rank=2, announced=True)" == repr(step)
+    assert ["kv.worker(1, 2).restart(announced=True)"] == [*step.python(2, named=False)]
+    assert {"restart": {"worker": [1, 2], "announced": True}} == step.yaml(2)
+    assert {"restart": {"worker": 0}} == Reboot().yaml(2)
+    assert step == Reboot.from_yaml({"worker": (1, 2), "announced": True}, 2)
+    Interpreter(kv).do(step)
+    assert [Restart(1, 2, announced=True)] == [step for step, _ in kv.recording.recorded()]
