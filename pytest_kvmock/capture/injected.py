@@ -9,16 +9,14 @@ the consumer perhaps missed leaves open which batch of a number it lost; then th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from pytest_kvmock.checks import check_integer
 from pytest_kvmock.events import StreamKey
 from pytest_kvmock.hygiene.injection import Injection
 from pytest_kvmock.hygiene.log import EventLog
 from pytest_kvmock.hygiene.problem import Problem
-
-_LOSE: Final = ("lose", "reorder", "gap_beyond_buffer", "late_join", "slow_subscriber", "corrupt", "unknown_tag")
-"""Faults of the wire by which a subscriber may lose the batch that they change, or an event of it."""
+from pytest_kvmock.wire.wire_faults import MAY_LOSE
 
 
 class _Numbering(NamedTuple):
@@ -79,7 +77,7 @@ class Injected:
         numbering = _Numbering(
             check_integer("publisher", value["publisher"], 0), key[1], check_integer("restarts", value["restarts"], 0)
         )
-        if kind in _LOSE:
+        if kind in MAY_LOSE:
             self._by_batch[numbering, batch] = injection
         elif kind == "truncate_replay":
             self._truncated[numbering, batch] = injection

@@ -9,37 +9,17 @@ One subject: the operations of a program.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, TypeAlias
+from itertools import chain
+from typing import Any, Final, Protocol, Self, TypeAlias
 
 from pytest_kvmock.events import BlockTokens, Stored
+from pytest_kvmock.programs.forms import Doer, OnRequest, OnWorker, WithPrompt, number_ranges
+from pytest_kvmock.programs.forms import Operation as Operation  # noqa: PLC0414 - who records them takes all from here
 from pytest_kvmock.programs.near_hashes import hash_pair, token_pair
 from pytest_kvmock.prompt_keys import PromptKeys
 from pytest_kvmock.tokens import Prompt, block_hashes
-
-Name: TypeAlias = str | int
-"""What a program calls a request; requests that a harness records are numbered from 1."""
-
-
-class Operation:
-    """What all operations share: a repr that leaves out each field that has its default.
-
-    Attributes:
-        kind: the method that does it, of a worker, a request or a harness.
-    """
-
-    __slots__ = ()
-    kind: ClassVar[str]
-
-    def __repr__(self) -> str:
-        parts = []
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]  # each operation is a dataclass
-            value = getattr(self, field.name)
-            if value != field.default:
-                parts.append(repr(value) if field.name == "name" else f"{field.name}={value!r}")
-        return f"{type(self).__name__}({', '.join(parts)})"
 
 
 class Log(Protocol):
@@ -55,49 +35,6 @@ class Log(Protocol):
         """Take back the last pass that was recorded of an engine, as it never came to its end, nor its events out."""
 
 
-class WithPrompt(Operation):
-    """What `Prefill` and `Serve` share: a prompt, block by block.
-
-    Attributes:
-        blocks: of each block a small number (a block of number 3 has nothing but the token 3), or its tokens.
-        tail: further tokens: how many of number 0, or which. It may be the whole prompt.
-        worker: on which worker.
-        rank: on which of its ranks.
-        hashed: each block is a local hash; `tail` is then how many tokens there are besides, or None where that is not
-            known.
-        keys: what the prompt carries beside its tokens; None: nothing.
-    """
-
-    __slots__ = ()
-    blocks: tuple[int | tuple[int, ...], ...]
-    tail: int | tuple[int, ...] | None
-    worker: int
-    rank: int
-    hashed: bool
-    keys: PromptKeys | None
-
-    def prompt(self, block_size: int) -> Prompt:
-        """The prompt, where a block has so many tokens.
-
-        Raises:
-            TypeError: a block or tail that is neither a number nor tokens.
-            ValueError: a number out of range, or a multimodal item behind the end.
-        """
-        prompt = self._plain(block_size)
-        return prompt if self.keys is None else prompt.with_keys(self.keys)
-
-    def _plain(self, block_size: int) -> Prompt:
-        blocks, tail = self.blocks, self.tail
-        if self.hashed:
-            assert not isinstance(tail, tuple)
-            hashes = [block for block in blocks if isinstance(block, int)]
-            return Prompt(hashes=hashes, num_tokens=None if tail is None else len(hashes) * block_size + tail)
-        tokens: list[int] = []
-        for block in blocks:
-            tokens += block if isinstance(block, tuple) else [block] * block_size
-        return Prompt([*tokens, *(tail if isinstance(tail, tuple) else [0] * (tail or 0))])
-
-
 def prompt_fields(prompt: Prompt, block_size: int) -> tuple[Sequence[int], tuple[int, ...] | int | None, bool]:
     """Return the fields `blocks`, `tail` and `hashed` of an operation with this prompt (`WithPrompt`)."""
     # Not the prompt itself: it keeps three lists of hashes for as long as it lives.
@@ -108,18 +45,7 @@ def prompt_fields(prompt: Prompt, block_size: int) -> tuple[Sequence[int], tuple
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class OnRequest(Operation):
-    """What the operations on one request share.
-
-    Attributes:
-        name: which request.
-    """
-
-    name: Name
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Prefill(OnRequest, WithPrompt):
+class Prefill(WithPrompt, OnRequest):
     """Admit a request. Prompts share the blocks with which both begin.
 
     Attributes:
@@ -136,6 +62,10 @@ class Prefill(OnRequest, WithPrompt):
     """
 
     kind = "prefill"
+    by_name = ("wait",)
+    takes = {"request": "text", "prompt": "prompt", "worker": "worker", "wait": "flag"}
+    short = ""
+    optional = ("wait", "keys")
 
     blocks: tuple[int | tuple[int, ...], ...] = ()
     tail: int | tuple[int, ...] | None = 0
@@ -144,6 +74,15 @@ class Prefill(OnRequest, WithPrompt):
     hashed: bool = False
     wait: bool = True
     keys: PromptKeys | None = None
+
+    def do(self, doer: Doer) -> Any:
+        doer.requests.pop(self.name, None)
+        request = doer.requests[self.name] = self.call(doer, doer.prompt(self))
+        return request.cached_tokens
+
+    def python(self, block_size: int, *, named: bool) -> Iterator[str]:
+        line = f"{f'{self.variable} = ' if named else ''}{self.prompt_call(block_size)}"
+        yield from [line] if self.wait else ["with suppress(WouldWait):", f"    {line}"]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -161,6 +100,8 @@ class Serve(WithPrompt):
     """
 
     kind = "serve"
+    takes = {"prompt": "prompt", "output_tokens": "from 0", "worker": "worker"}
+    optional = ("keys",)
 
     blocks: tuple[int | tuple[int, ...], ...] = ()
     tail: int | tuple[int, ...] | None = 0
@@ -169,6 +110,16 @@ class Serve(WithPrompt):
     hashed: bool = False
     output_tokens: int = 0
     keys: PromptKeys | None = None
+
+    @property
+    def given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (self.output_tokens,) if self.output_tokens else (), {}
+
+    def do(self, doer: Doer) -> Any:
+        return self.call(doer, doer.prompt(self)).cached_tokens
+
+    def python(self, block_size: int, *, named: bool) -> Iterator[str]:
+        yield self.prompt_call(block_size)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -183,6 +134,11 @@ class Decode(OnRequest):
     """
 
     kind = "decode"
+    takes = {"request": "text", "tokens": "tokens", "count": "from 0"}
+    one_of = ("tokens", "count")
+    short = ""
+    amount = "tokens"
+    states = ("running",)
 
     tokens: int | tuple[int, ...] = 1
     of: int | None = 0
@@ -193,12 +149,27 @@ class Decode(OnRequest):
         tokens, of = self.tokens, self.of
         return tokens if of is None or isinstance(tokens, tuple) else (of,) * tokens
 
+    @property
+    def given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return () if self.argument == 1 else (self.argument,), {}
+
+    def yaml(self, block_size: int) -> dict[str, Any]:
+        tokens = self.argument
+        amount = {"count": tokens} if isinstance(tokens, int) else {"tokens": number_ranges(tokens)}
+        return {self.kind: {"request": self.request, **amount}}
+
+    @classmethod
+    def from_yaml(cls, given: Mapping[str, Any], block_size: int) -> Self:
+        tokens = tuple(chain.from_iterable(given["tokens"])) if "tokens" in given else given["count"]
+        return cls(given["request"], tokens, of=None)
+
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Finish(OnRequest):
     """Finish a request: its blocks are freed, and stay cached."""
 
     kind = "finish"
+    states = ("running", "preempted")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -206,6 +177,8 @@ class Preempt(OnRequest):
     """Preempt a request: its blocks are freed, and it keeps what it has generated."""
 
     kind = "preempt"
+    states = ("running",)
+    becomes = "preempted"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -213,10 +186,16 @@ class Resume(OnRequest):
     """Resume a preempted request: it gets blocks again."""
 
     kind = "resume"
+    states = ("preempted",)
+    becomes = "running"
+
+    def do(self, doer: Doer) -> Any:
+        self.call(doer)
+        return doer.requests[self.name].cached_tokens
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Submit(OnRequest, WithPrompt):
+class Submit(WithPrompt, OnRequest):
     """Give the engine of a worker a request.
 
     Attributes:
@@ -233,6 +212,21 @@ class Submit(OnRequest, WithPrompt):
     """
 
     kind = "submit"
+    by_place = ("output_tokens",)
+    by_name = ("arrival_ms", "priority")
+    whose = "engine"
+    takes = {
+        "request": "text",
+        "prompt": "prompt",
+        "output_tokens": "tokens from 1",
+        "arrival_ms": "ms",
+        "priority": "integer",
+        "worker": "worker",
+    }
+    needs = ()
+    short = ""
+    amount = "output_tokens"
+    optional = ("arrival_ms", "priority", "keys")
 
     blocks: tuple[int | tuple[int, ...], ...] = ()
     tail: int | tuple[int, ...] | None = 0
@@ -244,6 +238,13 @@ class Submit(OnRequest, WithPrompt):
     priority: int | None = None
     keys: PromptKeys | None = None
 
+    def do(self, doer: Doer) -> Any:
+        doer.submitted.pop(self.name, None)
+        doer.submitted[self.name] = self.call(doer, doer.prompt(self))
+
+    def python(self, block_size: int, *, named: bool) -> Iterator[str]:
+        yield f"{f'{self.variable} = ' if named else ''}{self.prompt_call(block_size)}"
+
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Abort(OnRequest):
@@ -251,9 +252,15 @@ class Abort(OnRequest):
 
     kind = "abort"
 
+    def owner(self, doer: Doer) -> Any:
+        return doer.submitted[self.name]
+
+    def fits(self, doer: Doer) -> bool:
+        return self.name in doer.submitted and bool(doer.submitted[self.name].is_open)
+
 
 @dataclass(frozen=True, slots=True, repr=False)
-class RunPasses(Operation):
+class RunPasses(OnWorker):
     """Have the engine of a worker run forward passes.
 
     Attributes:
@@ -263,14 +270,28 @@ class RunPasses(Operation):
     """
 
     kind = "step"
+    whose = "engine"
+    takes = {"count": "from 1", "worker": "worker"}
+    short = "count"
+    amount = "count"
 
     count: int = 1
     worker: int = 0
     rank: int = 0
 
+    def do(self, doer: Doer) -> Any:
+        engine = self.owner(doer)
+        for _ in range(self.count):
+            engine.step()
+        return self.count
+
+    def python(self, block_size: int, *, named: bool) -> Iterator[str]:
+        one = self.call_text()
+        yield from [f"for _ in range({self.count}):", f"    {one}"] if self.count > 1 else [one]
+
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Run(Operation):
+class Run(OnWorker):
     """Have the engine of a worker run until no request is open, or until a moment.
 
     Attributes:
@@ -280,14 +301,25 @@ class Run(Operation):
     """
 
     kind = "run"
+    by_name = ("until_ms",)
+    whose = "engine"
+    takes = {"until_ms": "ms or null", "worker": "worker"}
+    short = "until_ms"
+    optional = ("until_ms",)
 
     until_ms: float | None = None
     worker: int = 0
     rank: int = 0
 
+    def do(self, doer: Doer) -> Any:
+        engine = self.owner(doer)
+        before = engine.passes
+        self.call(doer)
+        return engine.passes - before
+
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Tick(Operation):
+class Tick(OnWorker):
     """Move the time of a worker with tiers forward.
 
     Attributes:
@@ -297,24 +329,38 @@ class Tick(Operation):
     """
 
     kind = "tick"
+    by_place = ("now_ms",)
+    takes = {"now_ms": "ms", "worker": "worker"}
+    needs = ("now_ms",)
+    short = "now_ms"
 
     now_ms: float = 0.0
     worker: int = 0
     rank: int = 0
 
+    def fits(self, doer: Doer) -> bool:
+        worker = self.owner(doer)
+        return getattr(worker, "tiers", None) is not None and self.now_ms >= getattr(worker, "now", 0.0)
+
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Clear(Operation):
+class Clear(OnWorker):
     """Clear a worker: it drops what is cached. While it has requests, nothing happens."""
 
     kind = "clear"
+    takes = {"worker": "worker"}
+    needs = ("worker",)
+    short = "worker"
 
     worker: int = 0
     rank: int = 0
 
+    def do(self, doer: Doer) -> Any:
+        return self.call(doer)
+
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Burst(Operation):
+class Burst(OnWorker):
     """Serve prompts of one block each, one after the other; the index is flushed and compared when all are served.
 
     It is what shows a queue that overflows: in a cache that is full, each prompt is two events.
@@ -336,9 +382,20 @@ class Burst(Operation):
         """The prompts, each as it is served."""
         return (Serve((number,), 0, self.worker, self.rank) for number in range(self.count))
 
+    def do(self, doer: Doer) -> Any:
+        self.owner(doer)  # made now, if there is none: what it publishes then is no burst
+        with doer.harness.burst():
+            for served in self.served:
+                doer.do(served)
+
+    def python(self, block_size: int, *, named: bool) -> Iterator[str]:
+        yield "with kv.burst():"
+        yield f"    for number in range({self.count}):"
+        yield f"        {self.owner_text}.serve([number] * {block_size})"
+
 
 @dataclass(frozen=True, slots=True, repr=False)
-class ServeNear(Operation):
+class ServeNear(OnWorker):
     """Serve a prompt whose hash agrees in a part with that of a block of one more worker; that one's blocks have such names, too.
 
     It is what shows an index that keeps only that part of local hashes or of block hashes. The other worker is a sink, of an
@@ -382,9 +439,21 @@ class ServeNear(Operation):
     def _near(self, block_size: int, *, by_tokens: bool) -> tuple[int | tuple[int, ...], int | tuple[int, ...]]:
         return token_pair(block_size, self.kept) if by_tokens else hash_pair(self.kept)
 
+    def do(self, doer: Doer) -> Any:
+        size, by_tokens = doer.block_size, doer.by_tokens
+        sink = doer.harness.make_sink(chained=False)
+        for data, tokens in self.published(size, by_tokens=by_tokens):
+            sink.publish(data, token_ids=tokens)
+        doer.do(self.served(size, by_tokens=by_tokens))
+
+    def python(self, block_size: int, *, named: bool) -> Iterator[str]:
+        yield "sink = kv.make_sink(chained=False)"
+        yield from (f"sink.publish({data!r})" for data, _ in self.published(block_size))
+        yield from self.served(block_size).python(block_size, named=named)
+
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Restart(Operation):
+class Restart(OnWorker):
     """Restart a worker, as after a crash.
 
     Attributes:
@@ -394,6 +463,10 @@ class Restart(Operation):
     """
 
     kind = "restart"
+    by_name = ("announced",)
+    takes = {"worker": "worker", "announced": "flag"}
+    needs = ("worker",)
+    short = "worker"
 
     worker: int = 0
     rank: int = 0
@@ -405,6 +478,10 @@ class RemoveWorker(Operation):
     """Remove a worker from the router, with all its ranks."""
 
     kind = "remove_worker"
+    by_place = ("worker",)
+    takes = {"worker": "integer"}
+    needs = ("worker",)
+    short = "worker"
 
     worker: int = 0
 
@@ -423,27 +500,24 @@ class DropNext(Operation):
     count: int = 1
     of: str | None = None
 
+    @property
+    def given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        kind = {} if self.of is None else {"kind": self.of}
+        return () if self.count == 1 and not kind else (self.count,), kind
 
-Step: TypeAlias = (
-    Prefill
-    | Serve
-    | Decode
-    | Finish
-    | Preempt
-    | Resume
-    | Submit
-    | Abort
-    | RunPasses
-    | Run
-    | Tick
-    | Clear
-    | Burst
-    | ServeNear
-    | Restart
-    | RemoveWorker
-    | DropNext
-)
+    def yaml(self, block_size: int) -> dict[str, Any]:
+        return {"fault": {"lose": {"n": self.count, **self.given[1]}}}
+
+
+Step: TypeAlias = Operation
 """One step of a program."""
+
+OPERATIONS: Final[tuple[type[Operation], ...]] = tuple(
+    each
+    for each in [*vars().values()]
+    if isinstance(each, type) and issubclass(each, Operation) and "kind" in vars(each)
+)
+"""All there are, in the order of this module."""
 
 
 class Program:

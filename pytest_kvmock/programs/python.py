@@ -1,4 +1,4 @@
-"""Operations as Python: the calls on a `RouterHarness` named `kv` that do the same."""
+"""Values as Python writes them: numbers, texts, prompts."""
 
 from __future__ import annotations
 
@@ -6,135 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from pytest_kvmock.events import block_text
-from pytest_kvmock.programs.operations import (
-    Burst,
-    Clear,
-    Decode,
-    DropNext,
-    Finish,
-    Name,
-    OnRequest,
-    Operation,
-    Prefill,
-    RemoveWorker,
-    Restart,
-    Run,
-    RunPasses,
-    Serve,
-    ServeNear,
-    Submit,
-    Tick,
-)
 from pytest_kvmock.tokens import Prompt
-
-
-def calls(operations: Iterable[Operation], block_size: int, *, after_each: str | None = None) -> Iterator[str]:
-    """The lines that do a program; a request that is served whole is one line.
-
-    Args:
-        operations: the program.
-        block_size: tokens a block, for its prompts.
-        after_each: a line that comes after each operation; each is then a line by itself.
-    """
-    steps = [*operations]
-    while steps:
-        step, named = steps.pop(0), True
-        if isinstance(step, Submit):
-            named = any(isinstance(s, OnRequest) and s.name == step.name for s in steps)
-        elif isinstance(step, Prefill):
-            own = [s for s in steps if isinstance(s, OnRequest) and s.name == step.name]
-            named = bool(own)
-            served = _served(step, own) if after_each is None and steps[: len(own)] == own else None
-            if served is not None:
-                steps, step = steps[len(own) :], served
-        yield from _lines(step, block_size, named=named)
-        if after_each is not None:
-            yield after_each
-
-
-def _served(prefill: Prefill, own: Sequence[OnRequest]) -> Serve | None:
-    """A request as one operation; None where it is more than prefill, decode and finish."""
-    tokens: int | tuple[int, ...] = 0
-    if len(own) == 2 and isinstance(own[0], Decode):
-        tokens = own[0].argument
-    elif len(own) != 1:
-        return None
-    if not isinstance(own[-1], Finish) or not isinstance(tokens, int) or not prefill.wait:
-        return None
-    p = prefill
-    return Serve(p.blocks, p.tail, p.worker, p.rank, p.hashed, tokens, p.keys)
-
-
-def _lines(step: Operation, block_size: int, *, named: bool) -> Iterator[str]:
-    """One operation; `named`: whether a request that is admitted is needed later."""
-    match step:
-        case Prefill():
-            name = f"{_request(step.name)} = " if named else ""
-            called = f"{name}{_worker(step.worker, step.rank)}.prefill"
-            prompt = _prompt(step.prompt(block_size), block_size)
-            if step.wait:
-                yield f"{called}({prompt})"
-            else:
-                yield "with suppress(WouldWait):"
-                yield f"    {called}({prompt}, wait=False)"
-        case Serve():
-            prompt = _prompt(step.prompt(block_size), block_size)
-            output = f", {step.output_tokens}" if step.output_tokens else ""
-            yield f"{_worker(step.worker, step.rank)}.serve({prompt}{output})"
-        case Decode():
-            tokens = step.argument
-            if tokens == 1:
-                argument = ""
-            else:
-                argument = str(tokens) if isinstance(tokens, int) else _prompt(Prompt.of(tokens), block_size)
-            yield f"{_request(step.name)}.decode({argument})"
-        case Submit():
-            name = f"{_request(step.name)} = " if named else ""
-            prompt = _prompt(step.prompt(block_size), block_size)
-            arrival = "" if step.arrival_ms is None else f", arrival_ms={step.arrival_ms!r}"
-            priority = "" if step.priority is None else f", priority={step.priority}"
-            called = f"{_engine(step.worker, step.rank)}.submit"
-            yield f"{name}{called}({prompt}, {step.output_tokens}{arrival}{priority})"
-        case RunPasses():
-            if step.count > 1:
-                yield f"for _ in range({step.count}):"
-            yield f"{'    ' * (step.count > 1)}{_engine(step.worker, step.rank)}.step()"
-        case Run():
-            until = "" if step.until_ms is None else f"until_ms={step.until_ms!r}"
-            yield f"{_engine(step.worker, step.rank)}.run({until})"
-        case OnRequest():
-            yield f"{_request(step.name)}.{step.kind}()"
-        case Tick():
-            yield f"{_worker(step.worker, step.rank)}.tick({step.now_ms!r})"
-        case Clear():
-            yield f"{_worker(step.worker, step.rank)}.clear()"
-        case Burst():
-            yield "with kv.burst():"
-            yield f"    for number in range({step.count}):"
-            yield f"        {_worker(step.worker, step.rank)}.serve([number] * {block_size})"
-        case ServeNear():
-            yield "sink = kv.make_sink(chained=False)"
-            yield from (f"sink.publish({data!r})" for data, _ in step.published(block_size))
-            yield from _lines(step.served(block_size), block_size, named=False)
-        case Restart():
-            yield f"{_worker(step.worker, step.rank)}.restart({'announced=True' if step.announced else ''})"
-        case RemoveWorker():
-            yield f"kv.remove_worker({step.worker})"
-        case DropNext():
-            count = str(step.count) if step.count > 1 or step.of else ""
-            yield f"kv.drop_next({count}{'' if step.of is None else f', kind={quoted(step.of)}'})"
-
-
-def _request(name: Name) -> str:
-    return f"request{name}" if isinstance(name, int) else name
-
-
-def _worker(worker_id: int, rank: int) -> str:
-    return f"kv.worker({worker_id}{f', {rank}' if rank else ''})"
-
-
-def _engine(worker_id: int, rank: int) -> str:
-    return f"kv.engine({worker_id}{f', {rank}' if rank else ''})"
 
 
 def quoted(text: str) -> str:
@@ -162,7 +34,8 @@ def is_literal(value: object) -> bool:
     return value is None or isinstance(value, str | int | float)
 
 
-def _prompt(prompt: Prompt, block_size: int) -> str:
+def prompt_text(prompt: Prompt, block_size: int) -> str:
+    """A prompt as the argument of a call: a list of tokens, or a `Prompt` where it is more than that."""
     given = {} if prompt.keys is None else prompt.keys.given
     keys = "".join(f", {name}={literal(value)}" for name, value in given.items())
     if prompt.tokens is not None:

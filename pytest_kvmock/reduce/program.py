@@ -15,8 +15,10 @@ from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
 from pytest_kvmock.hygiene.content import is_chained
 from pytest_kvmock.hygiene.entries import NoEvent
 from pytest_kvmock.hygiene.stream_spec import Residency
-from pytest_kvmock.programs.operations import Operation, Prefill, Submit
-from pytest_kvmock.programs.python import calls, is_literal, literal, quoted
+from pytest_kvmock.programs.forms import Operation
+from pytest_kvmock.programs.interpreter import calls
+from pytest_kvmock.programs.operations import Prefill, Submit
+from pytest_kvmock.programs.python import is_literal, literal, quoted
 from pytest_kvmock.reduce.breach import Breach
 from pytest_kvmock.reduce.text import event_lines, sink_name
 

@@ -17,8 +17,9 @@ from pytest_kvmock.harness import RouterHarness, Verdict
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
 from pytest_kvmock.hygiene.entries import BatchesLost, WorkerRemoved
 from pytest_kvmock.hygiene.rules import INDEX_FAILURE
+from pytest_kvmock.programs.forms import WithPrompt
 from pytest_kvmock.programs.interpreter import Interpreter
-from pytest_kvmock.programs.operations import Run, RunPasses, WithPrompt
+from pytest_kvmock.programs.operations import Run, RunPasses
 from pytest_kvmock.reduce.program import NotReduced
 from pytest_kvmock.reduce.search import Spent
 

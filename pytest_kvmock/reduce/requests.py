@@ -14,17 +14,8 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from pytest_kvmock.backends import EngineProfile
-from pytest_kvmock.programs.operations import (
-    Decode,
-    Finish,
-    Name,
-    OnRequest,
-    Operation,
-    Prefill,
-    Run,
-    RunPasses,
-    Submit,
-)
+from pytest_kvmock.programs.forms import Name, OnRequest, Operation, sizes
+from pytest_kvmock.programs.operations import Decode, Finish, Prefill, Run, RunPasses, Submit
 from pytest_kvmock.prompt_keys import PromptKeys
 from pytest_kvmock.reduce.program import NotReduced, Reproduction
 from pytest_kvmock.reduce.search import Spent, minimal
@@ -221,7 +212,7 @@ class RequestCutter:
     def _smaller_cache(self) -> None:
         """Take fewer blocks, with the prompts as they are, or cut to what fits."""
         steps = self._steps
-        for num_blocks in _sizes(self._now.profile.num_blocks):
+        for num_blocks in sizes(self._now.profile.num_blocks):
             profile = self._now.profile.replace(num_blocks=num_blocks)
             if self._attempt(profile=profile):
                 return
@@ -238,7 +229,7 @@ class RequestCutter:
 
         if self._attempt(profile=self._now.profile.replace(tiers=None)):
             return
-        for host in (*_sizes(tiers.host), tiers.host):
+        for host in (*sizes(tiers.host), tiers.host):
             if host % tiers.chunk:
                 continue
             for simple in (Tiers(host), dataclasses.replace(tiers, host=host, batch=None)):
@@ -276,20 +267,17 @@ class RequestCutter:
     def _fewer_steps(self) -> None:
         """Decode less: the least of some counts that does; and ask no more of an engine than is needed."""
         for i in range(len(self._steps)):
-            for less in _less(self._steps[i]):
+            for less in self._steps[i].simpler():
                 if self._attempt(self._changed(i, less)):
                     break
             self._plainer(i)
 
     def _plainer(self, i: int) -> None:
         """Leave out what an operation has by default, and what its prompt carries beside tokens."""
-        step = self._steps[i]
-        if isinstance(step, Prefill) and not step.wait:
-            self._attempt(self._changed(i, replace(step, wait=True)))
-        for name in ("arrival_ms", "until_ms", "priority", "keys"):
+        for name in self._steps[i].optional:
             step = self._steps[i]
-            if getattr(step, name, None) is not None:
-                self._attempt(self._changed(i, replace(step, **{name: None})))  # type: ignore[type-var]  # a dataclass
+            if name in step.changed:
+                self._attempt(self._changed(i, step.without(name)))
         self._fewer_keys(i)
 
     def _fewer_keys(self, i: int) -> None:
@@ -378,20 +366,6 @@ class RequestCutter:
         self._attempt(self._with_prompts(self._steps, rename))
 
 
-def _sizes(below: int) -> Iterator[int]:
-    """1, 2, 3, 4, 6, 8, 12, 16 ... below a number, and the one before it."""
-    size = 1
-    seen = set()
-    while size < below:
-        for candidate in (size, size + size // 2):
-            if candidate < below and candidate not in seen:
-                seen.add(candidate)
-                yield candidate
-        size *= 2
-    if below > 1 and below - 1 not in seen:
-        yield below - 1
-
-
 def _request(step: Operation) -> Name | None:
     """Which request an operation is about."""
     return step.name if isinstance(step, OnRequest) else None
@@ -417,18 +391,6 @@ def _with_one_run(steps: Sequence[Operation]) -> list[Operation]:
     """The steps with the passes of each engine as one run to the end."""
     engines = dict.fromkeys((step.worker, step.rank) for step in steps if isinstance(step, Submit | RunPasses | Run))
     return [*(step for step in steps if not _engine(step)), *(Run(None, *key) for key in engines)]
-
-
-def _less(step: Operation) -> Iterator[Operation]:
-    """An operation with fewer tokens to generate, or fewer passes, from the least on."""
-    if isinstance(step, Decode):
-        tokens = step.tokens
-        for fewer in _sizes(_many(tokens)):
-            yield replace(step, tokens=fewer if isinstance(tokens, int) else tokens[:fewer])
-    elif isinstance(step, Submit):
-        yield from (replace(step, output_tokens=fewer) for fewer in _sizes(step.output_tokens))
-    elif isinstance(step, RunPasses):
-        yield from (replace(step, count=fewer) for fewer in _sizes(step.count))
 
 
 def _many(tokens: int | Sequence[int]) -> int:

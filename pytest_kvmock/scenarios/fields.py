@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import chain
 from typing import Any, Final
@@ -14,6 +14,8 @@ from pytest_kvmock.checks import is_integer, not_allowed_text
 from pytest_kvmock.events import TIER_NAMES, SparseStored, StorageTier
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
 from pytest_kvmock.hygiene.stream_spec import RESIDENCIES, Residency
+from pytest_kvmock.programs.forms import Argument, Operation
+from pytest_kvmock.programs.operations import OPERATIONS
 from pytest_kvmock.prompt_keys import PromptKeys
 from pytest_kvmock.scenarios.values import Numbers, WorkerName
 from pytest_kvmock.strict_yaml import Node, boolean, integer, list_of, nullable, number, plain, string
@@ -231,6 +233,24 @@ PROMPT_KEYS: Final[dict[str, Callable[[Node], Any]]] = {
     "session_id": string,
 }
 """What reads what a prompt carries beside its tokens."""
+
+
+ARGUMENTS: Final[Mapping[Argument, Callable[[Node], Any]]] = {
+    "text": string,
+    "flag": boolean,
+    "integer": integer,
+    "worker": read_worker,
+    "tokens": read_numbers,
+    "from 0": read_count,
+    "tokens from 1": read_output,
+    "from 1": read_capacity,
+    "ms": read_milliseconds,
+    "ms or null": nullable(read_milliseconds),
+}
+"""What reads an argument of an operation."""
+
+IN_FILES: Final[Mapping[str, type[Operation]]] = {each.kind: each for each in OPERATIONS if each.takes is not None}
+"""The operations that are steps of scenario files, by the names of these."""
 
 
 def check_keys(node: Node, given: dict[str, Any]) -> None:

@@ -28,26 +28,10 @@ from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
 from pytest_kvmock.hygiene.log import Expectation
 from pytest_kvmock.hygiene.report import problem_text
 from pytest_kvmock.plh import lineage_hash
+from pytest_kvmock.programs.forms import OnRequest, OnWorker, Operation, WithPrompt
 from pytest_kvmock.programs.interpreter import Interpreter
-from pytest_kvmock.programs.operations import (
-    Abort,
-    Clear,
-    Decode,
-    Finish,
-    OnRequest,
-    Preempt,
-    Prefill,
-    RemoveWorker,
-    Restart,
-    Resume,
-    Run,
-    RunPasses,
-    Serve,
-    Submit,
-    Tick,
-)
-from pytest_kvmock.prompt_keys import PromptKeys
-from pytest_kvmock.scenarios.fields import OF_A_SINK, PROMPT_KEYS
+from pytest_kvmock.programs.operations import Abort, Clear, RemoveWorker
+from pytest_kvmock.scenarios.fields import IN_FILES, OF_A_SINK, PROMPT_KEYS
 from pytest_kvmock.tokens import Prompt
 
 if TYPE_CHECKING:
@@ -155,7 +139,11 @@ class _Player:
         __tracebackhide__ = True
         refused = step.expected.get("refused")
         try:
-            answer = getattr(self, f"_do_{step.action}")(**step.given)
+            kind = IN_FILES.get(step.action)
+            if kind is not None:
+                answer = self._operate(kind, step.given)
+            else:
+                answer = getattr(self, f"_do_{step.action}")(**step.given)
         except REFUSALS as error:
             refusal = f"{type(error).__name__}: {error}"
             if refused is None and isinstance(error, WouldWait):  # what the step asked for; it is not admitted
@@ -215,14 +203,45 @@ class _Player:
         self._engines.add(worker)
         return engine
 
-    def _do_on(self, step: OnRequest) -> Any:
-        """Do an operation on a request."""
+    def _operate(self, kind: type[Operation], given: Mapping[str, Any]) -> Any:
+        """Do the operation that a step asks for."""
+        name, worker = given.get("request"), given.get("worker", FIRST)
+        if issubclass(kind, OnWorker):
+            if name is not None:
+                self._check_free(name)
+            (self._engine if kind.whose == "engine" else self._worker)(worker)
+        elif kind is RemoveWorker:
+            self._check_known(worker)
+        begins = issubclass(kind, OnRequest) and issubclass(kind, WithPrompt)
+        if begins and name is None:
+            given = {**given, "request": self._unnamed}
+            self._unnamed += 1
+        step = kind.from_yaml(given, self._harness.profile.block_size)
+        if isinstance(step, OnRequest) and not begins:
+            self._check_whose(step)
+        answer = self._interpreter.do(step)
+        if begins and name is not None:
+            self._workers[name] = worker
+        elif kind is Clear and not answer:
+            raise RequestError(f"worker {worker[0]} is not cleared while requests are open or blocks in use")
+        elif kind is RemoveWorker:
+            self._engines = {of for of in self._engines if of[0] != worker}
+        return answer
+
+    def _check_whose(self, step: OnRequest) -> None:
+        """Make sure that an operation is of the kind of request that it is about: a worker's, or an engine's."""
         request = self._request(str(step.name))
         of_engine = step.name in self._interpreter.submitted
         if of_engine != isinstance(step, Abort):
             whose = "an engine's, which finishes it or aborts it" if of_engine else "none of an engine's: finish it"
             raise RequestError(f"{step.kind} on a request that is {whose}; it is {request.status}")
-        return self._interpreter.do(step)
+
+    def _check_known(self, worker: int) -> None:
+        """Make sure that there is a worker, or a sink, of that id."""
+        known = {made.worker_id for made in self._harness.workers.values()}
+        known |= {entry.event.worker_id for entry in self._harness.events}
+        if worker not in known:
+            raise ValueError(f"there is no worker {worker}; there are: {', '.join(map(str, sorted(known))) or 'none'}")
 
     def _request(self, name: str) -> Any:
         """A request of a worker or of an engine."""
@@ -262,96 +281,11 @@ class _Player:
         assert isinstance(uuid, UUID)
         self._worker(worker).manager.promote(uuid, block, **given)
 
-    def _do_prefill(self, request: str, worker: WorkerName = FIRST, wait: bool = True, **prompt: Any) -> int:
-        self._check_free(request)
-        self._worker(worker)
-        asked = Prefill(request, *self._asked(prompt), *worker, "hashes" in prompt, wait, keys=_keys(prompt))
-        cached: int = self._interpreter.do(asked)
-        self._workers[request] = worker
-        return cached
-
-    def _do_serve(self, worker: WorkerName = FIRST, output_tokens: int = 0, **prompt: Any) -> Any:
-        self._worker(worker)
-        asked = (*self._asked(prompt), *worker, "hashes" in prompt)
-        return self._interpreter.do(Serve(*asked, output_tokens, _keys(prompt)))
-
-    def _asked(self, given: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...] | int | None]:
-        """The blocks and the tail of a prompt as it is written."""
-        if "tokens" in given:
-            return (), tuple(_expanded(given["tokens"]))
-        hashes = tuple(_expanded(given["hashes"]))
-        length = given.get("num_tokens")
-        return hashes, None if length is None else length - len(hashes) * self._harness.profile.block_size
-
-    def _do_decode(self, request: str, count: int = 1, tokens: Any = None) -> None:
-        self._do_on(Decode(request, count if tokens is None else tuple(_expanded(tokens)), of=None))
-
-    def _do_finish(self, request: str) -> None:
-        self._do_on(Finish(request))
-
-    def _do_preempt(self, request: str) -> None:
-        self._do_on(Preempt(request))
-
-    def _do_resume(self, request: str) -> Any:
-        return self._do_on(Resume(request))
-
     def _do_engine(self, fields: Mapping[str, Any], worker: WorkerName = FIRST) -> None:
         self._engine(worker, **fields)
 
-    def _do_submit(
-        self,
-        request: str | None = None,
-        worker: WorkerName = FIRST,
-        output_tokens: int = 1,
-        arrival_ms: float | None = None,
-        priority: int | None = None,
-        **prompt: Any,
-    ) -> None:
-        name: str | int = request or self._unnamed
-        if request is None:
-            self._unnamed += 1
-        else:
-            self._check_free(request)
-        self._engine(worker)
-        asked = (*self._asked(prompt), *worker, "hashes" in prompt)
-        self._interpreter.do(Submit(name, *asked, output_tokens, arrival_ms, priority, _keys(prompt)))
-        if request is not None:
-            self._workers[request] = worker
-
-    def _do_abort(self, request: str) -> None:
-        self._do_on(Abort(request))
-
-    def _do_step(self, worker: WorkerName = FIRST, count: int = 1) -> None:
-        self._engine(worker)
-        self._interpreter.do(RunPasses(count, *worker))
-
-    def _do_run(self, worker: WorkerName = FIRST, until_ms: float | None = None) -> None:
-        self._engine(worker)
-        self._interpreter.do(Run(until_ms, *worker))
-
-    def _do_tick(self, now_ms: float, worker: WorkerName = FIRST) -> None:
-        self._worker(worker)
-        self._interpreter.do(Tick(now_ms, *worker))
-
-    def _do_clear(self, worker: WorkerName) -> None:
-        self._worker(worker)
-        if not self._interpreter.do(Clear(*worker)):
-            raise RequestError(f"worker {worker[0]} is not cleared while requests are open or blocks in use")
-
-    def _do_restart(self, worker: WorkerName, announced: bool = False) -> None:
-        self._worker(worker)
-        self._interpreter.do(Restart(*worker, announced))
-
     def _do_worker(self, id: WorkerName, backend: str | None = None) -> None:  # noqa: A002 - the key in the file
         self._worker(id, backend)
-
-    def _do_remove_worker(self, worker: int) -> None:
-        known = {made.worker_id for made in self._harness.workers.values()}
-        known |= {entry.event.worker_id for entry in self._harness.events}
-        if worker not in known:
-            raise ValueError(f"there is no worker {worker}; there are: {', '.join(map(str, sorted(known))) or 'none'}")
-        self._interpreter.do(RemoveWorker(worker))
-        self._engines = {of for of in self._engines if of[0] != worker}
 
     def _do_event(
         self,
@@ -469,12 +403,6 @@ def _prompt(given: Mapping[str, Any]) -> Prompt:
     if "tokens" in given:
         return Prompt(_expanded(given["tokens"]), **keys)
     return Prompt(hashes=_expanded(given["hashes"]), num_tokens=given.get("num_tokens"), **keys)
-
-
-def _keys(given: Mapping[str, Any]) -> PromptKeys | None:
-    """What a prompt carries beside its tokens, as it is written."""
-    keys = {name: given[name] for name in PROMPT_KEYS if name in given}
-    return PromptKeys(**keys) if keys else None
 
 
 def _sorted(blocks: Any) -> list[Any]:

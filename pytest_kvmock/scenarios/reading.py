@@ -11,7 +11,10 @@ from pytest_kvmock.checks import not_allowed_text
 from pytest_kvmock.faults.kinds import check_fault
 from pytest_kvmock.hygiene.rules import check_rule
 from pytest_kvmock.profiles import FIELDS
+from pytest_kvmock.programs.forms import Operation
 from pytest_kvmock.scenarios.fields import (
+    ARGUMENTS,
+    IN_FILES,
     OF_A_SINK,
     PROMPT_KEYS,
     check_event,
@@ -19,7 +22,6 @@ from pytest_kvmock.scenarios.fields import (
     check_one_of,
     read_block,
     read_cached_block,
-    read_capacity,
     read_count,
     read_engine,
     read_extra,
@@ -27,7 +29,6 @@ from pytest_kvmock.scenarios.fields import (
     read_milliseconds,
     read_natural,
     read_numbers,
-    read_output,
     read_published,
     read_tier,
     read_true,
@@ -172,12 +173,6 @@ def _event(node: Node) -> dict[str, Any]:
     return given
 
 
-def _decode(node: Node) -> dict[str, Any]:
-    given = node.fields({"request": string, "tokens": read_numbers, "count": read_count}, ("request",))
-    check_one_of(node, "tokens", "count")
-    return given
-
-
 def _engine(node: Node) -> dict[str, Any]:
     """A worker, and fields of its engine."""
     given = read_engine(node, worker=read_worker)
@@ -207,6 +202,31 @@ def _argument(node: Node) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _operation(kind: type[Operation]) -> Reader:
+    """Make a reader of the step that asks for an operation."""
+    takes = kind.takes or {}
+    readers = {name: ARGUMENTS[argument] for name, argument in takes.items() if argument != "prompt"}
+    if "prompt" in takes:
+        return _prompt(readers, kind.needs)
+    plain_step = _mapping(readers, kind.needs, kind.short)
+
+    def read(node: Node) -> dict[str, Any]:
+        given: dict[str, Any] = plain_step(node)
+        if kind.one_of:
+            check_one_of(node, *kind.one_of)
+        return given
+
+    return read
+
+
+def _operations(first: str | None = None, until: str | None = None) -> dict[str, Reader]:
+    """What reads the operations from one to another, by the names of their steps."""
+    names = [*IN_FILES]
+    start = 0 if first is None else names.index(first)
+    end = len(names) if until is None else names.index(until)
+    return {name: _operation(IN_FILES[name]) for name in names[start:end]}
+
+
 _ACTIONS: Final[Mapping[str, Reader]] = {
     "use": _mapping(
         {
@@ -232,30 +252,11 @@ _ACTIONS: Final[Mapping[str, Reader]] = {
         },
         ("partial", "block"),
     ),
-    "prefill": _prompt({"request": string, "worker": read_worker, "wait": boolean}, ("request",)),
-    "serve": _prompt({"output_tokens": read_count, "worker": read_worker}),
-    "decode": _decode,
-    "finish": _mapping({"request": string}, ("request",), "request"),
-    "preempt": _mapping({"request": string}, ("request",), "request"),
-    "resume": _mapping({"request": string}, ("request",), "request"),
+    **_operations(until="submit"),
     "engine": _engine,
-    "submit": _prompt(
-        {
-            "request": string,
-            "output_tokens": read_output,
-            "arrival_ms": read_milliseconds,
-            "priority": integer,
-            "worker": read_worker,
-        }
-    ),
-    "abort": _mapping({"request": string}, ("request",), "request"),
-    "step": _mapping({"count": read_capacity, "worker": read_worker}, (), "count"),
-    "run": _mapping({"until_ms": nullable(read_milliseconds), "worker": read_worker}, (), "until_ms"),
-    "tick": _mapping({"now_ms": read_milliseconds, "worker": read_worker}, ("now_ms",), "now_ms"),
-    "clear": _mapping({"worker": read_worker}, ("worker",), "worker"),
-    "restart": _mapping({"worker": read_worker, "announced": boolean}, ("worker",), "worker"),
+    **_operations("submit", "remove_worker"),
     "worker": _mapping({"id": read_worker, "backend": string}, ("id",), "id"),
-    "remove_worker": _mapping({"worker": integer}, ("worker",), "worker"),
+    **_operations("remove_worker"),
     "event": _event,
     "lost_batches": _mapping(
         {"first": read_natural, "count": read_natural, "observed": string, "worker": read_worker, **OF_A_SINK},

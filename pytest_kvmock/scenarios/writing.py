@@ -3,31 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvmock.backends import EngineProfile
 from pytest_kvmock.events import Cleared, RouterEvent, SparseStored, StorageTier, Stored
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
 from pytest_kvmock.hygiene.entries import BatchesLost, WorkerRemoved
-from pytest_kvmock.programs.operations import (
-    Clear,
-    Decode,
-    DropNext,
-    Name,
-    OnRequest,
-    Operation,
-    Prefill,
-    RemoveWorker,
-    Restart,
-    Run,
-    RunPasses,
-    Serve,
-    Submit,
-    Tick,
-)
+from pytest_kvmock.programs.forms import number_ranges, plain_lists
 from pytest_kvmock.reduce.program import plain_field
-from pytest_kvmock.tokens import Prompt
 
 if TYPE_CHECKING:
     from pytest_kvmock.events import StreamKey
@@ -61,7 +45,7 @@ def scenario_text(program: Reproduction, name: str) -> str:
     if program.allow:
         document["allow"] = list(program.allow)
     size = program.profile.block_size
-    done = _events(program) if program.level == "events" else (_operation(step, size) for step in program.operations)
+    done = _events(program) if program.level == "events" else (step.yaml(size) for step in program.operations)
     steps = [*_world(program), *done]
     if not program.breach.is_error:  # else a warning passes
         steps[-1]["expect"] = {"problems": []}
@@ -123,9 +107,9 @@ def _event(event: RouterEvent, program: Reproduction) -> dict[str, Any]:
     if event.storage_tier is not StorageTier.DEVICE:
         written["tier"] = event.storage_tier.name.lower()
     if event.token_ids is not None:
-        written["token_ids"] = [_numbers(ids) for ids in event.token_ids]
+        written["token_ids"] = [number_ranges(ids) for ids in event.token_ids]
     if event.extra is not None:
-        written["extra"] = _as_lists(event.extra)
+        written["extra"] = plain_lists(event.extra)
     return written | _of_a_sink(event.worker_id, program, chained=True)
 
 
@@ -140,73 +124,3 @@ def _of_a_sink(worker_id: int, program: Reproduction, *, chained: bool) -> dict[
         written |= {"residency": sink.residency} if sink.residency != "unique" else {}
         written |= {} if sink.prefix_closed else {"prefix_closed": False}
     return written
-
-
-def _operation(step: Operation, size: int) -> dict[str, Any]:
-    match step:
-        case Prefill():
-            of = {**_of((step.worker, step.rank)), **({} if step.wait else {"wait": False})}
-            return {"prefill": {"request": _request(step.name), **_prompt(step.prompt(size), size), **of}}
-        case Serve():
-            of = _of((step.worker, step.rank))
-            output = {"output_tokens": step.output_tokens} if step.output_tokens else {}
-            return {"serve": {**_prompt(step.prompt(size), size), **output, **of}}
-        case Decode():
-            tokens = step.argument
-            given = {"count": tokens} if isinstance(tokens, int) else {"tokens": _numbers(tokens)}
-            return {"decode": {"request": _request(step.name), **given}}
-        case Submit():
-            of = _of((step.worker, step.rank))
-            own = {name: getattr(step, name) for name in ("arrival_ms", "priority") if getattr(step, name) is not None}
-            asked = {"request": _request(step.name), **_prompt(step.prompt(size), size)}
-            return {"submit": {**asked, "output_tokens": step.output_tokens, **own, **of}}
-        case RunPasses():
-            return {"step": {"count": step.count, **_of((step.worker, step.rank))}}
-        case Run():
-            until = {} if step.until_ms is None else {"until_ms": step.until_ms}
-            return {"run": {**until, **_of((step.worker, step.rank))}}
-        case OnRequest():
-            return {step.kind: _request(step.name)}
-        case Restart():
-            announced = {"announced": True} if step.announced else {}
-            return {"restart": {"worker": _worker((step.worker, step.rank)), **announced}}
-        case RemoveWorker():
-            return {"remove_worker": step.worker}
-        case DropNext():
-            return {"fault": {"lose": {"n": step.count, **({} if step.of is None else {"kind": step.of})}}}
-        case Tick():
-            return {"tick": {"now_ms": step.now_ms, **_of((step.worker, step.rank))}}
-        case Clear():
-            return {"clear": _worker((step.worker, step.rank))}
-    raise ValueError(f"a scenario file has no step for {step!r}")
-
-
-def _request(name: Name) -> str:
-    return f"r{name}" if isinstance(name, int) else name
-
-
-def _prompt(prompt: Prompt, block_size: int) -> dict[str, Any]:
-    keys = {} if prompt.keys is None else _as_lists(prompt.keys.given)
-    if prompt.tokens is not None:
-        return {"tokens": _numbers(prompt.tokens), **keys}
-    hashes = {"hashes": _numbers(prompt.block_hashes(block_size)), **keys}
-    return hashes if prompt.num_tokens is None else {**hashes, "num_tokens": prompt.num_tokens}
-
-
-def _as_lists(value: Any) -> Any:
-    """A value as YAML has it: lists, and no tuples."""
-    if isinstance(value, Mapping):
-        return {key: _as_lists(item) for key, item in value.items()}
-    return [*map(_as_lists, value)] if isinstance(value, tuple | list) else value
-
-
-def _numbers(numbers: Sequence[int]) -> list[int | str] | str:
-    """Numbers with runs as ranges; a single run stands alone."""
-    parts: list[int | str] = []
-    start = 0
-    for end in range(1, len(numbers) + 1):
-        if end == len(numbers) or numbers[end] != numbers[end - 1] + 1:
-            run = numbers[start:end]
-            parts += [f"{run[0]}..{run[-1]}"] if len(run) > 2 else run
-            start = end
-    return parts[0] if len(parts) == 1 and isinstance(parts[0], str) else parts

@@ -16,34 +16,22 @@ from pytest_kvmock.engine.worker import OutOfBlocks
 from pytest_kvmock.events import StreamKey
 from pytest_kvmock.harness.router_harness import RouterHarness
 from pytest_kvmock.harness.under_test import asked_by_tokens
+from pytest_kvmock.programs.forms import OnRequest, Operation
 from pytest_kvmock.programs.interpreter import Interpreter
 from pytest_kvmock.programs.near_hashes import TRUNCATIONS
 from pytest_kvmock.programs.operations import (
-    Abort,
+    OPERATIONS,
     Burst,
     Clear,
     Decode,
     Finish,
-    OnRequest,
-    Operation,
-    Preempt,
     Prefill,
     Program,
-    Resume,
     ServeNear,
     Step,
-    Submit,
     Tick,
 )
 from pytest_kvmock.testing.shrinking import MOST_EVENTS, SHRINKING
-
-_FITTING: Final = {
-    Decode: ("running",),
-    Finish: ("running", "preempted"),
-    Preempt: ("running",),
-    Resume: ("preempted",),
-}
-"""The states of a request in which a step can be done to it."""
 
 
 class Player(Interpreter):
@@ -68,22 +56,8 @@ class Player(Interpreter):
         Raises:
             TypeError: it is no step.
         """
-        if isinstance(step, Prefill):
-            self.requests.pop(step.name, None)
-        elif isinstance(step, Submit):
-            self.submitted.pop(step.name, None)
-        elif isinstance(step, Abort):
-            submitted = self.submitted.get(step.name)
-            if submitted is None or not submitted.is_open:
-                return None
-        elif isinstance(step, OnRequest):
-            request = self.requests.get(step.name)
-            if request is None or request.status not in _FITTING[type(step)]:
-                return None
-        elif isinstance(step, Tick):
-            worker = self._harness.worker(step.worker, step.rank)
-            if getattr(worker, "tiers", None) is None or step.now_ms < getattr(worker, "now", 0.0):
-                return None
+        if isinstance(step, Operation) and not step.fits(self):
+            return None
         with suppress(OutOfBlocks, WouldWait, SlotsLost):
             return super().do(step)
         return None
@@ -153,6 +127,8 @@ class Draft:
     wait: bool = True
 
 
+_ON_REQUESTS: Final = {each.kind: each for each in OPERATIONS if issubclass(each, OnRequest)}
+
 MOST_BURSTS: Final = 2
 """Bursts of a program of any traffic: one that fills the caches, and one whose events show what of that is evicted."""
 
@@ -164,8 +140,7 @@ def resolve(drafts: Iterable[Draft], most_steps: int | None = None) -> Program:
         drafts: the drafts.
         most_steps: what is more is cut off.
     """
-    running: list[str] = []
-    preempted: list[str] = []
+    held: dict[str, list[str]] = {"running": [], "preempted": []}
     steps: list[Step] = []
     admitted: list[Prefill] = []
     bursts = 0
@@ -185,7 +160,7 @@ def resolve(drafts: Iterable[Draft], most_steps: int | None = None) -> Program:
             admitted.append(prefill)
             steps.append(prefill)
             if kind == "prefill":
-                running.append(name)
+                held["running"].append(name)
             else:
                 steps.append(Finish(name))
             continue
@@ -206,23 +181,20 @@ def resolve(drafts: Iterable[Draft], most_steps: int | None = None) -> Program:
             bursts += 1
             steps.append(Burst(draft.tokens or 1, draft.worker, draft.rank))
             continue
-        fitting = {"resume": preempted, "finish": running + preempted}.get(kind, running)
+        operation = _ON_REQUESTS[kind]
+        fitting = [name for state in operation.states for name in held[state]]
         if not fitting:
             continue
         name = fitting[draft.which % len(fitting)]
-        if kind == "decode":
+        if operation is Decode:
             steps.append(Decode(name, draft.tokens or 1, draft.of))
-        elif kind == "finish":
-            (running if name in running else preempted).remove(name)
-            steps.append(Finish(name))
-        elif kind == "preempt":
-            running.remove(name)
-            preempted.append(name)
-            steps.append(Preempt(name))
-        else:
-            preempted.remove(name)
-            running.append(name)
-            steps.append(Resume(name))
+            continue
+        for names in held.values():
+            if name in names:
+                names.remove(name)
+        if operation.becomes is not None:
+            held[operation.becomes].append(name)
+        steps.append(operation(name))
     return Program(*steps[:most_steps])
 
 

@@ -8,14 +8,11 @@ from typing import Any, Final
 
 from pytest_kvmock.wire.replay_server import Replay
 from pytest_kvmock.wire.waiting import WireTimeout
-from pytest_kvmock.wire.wire_faults import WireInjection
+from pytest_kvmock.wire.wire_faults import LOSE, WireInjection
 
 _MOST_SHOWN: Final = 5
 _MOST_ELEMENTS: Final = 8
 """Of lists and maps with more, only what differs is shown."""
-
-_LOSE: Final = ("lose", "gap_beyond_buffer", "late_join", "slow_subscriber", "corrupt")
-"""The faults after which a consumer has to ask for a replay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +67,7 @@ class PublishedRank:
             )
         lines += map(_asked_text, asked[-_MOST_SHOWN:])
         lines += [f"injected: {each.fault} at {who}, batch {each.batch}" for each in injected[-_MOST_SHOWN:]]
-        lost = [each for each in injected if each.fault in _LOSE]
+        lost = [each for each in injected if each.fault in LOSE]
         if lost and not asked:
             why = "" if self.replays else ", and it answers none: replay=False"
             lines.append(f"nobody asked {who} for a replay after {lost[0].fault} of batch {lost[0].batch}{why}")

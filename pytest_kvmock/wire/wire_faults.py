@@ -21,6 +21,14 @@ UNKNOWN_FIELD: Final = "kvmock_field"
 """A field that no engine has."""
 
 
+LOSE: Final = ("lose", "gap_beyond_buffer", "late_join", "slow_subscriber", "corrupt")
+"""The faults after which a consumer has to ask for a replay."""
+
+MAY_LOSE: Final = (*LOSE, "reorder", "unknown_tag")
+"""Those by which a subscriber may lose the batch that they change, or an event of it: as one that comes late does, and one that
+has a tag which nobody knows."""
+
+
 class Numbered(NamedTuple):
     """A batch with its number."""
 

@@ -20,6 +20,8 @@ Definition: TypeAlias = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 DECORATORS = {"property", "cached_property", "classmethod", "staticmethod", "contextmanager", "asynccontextmanager"}
 SHOWN_SPECIALS = ("__init__", "__call__")
+FORMS = {"by_place", "by_name", "takes", "needs", "one_of", "short", "amount", "optional", "whose", "states", "becomes"}
+"""What the forms of an operation are made of: for who adds one, in `programs`; the site does not show them either."""
 MOST_OF_A_VALUE = 60
 """The value of a constant that is longer is left out."""
 
@@ -177,6 +179,8 @@ def members(module: str, node: ast.ClassDef) -> dict[str, list[str]]:
     methods: dict[str, list[str]] = {}
     for position, each in enumerate(node.body):
         name = assigned(each)
+        if name in FORMS and module.startswith("pytest_kvmock.programs."):
+            continue
         if name and not name.startswith("_"):
             docs = doc_lines(string_after(node.body, position) or described.get(name))
             fields[name] = [constant_line(module, each), *docs]  # type: ignore[arg-type]  # `assigned` has shown it

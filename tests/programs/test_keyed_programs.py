@@ -16,9 +16,8 @@ from pytest_kvmock import (
     reproduce,
     sequence_hashes,
 )
-from pytest_kvmock.programs.interpreter import Interpreter
+from pytest_kvmock.programs.interpreter import Interpreter, calls
 from pytest_kvmock.programs.operations import Finish, Prefill, Program, Run, Serve, Submit
-from pytest_kvmock.programs.python import calls
 from pytest_kvmock.prompt_keys import PromptKeys
 from pytest_kvmock.scenarios import ScenarioFailure, load_scenarios, play
 from pytest_kvmock.scenarios.writing import scenario_text

@@ -5,7 +5,7 @@ from depth import examples
 from hypothesis import given, settings
 
 from pytest_kvmock import EngineProfile, Prompt, RouterHarness, Stored
-from pytest_kvmock.programs.interpreter import Interpreter
+from pytest_kvmock.programs.interpreter import Interpreter, calls
 from pytest_kvmock.programs.operations import (
     Burst,
     Clear,
@@ -20,7 +20,7 @@ from pytest_kvmock.programs.operations import (
     Serve,
     Tick,
 )
-from pytest_kvmock.programs.python import calls, literal, number_parts
+from pytest_kvmock.programs.python import literal, number_parts
 from pytest_kvmock.testing import traffic
 
 ROOMY = EngineProfile(block_size=2, num_blocks=1000, workers=2)

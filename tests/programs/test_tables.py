@@ -1,13 +1,14 @@
-"""Each operation has its arm in each table that is by operation: a test's id names the table and the operation."""
+"""Each operation has all its forms: a test's id names the form and the operation."""
 
 import dataclasses
-from typing import get_args
+from types import MappingProxyType
 
 import pytest
 
 from pytest_kvmock import EngineProfile, Prompt, RouterHarness, Stored
 from pytest_kvmock.programs import operations
-from pytest_kvmock.programs.interpreter import Interpreter
+from pytest_kvmock.programs.forms import OnRequest, OnWorker
+from pytest_kvmock.programs.interpreter import Interpreter, calls
 from pytest_kvmock.programs.operations import (
     Abort,
     Burst,
@@ -15,8 +16,6 @@ from pytest_kvmock.programs.operations import (
     Decode,
     DropNext,
     Finish,
-    OnRequest,
-    Operation,
     Preempt,
     Prefill,
     RemoveWorker,
@@ -26,13 +25,10 @@ from pytest_kvmock.programs.operations import (
     RunPasses,
     Serve,
     ServeNear,
-    Step,
     Submit,
     Tick,
 )
-from pytest_kvmock.programs.python import calls
 from pytest_kvmock.reduce import Breach, Reproduction
-from pytest_kvmock.reduce.requests import _less
 from pytest_kvmock.scenarios import load_scenarios, play
 from pytest_kvmock.scenarios.writing import scenario_text
 from pytest_kvmock.testing.drafts import Player
@@ -105,13 +101,8 @@ def state(kv):
     return [entry.event for entry in kv.events], recorded, workers, [*kv.streams]
 
 
-def test_a_step_of_a_program_is_any_operation():
-    classes = {each for each in vars(operations).values() if isinstance(each, type) and issubclass(each, Operation)}
-    assert {*get_args(Step)} == {each for each in classes if "kind" in vars(each)}
-
-
 def test_each_operation_has_a_program_here():
-    assert {*get_args(Step)} == {*PROGRAMS}
+    assert {*operations.OPERATIONS} == {*PROGRAMS}
 
 
 @pytest.mark.parametrize("operation", named(PROGRAMS))
@@ -155,4 +146,29 @@ def test_the_player_of_contracts_passes_over_it_where_there_is_no_request(operat
 def test_the_simpler_makes_its_amount_less(operation):
     step = next(step for step in PROGRAMS[operation] if isinstance(step, operation))
     amounts = {field.name for field in dataclasses.fields(step)} & {*AMOUNTS}
-    assert bool(amounts) == bool([*_less(step)])
+    assert bool(amounts) == bool([*step.simpler()])
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Reboot(OnWorker):
+    """An operation of one call, by its attributes alone."""
+
+    kind = "restart"
+    by_name = ("announced",)
+    takes = MappingProxyType({"worker": "worker", "announced": "flag"})
+    needs = ("worker",)
+
+    worker: int = 0
+    rank: int = 0
+    announced: bool = False
+
+
+def test_an_operation_of_one_call_has_all_forms_by_its_attributes(kv):
+    step = Reboot(1, 2, announced=True)
+    assert "Reboot(worker=1, rank=2, announced=True)" == repr(step)
+    assert ["kv.worker(1, 2).restart(announced=True)"] == [*step.python(2, named=False)]
+    assert {"restart": {"worker": [1, 2], "announced": True}} == step.yaml(2)
+    assert {"restart": {"worker": 0}} == Reboot().yaml(2)
+    assert step == Reboot.from_yaml({"worker": (1, 2), "announced": True}, 2)
+    Interpreter(kv).do(step)
+    assert [Restart(1, 2, announced=True)] == [step for step, _ in kv.recording.recorded()]
