@@ -182,18 +182,14 @@ class CachedSlots:
         own, policy = self.names.own, pool.inactive
         if len(set(names)) < len(names) or not own.keys().isdisjoint(names):
             return
-        places = None
-        if policy._finds_by_place:
-            places = policy._free_places(plhs)
-            if places is None:
-                return
-        elif len(set(plhs)) < len(plhs) or not pool.registered.keys().isdisjoint(plhs):
+        places = policy._free_places(plhs, pool.registered)
+        if places is None:
             return
         slots = self._allocate(len(names), used)
         count = len(slots)
         if count < len(names):
             used.refused = True
-            names, plhs, places = names[:count], plhs[:count], places and places[:count]
+            names, plhs, places = names[:count], plhs[:count], places[:count]
         local_hashes = move.local_hashes[start : start + count] or (0,) * count
         for slot, name, plh in zip(slots, names, plhs, strict=True):
             slot.name = name  # type: ignore[assignment]  # the leading blocks are full ones

@@ -114,9 +114,7 @@ class BlockPool:
     def match(self, plh: int) -> Slot | None:
         """Return the slot in which a lineage hash is cached, active or inactive; nothing changes."""
         slot = self.registered.get(plh)
-        if slot is None and self.inactive._finds_by_place:
-            return self.inactive._find(plh)
-        return slot
+        return self.inactive._find(plh) if slot is None else slot
 
     def name_to_publish(self, victim: Slot) -> int | None:
         """Return the name of an evicted slot for its Removed; None, once, if the manager has no entry of it."""
