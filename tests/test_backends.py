@@ -81,14 +81,14 @@ def test_each_manager_has_a_policy_of_its_own_which_knows_the_capacity():
 def test_what_a_policy_may_leave_out_does_nothing():
     policy = NewestFirst(1)
 
-    assert (False, 0) == (policy._finds_by_place, policy._collisions)
-    assert [None] * 5 == [
+    assert 0 == policy._collisions
+    assert [None] * 4 == [
         policy._on_register([]),
         policy._on_touch(None),
         policy._find(1),
-        policy._free_places([1]),
         policy._first_refused([]),
     ]
+    assert [[1], None, None] == [policy._free_places(plhs, {2: None}) for plhs in ([1], [1, 1], [1, 2])]
     with pytest.raises(TypeError, match="abstract"):
         type("Nothing", (EvictionPolicy,), {})()
 

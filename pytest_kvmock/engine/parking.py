@@ -14,8 +14,8 @@ from pytest_kvmock.cache.offload import BlockDetails, BlockedOnG1Offload, NoHits
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pytest_kvmock.cache.dynamo.cached_slots import Pin
     from pytest_kvmock.cache.dynamo.logical import LogicalManager
-    from pytest_kvmock.cache.dynamo.offloading import Pin
     from pytest_kvmock.engine.move_driver import MoveDriver
     from pytest_kvmock.engine.scheduler import ScheduledRequest
     from pytest_kvmock.engine.sequence import ActiveSequence

@@ -22,6 +22,7 @@ from pytest_kvmock.scenarios.fields import (
     check_one_of,
     read_block,
     read_cached_block,
+    read_capacity,
     read_count,
     read_engine,
     read_extra,

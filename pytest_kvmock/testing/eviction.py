@@ -162,20 +162,16 @@ class EvictionContract:
         assert expected == evicted, f"evicted one by one they were {expected}; evict(7) gave {evicted}"
 
     def test_blocks_freed_one_by_one_are_evicted_as_those_freed_together(self) -> None:
-        """_insert_one(slot) is insert((slot,)), and that n times is insert of n."""
-        together, single, one = self._start(), self._start(), self._start()
-        freed = [slots.chain(4)[::-1] + slots.roots(2) for slots in (together, single, one)]
+        """Insert of one slot, n times, is insert of n."""
+        together, single = self._start(), self._start()
+        freed = [slots.chain(4)[::-1] + slots.roots(2) for slots in (together, single)]
         together.policy.insert(freed[0])
         for slot in freed[1]:
-            single.policy.insert([slot])
-        for slot in freed[2]:
-            one.policy._insert_one(slot)
-        expected = slot_names(together.policy.evict(6))
-        for how, slots in (("insert, one at a time,", single), ("_insert_one", one)):
-            evicted = slot_names(slots.policy.evict(6))
-            assert expected == evicted, (
-                f"freed by one insert, evict(6) gave {expected}; freed by {how} it gave {evicted}"
-            )
+            single.policy.insert((slot,))
+        expected, evicted = (slot_names(slots.policy.evict(6)) for slots in (together, single))
+        assert expected == evicted, (
+            f"freed by one insert, evict(6) gave {expected}; freed by insert, one at a time, it gave {evicted}"
+        )
 
     def test_the_same_life_gives_the_same_evictions(self) -> None:
         """Nothing random decides, and no address of an object."""

@@ -57,8 +57,7 @@ class Slots:
             self.parents[slot.name] = None if parent is None else parent.name
             parent = slot
         policy = self.policy
-        places = policy._free_places([slot.plh for slot in slots]) if policy._finds_by_place else None
-        policy._on_register(slots, places)
+        policy._on_register(slots, policy._free_places([slot.plh for slot in slots], {}))
         return slots
 
     def free(self, slots: Sequence[Slot]) -> None:
@@ -168,6 +167,6 @@ class Life:
                 idle.append(slot)
         if one_by_one:
             for slot in idle:
-                policy._insert_one(slot)
+                policy.insert((slot,))
         elif idle:
             policy.insert(idle)

@@ -188,6 +188,7 @@ class EvictsWhatIsInUse(Manager):
         def __init__(self, *sizes):
             super().__init__(*sizes)
             self._pool = BlockPool(self.max_capacity, TakesWhatIsRegisteredForIdle.Subject())
+            self._form = self._new_slots()
 
 
 @WORKERS.breaks("test_workers_share_nothing")

@@ -72,6 +72,12 @@ def are_plhs(plhs: Sequence[int]) -> bool:
     return 0 <= bits < _PLH_END
 
 
+def check_plhs(plhs: Sequence[int]) -> None:
+    """Raise a MoveError unless these are lineage hashes."""
+    if not are_plhs(plhs):
+        raise MoveError(f"lineage hashes are expected, integers of 128 bits, got {plhs!r:.200}")
+
+
 def _are_u64(values: Sequence[Any]) -> bool:
     """Return whether these are integers from 0 to 2**64 - 1; checked in C."""
     try:

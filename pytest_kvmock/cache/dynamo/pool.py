@@ -114,9 +114,7 @@ class BlockPool:
     def match(self, plh: int) -> Slot | None:
         """Return the slot in which a lineage hash is cached, active or inactive; nothing changes."""
         slot = self.registered.get(plh)
-        if slot is None and self.inactive._finds_by_place:
-            return self.inactive._find(plh)
-        return slot
+        return self.inactive._find(plh) if slot is None else slot
 
     def name_to_publish(self, victim: Slot) -> int | None:
         """Return the name of an evicted slot for its Removed; None, once, if the manager has no entry of it."""
@@ -161,20 +159,33 @@ class BlockPool:
 # this; it is not ours to mend. (Blocks that are stored in bulk were not registered before, so no victim is among them.)
 
 
-class PendingEvents:
-    """The events of one Use, not yet published, and the slots that it evicted."""
+class Used:
+    """What a Use did, and has yet to publish.
 
-    __slots__ = ("anchor", "evicted", "in_bulk", "local_hashes", "refused", "removed", "stored", "token_ids")
+    Attributes:
+        served: how many of its blocks are held now, from the first on.
+        anchor: the parent of its Stored: the last hit.
+        stored: the blocks that were stored.
+        local_hashes: theirs.
+        token_ids: theirs; none where none were given.
+        evicted: lineage hashes of what was evicted, where the policy chose it.
+        removed: what its Removed calls them; None for what the manager has no entry of.
+        refused: whether there was no slot for a full block.
+        in_bulk: whether everything was stored in bulk.
+    """
+
+    __slots__ = ("anchor", "evicted", "in_bulk", "local_hashes", "refused", "removed", "served", "stored", "token_ids")
 
     def __init__(self, parent: Any) -> None:
-        self.anchor = parent  # the Stored's parent: the last hit
+        self.served = 0
+        self.anchor = parent
         self.stored: list[int] = []
         self.local_hashes: list[int] = []
         self.token_ids: list[Sequence[int]] = []
-        self.evicted: list[int] = []  # lineage hashes
-        self.removed: list[int | None] = []  # what the Removed calls them; None for what the manager has no entry of
-        self.refused = False  # there was no slot for a full block
-        self.in_bulk = True  # so was everything stored
+        self.evicted: list[int] = []
+        self.removed: list[int | None] = []
+        self.refused = False
+        self.in_bulk = True
 
     def publish(self, publisher: Publisher, pool: BlockPool) -> None:
         """Publish what was stored, then what was evicted, whose entries are dropped only now."""
@@ -182,9 +193,9 @@ class PendingEvents:
             pool.registrations += len(self.stored)
             stored = Stored(self.anchor, tuple(self.stored), tuple(self.local_hashes))
             publisher.publish(stored, self.token_ids or None)
-        if not self.evicted:
+        if not self.removed:
             return
-        pool.evictions += len(self.evicted)
+        pool.evictions += len(self.removed)
         if not self.in_bulk and not pool.registered.keys().isdisjoint(self.evicted):
             # Evicted and stored again by the same move: the entry that is dropped now is the new one.
             for i, plh in enumerate(self.evicted):
@@ -192,8 +203,6 @@ class PendingEvents:
                 if again is not None:
                     self.removed[i] = again.name
                     pool.unknown.add(again)
-        names = tuple(self.removed)
-        if None in names:
-            names = tuple([name for name in names if name is not None])
+        names = tuple([name for name in self.removed if name is not None])
         if names:
-            publisher.publish(Removed(names))  # type: ignore[arg-type]  # None is left out
+            publisher.publish(Removed(names))

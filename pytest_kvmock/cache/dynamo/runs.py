@@ -6,13 +6,13 @@ One subject: a structure, and the moves on it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Collection, Sequence
+from typing import Final
 from uuid import UUID
 
 from pytest_kvmock.cache.dynamo.eviction.policy import Slot
 from pytest_kvmock.cache.dynamo.move_checks import are_plhs
-from pytest_kvmock.cache.dynamo.pool import BlockPool
+from pytest_kvmock.cache.dynamo.pool import BlockPool, Used
 from pytest_kvmock.moves import Block, Promote, Use
 from pytest_kvmock.plh import MAX_POSITION, lineage_hash, lineage_hashes, lineage_position
 
@@ -34,7 +34,7 @@ from pytest_kvmock.plh import MAX_POSITION, lineage_hash, lineage_hashes, lineag
 #
 # Each move is looked at before anything changes. One that would break a rule, or bring two blocks to one place of the
 # forest (their names share the bits that every lineage hash keeps), is not carried out here: the manager then goes on
-# block by block, for good (`LogicalManager._leave_runs`). Which form is at work shows in nothing but the time it takes.
+# block by block, for good (`CachedSlots`). Which form is at work shows in nothing but the time it takes.
 #
 # Runs are found by those bits of a name, not by the whole of it. So the one look-up that is made anyway finds names that
 # are cached and names that could collide, and no lineage hash is kept.
@@ -75,24 +75,6 @@ class Run:
         return self.position + len(self.names)
 
 
-class Used(NamedTuple):
-    """What a Use did.
-
-    Attributes:
-        served: how many of its blocks are held now.
-        hits: how many of these were cached; they come first.
-        anchor: the block before the first that was stored; None for a root.
-        stored: the blocks that were stored; they come after the hits.
-        removed: the blocks that were evicted, in order.
-    """
-
-    served: int
-    hits: int
-    anchor: int | None
-    stored: list[int]
-    removed: list[int]
-
-
 class Runs:
     """The blocks of a manager, in runs.
 
@@ -128,10 +110,18 @@ class Runs:
         names = {name & _BITS: name for run in set(self._runs.values()) for name in run.names}
         return {names[key]: run for key, run in self._runs.items()}
 
-    def idle(self) -> Iterator[Run]:
-        """The runs that nobody uses, the next to be evicted first."""
+    def held(self) -> dict[int, int]:
+        """References to each block in use."""
+        return {name: run.refs for name, run in self.blocks().items() if run.refs}
+
+    def inactive(self) -> list[int]:
+        """The cached blocks that nobody uses, in the order in which they would be evicted."""
         self._settle()
-        return iter(self._idle)
+        return [name for run in self._idle for name in reversed(run.names)]
+
+    def resident(self) -> Collection[int]:
+        """The cached blocks, in the order in which they were stored."""
+        return self.blocks().keys()
 
     def find(self, name: int) -> tuple[Run, int] | None:
         """Return the run that has a block, and the block's number in it; None if it is not cached."""
@@ -265,14 +255,13 @@ class Runs:
                 parent.children += 1
                 parent.held_below += 1
         self._runs.update(dict.fromkeys(keys, run))
-        self._pool.registrations += len(names)
         self.references += len(names)
 
     def _give_back(self, partial: UUID) -> None:
         del self._partials[partial]
         self._pool.count_given_back(1)
 
-    def _allocate(self, count: int, removed: list[int]) -> int:
+    def _allocate(self, count: int, removed: list[int | None]) -> int:
         """Take slots, first empty ones, then by evicting; returns how many there were."""
         taken = self._pool.count_taken(count)
         while taken < count and self._idle:
@@ -305,15 +294,7 @@ class Runs:
     # --------------------------------------------------------------------------------------------------- moves
 
     def use(self, move: Use, leading: int) -> Used | None:
-        """Carry out a Use that was checked, but for its lineage hashes.
-
-        Args:
-            move: the Use.
-            leading: how many full blocks it begins with.
-
-        Returns:
-            None if nothing was done, as it is none of those that can be carried out here.
-        """
+        """Carry out a Use that was checked, but for its lineage hashes; see `Form`."""
         self._settle()
         blocks, parent = move.blocks, move.parent
         assert not isinstance(parent, UUID)
@@ -360,35 +341,41 @@ class Runs:
         for run in held:
             self._hold(run)
         self.references += hits
-        removed: list[int] = []
+        used = Used(names[hits - 1] if hits else parent)
         if new:
-            count = self._allocate(len(new), removed)
+            count = self._allocate(len(new), used.removed)
             is_refused = count < len(new)
             self._pool.match_hashes_requested += count + is_refused
             if is_refused:
                 new, keys, partial = new[:count], keys[:count], None
             if new:
                 self._append(new, keys, last, position + hits)
-        served = hits + len(new)
-        if partial is not None and (partial in self._partials or self._allocate(1, removed)):
+                served = hits + len(new)
+                used.stored = new
+                used.local_hashes = list(move.local_hashes[hits:served]) or [0] * len(new)
+                if move.token_ids:
+                    used.token_ids = list(move.token_ids[hits:served])
+        used.served = hits + len(new)
+        if partial is not None and (partial in self._partials or self._allocate(1, used.removed)):
             self._partials.setdefault(partial, Slot())
-            served += 1
-        self._pool.evictions += len(removed)
-        return Used(served, hits, names[hits - 1] if hits else parent, new, removed)
+            used.served += 1
+        return used
 
     def deref(self, blocks: Sequence[Block]) -> bool:
-        """Carry out a Deref; returns False if it was not, as it is none of those that can be carried out here.
-
-        Raises:
-            TypeError: the same, as something is no list or no block.
-        """
-        if len(blocks) == 1:
+        """Carry out a Deref; see `Form`."""
+        try:
+            if len(blocks) != 1:
+                return self._deref_many(blocks)
             run, start = self._open, self._open_from
             if run is None or start == 1 or run.names[start - 1] != blocks[0]:
                 return self._deref_one(blocks[0])
-            self._open_from = start - 1
-            self.references -= 1
-            return True
+        except TypeError:  # something is no list, or no block
+            return False
+        self._open_from = start - 1
+        self.references -= 1
+        return True
+
+    def _deref_many(self, blocks: Sequence[Block]) -> bool:
         self._settle()
         partials: list[UUID] = []
         while len(partials) < len(blocks) and isinstance(block := blocks[len(partials)], UUID):
@@ -444,11 +431,7 @@ class Runs:
         return True
 
     def promote(self, move: Promote) -> bool | None:
-        """Carry out a Promote that was checked, but for its lineage hash.
-
-        Returns:
-            Whether a block was stored; None if nothing was done, as it is none of those that can be carried out here.
-        """
+        """Carry out a Promote that was checked; see `Form`."""
         self._settle()
         name = move.block
         below = self._below(move.parent)

@@ -372,8 +372,8 @@ def test_slots_are_handed_out_in_the_order_in_which_they_came_back(make_manager)
     manager.process(Deref([P2]))
     manager.process(Deref([P1]))
     use_roots(manager, [1, 2, 3])
-    assert manager._names.own[1] not in {first, second}  # never used before
-    assert [second, first] == [manager._names.own[block] for block in (2, 3)]
+    assert manager._form.names.own[1] not in {first, second}  # never used before
+    assert [second, first] == [manager._form.names.own[block] for block in (2, 3)]
 
 
 # --------------------------------------------------------------------------------------------------- whole requests
@@ -664,7 +664,7 @@ def test_metrics_count_what_the_pool_did(make_manager):
 def test_clear_drops_what_is_cached_and_says_so(make_manager):
     manager = make_manager(4)
     use_roots(manager, [1, 2])
-    first, second = manager._names.own[1], manager._names.own[2]
+    first, second = manager._form.names.own[1], manager._form.names.own[2]
     manager.process(Deref([2, 1]))
     take(manager)
     assert manager.clear() is True
@@ -673,8 +673,8 @@ def test_clear_drops_what_is_cached_and_says_so(make_manager):
     assert 4 == manager.metrics().reset_pool_size
     assert 4 == use_roots(manager, [1, 2, 3, 4])
     # The reset pool has two slots that were never used first, then what was dropped, in the order of eviction.
-    assert {manager._names.own[1], manager._names.own[2]}.isdisjoint({first, second})
-    assert [second, first] == [manager._names.own[block] for block in (3, 4)]
+    assert {manager._form.names.own[1], manager._form.names.own[2]}.isdisjoint({first, second})
+    assert [second, first] == [manager._form.names.own[block] for block in (3, 4)]
 
 
 def test_clear_does_nothing_while_a_block_is_in_use(make_manager):
@@ -723,7 +723,7 @@ def test_a_new_block_continues_the_parent_that_is_named(make_manager):
     manager.deref([3])
     manager.use([4], parent=3)  # inactive will do
     assert [None, 2, 3] == [row[2] for row in take(manager)]
-    assert [lineage_hash(3, 2, 2), lineage_hash(4, 3, 3)] == [manager._names.own[block].plh for block in (3, 4)]
+    assert [lineage_hash(3, 2, 2), lineage_hash(4, 3, 3)] == [manager._form.names.own[block].plh for block in (3, 4)]
 
 
 def test_a_known_block_keeps_its_lineage(make_manager):
@@ -731,7 +731,7 @@ def test_a_known_block_keeps_its_lineage(make_manager):
     manager.use([1, 2])
     manager.use([2, 3])  # as a root 2 would have another lineage hash
     assert {1: 1, 2: 2, 3: 1} == manager.active_blocks
-    assert lineage_hash(3, 2, 2) == manager._names.own[3].plh
+    assert lineage_hash(3, 2, 2) == manager._form.names.own[3].plh
     manager.deref([2, 3, 2, 1])
     assert 1 == manager.use([2])
     assert 1 == manager.num_active_blocks

@@ -116,7 +116,7 @@ class Checked:
         if not self.sent_twice:
             assert self.held[StorageTier.HOST_PINNED] == set(manager.resident(StorageTier.HOST_PINNED))
         used = {block for chain in self.requests for block in chain}
-        pinned = set(manager._names.alias_slots.values())
+        pinned = set(manager._form.names.alias_slots.values())
         active = {slot for slot in manager._pool.registered.values() if slot.refs or slot in pinned}
         outside = engine.quarantined + sum(len(outcome.slots) for outcome, *_ in self.swaps)
         assert used == set(manager.active_blocks)

@@ -299,7 +299,7 @@ def test_a_swap_in_without_any_slot_to_be_had_hits_nothing(make):
 
 def test_blocks_that_came_back_hang_below_the_prefix_that_was_there(make):
     manager = make(8)
-    swap = manager._reserve(2)
+    swap = manager._below._reserve(2)
     blocks = [BlockDetails(12, root(12), None, 120, [1] * 4), BlockDetails(13, root(13), None, 130, [2] * 4)]
     assert 2 == manager.register_swapped_in(blocks, 11, swap)
     assert [[[1] * 4, [2] * 4]] == tokens_beside(manager, StorageTier.DEVICE)
@@ -310,7 +310,7 @@ def test_blocks_that_came_back_hang_below_the_prefix_that_was_there(make):
 def test_a_stored_has_token_ids_only_if_every_block_has_them(make):
     manager = make(8)
     blocks = [BlockDetails(12, root(12), None, 120, [1] * 4), BlockDetails(13, root(13), None, 130)]
-    manager.register_swapped_in(blocks, None, manager._reserve(2))
+    manager.register_swapped_in(blocks, None, manager._below._reserve(2))
     assert [None] == tokens_beside(manager, StorageTier.DEVICE)
 
 
@@ -321,7 +321,7 @@ def test_a_block_that_the_device_has_by_now_is_an_anchor(make):
     manager.deref(4)  # inactive
     manager.sink.take()
     blocks = [BlockDetails(block, root(block), None, block * 10) for block in (1, 2, 3, 4, 5, 6)]
-    assert 6 == manager.register_swapped_in(blocks, 9, manager._reserve(6))
+    assert 6 == manager.register_swapped_in(blocks, 9, manager._below._reserve(6))
     assert [
         ["S", 2, 9, [[1, 10]]],
         ["S", 3, 2, [[3, 30]]],
@@ -334,14 +334,14 @@ def test_a_block_that_the_device_has_by_now_is_an_anchor(make):
 def test_with_fewer_slots_than_blocks_it_stops_and_says_how_many_it_took(make, slots, taken, inactive):
     manager = make(8)
     blocks = [BlockDetails(block, root(block)) for block in (1, 2, 3)]
-    assert taken == manager.register_swapped_in(blocks, None, manager._reserve(slots))
+    assert taken == manager.register_swapped_in(blocks, None, manager._below._reserve(slots))
     assert (0, inactive) == (manager.num_active_blocks, manager.num_inactive_blocks)
 
 
 def test_a_block_that_came_back_keeps_its_token_ids_for_the_next_time(make):
     manager = make(1, 1)
     blocks = [BlockDetails(1, root(1), None, 101, [1, 2, 3, 4])]
-    assert 1 == manager.register_swapped_in(blocks, None, manager._reserve(1))
+    assert 1 == manager.register_swapped_in(blocks, None, manager._below._reserve(1))
     manager.sink.take()
     assert 0 == use(manager, 2)
     manager.tick(manager.offload_deadline())

@@ -6,6 +6,8 @@ import pytest
 from cache_helpers import POLICIES, event_rows, new_manager, state_of
 from test_properties import CarefulManager
 
+from pytest_kvmock.cache.dynamo.cached_slots import CachedSlots
+from pytest_kvmock.cache.dynamo.runs import Runs
 from pytest_kvmock.moves import Deref, MoveError, Promote, Use
 from pytest_kvmock.plh import lineage_hash, lineage_hashes
 from pytest_kvmock.sinks import CapturingSink
@@ -131,15 +133,15 @@ def play(backend, moves):
 @pytest.mark.parametrize("backend", ["lineage", "lru"])
 @pytest.mark.parametrize("case", SCHEDULERS)
 def test_what_a_scheduler_does_is_done_in_runs(case, backend):
-    assert play(backend, SCHEDULERS[case])._runs is not None
+    assert isinstance(play(backend, SCHEDULERS[case])._form, Runs)
 
 
 @pytest.mark.parametrize("backend", ["lineage", "lru"])
 @pytest.mark.parametrize("case", ODD)
 def test_with_a_move_that_is_none_of_a_scheduler_it_goes_on_block_by_block(case, backend):
     *before, last = ODD[case]
-    assert play(backend, before)._runs is not None
-    assert play(backend, [*before, last])._runs is None
+    assert isinstance(play(backend, before)._form, Runs)
+    assert isinstance(play(backend, [*before, last])._form, CachedSlots)
 
 
 def test_a_move_that_is_refused_leaves_it_in_runs():
@@ -148,7 +150,7 @@ def test_a_move_that_is_refused_leaves_it_in_runs():
     for move in (free(3), free(2, 2), free("x"), Deref(5), Use([3], [3], ["x"]), Promote(P1, 3)):
         with pytest.raises(ValueError, match=r"Deref|Use|Promote"):
             manager.process(move)
-    assert manager._runs is not None
+    assert isinstance(manager._form, Runs)
 
 
 def test_references_within_runs_and_of_what_is_freed_one_by_one():
@@ -164,7 +166,7 @@ def test_references_within_runs_and_of_what_is_freed_one_by_one():
     assert ([3], 1) == (manager.inactive_blocks(), manager.num_inactive_blocks)
     plhs = lineage_hashes([1, 2, 3])
     assert [(plh, True) for plh in plhs] == manager.check_presence(plhs)
-    assert manager._runs is not None
+    assert isinstance(manager._form, Runs)
 
 
 def test_what_was_evicted_within_a_run_is_not_cached():
@@ -175,7 +177,7 @@ def test_what_was_evicted_within_a_run_is_not_cached():
     manager.process(use(5, 6))
     with pytest.raises(MoveError, match="parent 4 is not cached"):
         manager.use([7], parent=4)
-    assert manager._runs is not None
+    assert isinstance(manager._form, Runs)
 
 
 def test_runs_begin_anew_after_a_clear():
@@ -189,4 +191,4 @@ def test_runs_begin_anew_after_a_clear():
     manager.process(use(4, 5))
     assert [["R", [3]]] == [[row[0], row[2]] for row in event_rows(manager.sink.events) if row[0] == "R"]
     assert (2, 2) == (manager.num_active_blocks, manager.num_inactive_blocks)
-    assert manager._runs is not None
+    assert isinstance(manager._form, Runs)

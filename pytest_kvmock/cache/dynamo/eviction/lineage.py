@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 
 from pytest_kvmock.cache.dynamo.eviction.policy import EvictionPolicy, Slot
@@ -70,8 +70,6 @@ class LineagePolicy(EvictionPolicy):
     A chain is evicted tail first, in whatever order it was freed. A match of an active block changes nothing. Two lineage hashes with one place (same position and own fragment, other parents) stand for the
     same cached block, as in Dynamo 1.2.1; two such blocks, both active, cannot become inactive both.
     """
-
-    _finds_by_place = True
 
     def __init__(self) -> None:
         self._reset()
@@ -174,8 +172,7 @@ class LineagePolicy(EvictionPolicy):
             node.entries += 1
             append(node)
             parent: _Node | None = slot.above
-            if node.parent is not parent:
-                assert parent is not None  # a place is a root's for all blocks that share it, or for none
+            if parent is not None and node.parent is not parent:
                 if node.parent is None and not self._left_behind:
                     node.parent = parent
                     parent.children += 1
@@ -315,7 +312,7 @@ class LineagePolicy(EvictionPolicy):
         node = self._nodes.get(_key(plh))
         return None if node is None or not node.occupied else node.slot
 
-    def _free_places(self, plhs: Sequence[int]) -> Sequence[int] | None:
+    def _free_places(self, plhs: Sequence[int], registered: Mapping[int, Slot]) -> Sequence[int] | None:  # noqa: ARG002 - places tell more
         """Return the keys of the places, if none is taken (or kept for a child) and no two are the same."""
         if max(plhs) < _MODE_1:
             keys = [(plh >> 118) + 1 << 59 | plh & _FRAGMENT for plh in plhs]

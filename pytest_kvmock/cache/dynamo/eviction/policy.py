@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pytest_kvmock.events import block_text
@@ -49,9 +49,6 @@ class EvictionPolicy(ABC):
     # Use may come as one `evict` and one `_on_register`, so a policy must not mind that no other `_on_register` stands
     # between its evictions. The others serve speed, and the rule of `lineage` that a place has one inactive block.
 
-    _finds_by_place: bool = (
-        False  # whether `_find` and `_free_places` are to be asked about unregistered lineage hashes
-    )
     _collisions: int = (
         0  # registered slots that are at odds with another one; while it is 0, `_first_refused` is not asked
     )
@@ -82,10 +79,6 @@ class EvictionPolicy(ABC):
     def _on_touch(self, slot: Slot) -> None:  # noqa: B027 - as above
         """Take note that an active slot was matched by its lineage hash, by a name that did not hold it yet."""
 
-    def _insert_one(self, slot: Slot) -> None:
-        """Insert one slot."""
-        self.insert((slot,))
-
     def _wake_run(self, slots: Sequence[Slot]) -> None:
         """Remove slots that one look-up of several lineage hashes matched."""
         self.remove(slots)
@@ -94,9 +87,9 @@ class EvictionPolicy(ABC):
         """Return the inactive slot that answers to a lineage hash that is not its own, if there is one."""
         return None
 
-    def _free_places(self, plhs: Sequence[int]) -> Sequence[Any] | None:  # noqa: ARG002 - as above
+    def _free_places(self, plhs: Sequence[int], registered: Mapping[int, Slot]) -> Sequence[Any] | None:
         """Return the policy's places of lineage hashes, if every one has a place of its own that no block has."""
-        return None
+        return plhs if len(set(plhs)) == len(plhs) and registered.keys().isdisjoint(plhs) else None
 
     def _first_refused(self, slots: Iterable[Slot]) -> Slot | None:  # noqa: ARG002 - as above
         """Return the first of `slots` that could not be inserted, were they inserted in this order."""
