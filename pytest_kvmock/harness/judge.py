@@ -12,9 +12,10 @@ from contextlib import contextmanager, suppress
 from random import Random
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from pytest_kvmock.checks import unknown_text
 from pytest_kvmock.events import Located, Removed, RouterEvent, StorageTier, StreamKey
 from pytest_kvmock.harness.book import Book
-from pytest_kvmock.harness.index_comparison import IndexComparison, Sync
+from pytest_kvmock.harness.index_comparison import SYNC, IndexComparison, Sync
 from pytest_kvmock.harness.queued import QueuedEvent
 from pytest_kvmock.harness.under_test import Calls, IndexUnderTest, TierScores, arun, run
 from pytest_kvmock.hygiene import entries
@@ -34,6 +35,18 @@ InputFilter = Callable[[RouterEvent], tuple[Injection | None, RouterEvent]]
 
 UnpublishedBlocks: TypeAlias = Callable[[StorageTier], Container[int]]
 """Returns the blocks of a tier that an engine has there without a Stored; see `entries.Unpublished`."""
+
+
+def check_comparison(sync: object, semantics: object) -> None:
+    """Return if there are such comparisons, and such a reference index; see `RouterHarness`.
+
+    Raises:
+        ValueError: there are not.
+    """
+    if sync not in SYNC:
+        raise ValueError(unknown_text("sync", sync, SYNC))
+    if semantics not in (None, "e1"):
+        raise ValueError(f"unknown index_semantics {semantics!r}; known: None, 'e1'")
 
 
 class RecoveryAnswer(NamedTuple):
