@@ -82,19 +82,26 @@ def check_rates(value: object) -> dict[str, float]:
     return out
 
 
-def check_survived(value: object) -> tuple[str, ...]:
+def check_survived(value: object, where: str = "") -> tuple[str, ...]:
     """Read the names of faults that a router must survive.
+
+    Args:
+        value: what was passed in.
+        where: what a message begins with: "survive: ".
 
     Raises:
         ValueError: they are no names, an unknown fault, or one that no router can survive.
     """
     names = (value,) if isinstance(value, str) else value
     if not isinstance(names, Iterable) or isinstance(names, Mapping):
-        raise ValueError(f"got {value!r:.80}; allowed: a fault, or a list of faults")  # noqa: TRY004 - one family of errors
-    out = tuple(check_fault(name) for name in names)
+        raise ValueError(f"{where}got {value!r:.80}; allowed: a fault, or a list of faults")  # noqa: TRY004 - one family of errors
+    try:
+        out = tuple(check_fault(name) for name in names)
+    except ValueError as error:
+        raise ValueError(f"{where}{error}") from None
     for name in out:
         if not FAULTS[name].can_be_survived:
-            raise ValueError(f"no router can survive `{name}`")
+            raise ValueError(f"{where}no router can survive `{name}`")
     return out
 
 

@@ -322,10 +322,7 @@ class Faults:
             ValueError: an unknown fault, one that no router can survive; or a fault was injected already, or a sink has
                 kept an event from the router.
         """
-        try:
-            survived = check_survived(names)
-        except ValueError as error:
-            raise ValueError(f"kv_harness.faults.survive: {error}") from None
+        survived = check_survived(names, "kv_harness.faults.survive: ")
         with self._publisher.lock:
             book, lost = self._judge.book, self._judge.first_lost
             if book is not None and book.attribution.injections:

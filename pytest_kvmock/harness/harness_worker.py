@@ -79,6 +79,13 @@ class HarnessWorker(KvWorker):
             question((), accepted.tokens, takes_tokens=True)
         return accepted
 
+    @property
+    def next_id(self) -> int | None:
+        """The id of its next event; None while it holds events, or something drives it that does not wait for a test."""
+        if self._recorder.held or getattr(self._engine, "driver", None) is not None:
+            return None
+        return self._publisher.next_id(self.worker_id, self.dp_rank)
+
     def _announce_restart(self, announced: bool) -> None:
         """An announced restart removes the worker from ledger and indexes first. Its `KvPublisher` restarts, too."""
         self._publisher.worker_restarted((self.worker_id, self.dp_rank), announced=announced)

@@ -8,6 +8,9 @@ of the reference and the leading run of blocks that are held according to the ev
 which two blocks stand for one place, and for those through a block that an engine has left without its parent; an answer
 outside of that is listed under `orphaned_child`, but not one that counts what is not held, or is behind a hole.
 
+Of a hybrid model any answer is right from what the engine would reuse (`harness.reuse`) up to what its attention group holds. The
+engine is asked at rest: what an event leaves open is looked up again then.
+
 An index that has `find_tiered` tells tiers apart. As soon as an event has named a tier below the device, it is asked for
 those too.
 """
@@ -22,6 +25,7 @@ from typing import Any, Final, Literal, TypeAlias
 from pytest_kvmock.events import Cleared, Removed, RouterEvent, StorageTier, StreamKey, block_text
 from pytest_kvmock.harness.chains import Chain, Chains, leading_run, orphaned_in
 from pytest_kvmock.harness.queued import QueuedEvent, QueuedRemoval, WrongAnswer
+from pytest_kvmock.harness.reuse import Reuse, misread
 from pytest_kvmock.harness.survival import SurvivalOracle
 from pytest_kvmock.harness.under_test import (
     Call,
@@ -66,6 +70,7 @@ class IndexComparison:
         ledger: has the history that the chains come from.
         rng: picks foreign blocks, and events in long tests.
         sync: when to compare: after every event, after some of many, after a burst of events, or at the end alone.
+        reuse: asks engines what they would reuse.
         after_flush: applies to ledger and reference what the index got when it asked a worker.
 
     Attributes:
@@ -82,6 +87,7 @@ class IndexComparison:
         rng: Random,
         sync: Sync,
         *,
+        reuse: Reuse,
         after_flush: Callable[[], None],
     ) -> None:
         self.waiting: deque[QueuedEvent | QueuedRemoval] = deque()
@@ -103,6 +109,8 @@ class IndexComparison:
         self._recovered: dict[StreamKey, int] = {}
         self._reported: set[tuple[int, int, int, StorageTier]] = set()
         self._asking = under_test.asked
+        self._reuse, self._at_rest, self._is_open = reuse, True, False
+        self._open: dict[tuple[StreamKey, int], tuple[Chain, QueuedEvent]] = {}  # to be looked up again at rest
         self._warned: dict[Problem, Problem] = {}  # of problems not reported yet, the warning that they follow from
 
     # ---------------------------------------------------------------------------------------------- events
@@ -123,11 +131,11 @@ class IndexComparison:
         """
         if self._catching_up:
             raise RuntimeError("aflush() is under way already; await one at a time")
-        self._catching_up = True
+        self._catching_up, self._at_rest = True, self._under_test.is_async
         try:
             return (yield from self._catch_up())
         finally:
-            self._catching_up = False
+            self._catching_up, self._at_rest = False, True
 
     def end_burst(self) -> Findings:
         """Flush the index, and look up what the events of the burst have changed; nothing to do where there were none."""
@@ -187,8 +195,11 @@ class IndexComparison:
             questions
         ):  # a later event explains a difference better than an earlier one
             for chain in () if was_affected else self._chains.touched(queued.event, self._ledger.streams):
+                self._is_open = False
                 differences = yield from self._differences(chain, queued.key, queued)
                 found += self.news(differences, queued)
+                if self._is_open and not differences:
+                    self._open.setdefault((queued.key, chain.blocks[-1]), (chain, queued))
                 if any(problem.rule == INDEX_FAILURE for problem in differences):
                     break  # it would fail the other lookups too
         for desync, blocks in naming:  # last, so that an event's own names do not count for itself
@@ -250,13 +261,23 @@ class IndexComparison:
             position: number of the last event.
         """
         found = yield from self.flush()
+        found += yield from self._left_open()
         for key in list(self._ledger.streams):
             found += yield from self._all_of(key, position)
         return found
 
-    def recheck(self, position: int) -> Findings:
-        """Compare all chains of the streams that faults affect, for which the index must be right by now."""
+    def _left_open(self) -> Findings:
+        """Look up again what events left open, now that engines are at rest."""
         found: list[Problem] = []
+        left, self._open = self._open, {}
+        for (key, _), (chain, queued) in left.items():
+            if key in self._ledger.streams:
+                found += yield from self._differences(chain, key, queued)
+        return found
+
+    def recheck(self, position: int) -> Findings:
+        """Compare what events left open, and all chains of the streams that faults affect: the index must be right by now."""
+        found = yield from self._left_open()
         for key in [] if self.survival is None else list(self.survival.affected):
             if key in self._ledger.streams:
                 found += yield from self._all_of(key, position)
@@ -266,6 +287,9 @@ class IndexComparison:
         found: list[Problem] = []
         for chain in self._chains.all_of(self._ledger.streams[key]):
             found += yield from self._differences(chain, key, None, position)
+            if self._under_test.answers_reusable and len(chain.local) > 1 and not chain.negative:
+                cut = self._rng.randrange(1, len(chain.local))  # where a chain ends, all of it is reused most often
+                found += yield from self._differences(chain.part(0, cut), key, None, position)
         if self.survival is not None and not found:
             self.survival.mark_recovered(key)
         return found
@@ -328,6 +352,9 @@ class IndexComparison:
         on = f"on a {len(shortest.local)}-block prefix (ends in {block_text(block)}); {story}"
         if too_many and (what := self._never_stored((worker, rank), shortest)):
             on = f"for {what}"
+        stream = self._ledger.streams.get((worker, rank))
+        if stream is not None and stream.groups and (what := misread(stream, block, too_many=too_many)):
+            on += f"; {what}"
         if queued is not None and queued.key == (worker, rank) and self._left_a_copy(queued.event, block):
             on += "; this Removed took one copy of it, and the engine has another"
         on_device = tier is StorageTier.DEVICE
@@ -456,7 +483,8 @@ class IndexComparison:
             expected = self._reference.find_matches(chain.local).scores
         else:
             expected = self.survival.expected(answer, chain.local, ignored)
-        if agree(answer, expected):
+        exactly = self._under_test.answers_reusable and self.survival is None
+        if agree(answer, expected) and not exactly:
             return None
         least, most = dict(expected), dict(expected)
         for key, stream in self._ledger.streams.items():
@@ -469,6 +497,9 @@ class IndexComparison:
             else:
                 continue
             least[key], most[key] = min(run, due), max(run, due)
+        streams = self._ledger.streams
+        self._reuse.widen(streams, chain, least, most, at_rest=self._at_rest, exactly=exactly)
+        self._is_open = not self._at_rest and not agree(answer, most if exactly else expected)
         return first_difference(answer, {} if self._under_test.may_forget else least, most)
 
     def _question(self, chain: Chain) -> Call:

@@ -12,10 +12,12 @@ from contextlib import contextmanager, suppress
 from random import Random
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from pytest_kvmock.checks import unknown_text
 from pytest_kvmock.events import Located, Removed, RouterEvent, StorageTier, StreamKey
 from pytest_kvmock.harness.book import Book
-from pytest_kvmock.harness.index_comparison import IndexComparison, Sync
+from pytest_kvmock.harness.index_comparison import SYNC, IndexComparison, Sync
 from pytest_kvmock.harness.queued import QueuedEvent
+from pytest_kvmock.harness.reuse import Reuse
 from pytest_kvmock.harness.under_test import Calls, IndexUnderTest, TierScores, arun, run
 from pytest_kvmock.hygiene import entries
 from pytest_kvmock.hygiene.delivery import Delivery, Published
@@ -34,6 +36,18 @@ InputFilter = Callable[[RouterEvent], tuple[Injection | None, RouterEvent]]
 
 UnpublishedBlocks: TypeAlias = Callable[[StorageTier], Container[int]]
 """Returns the blocks of a tier that an engine has there without a Stored; see `entries.Unpublished`."""
+
+
+def check_comparison(sync: object, semantics: object) -> None:
+    """Return if there are such comparisons, and such a reference index; see `RouterHarness`.
+
+    Raises:
+        ValueError: there are not.
+    """
+    if sync not in SYNC:
+        raise ValueError(unknown_text("sync", sync, SYNC))
+    if semantics not in (None, "e1"):
+        raise ValueError(f"unknown index_semantics {semantics!r}; known: None, 'e1'")
 
 
 class RecoveryAnswer(NamedTuple):
@@ -71,6 +85,7 @@ class Judge:
         index_input_filter: what the index under test is given for an event; None: the event.
         pending_recoveries: the answers that routers got from workers, and that are not applied yet.
         first_lost: the first event that a sink kept from the router, without a fault; None: there was none.
+        reuse: asks the engines of hybrid models what they would reuse.
         last_received: the event that was received last, with what was found; None: there was none.
     """
 
@@ -94,10 +109,17 @@ class Judge:
         self.first_lost: Problem | None = None
         self.last_received: QueuedEvent | None = None
         self._unpublished: dict[StreamKey, UnpublishedBlocks] = {}
+        self.reuse = Reuse()
         self._comparison = None
         if self.under_test is not None:
             self._comparison = IndexComparison(
-                self.under_test, self.reference, self.ledger, rng, sync, after_flush=self.apply_pending_recoveries
+                self.under_test,
+                self.reference,
+                self.ledger,
+                rng,
+                sync,
+                reuse=self.reuse,
+                after_flush=self.apply_pending_recoveries,
             )
 
     @property

@@ -1,4 +1,4 @@
-"""Lookups of a test: how much of a prompt each worker holds, by the index, on the device and in the tiers below."""
+"""Lookups of a test: how much of a prompt each worker holds by the index, tier by tier, and how much it would reuse."""
 
 from __future__ import annotations
 
@@ -78,6 +78,12 @@ class Lookups:
         __tracebackhide__ = True
         self.need_async(what)
         return await arun(lookup)
+
+    def reusable(self, prompt: Prompt | TokenIds) -> dict[WorkerKey, int]:
+        """Tokens that each worker would reuse; see `RouterHarness.reusable`."""
+        with self._lock:
+            found = {key: worker.cached_tokens(prompt) for key, worker in self._workers.by_key.items()}
+        return {key: tokens for key, tokens in found.items() if tokens}
 
     def _by_worker(self, scores: Scores | WorkerScores) -> Overlap:
         out: Overlap = {}

@@ -12,12 +12,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 from pytest_kvmock.backends import BackendSpec, EngineProfile
-from pytest_kvmock.checks import check_integer, unknown_text
+from pytest_kvmock.checks import check_integer
 from pytest_kvmock.events import Cleared, StorageTier, StreamKey
 from pytest_kvmock.harness.by_hand import ByHand
 from pytest_kvmock.harness.engine_comparison import EngineComparison
-from pytest_kvmock.harness.index_comparison import SYNC, Sync
-from pytest_kvmock.harness.judge import Judge
+from pytest_kvmock.harness.index_comparison import Sync
+from pytest_kvmock.harness.judge import Judge, check_comparison
 from pytest_kvmock.harness.lookups import Lookups, Overlap
 from pytest_kvmock.harness.publisher import Publisher
 from pytest_kvmock.harness.recording import Recording
@@ -29,7 +29,7 @@ from pytest_kvmock.hygiene.entries import BatchesLost, Journal
 from pytest_kvmock.hygiene.log import EventLog
 from pytest_kvmock.hygiene.problem import EventRulesBroken, Problem
 from pytest_kvmock.hygiene.report import failure_text, problems_text
-from pytest_kvmock.hygiene.rules import check_rule
+from pytest_kvmock.hygiene.rules import check_allowed
 from pytest_kvmock.hygiene.stream import Stream
 from pytest_kvmock.hygiene.stream_spec import Residency
 from pytest_kvmock.programs.operations import DropNext, RemoveWorker
@@ -100,21 +100,16 @@ class RouterHarness:
         judge_unpublished: bool = False,
         journal: Journal | None = None,
     ) -> None:
-        if sync not in SYNC:
-            raise ValueError(unknown_text("sync", sync, SYNC))
-        if index_semantics not in (None, "e1"):
-            raise ValueError(f"unknown index_semantics {index_semantics!r}; known: None, 'e1'")
+        check_comparison(sync, index_semantics)
         if profile is not None and not isinstance(profile, EngineProfile):
             raise TypeError(f"profile must be an EngineProfile, got {profile!r:.80}")
-        if isinstance(allow, str | Mapping) or not isinstance(allow, Iterable):
-            raise TypeError(f"allow takes a list or tuple of rules, got {allow!r:.80}")
+        self._allow = check_allowed(allow)
         self.profile = profile or EngineProfile()
         if engine:
             from pytest_kvmock.harness.engines import engine_profile  # for those who use it
 
             self.profile = engine_profile(self.profile, engine)
         self.profile = self.profile.sized_for(backend)
-        self._allow = frozenset(map(check_rule, allow))
         self.events = EventLog(self.flush, allow=self._allow)
         self._seed = f"{self.profile.seed}:{name}"
         self._rng = Random(self._seed)  # noqa: S311 - mock data
@@ -147,11 +142,7 @@ class RouterHarness:
         if survive != ():
             from pytest_kvmock.faults.kinds import check_survived  # for those who use it
 
-            try:
-                survived = check_survived(survive)
-            except ValueError as error:
-                raise ValueError(f"survive: {error}") from None
-            self.faults.survive(*survived)
+            self.faults.survive(*check_survived(survive, "survive: "))
         if backend is not None:
             self.use_backend(backend)
 
@@ -512,6 +503,14 @@ class RouterHarness:
     def overlap_for_hashes(self, local_hashes: Iterable[int]) -> Overlap:
         """As `overlap`, for a prompt known by its local hashes."""
         return self.overlap(Prompt(hashes=local_hashes))
+
+    def reusable(self, prompt: Prompt | TokenIds) -> dict[WorkerKey, int]:
+        """Tokens of a prompt that each engine would reuse, at most those of `overlap`. Changes nothing; who has none is absent.
+
+        Raises:
+            ValueError: a worker cannot name the blocks of the prompt.
+        """
+        return self._lookups.reusable(prompt)
 
     # ----------------------------------------------------------------------------------------------- checks
 

@@ -131,9 +131,13 @@ class IndexUnderTest:
         index: the user's object.
         bounded: how many blocks it keeps at least, if it forgets what is stored beyond that; None: it forgets nothing.
 
+    Attributes:
+        answers_reusable: whether it answers exactly what the engine of a hybrid model would reuse, by its attribute `answers`:
+            "reusable". By default, "held", any answer is right from that up to what the attention group holds.
+
     Raises:
         TypeError: it lacks a method.
-        ValueError: it is not empty, by its `dump_events`.
+        ValueError: it is not empty, by its `dump_events`; or its `answers` is something else.
     """
 
     def __init__(self, index: Any, *, bounded: int | None = None) -> None:
@@ -152,6 +156,12 @@ class IndexUnderTest:
                 f"the index under test ({name}) has none of find_matches(local_hashes), match_tokens(tokens) and "
                 "find_tiered(local_hashes)"
             )
+        answers = getattr(index, "answers", "held")
+        if answers not in ("held", "reusable"):
+            raise ValueError(
+                f"the index under test ({name}): answers must be 'held' or 'reusable', got {answers!r:.80}"
+            )
+        self.answers_reusable = answers == "reusable"
         self._bounded, self._stored = bounded, 0
         self.apply: Callable[[RouterEvent], Any] = apply
         self.asked: str = asked

@@ -208,6 +208,7 @@ class Workers:
             if worker is not None:
                 worker.cancel_transfers()
             self._engines_of.pop(self.key(*key), None)
+            self._judge.reuse.engines.pop(key, None)
             if key[0] in self._sinks:
                 self._sinks[key[0]].is_removed = True
 
@@ -255,6 +256,8 @@ class Workers:
         )
         if tiers is not None and not worker.clears_below:
             self._judge.reference.offloads_in_chunks(tiers.chunk)
+        if worker.traits.promises_more:
+            self._judge.reuse.engines[worker_id, dp_rank] = worker
         self._judge.open(Opened((worker_id, dp_rank), 0, about), None if tiers is None else worker.unpublished)
         if self._judge_unpublished:
             worker.watch(SimpleNamespace(publish=self._judge.watched))

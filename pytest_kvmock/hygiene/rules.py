@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final, Literal
@@ -171,3 +171,15 @@ def check_rule(name: object) -> str:
     if not isinstance(name, str) or name not in RULES:
         raise ValueError(unknown_text("rule", name, RULES))
     return name
+
+
+def check_allowed(allow: object) -> frozenset[str]:
+    """Return the rules whose breach is no failure.
+
+    Raises:
+        TypeError: they are no list or tuple.
+        ValueError: one is no rule.
+    """
+    if isinstance(allow, str | Mapping) or not isinstance(allow, Iterable):
+        raise TypeError(f"allow takes a list or tuple of rules, got {allow!r:.80}")
+    return frozenset(map(check_rule, allow))

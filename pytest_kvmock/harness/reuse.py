@@ -1,0 +1,146 @@
+"""What the engines of hybrid models would reuse of a chain: the least that an index under test may answer for it.
+
+An index cannot read from events which cached blocks such an engine can use: it may answer what the attention group holds, or
+less, but not less than the engine would reuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from pytest_kvmock.events import Removed, SparseStored, Stored, StreamKey
+from pytest_kvmock.harness.chains import Chain
+from pytest_kvmock.hygiene.stream import Stream
+from pytest_kvmock.prompt_keys import FULL_ATTENTION, EventExtra, group_kind, hash_options
+from pytest_kvmock.tokens import Prompt
+
+
+class Reusing(Protocol):
+    """What is asked of an engine (`HarnessWorker`)."""
+
+    @property
+    def next_id(self) -> int | None:
+        """The id of its next event; None while it is at work, or holds events."""
+
+    def cached_tokens(self, prompt: Prompt) -> int:
+        """Tokens of a prompt that it would reuse now."""
+
+
+class Reuse:
+    """Asks engines how many blocks of a chain they would reuse.
+
+    Attributes:
+        engines: those whose events promise more than a request can use, by worker and rank.
+    """
+
+    def __init__(self) -> None:
+        self.engines: dict[StreamKey, Reusing] = {}
+
+    def widen(
+        self,
+        streams: Mapping[StreamKey, Stream],
+        chain: Chain,
+        least: dict[StreamKey, int],
+        most: dict[StreamKey, int],
+        *,
+        at_rest: bool,
+        exactly: bool,
+    ) -> None:
+        """Lower what an index has to answer to what engines would reuse, or to 0 where that cannot be asked.
+
+        Args:
+            streams: what is held according to the events.
+            chain: the chain that was looked up; what is reused is that of a prompt that goes on behind it.
+            least: the lowest answers that are right by the events alone.
+            most: the highest.
+            at_rest: whether no engine is in the middle of what it does.
+            exactly: the index answers what is reused, so nothing else is right where that can be asked.
+        """
+        for key, stream in streams.items():
+            engine = self.engines.get(key)
+            if engine is None and not stream.groups:
+                continue
+            reused = None
+            if at_rest and engine is not None and (exactly or least.get(key)):
+                reused = _blocks_reused(engine, stream, streams, chain)
+            if reused is None:
+                least[key] = 0
+                continue
+            least[key] = min(reused, least.get(key, 0))
+            if exactly:
+                least[key] = most[key] = min(reused, most.get(key, 0))
+
+
+def _blocks_reused(engine: Reusing, stream: Stream, streams: Mapping[StreamKey, Stream], chain: Chain) -> int | None:
+    """Blocks of a chain that an engine would reuse; None: not all its events have arrived, or the tokens are not known."""
+    size = stream.spec.block_size
+    if size is None or chain.negative or stream.holes or stream.desync is not None or engine.next_id != stream.next_id:
+        return None
+    tokens, extra = _tokens_of(chain, streams)
+    if tokens is None or len(tokens) != size * len(chain.local):
+        return None
+    options = hash_options(extra)
+    if "mm_hashes" in options:
+        return None
+    keys = {"lora_name": options.get("lora_name"), "cache_salt": options.get("cache_namespace")}
+    return min(engine.cached_tokens(Prompt((*tokens, 0), **keys)), len(tokens)) // size
+
+
+def _tokens_of(chain: Chain, streams: Mapping[StreamKey, Stream]) -> tuple[tuple[int, ...] | None, EventExtra | None]:
+    """The tokens of a chain, and what they carried, from the events of whoever has stored it."""
+    block = chain.blocks[-1]
+    for stream in streams.values():
+        if stream.was_stored(block):
+            stored = stream.read_chain(block, with_tokens=True)
+            if stored.local_hashes == chain.local:
+                return stored.tokens, stream.extra_of(stored.blocks)
+    return None, None
+
+
+def misread(stream: Stream, block: int, *, too_many: bool) -> str:
+    """Which group's event an index has misread that answers too many blocks, or too few, as far as events show it.
+
+    Args:
+        stream: of the worker and rank of which the answer is wrong.
+        block: the first block that is counted wrongly.
+        too_many: whether it is counted and must not be; else it is not counted and must be.
+
+    Returns:
+        In words, to go on with after a semicolon; empty where they show nothing.
+    """
+    main = "no group" if stream.group_idx is None else _called(stream)
+    if too_many:
+        for part in stream.groups.values():
+            if block in part.device:
+                stored = part.events[part.stored_at[block]].event.event_id
+                return f"{_called(part)} has it by event {stored}, and that is no block of {main}, the attention group"
+        parents = {None, *stream.chain(block)} if stream.was_stored(block) else {None}
+        for part in stream.groups.values():
+            for event in reversed(part.events):
+                data = event.event.data
+                if isinstance(data, SparseStored) and block not in data.block_hashes and data.parent_hash in parents:
+                    return f"event {event.event.event_id} of {_called(part)} has a span and names {_named(data)} of it"
+        return ""
+    removed = [(part.removed_at[block], part) for part in stream.groups.values() if block in part.removed_at]
+    for place, part in removed:
+        inner = part.events[place].event
+        if isinstance(inner.data, Removed) and block not in part.device:
+            took = f"event {inner.event_id} removed it from {_called(part)} alone"
+            return f"{took}, and {main}, the attention group, has it"
+    for part in stream.groups.values():
+        if block not in part.device:
+            return f"{_called(part)} does not have it, which takes nothing from {main}, the attention group"
+    return ""
+
+
+def _named(data: SparseStored) -> str:
+    count, blocks = len(data.block_hashes), data.span // data.block_size
+    return f"{count} of the {blocks} blocks"
+
+
+def _called(part: Stream) -> str:
+    """The name of a group: its number, and its kind."""
+    stored = (event for event in reversed(part.events) if isinstance(event.event.data, Stored))
+    kind = next((group_kind(event.extra) for event in stored), None)
+    return f"group {part.group_idx} ({kind or FULL_ATTENTION})"

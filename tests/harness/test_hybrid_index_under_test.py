@@ -1,0 +1,109 @@
+"""An index under test over hybrid backends: between what engines would reuse and what their attention groups hold."""
+
+import pytest
+from depth import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_reusable import HYBRID, harness_of
+
+from pytest_kvmock import RadixIndex
+from pytest_kvmock.testing import play, traffic
+from pytest_kvmock.tokens import block_hashes
+
+
+class Dense:
+    """A sound index: it follows the attention group, and counts copies."""
+
+    def __init__(self):
+        self.tree = RadixIndex(count_copies=True)
+
+    def apply(self, event):
+        self.tree.apply(event)
+
+    def find_matches(self, local_hashes):
+        return self.tree.find_matches(local_hashes).scores
+
+    def remove_worker(self, worker_id):
+        self.tree.remove_worker(worker_id)
+
+
+class OfTheEngines:
+    """What engines would reuse, from themselves; `change` makes it wrong."""
+
+    def __init__(self, change, answers):
+        self.change, self.answers, self.dense, self.kv = change, answers, Dense(), None
+
+    def apply(self, event):
+        self.dense.apply(event)
+
+    def match_tokens(self, tokens):
+        size, found = self.kv.profile.block_size, {}
+        dense = self.dense.find_matches(block_hashes(tokens, size))
+        for worker in self.kv.workers.values():
+            held = dense.get((worker.worker_id, worker.dp_rank), 0)  # an event may be ahead of others of one step
+            reused = min(worker.cached_tokens((*tokens, 0)) // size, held)
+            found[worker.worker_id, worker.dp_rank] = self.change(reused, held)
+        return found
+
+
+def over_engines(backend, change=lambda reused, held: reused, answers="reusable", **options):
+    index = OfTheEngines(change, answers)
+    kv = index.kv = harness_of(backend, index, **options)
+    return kv
+
+
+@pytest.mark.parametrize("backend", HYBRID)
+@settings(max_examples=examples(6))
+@given(data=st.data())
+def test_right_indexes_raise_no_alarm(backend, data):
+    program = data.draw(traffic(most_blocks=12, most_steps=20, most_in_a_burst=20, near_hashes=False))
+    for kv in (
+        harness_of(backend, Dense(), sync="every"),
+        over_engines(backend),
+        over_engines(backend, answers="held"),
+    ):
+        with kv:
+            play(kv, program)
+
+
+def drifts(kv, blocks=32):
+    """What is found where prompts share a prefix: the second is promised what it cannot reuse."""
+    shared = kv.prompt(blocks)
+    for _ in range(3):
+        kv.worker(0).serve(kv.prompt(8, after=shared, tail=1))
+    return [problem for problem in kv.judge().errors if problem.rule == "index_drift"]
+
+
+WORSE = {
+    "less than is reused": lambda reused, held: max(reused - 1, 0),
+    "more than is held": lambda reused, held: held + 1 if held else 0,
+}
+
+
+@pytest.mark.parametrize("backend", ["vllm_gpt_oss", "vllm_qwen3_next", "sglang_gpt_oss", "sglang_qwen3_next"])
+@pytest.mark.parametrize("change", WORSE.values(), ids=WORSE)
+@pytest.mark.parametrize("answers", ["held", "reusable"])
+def test_outside_of_that_is_index_drift(backend, change, answers):
+    assert drifts(over_engines(backend, change, answers, num_blocks=300))
+
+
+@pytest.mark.parametrize("backend", ["vllm_gpt_oss", "vllm_qwen3_next", "sglang_gpt_oss", "sglang_qwen3_next"])
+def test_who_declares_to_answer_what_is_reused_may_not_answer_what_is_held(backend):
+    assert not drifts(over_engines(backend, lambda reused, held: held, "held", num_blocks=300))
+    assert drifts(over_engines(backend, lambda reused, held: held, "reusable", num_blocks=300))
+
+
+def test_what_it_answers_must_be_one_of_the_two():
+    index = Dense()
+    index.answers = "all"
+    with pytest.raises(ValueError, match=r"answers must be 'held' or 'reusable', got 'all'"):
+        harness_of("vllm_gpt_oss", index)
+
+
+@pytest.mark.parametrize("backend", ["lineage", "vllm", "sglang"])
+def test_on_plain_engines_an_answer_below_what_is_held_is_drift(backend):
+    class Less(Dense):
+        def find_matches(self, local_hashes):
+            return {key: blocks - 1 for key, blocks in super().find_matches(local_hashes).items()}
+
+    assert drifts(harness_of(backend, Less()), blocks=4)
