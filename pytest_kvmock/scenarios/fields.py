@@ -279,6 +279,8 @@ def check_event(node: Node, given: dict[str, Any]) -> None:
             raise node.key_error(key, f"{key!r} belongs to 'stored'")
     if "extra" in given and "cleared" in given:
         raise node.key_error("extra", "'extra' does not belong to 'cleared'")
+    if "stored" not in given and not PROMPT_KEYS.keys().isdisjoint(given.get("extra", ())):
+        raise node.key_error("extra", f"'extra' belongs to 'stored', where it has {', '.join(PROMPT_KEYS)}")
     blocks = len(given.get("stored", ()))
     if "span" in given or "block_size" in given:
         blocks = _span(node, given)

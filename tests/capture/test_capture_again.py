@@ -3,8 +3,9 @@
 import json
 
 import pytest
-from captured import NOT_OF_THE_STREAM, Captured, shown
+from captured import NOT_OF_THE_STREAM, PROFILE, Captured, shown
 from depth import few
+from hybrid_sizes import sized
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,7 +34,7 @@ def captured(tmp_path):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_capture_of_each_backend_has_no_error(captured, backend):
-    world = captured(backend)
+    world = captured(backend, sized(PROFILE, backend))
     world.serve(60)
 
     found = world.found()

@@ -20,7 +20,7 @@ ENGINES = {
     "hash_cache_strict": BACKENDS["hash_cache"].variant("hash_cache_strict", prefix_closed=True, strict=True),
 }
 
-WITH_ONE_CACHE = {name: spec for name, spec in ENGINES.items() if spec.real_block_size is None}
+WITH_ONE_CACHE = {name: spec for name, spec in ENGINES.items() if not (spec.group and spec.scheduler == "vllm")}
 """Those in which a block of a prompt takes one block."""
 
 MAY_WARN = {

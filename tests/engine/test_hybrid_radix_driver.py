@@ -160,7 +160,9 @@ def test_requests_keep_every_page_window_and_slot_accounted_for(geometry, num_bl
     assert all(part is None or part.free == part.capacity for part in (manager.window, manager.states))
 
 
-@pytest.mark.parametrize("backend", [name for name, spec in BACKENDS.items() if spec.group == "hybrid"])
+@pytest.mark.parametrize(
+    "backend", [name for name, spec in BACKENDS.items() if spec.group and spec.scheduler == "sglang"]
+)
 def test_passes_in_one_go_end_where_passes_one_by_one_do(backend):
     ends = []
     for quiet in (True, False):

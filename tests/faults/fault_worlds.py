@@ -2,6 +2,8 @@
 
 from random import Random
 
+from hybrid_sizes import sized
+
 from pytest_kvmock import EngineProfile, RouterHarness
 
 PROFILE = EngineProfile(block_size=4, num_blocks=24, workers=2)
@@ -12,7 +14,7 @@ class Traffic:
 
     def __init__(self, backend, seed, index=None, profile=PROFILE, **given):
         self.rng = Random(f"{backend} {seed}")
-        self.kv = RouterHarness(profile, backend, index, name=str(seed), **given)
+        self.kv = RouterHarness(sized(profile, backend), backend, index, name=str(seed), **given)
         self.prompts = [self.kv.prompt(self.rng.randrange(1, 5)) for _ in range(3)]
 
     def step(self):

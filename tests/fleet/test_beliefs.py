@@ -628,7 +628,7 @@ def test_the_restart_that_a_tree_outlived_is_named():
     assert belief.expected.startswith("at most 0: ")
 
 
-@pytest.mark.parametrize(("setting", "lost"), [("plain", 0), ("silent", 5)])
+@pytest.mark.parametrize(("setting", "lost"), [("plain", 0), ("silent", 6)])
 def test_what_a_silent_restart_took_is_a_figure_and_no_failure(setting, lost):
     class AllToOne(Sends):
         def pick(self, request, candidates):

@@ -28,7 +28,11 @@ from pytest_kvmock.prompt_keys import hash_options
 
 BY_NAMESPACE = BACKENDS["sglang"].variant("sglang_dynamo", dynamo_kv_event_format=True)
 # Of a hybrid model several groups publish, and what a window has dropped is promised and not served.
-ENGINES = [spec for name, spec in BACKENDS.items() if name not in ("hash_cache", "sglang") and not spec.real_block_size]
+ENGINES = [
+    spec
+    for name, spec in BACKENDS.items()
+    if name not in ("hash_cache", "sglang") and not (spec.group and spec.scheduler == "vllm")
+]
 ENGINES.append(BY_NAMESPACE)
 IMAGE = ("00000000deadbeef" + "0" * 48, 2, 4)
 KEYS = (

@@ -2,7 +2,7 @@
 
 from pytest_kvmock.backends import BACKENDS, EngineProfile
 
-MODELS = [name for name, spec in BACKENDS.items() if spec.real_block_size]
+MODELS = [name for name, spec in BACKENDS.items() if spec.group and spec.scheduler == "vllm"]
 
 SHOWS = """
 import pytest

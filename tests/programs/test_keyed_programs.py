@@ -215,5 +215,5 @@ def test_the_matrix_of_all_engines_is_known():
         "sglang_deepseek_v4",
         "mocker_sglang_1_6",
     }
-    hybrid = {name for name, spec in BACKENDS.items() if spec.real_block_size}  # named as `vllm` names them
+    hybrid = {name for name, spec in BACKENDS.items() if spec.group}  # named as `vllm` names them
     assert known | hybrid == set(BACKENDS)

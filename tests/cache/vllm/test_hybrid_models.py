@@ -44,7 +44,9 @@ def test_the_registry_has_every_model_with_its_sizes(name):
 
 
 def test_the_registry_has_no_other_model():
-    assert [f"vllm_{name}" for name in NAMES] == [name for name, spec in BACKENDS.items() if spec.real_block_size]
+    assert [f"vllm_{name}" for name in NAMES] == [
+        name for name, spec in BACKENDS.items() if spec.group and spec.scheduler == "vllm"
+    ]
 
 
 @pytest.mark.parametrize("name", NAMES)
