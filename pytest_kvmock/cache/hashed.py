@@ -236,10 +236,10 @@ class HashChain:
         if own is not None and own.hasher == self._hasher:
             self._digests.update(zip(own.names, own.digests, strict=True))
             return own.names
-        digests = self._made(list(_flat(token_ids)), block_size, before, extra)
-        if digests is None:
+        made = self._made(list(_flat(token_ids)), block_size, before, extra)
+        if made is None:
             return None
-        names = list(map(self._hasher.name, digests))
+        digests, names = made
         self._digests.update(zip(names, digests, strict=True))
         return names
 
@@ -269,13 +269,13 @@ class HashChain:
         before = None if parent is None else self._digests.get(parent)
         if not tokens or block_size is None or (parent is not None and before is None):
             return None
-        digests = self._made(tokens, block_size, before, extra)
-        return None if digests is None else self._hasher.name(digests[0])
+        made = self._made(tokens, block_size, before, extra)
+        return None if made is None else made[1][0]
 
     def _made(
         self, tokens: Sequence[int], block_size: int, before: bytes | None, extra: EventExtra | None
-    ) -> list[bytes] | None:
-        """The digest of each block after one digest; None where it cannot be known."""
+    ) -> tuple[list[bytes], list[int]] | None:
+        """The digests and the names of the blocks after one digest; None where they cannot be known."""
         unit = self._unit
         step = 1 if unit is None or block_size % unit else block_size // unit
         hasher, position = self._hasher, 0 if before is None else 1
@@ -283,7 +283,8 @@ class HashChain:
             if step > 1:
                 return None  # what is hashed beside the tokens travels by block, and not by unit
             hasher = hasher.of_event(extra, position)
-        return hasher.digests(tokens, block_size // step, position, before)[step - 1 :: step]
+        digests = hasher.digests(tokens, block_size // step, position, before)[step - 1 :: step]
+        return digests, list(map(hasher.name, digests))
 
 
 def _named(prompt: Prompt, block_size: int, hasher: BlockHasher) -> tuple[list[int], list[bytes], bytes | int | None]:

@@ -83,8 +83,9 @@ def _blocks_reused(engine: Reusing, stream: Stream, streams: Mapping[StreamKey, 
     options = hash_options(extra)
     if "mm_hashes" in options:
         return None
-    keys = {"lora_name": options.get("lora_name"), "cache_salt": options.get("cache_namespace")}
-    return min(engine.cached_tokens(Prompt((*tokens, 0), **keys)), len(tokens)) // size
+    lora_name, salt = options.get("lora_name"), options.get("cache_namespace")
+    prompt = Prompt((*tokens, 0), lora_name=lora_name, cache_salt=salt)
+    return min(engine.cached_tokens(prompt), len(tokens)) // size
 
 
 def _tokens_of(chain: Chain, streams: Mapping[StreamKey, Stream]) -> tuple[tuple[int, ...] | None, EventExtra | None]:

@@ -143,7 +143,7 @@ class DistinctBlocks(OverIndex):
     def _form(self, spec: BackendSpec, keys: dict[str, Any]) -> frozenset[str] | None:
         """The names under which an engine publishes what a prompt carries; None where it refuses such a prompt."""
         published: list[RouterEvent] = []
-        with RouterHarness(EngineProfile(self.block_size, 8), spec) as harness:
+        with RouterHarness(EngineProfile(self.block_size, 512), spec) as harness:
             harness.add_sink(published.append)
             try:
                 prompt = harness.worker(0).accept(prompt_of("ab", self.block_size, **keys))

@@ -16,6 +16,7 @@ from pytest_kvmock.programs.operations import Program
 from pytest_kvmock.reduce import NotReduced, reproduce
 from pytest_kvmock.testing.distinct_blocks import DistinctBlocks
 from pytest_kvmock.testing.drafts import Player, random_traffic
+from pytest_kvmock.testing.hybrid_streams import HybridStreams
 from pytest_kvmock.testing.index_driver import IndexDriver, prompt_of
 from pytest_kvmock.testing.index_load import UnderLoad
 from pytest_kvmock.testing.subject import refuse, takes_argument
@@ -26,11 +27,14 @@ _DISK: Final = StorageTier.DISK
 
 _MOST_IN_A_BURST: Final = 100
 
+_HYBRID_MOST: Final = 12
+"""Blocks of the longest prompt for an engine of a hybrid model: more than its window has."""
+
 _REDUCED: Final = 20_000
 """How many steps are replayed at most to cut a failure in live traffic down."""
 
 
-class IndexContract(DistinctBlocks, WorkersThatGo, UnderLoad):
+class IndexContract(DistinctBlocks, HybridStreams, WorkersThatGo, UnderLoad):
     """Tests that hold for every index, asked by local hashes or by tokens (see `kv_index` for what it offers).
 
     A subclass defines `make_index`::
@@ -355,7 +359,7 @@ class IndexContract(DistinctBlocks, WorkersThatGo, UnderLoad):
         """A block with copies is found until each is removed, where an engine of `backends` publishes copies."""
         self._start()
         for spec in self._specs():
-            if not spec.traits.copies:
+            if not spec.traits.copies or spec.traits.promises_more:  # those have several copies of each block
                 continue
             with self._harness(spec, num_blocks=3) as harness:
                 for letter in "aabcde":
@@ -389,9 +393,13 @@ class IndexContract(DistinctBlocks, WorkersThatGo, UnderLoad):
             # A counting filter before an "e1" index counts rank by rank, an index that counts by itself may not.
             several = self.tells_ranks_apart and not (self.index_semantics and spec.residency == "counted")
             ranks = 2 if several else 1
+            # A hybrid model has several groups, some of small blocks.
+            num_blocks, most = (max(64, 16 * self.block_size), _HYBRID_MOST) if spec.traits.promises_more else (8, 5)
             for seed in range(3):
-                program = random_traffic(seed, 60, workers=2, ranks=ranks, most_in_a_burst=_MOST_IN_A_BURST)
-                harness = self._harness(spec, 8, 2, ranks)
+                program = random_traffic(
+                    seed, 60, workers=2, ranks=ranks, most_blocks=most, most_in_a_burst=_MOST_IN_A_BURST
+                )
+                harness = self._harness(spec, num_blocks, 2, ranks)
                 played = Program()
                 try:
                     with harness:
@@ -401,7 +409,7 @@ class IndexContract(DistinctBlocks, WorkersThatGo, UnderLoad):
                             player.do(step)
                             self._check(harness)
                 except Exception as error:
-                    profile = f"EngineProfile(block_size={self.block_size}, num_blocks=8, workers=2, dp_size={ranks})"
+                    profile = f"EngineProfile(block_size={self.block_size}, num_blocks={num_blocks}, workers=2, dp_size={ranks})"
                     error.add_note(self._reproduction(harness, spec))
                     error.add_note(
                         f"in traffic over {spec.name}, seed {seed}; play(RouterHarness({profile}, {spec.name!r}, index, "

@@ -10,10 +10,19 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from inspect import isawaitable
 from reprlib import Repr
 from threading import Barrier, Event, Thread
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 
 from pytest_kvmock.checks import has_parameter
-from pytest_kvmock.events import Cleared, EventData, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
+from pytest_kvmock.events import (
+    Cleared,
+    EventData,
+    KvCacheEvent,
+    Removed,
+    RouterEvent,
+    SparseStored,
+    StorageTier,
+    Stored,
+)
 from pytest_kvmock.harness.under_test import (
     IndexUnderTest,
     Scores,
@@ -25,8 +34,8 @@ from pytest_kvmock.harness.under_test import (
     question,
 )
 from pytest_kvmock.programs.near_hashes import TRUNCATIONS, hash_pair, token_pair
-from pytest_kvmock.prompt_keys import EventExtra, LoraIds
-from pytest_kvmock.tokens import Prompt, sequence_hashes
+from pytest_kvmock.prompt_keys import EventExtra, LoraIds, group_extra
+from pytest_kvmock.tokens import Prompt, block_hashes, sequence_hashes
 
 _THREADS: Final = 3
 """How many threads look up while another applies events."""
@@ -36,6 +45,14 @@ _SWITCH_S: Final = 1e-5
 
 _SHORT: Final = Repr()
 _SHORT.maxstring = 25  # identifiers of multimodal items have 64 digits
+
+
+Group: TypeAlias = tuple[int, str, int | None]
+"""A cache group: its number, its kind as vLLM calls it, and tokens of its window."""
+
+
+def _of_group(group: Group) -> str:
+    return f" in group {group[0]} ({group[1]})"
 
 
 def prompt_of(letters: str, block_size: int, tail: int = 0, **keys: Any) -> Prompt:
@@ -131,11 +148,12 @@ class IndexDriver:
         rank: int = 0,
         tier: StorageTier = StorageTier.DEVICE,
         keys: Mapping[str, Any] | None = None,
+        group: Group | None = None,
         may_be_refused: bool = False,
     ) -> None:
         """Apply a Stored: the blocks of these letters, after those of `after`, of a prompt that carries `keys`.
 
-        With `may_be_refused` the index may raise.
+        With `group` it is of that cache group; with `may_be_refused` the index may raise.
         """
         prompt = self._prompt(after + letters, keys=keys)
         start, size = len(after), self._size
@@ -147,6 +165,8 @@ class IndexDriver:
             extra = self._published(prompt.keys.carried(start, len(local), size, ids))
         data = Stored(blocks[start - 1] if start else None, tuple(blocks[start:]), tuple(local[start:]))
         what = f"stored {_chain(letters)}" + (f" after {_chain(after)}" if after else "") + _with(keys)
+        if group is not None:
+            extra, what = group_extra(*group, extra), what + _of_group(group)
         self._apply(worker, rank, data, what, tokens, tier=tier, extra=extra, may_be_refused=may_be_refused)
 
     def remove(
@@ -156,12 +176,45 @@ class IndexDriver:
         rank: int = 0,
         tier: StorageTier = StorageTier.DEVICE,
         keys: Mapping[str, Any] | None = None,
+        group: Group | None = None,
         may_be_refused: bool = False,
     ) -> None:
-        """Apply a Removed: the last block of each chain. With `may_be_refused` the index may raise."""
+        """Apply a Removed: the last block of each chain, of a cache group. With `may_be_refused` the index may raise."""
         blocks = tuple(self._names(chain, keys)[-1] for chain in chains)
         what = f"removed the last block of {', '.join(map(_chain, chains))}{_with(keys)}"
-        self._apply(worker, rank, Removed(blocks), what, tier=tier, may_be_refused=may_be_refused)
+        extra = None
+        if group is not None:
+            extra, what = group_extra(group[0]), what + _of_group(group)
+        self._apply(worker, rank, Removed(blocks), what, tier=tier, extra=extra, may_be_refused=may_be_refused)
+
+    def store_kept(self, letters: str, kept: str, group: Group, *, after: str = "") -> None:
+        """Apply a Stored of a sparse cache group of worker 0: a span of these letters, of which some blocks were kept."""
+        start, size = len(after), self._size
+        blocks, flat = self._names(after + letters), self._prompt(after + letters).tokens or ()
+        names = tuple(block for block, letter in zip(blocks[start:], letters, strict=True) if letter in kept)
+        data = SparseStored(blocks[start - 1] if start else None, names, len(letters) * size, size)
+        tokens = [list(flat[at : at + size]) for at in range(start * size, len(flat), size)]
+        what = f"stored {_chain(kept) if kept else 'no block'} of the span {_chain(letters)}"
+        what += (f" after {_chain(after)}" if after else "") + _of_group(group)
+        self._apply(0, 0, data, what, tokens, extra=group_extra(*group))
+
+    def store_tail(self, letter: str, *, after: str, group: Group) -> None:
+        """Apply a Stored of a prompt's tail to worker 0: the first half of the tokens of a block, under a name of its own."""
+        tokens = [ord(letter)] * (self._size // 2)
+        local = tuple(block_hashes(tokens, len(tokens)))
+        data = Stored(self._names(after)[-1], (self._tail_name(after, letter),), local)
+        self._apply(
+            0, 0, data, f"stored half of {_chain(letter)} after {_chain(after)}", [tokens], extra=group_extra(*group)
+        )
+
+    def remove_tail(self, letter: str, *, after: str, group: Group) -> None:
+        """Apply a Removed of such a tail."""
+        what = f"removed half of {_chain(letter)} after {_chain(after)}"
+        self._apply(0, 0, Removed((self._tail_name(after, letter),)), what, extra=group_extra(group[0]))
+
+    def _tail_name(self, after: str, letter: str) -> int:
+        tokens = [ord(letter)] * (self._size // 2)
+        return sequence_hashes(block_hashes(tokens, len(tokens)), parent=self._names(after)[-1])[0]
 
     def redeliver(self) -> None:
         """Apply the last event once more, with the id that it had."""
@@ -285,6 +338,7 @@ class IndexDriver:
         tail: int = 0,
         any_rank: bool = False,
         keys: Mapping[str, Any] | None = None,
+        least: dict[int, int] | None = None,
     ) -> None:
         """Look up a prompt of these letters, and compare the answer.
 
@@ -294,15 +348,19 @@ class IndexDriver:
             tail: tokens after the blocks.
             any_rank: whether the index may answer of any rank of the worker.
             keys: what the prompt carries beside its tokens.
+            least: the fewest blocks that are right, by worker; None: those expected.
         """
         __tracebackhide__ = True
         due: Scores = {key if isinstance(key, tuple) else (key, 0): blocks for key, blocks in expected.items()}
         answer = self.ask(letters, tail=tail, keys=keys)
         if any_rank:
             answer = {key[0] if isinstance(key, tuple) else key: blocks for key, blocks in answer.items()}
-        forgets = self.index.may_forget
-        assert agree(answer, due) or (forgets and first_difference(answer, {}, due) is None), (
-            f"looked up {_chain(letters) or 'an empty prompt'}{_with(keys)}: expected {'at most ' * forgets}{expected}, the index "
+        if self.index.may_forget:
+            least = {}
+        low: Scores = due if least is None else {(worker, 0): blocks for worker, blocks in least.items()}
+        few = "" if least is None else "at most " if not least else f"{least} to "
+        assert agree(answer, due) or (least is not None and first_difference(answer, low, due) is None), (
+            f"looked up {_chain(letters) or 'an empty prompt'}{_with(keys)}: expected {few}{expected}, the index "
             f"answered {answer}\n{self._story()}"
         )
 

@@ -1,5 +1,6 @@
 """The contracts hold for what we ship: backends, eviction policies and the reference index."""
 
+from collections import Counter
 from threading import Lock
 
 from bounded_indexes import BoundedIndex
@@ -11,7 +12,7 @@ from pytest_kvmock.cache.base import RequestLevel
 from pytest_kvmock.cache.dynamo.eviction.lineage import LineagePolicy
 from pytest_kvmock.cache.dynamo.eviction.lru import LruPolicy
 from pytest_kvmock.cache.dynamo.eviction.multi_lru import MultiLruPolicy
-from pytest_kvmock.events import KvCacheEvent, RouterEvent
+from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier
 from pytest_kvmock.testing import EvictionContract, IndexContract, ManagerContract, WorkerContract
 
 
@@ -128,11 +129,75 @@ class TestLargeBlocks(WorkerContract):
     block_size = 16
 
 
+OF_SMALL_BLOCKS = tuple(name for name in BACKENDS if name != "vllm_deepseek_v4")  # whose blocks have 64 tokens at least
+
+
 class TestRadixIndex(IndexContract):
-    backends = tuple(BACKENDS)
+    backends = OF_SMALL_BLOCKS
 
     def make_index(self):
         return RadixIndex(count_copies=self.traits.copies)
+
+
+class TestRadixIndexOfLargeBlocks(TestRadixIndex):
+    backends = ("vllm_deepseek_v4",)
+    block_size = 64
+
+
+class ExactIndex:
+    """A right index of gpt-oss: of what the attention group holds, what windows let a prompt go on from."""
+
+    answers = "reusable"
+
+    def __init__(self, block_size):
+        self.size, self.held, self.children, self.windows = block_size, {}, {}, {}
+
+    def apply(self, event):
+        data, extra = event.event.data, event.extra or {}
+        key, group = (event.worker_id, event.event.dp_rank), extra.get("group_idx", 0)
+        held = self.held.setdefault(key, {})
+        if event.storage_tier is not StorageTier.DEVICE:
+            return
+        if isinstance(data, Cleared):
+            held.clear()
+        elif isinstance(data, Removed):
+            held.get(group, Counter()).subtract(data.block_hashes)
+        else:
+            held.setdefault(group, Counter()).update(data.block_hashes)
+            if (window := extra.get("kv_cache_spec_sliding_window")) is not None:
+                self.windows[group] = -(-(window - 1) // self.size)
+            else:
+                for parent, block, local in zip(
+                    (data.parent_hash, *data.block_hashes), data.block_hashes, data.tokens_hashes, strict=False
+                ):
+                    self.children[parent, local] = block
+
+    def find_matches(self, local_hashes):
+        names, block = [], None
+        for local in local_hashes:
+            block = self.children.get((block, local))
+            if block is None:
+                break
+            names.append(block)
+        return {key: self.reusable(held, names) for key, held in self.held.items()}
+
+    def reusable(self, held, names):
+        def has(group, start, stop):
+            return all(held.get(group, {}).get(name, 0) > 0 for name in names[max(start, 0) : stop])
+
+        full = [group for group in held if group not in self.windows]
+        ends = (t for t in range(len(names), 0, -1) if full and all(has(group, 0, t) for group in full))
+        return next((t for t in ends if all(has(group, t - need, t) for group, need in self.windows.items())), 0)
+
+    def remove_worker(self, worker_id):
+        self.held = {key: held for key, held in self.held.items() if key[0] != worker_id}
+
+
+class TestAnExactIndexOfAHybridModel(IndexContract):
+    backends = ("vllm_gpt_oss",)
+
+    def make_index(self, block_size):
+        return ExactIndex(block_size)
 
 
 class TestOlderRadixIndex(IndexContract):
@@ -176,7 +241,7 @@ class NoticesRepeats(RadixIndex):
 
 
 class TestAnIndexThatNoticesRepeats(IndexContract):
-    backends = tuple(BACKENDS)
+    backends = OF_SMALL_BLOCKS
     survives = ("double", "restart")
 
     def make_index(self):

@@ -1,0 +1,100 @@
+"""What a router index promises of the cache groups of a hybrid model, as vLLM publishes them."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_kvmock.backends import HYBRID
+from pytest_kvmock.testing.index_driver import IndexDriver
+from pytest_kvmock.testing.index_subject import OverIndex
+
+FULL, WINDOW = (1, "full_attention", None), (0, "sliding_window", 8)
+"""Cache groups: number, kind as vLLM calls it, and tokens of the window."""
+
+
+class HybridStreams(OverIndex):
+    """The part of `IndexContract` that is about cache groups.
+
+    An index answers what the attention group holds. One that is exact answers less where a window lacks what a prompt would go on
+    from: there, the tests expect a range.
+    """
+
+    def _start_hybrid(self) -> IndexDriver:
+        """As `_start`; the test is skipped where no engine of `backends` has cache groups."""
+        index = self._start()
+        if not any(spec.group == HYBRID and spec.scheduler == "vllm" for spec in self._specs()):
+            pytest.skip("backends names no hybrid model of vLLM: cache groups were not checked")
+        return index
+
+    def test_a_sparse_group_that_lacks_blocks_hides_none(self) -> None:
+        """A window keeps the last blocks of a prompt alone; all that the attention group has is found."""
+        index = self._start_hybrid()
+        index.store_kept("abcde", "de", WINDOW)
+        index.store("abcde", group=FULL)
+        index.expect("abcde", {0: 5})
+        index.store_kept("fg", "", WINDOW, after="abcde")
+        index.store("fg", after="abcde", group=FULL)
+        index.expect("abcdefg", {0: 7}, least={0: 5})
+
+    def test_what_a_sparse_group_alone_has_is_not_found(self) -> None:
+        """Blocks of a window are none of the attention group, whether all of a span were kept or some."""
+        index = self._start_hybrid()
+        index.store("ab", group=WINDOW)
+        index.store("ab", group=FULL)
+        index.store("cd", after="ab", group=WINDOW)
+        index.store_kept("efg", "fg", WINDOW, after="abcd")
+        index.expect("abcdefg", {0: 2})
+        index.remove("ab", group=FULL)
+        index.expect("abcd", {0: 1}, least={})
+
+    def test_what_a_sparse_group_removes_stays_with_the_attention_group(self) -> None:
+        """Each group has copies of its own, under the same hashes."""
+        index = self._start_hybrid()
+        index.store("abcde", group=WINDOW)
+        index.store("abcde", group=FULL)
+        index.remove("a", "ab", group=WINDOW)
+        index.expect("abcde", {0: 5})
+        index.remove("abcde", group=FULL)
+        index.expect("abcde", {0: 4})
+        index.remove("abc", "abcd", "abcde", group=WINDOW)
+        index.expect("abcd", {0: 4}, least={})
+
+    def test_the_attention_group_may_have_any_number(self) -> None:
+        """It is told by its kind: a window may be group 0, or come after it."""
+        for full, window in ((0, 1), (2, 0), (1, 3)):
+            index = self._start_hybrid()
+            of_full, of_window = (full, FULL[1], None), (window, *WINDOW[1:])
+            index.store_kept("abcd", "cd", of_window)
+            index.store("abcd", group=of_full)
+            index.expect("abcd", {0: 4})
+            index.remove("abcd", group=of_window)
+            index.expect("abcd", {0: 4}, least={})
+            index.remove("abcd", group=of_full)
+            index.expect("abcd", {0: 3}, least={})
+
+    def test_parents_are_those_of_the_same_group(self) -> None:
+        """A span may begin behind a block that its group does not have: that refuses nothing, and makes nothing known."""
+        index = self._start_hybrid()
+        index.store("ab", group=FULL)
+        index.store_kept("ab", "b", WINDOW)
+        index.store("cd", after="ab", group=WINDOW)
+        index.store("c", after="ab", group=FULL)
+        index.expect("abcd", {0: 3})
+        index.remove("ab", group=WINDOW)
+        index.store("ef", after="abcd", group=WINDOW)
+        index.expect("abcdef", {0: 3}, least={})
+        index.store("xy", after="ab", group=WINDOW)
+        index.store("xy", after="ab", group=FULL)
+        index.expect("abxy", {0: 4})
+
+    def test_a_prompts_tail_is_no_block(self) -> None:
+        """A part of a block has a name of its own, with fewer tokens: what comes later goes on from whole blocks."""
+        index = self._start_hybrid()
+        index.store("ab", group=WINDOW)
+        index.store("ab", group=FULL)
+        index.store_tail("c", after="ab", group=FULL)
+        index.expect("abc", {0: 2})
+        index.store("cd", after="ab", group=FULL)
+        index.store("cd", after="ab", group=WINDOW)
+        index.remove_tail("c", after="ab", group=FULL)
+        index.expect("abcd", {0: 4})
