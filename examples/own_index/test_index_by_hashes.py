@@ -10,15 +10,13 @@ from pytest_kvmock.testing import IndexContract
 class HashIndex:
     """Holds, for each block of each worker and rank, the local hashes from the root to the block."""
 
-    def __init__(self, block_size, count_copies=False):
-        self.count_copies, self.group = count_copies, AttentionGroup(block_size)
+    def __init__(self, count_copies=False):
+        self.count_copies = count_copies
         self.held = {}  # by worker and rank: each block's local hashes from the root, once for each copy of the block
 
     def apply(self, event):
         blocks = self.held.setdefault((event.worker_id, event.event.dp_rank), {})
         data = event.event.data
-        if not self.group.has(event):
-            return
         if isinstance(data, Cleared):
             blocks.clear()
         elif event.storage_tier is not StorageTier.DEVICE:
@@ -51,9 +49,21 @@ class HashIndex:
                 del self.held[rank]
 
 
+class OfAttention(HashIndex):
+    """The same, for hybrid models too: of their cache groups it follows the attention group."""
+
+    def __init__(self, block_size, count_copies=False):
+        super().__init__(count_copies)
+        self.group = AttentionGroup(block_size)
+
+    def apply(self, event):
+        if self.group.has(event):
+            super().apply(event)
+
+
 @pytest.fixture
 def kv_index(kv_profile, kv_traits):
-    return HashIndex(kv_profile.block_size, kv_traits.copies)
+    return OfAttention(kv_profile.block_size, kv_traits.copies)
 
 
 @pytest.mark.kvmock(workers=2, num_blocks=8)
@@ -72,4 +82,4 @@ class TestHashIndex(IndexContract):
     backends = tuple(name for name in BACKENDS if name != "vllm_deepseek_v4")  # whose blocks have 64 tokens at least
 
     def make_index(self, block_size):
-        return HashIndex(block_size, self.traits.copies)
+        return OfAttention(block_size, self.traits.copies)

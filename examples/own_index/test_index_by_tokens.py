@@ -14,14 +14,12 @@ class TokenIndex:
     """Holds, for each block of each worker and rank, all tokens from the root to its end."""
 
     def __init__(self, block_size, count_copies=False):
-        self.block_size, self.count_copies, self.group = block_size, count_copies, AttentionGroup(block_size)
+        self.block_size, self.count_copies = block_size, count_copies
         self.held = {}  # by worker and rank: all tokens from the root to a block's end, once for each copy of the block
 
     def apply(self, event):
         blocks = self.held.setdefault((event.worker_id, event.event.dp_rank), {})
         data = event.event.data
-        if not self.group.has(event):
-            return
         if isinstance(data, Cleared):
             blocks.clear()
         elif event.storage_tier is not StorageTier.DEVICE:
@@ -54,9 +52,21 @@ class TokenIndex:
                 del self.held[rank]
 
 
+class OfAttention(TokenIndex):
+    """The same, for hybrid models too: of their cache groups it follows the attention group."""
+
+    def __init__(self, block_size, count_copies=False):
+        super().__init__(block_size, count_copies)
+        self.group = AttentionGroup(block_size)
+
+    def apply(self, event):
+        if self.group.has(event):
+            super().apply(event)
+
+
 @pytest.fixture
 def kv_index(kv_profile, kv_traits):
-    return TokenIndex(kv_profile.block_size, kv_traits.copies)
+    return OfAttention(kv_profile.block_size, kv_traits.copies)
 
 
 @pytest.mark.kvmock(workers=2, num_blocks=8)
@@ -75,4 +85,4 @@ class TestTokenIndex(IndexContract):
     backends = tuple(name for name in BACKENDS if name != "vllm_deepseek_v4")  # whose blocks have 64 tokens at least
 
     def make_index(self, block_size):
-        return TokenIndex(block_size, self.traits.copies)
+        return OfAttention(block_size, self.traits.copies)

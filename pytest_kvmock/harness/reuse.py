@@ -99,6 +99,15 @@ def _tokens_of(chain: Chain, streams: Mapping[StreamKey, Stream]) -> tuple[tuple
     return None, None
 
 
+def bounds_text(right: range, *, exactly: bool) -> str:
+    """What is expected of an index over a hybrid model, for messages; `exactly`: it answers what is reused."""
+    least, most = right.start, right.stop - 1
+    blocks = "1 block" if most == 1 else f"{most} blocks"
+    if least < most:
+        return f"{least} to {blocks}: from what its engine would reuse to what its attention group holds"
+    return f"{blocks}, as its engine would reuse" if exactly else f"{blocks}, as its attention group holds"
+
+
 def misread(stream: Stream, block: int, *, too_many: bool) -> str:
     """Which group's event an index has misread that answers too many blocks, or too few, as far as events show it.
 
