@@ -239,8 +239,7 @@ class HashChain:
         made = self._made(list(_flat(token_ids)), block_size, before, extra)
         if made is None:
             return None
-        hasher, digests = made
-        names = list(map(hasher.name, digests))
+        digests, names = made
         self._digests.update(zip(names, digests, strict=True))
         return names
 
@@ -271,12 +270,12 @@ class HashChain:
         if not tokens or block_size is None or (parent is not None and before is None):
             return None
         made = self._made(tokens, block_size, before, extra)
-        return None if made is None else made[0].name(made[1][0])
+        return None if made is None else made[1][0]
 
     def _made(
         self, tokens: Sequence[int], block_size: int, before: bytes | None, extra: EventExtra | None
-    ) -> tuple[BlockHasher, list[bytes]] | None:
-        """Who names the blocks after one digest, and the digest of each; None where it cannot be known."""
+    ) -> tuple[list[bytes], list[int]] | None:
+        """The digests and the names of the blocks after one digest; None where they cannot be known."""
         unit = self._unit
         step = 1 if unit is None or block_size % unit else block_size // unit
         hasher, position = self._hasher, 0 if before is None else 1
@@ -284,7 +283,8 @@ class HashChain:
             if step > 1:
                 return None  # what is hashed beside the tokens travels by block, and not by unit
             hasher = hasher.of_event(extra, position)
-        return hasher, hasher.digests(tokens, block_size // step, position, before)[step - 1 :: step]
+        digests = hasher.digests(tokens, block_size // step, position, before)[step - 1 :: step]
+        return digests, list(map(hasher.name, digests))
 
 
 def _named(prompt: Prompt, block_size: int, hasher: BlockHasher) -> tuple[list[int], list[bytes], bytes | int | None]:

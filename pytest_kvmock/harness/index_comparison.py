@@ -25,7 +25,7 @@ from typing import Any, Final, Literal, TypeAlias
 from pytest_kvmock.events import Cleared, Removed, RouterEvent, StorageTier, StreamKey, block_text
 from pytest_kvmock.harness.chains import Chain, Chains, leading_run, orphaned_in
 from pytest_kvmock.harness.queued import QueuedEvent, QueuedRemoval, WrongAnswer
-from pytest_kvmock.harness.reuse import Reuse, misread
+from pytest_kvmock.harness.reuse import Reuse, bounds_text, misread
 from pytest_kvmock.harness.survival import SurvivalOracle
 from pytest_kvmock.harness.under_test import (
     Call,
@@ -363,13 +363,16 @@ class IndexComparison:
             warning = None  # more than is held there: an orphan is no excuse for that
         if warning is not None:
             on += f"; block {block_text(orphan)} was left without its parent by event {warning.event_id}"
+        expected = _expected_text(right, "the reference index returned" if self.survival is None else "was published")
+        if on_device and ((worker, rank) in self._reuse.engines or (stream is not None and stream.groups)):
+            expected = bounds_text(right, exactly=self._under_test.answers_reusable)
         problem = Problem(
             INDEX_DRIFT,
             worker,
             rank,
             f"{asked}() of your index ({self._under_test.name}) returned {got}{'' if on_device else f' in {tier}'} for "
             f"{worker_text(worker, rank)} {on}",
-            _expected_text(right, "the reference index returned" if self.survival is None else "was published"),
+            expected,
             queued.event if queued else None,
             queued.position if queued else position,
             (block,),

@@ -83,8 +83,9 @@ def _blocks_reused(engine: Reusing, stream: Stream, streams: Mapping[StreamKey, 
     options = hash_options(extra)
     if "mm_hashes" in options:
         return None
-    keys = {"lora_name": options.get("lora_name"), "cache_salt": options.get("cache_namespace")}
-    return min(engine.cached_tokens(Prompt((*tokens, 0), **keys)), len(tokens)) // size
+    lora_name, salt = options.get("lora_name"), options.get("cache_namespace")
+    prompt = Prompt((*tokens, 0), lora_name=lora_name, cache_salt=salt)
+    return min(engine.cached_tokens(prompt), len(tokens)) // size
 
 
 def _tokens_of(chain: Chain, streams: Mapping[StreamKey, Stream]) -> tuple[tuple[int, ...] | None, EventExtra | None]:
@@ -96,6 +97,15 @@ def _tokens_of(chain: Chain, streams: Mapping[StreamKey, Stream]) -> tuple[tuple
             if stored.local_hashes == chain.local:
                 return stored.tokens, stream.extra_of(stored.blocks)
     return None, None
+
+
+def bounds_text(right: range, *, exactly: bool) -> str:
+    """What is expected of an index over a hybrid model, for messages; `exactly`: it answers what is reused."""
+    least, most = right.start, right.stop - 1
+    blocks = "1 block" if most == 1 else f"{most} blocks"
+    if least < most:
+        return f"{least} to {blocks}: from what its engine would reuse to what its attention group holds"
+    return f"{blocks}, as its engine would reuse" if exactly else f"{blocks}, as its attention group holds"
 
 
 def misread(stream: Stream, block: int, *, too_many: bool) -> str:

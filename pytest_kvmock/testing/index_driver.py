@@ -201,7 +201,7 @@ class IndexDriver:
     def store_tail(self, letter: str, *, after: str, group: Group) -> None:
         """Apply a Stored of a prompt's tail to worker 0: the first half of the tokens of a block, under a name of its own."""
         tokens = [ord(letter)] * (self._size // 2)
-        local = block_hashes(tokens, len(tokens))
+        local = tuple(block_hashes(tokens, len(tokens)))
         data = Stored(self._names(after)[-1], (self._tail_name(after, letter),), local)
         self._apply(
             0, 0, data, f"stored half of {_chain(letter)} after {_chain(after)}", [tokens], extra=group_extra(*group)

@@ -50,7 +50,7 @@ def test_the_tests_of_a_page_pass(page_run, page):
     assert set() == {"failed", "errors", "error", "xfailed"} & set(outcomes)
     # A contract skips what an index or a router does not have; nothing else is skipped.
     skipped = re.findall(
-        r"^SKIPPED \[(\d+)\] \S*testing/(?:index|index_load|workers_that_go|distinct_blocks|router_contract)\.py:",
+        r"^SKIPPED \[(\d+)\] \S*testing/(?:index|index_load|hybrid_streams|workers_that_go|distinct_blocks|router_contract)\.py:",
         result.stdout.str(),
         re.MULTILINE,
     )
@@ -234,10 +234,12 @@ def test_the_indexes_are_those_of_the_examples():
 
 @pytest.mark.parametrize("kind", ["Hash", "Token"])
 def test_an_index_that_is_copied_keeps_the_contract_over_all_backends(kind):
-    """The examples, whose code it is, run the contract."""
+    """The examples, whose code it is, run the contract; of hybrid models' groups they follow one."""
     (example,) = [
         text
         for path in (ROOT / "examples/own_index").glob("test_*.py")
         if f"class {kind}Index:" in (text := path.read_text(encoding="utf-8"))
     ]
-    assert f"class Test{kind}Index(IndexContract):\n    backends = tuple(BACKENDS)\n" in example
+    assert f"class OfAttention({kind}Index):\n" in example
+    backends = 'tuple(name for name in BACKENDS if name != "vllm_deepseek_v4")'
+    assert f"class Test{kind}Index(IndexContract):\n    backends = {backends}" in example

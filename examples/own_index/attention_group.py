@@ -1,0 +1,30 @@
+"""What an index needs for hybrid models that vLLM serves: which events are about the blocks that a router asks for."""
+
+from pytest_kvmock import Removed, Stored
+from pytest_kvmock.events import SparseStored
+
+ATTENTION = ("full_attention", "mla_attention")
+
+
+class AttentionGroup:
+    """Tells the events of the attention group of each worker and rank from those of its other cache groups.
+
+    The group is told by its kind, which a Stored names; a Removed has the number alone.
+    """
+
+    def __init__(self, block_size):
+        self.block_size = block_size
+        self.numbers = {}
+
+    def has(self, event):
+        """Whether an event is about whole blocks of the attention group, or a Cleared."""
+        data, extra = event.event.data, event.extra or {}
+        key, number = (event.worker_id, event.event.dp_rank), extra.get("group_idx", 0)
+        if isinstance(data, Removed):
+            return number == self.numbers.get(key, 0)
+        if not isinstance(data, Stored):
+            return True
+        if isinstance(data, SparseStored) or extra.get("kv_cache_spec_kind", ATTENTION[0]) not in ATTENTION:
+            return False
+        self.numbers[key] = number
+        return not event.token_ids or len(event.token_ids[0]) == self.block_size  # a prompt's tail is no block

@@ -1,0 +1,39 @@
+"""Fleets of hybrid engines with the verdict on: right routers raise no alarm, whatever is promised and not found."""
+
+from random import Random
+
+import pytest
+from depth import examples
+
+from pytest_kvmock import BACKENDS, EngineProfile, RadixIndex, RouterHarness
+from pytest_kvmock.router import DynamoRouter
+from pytest_kvmock.traces import TraceRequest
+
+HYBRID = [name for name, spec in BACKENDS.items() if spec.group == "hybrid"]
+
+
+def requests(rng, size):
+    """Some that share beginnings, some that go on with what was asked before, at random times."""
+    ids, asked, now = iter(range(10**9)), [], 0.0
+    for _ in range(30):
+        now += rng.expovariate(1 / 20)
+        before = rng.choice(asked) if asked and rng.random() < 0.7 else []
+        blocks = [*before[: rng.randint(0, len(before))], *(next(ids) for _ in range(rng.randint(1, 6)))]
+        asked.append(blocks)
+        length = size * len(blocks) - rng.randrange(size)
+        yield TraceRequest(now, length, rng.randint(1, 3 * size), tuple(blocks), with_tokens=True)
+
+
+@pytest.mark.parametrize("backend", HYBRID)
+def test_a_right_router_before_eight_hybrid_engines_raises_no_alarm(backend):
+    size = 64 if backend == "vllm_deepseek_v4" else 4
+    for seed in range(examples(2)):
+        rng = Random(f"{backend} {seed}")
+        profile = EngineProfile(size, rng.choice([150, 400]) * (16 if size == 64 else 1), 8)
+        with RouterHarness(profile, backend, RadixIndex(count_copies=True)) as kv:
+            fleet = kv.fleet(DynamoRouter(rng=rng), trace_block_size=size, event_delay_ms=rng.choice([0.0, 5.0]))
+            report = fleet.run(requests(rng, size))
+            assert len(report.completed) == 30
+            for prompt in [each.prompt for each in report.completed[:5]]:
+                held = kv.overlap(prompt)
+                assert all(tokens <= held.get(worker, 0) * size for worker, tokens in kv.reusable(prompt).items())
