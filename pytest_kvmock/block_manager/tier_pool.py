@@ -22,7 +22,7 @@ from pytest_kvmock.block_manager.block_errors import (
 )
 from pytest_kvmock.block_manager.block_handles import ImmutableBlock, MutableBlock
 from pytest_kvmock.block_manager.block_lists import ImmutableBlocks, MutableBlocks
-from pytest_kvmock.block_manager.local_block import Block, BlockState, Link, LocalBlockSet, give_back
+from pytest_kvmock.block_manager.local_block import Block, BlockState, LocalBlockSet, RingLink, give_back
 from pytest_kvmock.block_manager.token_block import TokenBlock
 from pytest_kvmock.cache.base import Publisher
 from pytest_kvmock.checks import check_iterable, check_u64, is_integer
@@ -82,7 +82,7 @@ class TierPool:
         self._registered: dict[int, Block] = {}
         # Inactive blocks, in a ring for each priority, in the order in which they were returned. Ticks rise, so that is
         # the order of (returned, acquired, hash) too, and no block needs a key of its own.
-        self._rings: dict[int, Link] = {}
+        self._rings: dict[int, RingLink] = {}
         self._priorities: list[int] = []  # a heap of the rings there are
         self._num_inactive = 0
         self._tick = 0
@@ -384,7 +384,7 @@ class TierPool:
                 continue
             ring = rings.get(block.priority)
             if ring is None:
-                ring = rings[block.priority] = Link()
+                ring = rings[block.priority] = RingLink()
                 heappush(self._priorities, block.priority)
             last = ring.prev
             assert last is not None

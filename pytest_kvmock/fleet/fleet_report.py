@@ -24,7 +24,7 @@ from pytest_kvmock.router.selection import DynamoRouter
 if TYPE_CHECKING:
     from pytest_kvmock.engine.scheduler import ScheduledRequest
     from pytest_kvmock.fleet.arrivals import Turn
-    from pytest_kvmock.fleet.fleet_events import Mark
+    from pytest_kvmock.fleet.fleet_events import EventMark
     from pytest_kvmock.fleet.incidents import Incident
     from pytest_kvmock.fleet.router_calls import Belief
     from pytest_kvmock.fleet.run_notes import Happened, Pick, Recorder, Service
@@ -131,7 +131,7 @@ class FleetReport(ReplayReport, ReportAssertions):
     incidents: Sequence[Happened] = ()
     missed: Sequence[Incident] = ()
     event_errors: Sequence[object] | None = None
-    marks: Sequence[Mark] = ()
+    marks: Sequence[EventMark] = ()
     recorder: Recorder | None = None
     beliefs: Sequence[Belief] | None = None
 
