@@ -24,7 +24,7 @@ from pytest_kvmock.block_manager.block_handles import ImmutableBlock, MutableBlo
 from pytest_kvmock.block_manager.block_lists import ImmutableBlocks, MutableBlocks
 from pytest_kvmock.block_manager.local_block import Block, BlockState, LocalBlockSet, RingLink, give_back
 from pytest_kvmock.block_manager.token_block import TokenBlock
-from pytest_kvmock.cache.base import Publisher
+from pytest_kvmock.cache.base import EventPublisher
 from pytest_kvmock.checks import check_iterable, check_u64, is_integer
 from pytest_kvmock.events import Stored
 
@@ -73,7 +73,7 @@ class TierPool:
         "block_set",
     )
 
-    def __init__(self, block_set: LocalBlockSet, publisher: Publisher) -> None:
+    def __init__(self, block_set: LocalBlockSet, publisher: EventPublisher) -> None:
         self.block_set = block_set
         self._publisher = publisher
         self._blocks = [Block(block_set, index) for index in range(block_set.num_blocks)]
@@ -311,7 +311,7 @@ class TierPool:
             )
 
     def _surface(self, handles: MutableBlocks | ImmutableBlocks) -> None:
-        """Raise what the sink raised, as `Publisher.surface`; nobody gets the handles then, and the blocks are given back."""
+        """Raise what the sink raised, as `EventPublisher.surface`; nobody gets the handles then, and the blocks are given back."""
         try:
             self._publisher.surface()
         except Exception:

@@ -11,7 +11,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-from pytest_kvmock.cache.base import LOG, Publisher
+from pytest_kvmock.cache.base import LOG, EventPublisher
 from pytest_kvmock.cache.cache_trace import TRACE_LEVEL, trace
 from pytest_kvmock.cache.vllm.block_pool import BlockPoolManager
 from pytest_kvmock.cache.vllm.coordinator import Coordinator
@@ -382,7 +382,7 @@ class HybridManager(VllmManager):
 
     def rehearsal(self, request: GroupRequest, extra_blocks: int) -> tuple[HybridManager, GroupRequest]:
         """A copy of this engine, which publishes nothing and has so many blocks more, and of a request: to try what is asked for."""
-        silent = Publisher(None, self.dp_rank)
+        silent = EventPublisher(None, self.dp_rank)
         manager, copied = deepcopy((self, request), {id(self._publisher): silent})
         manager._pool.grow(extra_blocks)  # noqa: SLF001 - its own
         return manager, copied
