@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from pytest_kvmock.backends import EngineProfile
 from pytest_kvmock.checks import unknown_text
-from pytest_kvmock.strict_yaml import Node, Place, YamlError, boolean, integer, nullable, plain, read_yaml, string
+from pytest_kvmock.strict_yaml import Place, YamlError, YamlNode, boolean, integer, nullable, plain, read_yaml, string
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class _Draft:
     """A profile as it is written, without its base's fields."""
 
     place: Place
-    base: Node | None
+    base: YamlNode | None
     description: str
     fields: dict[str, Any]
 
@@ -73,25 +73,25 @@ def read_profiles(files: Iterable[tuple[Path, str]]) -> dict[str, NamedProfile]:
     return {name: _complete(name, drafts) for name in drafts}
 
 
-def _drafts(node: Node) -> dict[str, _Draft]:
+def _drafts(node: YamlNode) -> dict[str, _Draft]:
     drafts = node.entries(_draft)
     for name, draft in drafts.items():
         draft.place = node.keys[name]
     return drafts
 
 
-def _draft(node: Node) -> _Draft:
+def _draft(node: YamlNode) -> _Draft:
     given = node.fields({"base": _base, "description": string, **FIELDS})
     return _Draft(node.place, given.pop("base", None), given.pop("description", ""), given)
 
 
-def _base(node: Node) -> Node:
+def _base(node: YamlNode) -> YamlNode:
     string(node)
     return node
 
 
-def _field(name: str) -> Callable[[Node], Any]:
-    readers: Mapping[str, Callable[[Node], Any]] = {
+def _field(name: str) -> Callable[[YamlNode], Any]:
+    readers: Mapping[str, Callable[[YamlNode], Any]] = {
         "prefix_caching": boolean,
         "real_sizes": boolean,
         "chunk": nullable(integer),
@@ -99,7 +99,7 @@ def _field(name: str) -> Callable[[Node], Any]:
     }
     reader = readers.get(name, integer)
 
-    def read(node: Node) -> Any:
+    def read(node: YamlNode) -> Any:
         value = reader(node)
         try:
             return getattr(EngineProfile(**{name: value}), name)
@@ -109,7 +109,9 @@ def _field(name: str) -> Callable[[Node], Any]:
     return read
 
 
-FIELDS: Final[Mapping[str, Callable[[Node], Any]]] = {field.name: _field(field.name) for field in fields(EngineProfile)}
+FIELDS: Final[Mapping[str, Callable[[YamlNode], Any]]] = {
+    field.name: _field(field.name) for field in fields(EngineProfile)
+}
 """What reads each field of an `EngineProfile`."""
 
 

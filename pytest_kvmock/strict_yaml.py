@@ -1,6 +1,6 @@
 """YAML that a person wrote, read strictly: each value has its file, line and column, and what is odd is refused.
 
-A document becomes a tree of `Node`s, and the caller walks it with readers, one for each key that may be there:
+A document becomes a tree of `YamlNode`s, and the caller walks it with readers, one for each key that may be there:
 
     node.fields({"block_size": integer, "backends": list_of(string)}, required=("block_size",))
 
@@ -61,7 +61,7 @@ class YamlError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class YamlNode:
     """One value of a document, and where it stands.
 
     Attributes:
@@ -94,7 +94,7 @@ class Node:
             got = f"{self.value!r:.80}"
         return self.error(f"got {got}; allowed: {allowed}")
 
-    def read(self, reader: Callable[[Node], T]) -> T:
+    def read(self, reader: Callable[[YamlNode], T]) -> T:
         """Read this value with a reader; a plain ValueError of the reader's gets the place of this value.
 
         Raises:
@@ -107,7 +107,7 @@ class Node:
         except ValueError as error:
             raise self.error(str(error)) from None
 
-    def fields(self, readers: Mapping[str, Callable[[Node], Any]], required: Iterable[str] = ()) -> dict[str, Any]:
+    def fields(self, readers: Mapping[str, Callable[[YamlNode], Any]], required: Iterable[str] = ()) -> dict[str, Any]:
         """Read a mapping of known keys.
 
         Args:
@@ -129,7 +129,7 @@ class Node:
                 raise self.error(f"the key {key!r} is missing")
         return {key: node.read(readers[key]) for key, node in given.items()}
 
-    def entries(self, reader: Callable[[Node], T]) -> dict[str, T]:
+    def entries(self, reader: Callable[[YamlNode], T]) -> dict[str, T]:
         """Read a mapping whose keys the author has chosen.
 
         Raises:
@@ -137,7 +137,7 @@ class Node:
         """
         return {key: node.read(reader) for key, node in self._mapping("names of your own").items()}
 
-    def elements(self, reader: Callable[[Node], T]) -> list[T]:
+    def elements(self, reader: Callable[[YamlNode], T]) -> list[T]:
         """Read a list.
 
         Raises:
@@ -147,7 +147,7 @@ class Node:
             raise self.wrong_type("a list")
         return [node.read(reader) for node in self.value]
 
-    def _mapping(self, of: str) -> dict[str, Node]:
+    def _mapping(self, of: str) -> dict[str, YamlNode]:
         if not isinstance(self.value, dict):
             raise self.wrong_type(f"a mapping of {of}")
         return self.value
@@ -156,35 +156,35 @@ class Node:
 # ---------------------------------------------------------------------------------------------------- readers
 
 
-def string(node: Node) -> str:
+def string(node: YamlNode) -> str:
     """Read a string."""
     if not isinstance(node.value, str):
         raise node.wrong_type("a string")
     return node.value
 
 
-def integer(node: Node) -> int:
+def integer(node: YamlNode) -> int:
     """Read an integer."""
     if not is_integer(node.value):
         raise node.wrong_type("an integer")
     return node.value
 
 
-def number(node: Node) -> float:
+def number(node: YamlNode) -> float:
     """Read an integer or a float."""
     if not isinstance(node.value, int | float) or isinstance(node.value, bool):
         raise node.wrong_type("a number")
     return node.value
 
 
-def boolean(node: Node) -> bool:
+def boolean(node: YamlNode) -> bool:
     """Read true or false."""
     if not isinstance(node.value, bool):
         raise node.wrong_type("true or false")
     return node.value
 
 
-def plain(node: Node) -> Any:
+def plain(node: YamlNode) -> Any:
     """Read anything, as plain Python values without places."""
     if isinstance(node.value, dict):
         return {key: plain(value) for key, value in node.value.items()}
@@ -193,19 +193,19 @@ def plain(node: Node) -> Any:
     return node.value
 
 
-def nullable(reader: Callable[[Node], T]) -> Callable[[Node], T | None]:
+def nullable(reader: Callable[[YamlNode], T]) -> Callable[[YamlNode], T | None]:
     """Make a reader that takes null, too."""
 
-    def read(node: Node) -> T | None:
+    def read(node: YamlNode) -> T | None:
         return None if node.value is None else reader(node)
 
     return read
 
 
-def list_of(reader: Callable[[Node], T]) -> Callable[[Node], list[T]]:
+def list_of(reader: Callable[[YamlNode], T]) -> Callable[[YamlNode], list[T]]:
     """Make a reader of lists."""
 
-    def read(node: Node) -> list[T]:
+    def read(node: YamlNode) -> list[T]:
         return node.elements(reader)
 
     return read
@@ -214,7 +214,7 @@ def list_of(reader: Callable[[Node], T]) -> Callable[[Node], list[T]]:
 # ---------------------------------------------------------------------------------------------------- documents
 
 
-def read_yaml(path: Path, name: str | None = None) -> Node:
+def read_yaml(path: Path, name: str | None = None) -> YamlNode:
     """Read a file.
 
     Args:
@@ -237,7 +237,7 @@ def read_yaml(path: Path, name: str | None = None) -> Node:
     return parse_yaml(text, name)
 
 
-def parse_yaml(text: str, name: str) -> Node:
+def parse_yaml(text: str, name: str) -> YamlNode:
     """Read a document.
 
     Args:
@@ -276,7 +276,7 @@ class _Tree:
         self._loader = loader  # a yaml.SafeLoader, whose methods are not typed
         self._file = name
 
-    def document(self) -> Node:
+    def document(self) -> YamlNode:
         import yaml
 
         loader = self._loader
@@ -292,7 +292,7 @@ class _Tree:
             raise YamlError("a second document begins; one is taken", self._place(loader.peek_event()))
         return node
 
-    def _node(self, name: str, depth: int) -> Node:
+    def _node(self, name: str, depth: int) -> YamlNode:
         import yaml
 
         event = self._loader.get_event()
@@ -306,19 +306,19 @@ class _Tree:
         if depth > DEEPEST:
             raise YamlError(f"nested deeper than {DEEPEST} levels", place)
         if isinstance(event, yaml.ScalarEvent):
-            return Node(event.value if event.style is not None else _plain_scalar(event.value), place, name)
+            return YamlNode(event.value if event.style is not None else _plain_scalar(event.value), place, name)
         if isinstance(event, yaml.SequenceStartEvent):
             elements = []
             while not self._loader.check_event(yaml.SequenceEndEvent):
                 elements.append(self._node(name, depth + 1))
             self._loader.get_event()
-            return Node(elements, place, name)
+            return YamlNode(elements, place, name)
         return self._mapping(place, name, depth)
 
-    def _mapping(self, place: Place, name: str, depth: int) -> Node:
+    def _mapping(self, place: Place, name: str, depth: int) -> YamlNode:
         import yaml
 
-        values: dict[str, Node] = {}
+        values: dict[str, YamlNode] = {}
         keys: dict[str, Place] = {}
         while not self._loader.check_event(yaml.MappingEndEvent):
             is_plain = getattr(self._loader.peek_event(), "style", "") is None
@@ -333,7 +333,7 @@ class _Tree:
             keys[text] = key.place
             values[text] = self._node(text, depth + 1)
         self._loader.get_event()
-        return Node(values, place, name, keys)
+        return YamlNode(values, place, name, keys)
 
     def _place(self, event: Any) -> Place:
         return _place_of(event.start_mark, self._file)

@@ -190,6 +190,40 @@ def test_two_modules_of_one_name_are_told_apart_by_their_folders():
     assert set() == {name for name, count in names.items() if count > 1} - TOLD_APART_BY_FOLDERS
 
 
+def names_of_classes(path):
+    """The names of all classes that one module defines, wherever in it."""
+    return [
+        node.name for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.ClassDef)
+    ]
+
+
+def twins(names):
+    """What stands more than once."""
+    return sorted(name for name, count in Counter(names).items() if count > 1)
+
+
+def test_a_class_in_a_class_or_in_a_function_has_a_name_too(tmp_path):
+    module = tmp_path / "module.py"
+    module.write_text("class A:\n    class B: ...\n\ndef make():\n    class A: ...\n", encoding="utf-8")
+    assert ["A", "A", "B"] == sorted(names_of_classes(module))
+    assert ["A"] == twins(names_of_classes(module))
+
+
+def test_no_public_name_of_a_class_stands_twice():
+    names = [name for path in MODULES.values() for name in names_of_classes(path) if not name.startswith("_")]
+    assert [] == twins(names)
+
+
+def test_no_private_name_of_a_class_stands_twice_within_a_room():
+    names = [
+        (path.relative_to(HOME).parts[0], name)
+        for path in MODULES.values()
+        for name in names_of_classes(path)
+        if name.startswith("_")
+    ]
+    assert [] == twins(names)
+
+
 def test_a_policy_that_users_derive_has_five_methods():
     public = [name for name in dir(EvictionPolicy) if not name.startswith("_")]
     assert ["clear", "evict", "insert", "order", "remove"] == sorted(EvictionPolicy.__abstractmethods__) == public

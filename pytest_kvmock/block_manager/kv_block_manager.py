@@ -21,7 +21,7 @@ from pytest_kvmock.block_manager.remote_blocks import ImmutableRemoteBlock, Muta
 from pytest_kvmock.block_manager.storage import TIER_OF, StorageType
 from pytest_kvmock.block_manager.tier_offload import Flushed, TierOffload
 from pytest_kvmock.block_manager.tier_pool import TierPool
-from pytest_kvmock.cache.base import Publisher
+from pytest_kvmock.cache.base import EventPublisher
 from pytest_kvmock.sinks import GivenSink, adapted
 
 
@@ -50,7 +50,7 @@ class KvBlockManager:
         check_not_cancelled(config)
         self.config = config
         self._cancellation_token = config.runtime.cancellation_token
-        self._publisher = Publisher(sink, 0)
+        self._publisher = EventPublisher(sink, 0)
         pools: dict[StorageType, TierPool] = {}
         # The host's set is numbered first, as the original builds it first.
         for kind, name, layout in (

@@ -89,13 +89,13 @@ class LocalBlockSet:
         self.returned: deque[Block] = deque()
 
 
-class Link:
+class RingLink:
     """A place in a ring of blocks; by itself, the head of an empty ring."""
 
     __slots__ = ("next", "prev")
 
-    prev: Link | None
-    next: Link | None
+    prev: RingLink | None
+    next: RingLink | None
 
     def __init__(self) -> None:
         self.prev = self.next = self
@@ -111,7 +111,7 @@ class PartialTokens:
         self.tokens: list[int] = []
 
 
-class Block(Link):
+class Block(RingLink):
     """One block of a pool, for the pool itself and for what copies payloads; users have handles.
 
     Attributes:

@@ -22,9 +22,9 @@ from pytest_kvmock.block_manager.block_errors import (
 )
 from pytest_kvmock.block_manager.block_handles import ImmutableBlock, MutableBlock
 from pytest_kvmock.block_manager.block_lists import ImmutableBlocks, MutableBlocks
-from pytest_kvmock.block_manager.local_block import Block, BlockState, Link, LocalBlockSet, give_back
+from pytest_kvmock.block_manager.local_block import Block, BlockState, LocalBlockSet, RingLink, give_back
 from pytest_kvmock.block_manager.token_block import TokenBlock
-from pytest_kvmock.cache.base import Publisher
+from pytest_kvmock.cache.base import EventPublisher
 from pytest_kvmock.checks import check_iterable, check_u64, is_integer
 from pytest_kvmock.events import Stored
 
@@ -73,7 +73,7 @@ class TierPool:
         "block_set",
     )
 
-    def __init__(self, block_set: LocalBlockSet, publisher: Publisher) -> None:
+    def __init__(self, block_set: LocalBlockSet, publisher: EventPublisher) -> None:
         self.block_set = block_set
         self._publisher = publisher
         self._blocks = [Block(block_set, index) for index in range(block_set.num_blocks)]
@@ -82,7 +82,7 @@ class TierPool:
         self._registered: dict[int, Block] = {}
         # Inactive blocks, in a ring for each priority, in the order in which they were returned. Ticks rise, so that is
         # the order of (returned, acquired, hash) too, and no block needs a key of its own.
-        self._rings: dict[int, Link] = {}
+        self._rings: dict[int, RingLink] = {}
         self._priorities: list[int] = []  # a heap of the rings there are
         self._num_inactive = 0
         self._tick = 0
@@ -311,7 +311,7 @@ class TierPool:
             )
 
     def _surface(self, handles: MutableBlocks | ImmutableBlocks) -> None:
-        """Raise what the sink raised, as `Publisher.surface`; nobody gets the handles then, and the blocks are given back."""
+        """Raise what the sink raised, as `EventPublisher.surface`; nobody gets the handles then, and the blocks are given back."""
         try:
             self._publisher.surface()
         except Exception:
@@ -384,7 +384,7 @@ class TierPool:
                 continue
             ring = rings.get(block.priority)
             if ring is None:
-                ring = rings[block.priority] = Link()
+                ring = rings[block.priority] = RingLink()
                 heappush(self._priorities, block.priority)
             last = ring.prev
             assert last is not None

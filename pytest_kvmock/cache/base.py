@@ -36,7 +36,7 @@ def check_dp_rank(dp_rank: int) -> int:
     return dp_rank
 
 
-class Publisher:
+class EventPublisher:
     """Publishes events to the sink, and numbers them.
 
     One counter a manager, for all tiers, from 0 (Dynamo, `KvManager::next_event_id`). Without a sink there is no event
@@ -173,7 +173,7 @@ class ManagerBase:
         self.max_capacity = check_num_blocks(num_blocks)
         self.block_size = block_size
         self.dp_rank = check_dp_rank(dp_rank)
-        self._publisher = Publisher(sink, dp_rank)
+        self._publisher = EventPublisher(sink, dp_rank)
 
     def __repr__(self) -> str:
         return (

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from pytest_kvmock.backends import backend_spec, known_backends, recorded_backend
-from pytest_kvmock.capture.injected import Injected
+from pytest_kvmock.capture.injected import InjectedFaults
 from pytest_kvmock.capture.lines import HEADER, KINDS, VERSION, CaptureError, entry_of, event_of, key_of
 from pytest_kvmock.capture.payload_file import split_payloads
 from pytest_kvmock.checks import check_integer, is_integer, unknown_text
@@ -215,7 +215,7 @@ class _Replay:
         self._progress = progress
         self._ledger = Ledger()
         self._unchained: set[StreamKey] = set()  # by what rule their hashes are chained is not known
-        self._injected = Injected(checked.log, checked.faults)
+        self._injected = InjectedFaults(checked.log, checked.faults)
 
     def read(self, file: BinaryIO) -> None:
         """Read all lines.

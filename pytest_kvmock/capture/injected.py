@@ -40,7 +40,7 @@ class _Sent(NamedTuple):
     restarts: range
 
 
-class Injected:
+class InjectedFaults:
     """Finds the fault of each problem that is a result of one.
 
     Args:

@@ -19,7 +19,7 @@ from pytest_kvmock.wire.table import Dialect
 _SIGN: Final = 2**63
 
 
-class Step(NamedTuple):
+class NearStep(NamedTuple):
     """An event of a worker, and the prompts that are asked for after it.
 
     Attributes:
@@ -35,7 +35,7 @@ class Step(NamedTuple):
     asked: tuple[Prompt, ...]
 
 
-def near_steps(dialect: Dialect, block_size: int) -> Iterator[Step]:
+def near_steps(dialect: Dialect, block_size: int) -> Iterator[NearStep]:
     """Yield what two workers publish, and what is asked for.
 
     Args:
@@ -60,14 +60,14 @@ def near_steps(dialect: Dialect, block_size: int) -> Iterator[Step]:
 
         heads = Prompt((*first, *third)), Prompt((*second, *fourth))
         asked = *heads, Prompt((*first, *fourth)), Prompt((*second, *third))
-        yield Step(0, *stored(None, one, first), asked)
-        yield Step(1, *stored(None, other, second), asked)
-        yield Step(0, *stored(None, other, second), asked)
-        yield Step(0, *stored(one, after[0], third), asked)
-        yield Step(0, *stored(other, after[1], fourth), asked)
-        yield Step(0, Removed((after[0],)), None, asked)
-        yield Step(0, Removed((one,)), None, asked)
-        yield Step(0, Cleared(), None, asked)
+        yield NearStep(0, *stored(None, one, first), asked)
+        yield NearStep(1, *stored(None, other, second), asked)
+        yield NearStep(0, *stored(None, other, second), asked)
+        yield NearStep(0, *stored(one, after[0], third), asked)
+        yield NearStep(0, *stored(other, after[1], fourth), asked)
+        yield NearStep(0, Removed((after[0],)), None, asked)
+        yield NearStep(0, Removed((one,)), None, asked)
+        yield NearStep(0, Cleared(), None, asked)
 
 
 def _written(name: int, dialect: Dialect) -> int:
@@ -82,7 +82,7 @@ class NamedBlocks(BlockHasher):
         steps: the events that name the blocks.
     """
 
-    def __init__(self, steps: Iterator[Step]) -> None:
+    def __init__(self, steps: Iterator[NearStep]) -> None:
         self._names: dict[tuple[int, ...], int] = {}
         for step in steps:
             if isinstance(step.data, Stored) and step.tokens is not None:

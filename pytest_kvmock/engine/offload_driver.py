@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pytest_kvmock.engine.block_pool_driver import BlockPoolDriver
 from pytest_kvmock.tiers.native_offload import NativeOffload
-from pytest_kvmock.tiers.offload_steps import Computing, OffloadRequest, Step
+from pytest_kvmock.tiers.offload_steps import Computing, OffloadRequest, OffloadStep
 
 if TYPE_CHECKING:
     from pytest_kvmock.cache.manager import KvManager
@@ -68,9 +68,9 @@ class OffloadDriver(BlockPoolDriver):
         self._prefills.remove(request)
         self._prefills.add(other)
 
-    def take_step(self) -> Step:
+    def take_step(self) -> OffloadStep:
         """Take what has happened since the last step."""
-        step = Step(list(self._computing.values()), self._preempted, self._finished, self._got)
+        step = OffloadStep(list(self._computing.values()), self._preempted, self._finished, self._got)
         self._computing, self._preempted, self._finished, self._got = {}, [], [], set()
         return step
 

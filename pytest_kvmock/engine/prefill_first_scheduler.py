@@ -10,7 +10,7 @@ import math
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from pytest_kvmock.engine.scheduler import ForwardPass, Scheduled, ScheduledRequest
+from pytest_kvmock.engine.scheduler import ForwardPass, ScheduledRequest, ScheduledTokens
 from pytest_kvmock.engine.sglang_scheduler import DECAY_PASSES, MIN_RATIO, SglangScheduler
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ class PrefillFirstScheduler(SglangScheduler):
                 request.admit(done.start_ms, start)
             request.computed_tokens = start + tokens
             of_prompt = max(0, min(start + tokens, request.prompt_tokens) - start)
-            done.scheduled.append(Scheduled(request, tokens, of_prompt, start))
+            done.scheduled.append(ScheduledTokens(request, tokens, of_prompt, start))
             room -= charge + reserved
             budget -= charge
             chunk -= charge

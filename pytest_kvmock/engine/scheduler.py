@@ -123,7 +123,7 @@ class ScheduledRequest:
         return [0] * count
 
 
-class Scheduled(NamedTuple):
+class ScheduledTokens(NamedTuple):
     """What a pass computed of one request's prompt, or of what it recomputes.
 
     Attributes:
@@ -167,7 +167,7 @@ class ForwardPass:
     prefill_ms: float = 0.0
     decode_ms: float = 0.0
     end_ms: float = 0.0
-    scheduled: list[Scheduled] = field(default_factory=list)
+    scheduled: list[ScheduledTokens] = field(default_factory=list)
     generated: list[ScheduledRequest] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     admitted: list[ScheduledRequest] = field(default_factory=list)

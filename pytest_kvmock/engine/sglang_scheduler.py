@@ -10,7 +10,7 @@ from collections import deque
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final
 
-from pytest_kvmock.engine.scheduler import ForwardPass, Scheduled, ScheduledRequest, Scheduler
+from pytest_kvmock.engine.scheduler import ForwardPass, ScheduledRequest, ScheduledTokens, Scheduler
 from pytest_kvmock.engine.timing import rounded_ms
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ class SglangScheduler(Scheduler):
         request.computed_tokens = upto
         request.admit(done.start_ms, before)
         of_prompt = max(0, min(upto, request.prompt_tokens) - before)
-        done.scheduled.append(Scheduled(request, upto - before, of_prompt, before))
+        done.scheduled.append(ScheduledTokens(request, upto - before, of_prompt, before))
 
     def _charge_prefill(self, done: ForwardPass) -> None:
         count = len(done.scheduled)

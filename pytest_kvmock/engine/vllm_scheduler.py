@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, cast
 from pytest_kvmock.engine.decode_ahead import decode_ahead, passes_that_fit
 from pytest_kvmock.engine.decode_times import DecodeTimes
 from pytest_kvmock.engine.performance import PolynomialModel
-from pytest_kvmock.engine.scheduler import ForwardPass, Scheduled, ScheduledRequest, Scheduler
+from pytest_kvmock.engine.scheduler import ForwardPass, ScheduledRequest, ScheduledTokens, Scheduler
 from pytest_kvmock.engine.timing import moments, rounded_ms
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ class VllmScheduler(Scheduler):
         request.computed_tokens = length
         self._used[request] = 1
         self._left -= 1
-        self._pass.scheduled.append(Scheduled(request, 1, 0, length - 1))
+        self._pass.scheduled.append(ScheduledTokens(request, 1, 0, length - 1))
         return True
 
     def _admit(self) -> None:
@@ -301,7 +301,7 @@ class VllmScheduler(Scheduler):
         self._used[request] = used
         self._left -= used
         if used:
-            self._pass.scheduled.append(Scheduled(request, used, min(used, of_prompt), start))
+            self._pass.scheduled.append(ScheduledTokens(request, used, min(used, of_prompt), start))
         return used
 
     def _victim(self) -> ScheduledRequest | None:

@@ -4,7 +4,7 @@ from pytest_kvmock.engine.args import MockEngineArgs
 from pytest_kvmock.engine.driver import SchedulerDriver
 from pytest_kvmock.engine.nested_args import ReasoningConfig, SglangArgs
 from pytest_kvmock.engine.performance import CallableModel, InterpolatedModel, PerformanceModel, PolynomialModel
-from pytest_kvmock.engine.scheduler import ForwardPass, Scheduled, ScheduledRequest
+from pytest_kvmock.engine.scheduler import ForwardPass, ScheduledRequest, ScheduledTokens
 from pytest_kvmock.fleet.arrivals import FleetRequest
 from pytest_kvmock.fleet.engine_request import EngineRequest
 from pytest_kvmock.fleet.engine_state import EngineMetrics, EngineStalled
@@ -52,8 +52,8 @@ __all__ = [
     "ReplayReport",
     "RouterError",
     "RouterStalled",
-    "Scheduled",
     "ScheduledRequest",
+    "ScheduledTokens",
     "SchedulerCase",
     "SchedulerDriver",
     "SchedulerRequest",

@@ -18,8 +18,7 @@ from pytest_kvmock.fleet.fleet_events import EventDelay, Heard, Knowledge, TrueC
 from pytest_kvmock.fleet.fleet_report import FleetReport, RoutedRun
 from pytest_kvmock.fleet.fleet_run import FleetRun, LoadSource
 from pytest_kvmock.fleet.incidents import NEXT_WORKER, Incident, Moment
-from pytest_kvmock.fleet.later_report import LaterReplayReport, Objectives
-from pytest_kvmock.fleet.later_report import Workers as WorkerCount
+from pytest_kvmock.fleet.later_report import LaterReplayReport, Objectives, WorkerCount
 from pytest_kvmock.fleet.mock_engine import MockEngine
 from pytest_kvmock.fleet.ranks import RankedWorker, seats_of
 from pytest_kvmock.fleet.replay_checks import check_sizes, turns_of

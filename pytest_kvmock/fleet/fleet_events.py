@@ -29,7 +29,7 @@ EventDelay: TypeAlias = "float | Callable[[RouterEvent], float]"
 """How late events are delivered, in virtual milliseconds, or what says so of each."""
 
 
-class Mark(NamedTuple):
+class EventMark(NamedTuple):
     """What happened to events at a time of a run.
 
     Attributes:
@@ -80,7 +80,7 @@ class Knowledge(Protocol):
         """What is wrong with the events so far, an error each that no injected fault explains; None: nobody judges them."""
 
     @property
-    def marks(self) -> Sequence[Mark]:
+    def marks(self) -> Sequence[EventMark]:
         """Faults that were injected in this run, and errors of events, in order."""
 
     def deliver(self, now_ms: float) -> Calls:
@@ -237,7 +237,7 @@ class Heard:
         return self._reference.dump_events()
 
     event_errors: Sequence[object] | None = None
-    marks: Sequence[Mark] = ()
+    marks: Sequence[EventMark] = ()
 
     def restart(self, worker: Worker, engine: MockEngine, *, announced: bool) -> None:
         """Restart a worker."""

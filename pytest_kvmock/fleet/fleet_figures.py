@@ -79,7 +79,7 @@ def dynamo_key(name: str) -> str | None:
     return f"{_POINTS[point]}_{LATENCIES[what]}" if what in LATENCIES and point in _POINTS else None
 
 
-class Served(NamedTuple):
+class RequestRow(NamedTuple):
     """One request, with its picks.
 
     Attributes:
@@ -140,7 +140,7 @@ class Rows:
 
     def __init__(
         self,
-        served: Sequence[Served],
+        served: Sequence[RequestRow],
         picks: Sequence[Pick],
         *,
         services: Sequence[Service],
@@ -202,7 +202,7 @@ class Rows:
             out |= self.latency(each, done)
         return out
 
-    def _believed_not_found(self, admitted: Iterable[Served]) -> int | None:
+    def _believed_not_found(self, admitted: Iterable[RequestRow]) -> int | None:
         says = [each for each in admitted if each.last.believed is not None]
         return sum(max(0, each.believed - each.found) for each in says) if says else None
 

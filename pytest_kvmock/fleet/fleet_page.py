@@ -19,7 +19,7 @@ from pytest_kvmock.fleet.routing_figures import most
 from pytest_kvmock.pages import MOST_POINTS, MOST_REQUESTS, every, peaks
 
 if TYPE_CHECKING:
-    from pytest_kvmock.fleet.fleet_figures import Figures, Served
+    from pytest_kvmock.fleet.fleet_figures import Figures, RequestRow
     from pytest_kvmock.fleet.run_notes import PickRecord
     from pytest_kvmock.router.routing import Worker
 
@@ -149,7 +149,7 @@ def _regrets(report: Any, selector: Selector | None) -> tuple[list[float], dict[
 
 
 def _requests(
-    shown: Sequence[Served],
+    shown: Sequence[RequestRow],
     sessions: Mapping[int, str],
     place: Mapping[Any, int],
     last: Mapping[int, int],

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Final
 
-from pytest_kvmock.fleet.fleet_figures import LATENCIES, Figures, Rows, Served, check_figure, trace_digest
+from pytest_kvmock.fleet.fleet_figures import LATENCIES, Figures, RequestRow, Rows, check_figure, trace_digest
 from pytest_kvmock.fleet.later_report import LaterReplayReport, Objectives, by_sketch
 from pytest_kvmock.fleet.regret import Regret, check_selector
 from pytest_kvmock.fleet.report import ReplayReport, statistics
@@ -24,7 +24,7 @@ from pytest_kvmock.router.selection import DynamoRouter
 if TYPE_CHECKING:
     from pytest_kvmock.engine.scheduler import ScheduledRequest
     from pytest_kvmock.fleet.arrivals import Turn
-    from pytest_kvmock.fleet.fleet_events import Mark
+    from pytest_kvmock.fleet.fleet_events import EventMark
     from pytest_kvmock.fleet.incidents import Incident
     from pytest_kvmock.fleet.router_calls import Belief
     from pytest_kvmock.fleet.run_notes import Happened, Pick, Recorder, Service
@@ -131,7 +131,7 @@ class FleetReport(ReplayReport, ReportAssertions):
     incidents: Sequence[Happened] = ()
     missed: Sequence[Incident] = ()
     event_errors: Sequence[object] | None = None
-    marks: Sequence[Mark] = ()
+    marks: Sequence[EventMark] = ()
     recorder: Recorder | None = None
     beliefs: Sequence[Belief] | None = None
 
@@ -281,7 +281,7 @@ class FleetReport(ReplayReport, ReportAssertions):
         return [each.worker for each in self._run.services]
 
     @property
-    def served(self) -> list[Served]:
+    def served(self) -> list[RequestRow]:
         """The requests that were dispatched, each with its first pick and its last."""
         first: dict[int, Pick] = {}
         last: dict[int, Pick] = {}
@@ -291,7 +291,7 @@ class FleetReport(ReplayReport, ReportAssertions):
         size = self._run.block_size
         recomputes = {each.worker: each.recomputes_last_token for each in self._run.services}
         return [
-            Served(request, number, first[number], last[number], size, recomputes[last[number].worker])  # type: ignore[arg-type]  # a fleet's are an engine's
+            RequestRow(request, number, first[number], last[number], size, recomputes[last[number].worker])  # type: ignore[arg-type]  # a fleet's are an engine's
             for request, number in zip(self.requests, self._run.numbers, strict=True)
         ]
 

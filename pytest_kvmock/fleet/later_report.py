@@ -64,7 +64,7 @@ class Objectives:
 
 
 @dataclass(frozen=True, slots=True)
-class Workers:
+class WorkerCount:
     """The workers of one kind.
 
     Attributes:
@@ -109,8 +109,8 @@ class LaterReplayReport(ReplayReport):
     """
 
     clock_ms: float = 0.0
-    prefill: Workers = Workers()
-    decode: Workers = Workers()
+    prefill: WorkerCount = WorkerCount()
+    decode: WorkerCount = WorkerCount()
     prefill_tokens: int = 0
     objectives: Objectives = Objectives()
     turns: Sequence[Turn] = ()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from pytest_kvmock.fleet.arrivals import Arrivals, Turn
 from pytest_kvmock.fleet.engine_state import EngineStalled
 from pytest_kvmock.fleet.handoff import DestinationFirst, Handoff, Handoffs, ReservingHandoffs
-from pytest_kvmock.fleet.later_report import LaterReplayReport, Objectives, Workers
+from pytest_kvmock.fleet.later_report import LaterReplayReport, Objectives, WorkerCount
 from pytest_kvmock.fleet.ranks import RankedWorker
 from pytest_kvmock.fleet.replay_checks import (
     check_engines,
@@ -248,8 +248,8 @@ class _Replay:
             served_by,
             handoffs,
             clock_ms=self._now - self._start_ms,
-            prefill=Workers(len(self._prefill), self._prefill[0].args.gpus if self._prefill else 0),
-            decode=Workers(len(self._workers), args.gpus),
+            prefill=WorkerCount(len(self._prefill), self._prefill[0].args.gpus if self._prefill else 0),
+            decode=WorkerCount(len(self._workers), args.gpus),
             prefill_tokens=sum(engine.prefill_tokens for engine in self._everyone) - self._prefill_tokens_before,
             objectives=self._objectives,
             turns=tuple(self._turns),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pytest_kvmock.fleet.fleet import Fleet
 from pytest_kvmock.fleet.named_routers import ROUTERS
-from pytest_kvmock.fleet.sweep import Settings, Sweep, SweepRun, run_cases, sweep_cases
+from pytest_kvmock.fleet.sweep import Sweep, SweepRun, SweepSettings, run_cases, sweep_cases
 from pytest_kvmock.traces import MOONCAKE_BLOCK_SIZE, synthetic_trace
 from pytest_kvmock.traces.synthetic import ARRIVALS
 
@@ -103,7 +103,7 @@ def _names(texts: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _settings(given: argparse.Namespace) -> Settings:
+def _settings(given: argparse.Namespace) -> SweepSettings:
     engine = {"num_gpu_blocks": given.num_blocks, "block_size": given.block_size, "semantics": given.semantics}
     fleet = {
         "concurrency": given.concurrency,
@@ -112,7 +112,7 @@ def _settings(given: argparse.Namespace) -> Settings:
         "slo_itl_ms": given.slo_itl_ms,
         "slo_e2e_ms": given.slo_e2e_ms,
     }
-    return Settings(
+    return SweepSettings(
         given.workers,
         given.trace_block_size,
         given.limit,

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from pytest_kvmock.checks import check_number, unknown_text
-from pytest_kvmock.fleet.fleet_figures import BALANCED, FIGURES, Served, check_figure
+from pytest_kvmock.fleet.fleet_figures import BALANCED, FIGURES, RequestRow, check_figure
 from pytest_kvmock.fleet.later_report import Objectives
 from pytest_kvmock.fleet.report_compared import Compared, Reported
 from pytest_kvmock.fleet.router_calls import BELIEFS_TEXT
@@ -327,13 +327,13 @@ class ReportAssertions:
             raise AssertionError(f"errors of events: {len(errors)}\n" + "\n".join(map(str, errors[:5])) + more)
 
 
-def _latency(served: Served) -> float:
+def _latency(served: RequestRow) -> float:
     """The time to the first token; infinite where there was none."""
     tokens = served.request.token_ms
     return tokens[0] - served.request.arrival_ms if tokens else float("inf")
 
 
-def _request_text(served: Served) -> str:
+def _request_text(served: RequestRow) -> str:
     request, tokens = served.request, served.request.token_ms
     wait = served.engine_wait_ms
     times = "no token came out"

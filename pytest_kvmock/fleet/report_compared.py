@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from pytest_kvmock.fleet.fleet_figures import FIGURES, Figures, Served, check_figure, dynamo_key
+from pytest_kvmock.fleet.fleet_figures import FIGURES, Figures, RequestRow, check_figure, dynamo_key
 from pytest_kvmock.fleet.routing_figures import aligned
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Reported(Protocol):
     @property
     def loads_every_ms(self) -> float | None: ...  # noqa: D102 - likewise
     @property
-    def served(self) -> list[Served]: ...  # noqa: D102 - likewise
+    def served(self) -> list[RequestRow]: ...  # noqa: D102 - likewise
 
     def row(self, worker: Worker | None = None) -> Figures: ...  # noqa: D102 - likewise
     def figure(self, name: str, worker: Worker | None = None) -> float | None: ...  # noqa: D102 - likewise

@@ -48,7 +48,7 @@ _COLUMNS: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class SweepSettings:
     """What all runs of a sweep have in common; see `sweep`.
 
     Attributes:
@@ -78,7 +78,7 @@ class SweepCase:
     trace: tuple[str, Trace]
     backend: str
     router: tuple[str, MakeRouter]
-    settings: Settings
+    settings: SweepSettings
 
     def engines(self) -> list[MockEngine]:
         """Make the engines.
@@ -230,10 +230,10 @@ def sweep_cases(
     traces: Mapping[str, Trace] | Iterable[Trace],
     backends: Iterable[str] = ("vllm",),
     routers: Mapping[str, MakeRouter] | Iterable[MakeRouter] = ("dynamo",),
-    settings: Settings | None = None,
+    settings: SweepSettings | None = None,
 ) -> list[SweepCase]:
     """Return the runs of a sweep, all of which can begin: see `sweep` for what is raised."""
-    chosen = Settings() if settings is None else settings
+    chosen = SweepSettings() if settings is None else settings
     check_integer("sweep: workers", chosen.workers, 1)
     named = _named("traces", traces, _trace_name)
     for name, trace in named:
@@ -367,7 +367,7 @@ def sweep(
         TypeError: an argument is not of its type, or a router has no `pick`.
         ValueError: an unknown backend or router, one that cannot be made, or an option out of range: before any run.
     """
-    chosen = Settings(workers, trace_block_size, limit, seed, dict(engine or {}), fleet)
+    chosen = SweepSettings(workers, trace_block_size, limit, seed, dict(engine or {}), fleet)
     cases = sweep_cases(traces, backends, routers, chosen)
     done = dict(run_cases(cases, executor))
     return Sweep([done[at] for at in sorted(done)])

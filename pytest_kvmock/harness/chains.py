@@ -17,7 +17,7 @@ from pytest_kvmock.prompt_keys import EventExtra, part_of
 from pytest_kvmock.tokens import sequence_hashes
 
 
-class Chain(NamedTuple):
+class QueriedChain(NamedTuple):
     """A chain to look up: local hashes and block hashes from the first to the last; tokens and what they carried where known.
 
     Of a negative query, which must match nothing, the block hashes only show which chain it was made from: by leaving out its
@@ -35,12 +35,12 @@ class Chain(NamedTuple):
         """Tokens a block; 0 where there are none."""
         return len(self.tokens) // len(self.local) if self.tokens and self.local else 0
 
-    def part(self, start: int, stop: int) -> Chain:
+    def part(self, start: int, stop: int) -> QueriedChain:
         """The part of the chain from block `start` up to `stop`."""
         size = self.block_size
         tokens = None if self.tokens is None else self.tokens[start * size : stop * size]
         extra = None if self.extra is None else part_of(self.extra, range(start, stop))
-        return Chain(self.local[start:stop], self.blocks[start:stop], tokens, self.negative, extra)
+        return QueriedChain(self.local[start:stop], self.blocks[start:stop], tokens, self.negative, extra)
 
 
 class Chains:
@@ -57,7 +57,7 @@ class Chains:
         self._with_tokens = with_tokens
         self._by_tier = by_tier
 
-    def touched(self, event: RouterEvent, streams: Mapping[StreamKey, Stream]) -> Iterator[Chain]:
+    def touched(self, event: RouterEvent, streams: Mapping[StreamKey, Stream]) -> Iterator[QueriedChain]:
         """Yield the chains whose answers an event changes.
 
         Those of the last block stored, of each first block removed, and of three that were cleared; and once more
@@ -90,7 +90,7 @@ class Chains:
                     if spared.was_stored(block):
                         yield self.upto(spared, block)
 
-    def _through(self, stream: Stream, block: int) -> Chain:
+    def _through(self, stream: Stream, block: int) -> QueriedChain:
         """The chain from the root through a block, as far as blocks held below the device go on from it."""
         chain = self.upto(stream, block)
         last = stream.last_below(block) if self._by_tier else block
@@ -100,7 +100,7 @@ class Chains:
         # An index that takes tokens cannot be asked for blocks that came without.
         return chain if chain.tokens is not None and longer.tokens is None else longer
 
-    def all_of(self, stream: Stream) -> Iterator[Chain]:
+    def all_of(self, stream: Stream) -> Iterator[QueriedChain]:
         """Yield all chains that a worker and rank ever stored, oldest first, then two that must match nothing."""
         chain = None
         for block in stream.leaves():
@@ -109,13 +109,13 @@ class Chains:
         if chain is not None:
             yield from self.negative_queries(chain)
 
-    def upto(self, stream: Stream, block: int) -> Chain:
+    def upto(self, stream: Stream, block: int) -> QueriedChain:
         """The chain from the root to a block, as it was last stored."""
         stored = stream.read_chain(block, with_tokens=self._with_tokens)
         extra = stream.extra_of(stored.blocks) if self._with_tokens else None
-        return Chain(stored.local_hashes, stored.blocks, stored.tokens, extra=extra)
+        return QueriedChain(stored.local_hashes, stored.blocks, stored.tokens, extra=extra)
 
-    def negative_queries(self, chain: Chain) -> Iterator[Chain]:
+    def negative_queries(self, chain: QueriedChain) -> Iterator[QueriedChain]:
         """Yield a chain with its first block exchanged, and without it. Of tokens, one of the block is another."""
         if len(chain.local) > 1:
             foreign, size, rest = self._rng.getrandbits(64), chain.block_size, chain.part(1, len(chain.local))
@@ -126,11 +126,11 @@ class Chains:
                 place, token = self._rng.randrange(size), self._rng.getrandbits(32)
                 first[place] = token ^ 1 if token == first[place] else token
                 tokens = (*first, *rest.tokens)
-            yield Chain((foreign, *rest.local), chain.blocks, tokens, "foreign", chain.extra)
+            yield QueriedChain((foreign, *rest.local), chain.blocks, tokens, "foreign", chain.extra)
             yield rest._replace(negative="tail")
 
 
-def leading_run(stream: Stream, chain: Chain) -> int:
+def leading_run(stream: Stream, chain: QueriedChain) -> int:
     """How many leading blocks of a chain are held according to the events, a parent that is only implied counted.
 
     The chain's block hashes are those of its history, in which a wrong link may lead anywhere (in a circle even, where
@@ -148,6 +148,6 @@ def leading_run(stream: Stream, chain: Chain) -> int:
     return most
 
 
-def orphaned_in(stream: Stream, chain: Chain) -> Orphaned | None:
+def orphaned_in(stream: Stream, chain: QueriedChain) -> Orphaned | None:
     """The orphans of a chain in a stream; None where it has none."""
     return orphaned(stream, chain.local, () if chain.negative else chain.blocks) if stream.orphaned else None

@@ -23,7 +23,7 @@ from random import Random
 from typing import Any, Final, Literal, TypeAlias
 
 from pytest_kvmock.events import Cleared, Removed, RouterEvent, StorageTier, StreamKey, block_text
-from pytest_kvmock.harness.chains import Chain, Chains, leading_run, orphaned_in
+from pytest_kvmock.harness.chains import Chains, QueriedChain, leading_run, orphaned_in
 from pytest_kvmock.harness.queued import QueuedEvent, QueuedRemoval, WrongAnswer
 from pytest_kvmock.harness.reuse import Reuse, bounds_text, misread
 from pytest_kvmock.harness.survival import SurvivalOracle
@@ -110,7 +110,7 @@ class IndexComparison:
         self._reported: set[tuple[int, int, int, StorageTier]] = set()
         self._asking = under_test.asked
         self._reuse, self._at_rest, self._is_open = reuse, True, False
-        self._open: dict[tuple[StreamKey, int], tuple[Chain, QueuedEvent]] = {}  # to be looked up again at rest
+        self._open: dict[tuple[StreamKey, int], tuple[QueriedChain, QueuedEvent]] = {}  # to be looked up again at rest
         self._warned: dict[Problem, Problem] = {}  # of problems not reported yet, the warning that they follow from
 
     # ---------------------------------------------------------------------------------------------- events
@@ -331,7 +331,9 @@ class IndexComparison:
 
     # --------------------------------------------------------------------------------------------- answers
 
-    def _differences(self, chain: Chain, key: StreamKey, queued: QueuedEvent | None, position: int = -1) -> Findings:
+    def _differences(
+        self, chain: QueriedChain, key: StreamKey, queued: QueuedEvent | None, position: int = -1
+    ) -> Findings:
         """Look up a chain; where the answer is not the reference's, find the shortest part of it that shows that."""
         ignored = None if queued is None or self.survival is None else self.survival.affected.keys()
         try:
@@ -383,7 +385,7 @@ class IndexComparison:
             self._warned[problem] = warning
         return [problem]
 
-    def _never_stored(self, key: StreamKey, chain: Chain) -> str:
+    def _never_stored(self, key: StreamKey, chain: QueriedChain) -> str:
         """What a negative query has asked for, and which key must be wrong; empty where it is a stored prefix after all."""
         stream = self._ledger.streams.get(key)
         if not chain.negative or (stream is not None and stored_as(stream, chain.local)):
@@ -397,7 +399,7 @@ class IndexComparison:
             return f"{last} behind a block that nobody stored: {made}; what stands before a block is part of it"
         return f"a block that nobody stored: {made}; your key of it is also that of {first}"
 
-    def _story(self, key: StreamKey, chain: Chain, tier: StorageTier, *, too_many: bool) -> tuple[int, str]:
+    def _story(self, key: StreamKey, chain: QueriedChain, tier: StorageTier, *, too_many: bool) -> tuple[int, str]:
         """The last block of a chain, by the name that the worker and rank has for it, and its history.
 
         Args:
@@ -425,7 +427,7 @@ class IndexComparison:
         return block, f"no worker ever stored it{early}"
 
     def _orphan(
-        self, answer: Scores | WorkerScores, key: StreamKey, chain: Chain
+        self, answer: Scores | WorkerScores, key: StreamKey, chain: QueriedChain
     ) -> tuple[int, Problem] | tuple[Literal[0], None]:
         """The first block of a chain that a worker and rank has left without its parent, and the warning of it.
 
@@ -455,7 +457,9 @@ class IndexComparison:
             and block in stream.held(event.storage_tier)
         )
 
-    def _look_up(self, chain: Chain, ignored: Collection[StreamKey] | None) -> Generator[Call, Any, WrongAnswer | None]:
+    def _look_up(
+        self, chain: QueriedChain, ignored: Collection[StreamKey] | None
+    ) -> Generator[Call, Any, WrongAnswer | None]:
         """Look up a chain in the index under test; return what is wrong with its answers, if anything is."""
         under_test = self._under_test
         self._asking = asked = under_test.asked
@@ -479,7 +483,7 @@ class IndexComparison:
         return None if below is None else WrongAnswer("find_tiered", answer, *below)
 
     def _wrong(
-        self, answer: Scores | WorkerScores, chain: Chain, ignored: Collection[StreamKey] | None
+        self, answer: Scores | WorkerScores, chain: QueriedChain, ignored: Collection[StreamKey] | None
     ) -> tuple[int, int, int, range] | None:
         """The first worker for which an answer is wrong: (worker_id, dp_rank, blocks returned, blocks expected)."""
         if self.survival is None:
@@ -505,7 +509,7 @@ class IndexComparison:
         self._is_open = not self._at_rest and not agree(answer, most if exactly else expected)
         return first_difference(answer, {} if self._under_test.may_forget else least, most)
 
-    def _question(self, chain: Chain) -> Call:
+    def _question(self, chain: QueriedChain) -> Call:
         asked = question(list(chain.local), chain.tokens, takes_tokens=self._under_test.takes_tokens, of_events=True)
         return self._under_test.asking(chain.extra), asked
 

@@ -26,7 +26,7 @@ MOST: Final = 200_000
 """How many events, and how many operations, a failure is reduced from; what comes later is left out."""
 
 
-class Recorded(NamedTuple):
+class RecordedOperation(NamedTuple):
     """An operation, and when it was called.
 
     Attributes:
@@ -48,7 +48,7 @@ class Recording:
         index_semantics: what a Cleared empties; likewise.
 
     Attributes:
-        operations: the operations on the workers: the class of each, its fields, and `Recorded.at`. The value is made
+        operations: the operations on the workers: the class of each, its fields, and `RecordedOperation.at`. The value is made
             when it is wanted (`recorded`).
         requests: how many requests there were.
         bursts: whether the test gave an index events in bursts (`RouterHarness.burst`).
@@ -142,6 +142,6 @@ class Recording:
                     del self.operations[place]
                 return
 
-    def recorded(self) -> Iterator[Recorded]:
+    def recorded(self) -> Iterator[RecordedOperation]:
         """The operations as values, in order."""
-        return (Recorded(operation(*fields), at) for operation, fields, at in self.operations)
+        return (RecordedOperation(operation(*fields), at) for operation, fields, at in self.operations)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from pytest_kvmock.checks import check_integer, check_number
 from pytest_kvmock.fleet.fleet import Fleet
-from pytest_kvmock.fleet.fleet_events import EventDelay, Late, Mark, by_worker
+from pytest_kvmock.fleet.fleet_events import EventDelay, EventMark, Late, by_worker
 from pytest_kvmock.hygiene.problem import ROUTER_RULES, Problem
 from pytest_kvmock.router.routing import id_of, stream_of
 from pytest_kvmock.router.selection import DynamoRouter
@@ -73,7 +73,7 @@ class JudgedEvents:
         self._told = 0  # events up to the end of the last run, of all of which the router was told
         self._untold: set[Worker] = set()
         self._seen = (0, 0)  # injections and problems that have a mark
-        self.marks: list[Mark] = []
+        self.marks: list[EventMark] = []
 
     def begin(self, calls: RouterCalls) -> None:
         """Begin a run: from now on, what is published is held until it is delivered.
@@ -118,9 +118,9 @@ class JudgedEvents:
         """Note when faults were injected, and errors found that no fault explains."""
         faults, found = self._seen
         self._seen = len(injections), len(problems)
-        self.marks += (Mark(now_ms, each.kind, each.worker_id, str(each)) for each in injections[faults:])
+        self.marks += (EventMark(now_ms, each.kind, each.worker_id, str(each)) for each in injections[faults:])
         self.marks += (
-            Mark(now_ms, each.rule, each.worker_id, each.observed, is_error=True)
+            EventMark(now_ms, each.rule, each.worker_id, each.observed, is_error=True)
             for each in problems[found:]
             if each.is_error and each.cause is None and each.fault is None and each.rule not in ROUTER_RULES
         )

@@ -179,7 +179,7 @@ def is_chained(data: Stored) -> bool:
     return chain.found
 
 
-class Flaw(NamedTuple):
+class BlockFlaw(NamedTuple):
     """What is wrong with one block of a Stored: the block, what was observed, what was expected."""
 
     block: int
@@ -196,7 +196,7 @@ def own_parent(hashes: tuple[int, ...], parent: int | None) -> int | None:
     return None
 
 
-def sparse(event: RouterEvent, data: Stored, size: int | None) -> Flaw | None:
+def sparse(event: RouterEvent, data: Stored, size: int | None) -> BlockFlaw | None:
     """The first block whose token ids are missing from an event that has token ids; None where none are.
 
     Args:
@@ -211,17 +211,19 @@ def sparse(event: RouterEvent, data: Stored, size: int | None) -> Flaw | None:
         sizes = list(map(len, tokens))
     except TypeError:
         observed = "token ids came, and not as one sequence for each block"
-        return Flaw(hashes[0], observed, "each block has its tokens") if hashes else None
+        return BlockFlaw(hashes[0], observed, "each block has its tokens") if hashes else None
     if len(sizes) == len(hashes) and (size is None or sizes.count(size) == len(sizes)):
         return None
     expected = "one sequence of token ids a block" if size is None else f"each block has its {size} tokens"
     for block, count in zip(hashes, sizes, strict=False):
         if size is not None and count != size:
-            return Flaw(block, f"block {block_text(block)} came with {count} token id{'s' * (count != 1)}", expected)
+            return BlockFlaw(
+                block, f"block {block_text(block)} came with {count} token id{'s' * (count != 1)}", expected
+            )
     if not hashes:
         return None
     block = hashes[min(len(sizes), len(hashes) - 1)]
-    return Flaw(block, f"token ids came for {len(sizes)} of {len(hashes)} blocks", expected)
+    return BlockFlaw(block, f"token ids came for {len(sizes)} of {len(hashes)} blocks", expected)
 
 
 def wrong_hash(
@@ -230,7 +232,7 @@ def wrong_hash(
     size: int | None,
     chain: Chain,
     parents: Callable[[int], Iterable[int]] = lambda _: (),
-) -> Flaw | None:
+) -> BlockFlaw | None:
     """The first block whose hashes do not follow from its parent, local hash and tokens.
 
     Args:
@@ -251,7 +253,7 @@ def wrong_hash(
         )
         for block, local, made in zip(data.block_hashes, data.tokens_hashes, made_of, strict=False):
             if local != made:
-                return Flaw(
+                return BlockFlaw(
                     block,
                     f"block {block_text(block)} has local hash {block_text(local)}",
                     f"its {size} tokens{_with(event.extra)} have local hash {block_text(made)}",
@@ -270,8 +272,8 @@ def wrong_hash(
                 beside = () if extra is None else (part_of(extra, (i,)),)
                 for candidate in (*others, *parents(block)):
                     if chain.name(candidate, local, known_tokens, size, *beside) == block:
-                        return Flaw(block, *_fits(observed, candidate))
-                return Flaw(block, observed, f"the chain of parent and local hash is {block_text(expected)}")
+                        return BlockFlaw(block, *_fits(observed, candidate))
+                return BlockFlaw(block, observed, f"the chain of parent and local hash is {block_text(expected)}")
     return None
 
 

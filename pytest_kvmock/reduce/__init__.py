@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pytest_kvmock.checks import unknown_text
 from pytest_kvmock.events import Cleared, KvCacheEvent, Located, Removed, RouterEvent, SparseStored, StorageTier, Stored
-from pytest_kvmock.harness.recording import MOST, Recorded
+from pytest_kvmock.harness.recording import MOST, RecordedOperation
 from pytest_kvmock.hygiene.entries import BatchesLost, NoEvent, WorkerRemoved
 from pytest_kvmock.hygiene.problem import ROUTER_RULES
 from pytest_kvmock.hygiene.rules import (
@@ -284,14 +284,14 @@ def _is_watched(kv: RouterHarness) -> bool:
     return any(worker.is_watched for worker in kv.workers.values())
 
 
-def _operations(recorded: Iterable[Recorded]) -> Iterator[Recorded]:
+def _operations(recorded: Iterable[RecordedOperation]) -> Iterator[RecordedOperation]:
     """Operations with what they were given; without those that were given nonsense."""
     for step, at in recorded:
         if isinstance(step, Decode) and not isinstance(step.tokens, int):
             with suppress(TypeError, ValueError):
-                yield Recorded(replace(step, tokens=Prompt.of(step.tokens).tokens or ()), at)
+                yield RecordedOperation(replace(step, tokens=Prompt.of(step.tokens).tokens or ()), at)
         else:
-            yield Recorded(step, at)
+            yield RecordedOperation(step, at)
 
 
 def _upto(arrivals: list[Arrival], position: int) -> list[Arrival]:

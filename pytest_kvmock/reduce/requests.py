@@ -22,7 +22,7 @@ from pytest_kvmock.reduce.search import Spent, minimal
 
 if TYPE_CHECKING:
     from pytest_kvmock.events import StreamKey
-    from pytest_kvmock.harness.recording import Recorded
+    from pytest_kvmock.harness.recording import RecordedOperation
     from pytest_kvmock.reduce.replay import Replayer
 
 Asked: TypeAlias = Prefill | Submit
@@ -52,7 +52,7 @@ class RequestCutter:
     """
 
     def __init__(
-        self, whole: Reproduction, recorded: Sequence[Recorded], around: Iterable[int], replayer: Replayer
+        self, whole: Reproduction, recorded: Sequence[RecordedOperation], around: Iterable[int], replayer: Replayer
     ) -> None:
         self.best: Reproduction | None = None
         self._replayer = replayer

@@ -35,7 +35,7 @@ class Node:
         self.holders = holders
         self.local = None
         self.others: dict[int, Node] | None = None
-        self.run: Run | None = None
+        self.run: HeldRun | None = None
 
     def link(self, local: int, child: Node) -> None:
         """Add a child under a local hash that has none."""
@@ -61,7 +61,7 @@ class Node:
             yield from self.others.items()
 
 
-class Run:
+class HeldRun:
     """A stretch of a chain with the same holders throughout, noted by a query, so that the next compares it at once.
 
     It ends with the first change of a node in it; but it only gets shorter when its last block is removed, as happens in a
@@ -287,7 +287,7 @@ class Tree:
                 node = node.others[local]
             if node.holders != holders:
                 if first is not None:
-                    Run(first, hashes[since + 1 : depth])
+                    HeldRun(first, hashes[since + 1 : depth])
                 first, holders, since = node, node.holders, depth
                 if holders != active:
                     active = self._stay(node, active, depth, scores)
@@ -298,7 +298,7 @@ class Tree:
                         break
             depth += 1
         if first is not None:
-            Run(first, hashes[since + 1 : depth])
+            HeldRun(first, hashes[since + 1 : depth])
         if depth:
             self._score(active, depth, scores)
         return scores

@@ -18,7 +18,7 @@ from pytest_kvmock.programs.forms import Argument, Operation
 from pytest_kvmock.programs.operations import OPERATIONS
 from pytest_kvmock.prompt_keys import PromptKeys
 from pytest_kvmock.scenarios.values import Numbers, WorkerName
-from pytest_kvmock.strict_yaml import Node, boolean, integer, list_of, nullable, number, plain, string
+from pytest_kvmock.strict_yaml import YamlNode, boolean, integer, list_of, nullable, number, plain, string
 
 MOST_TOKENS: Final = 1_000_000
 """How many tokens a range or a count may have: a few characters must not fill the memory."""
@@ -42,7 +42,7 @@ _GROUPS: Final = {
 _RANGE: Final = re.compile(r"(0|[1-9][0-9]{0,19})\.\.(0|[1-9][0-9]{0,19})")
 
 
-def read_natural(node: Node) -> int:
+def read_natural(node: YamlNode) -> int:
     """A number of 64 bits."""
     number = integer(node)
     if not 0 <= number < 2**64:
@@ -50,7 +50,7 @@ def read_natural(node: Node) -> int:
     return number
 
 
-def read_published(node: Node) -> int:
+def read_published(node: YamlNode) -> int:
     """A block as an event names it: SGLang's names are signed."""
     number = integer(node)
     if not -(2**63) <= number < 2**64:
@@ -58,7 +58,7 @@ def read_published(node: Node) -> int:
     return number
 
 
-def read_worker(node: Node) -> WorkerName:
+def read_worker(node: YamlNode) -> WorkerName:
     """A worker by its id, or a rank of one as [id, rank]."""
     parts = node.elements(integer) if isinstance(node.value, list) else [integer(node), 0]
     most = FIRST_SINK_WORKER + MOST_SINKS - 1
@@ -67,7 +67,7 @@ def read_worker(node: Node) -> WorkerName:
     return parts[0], parts[1]
 
 
-def read_count(node: Node) -> int:
+def read_count(node: YamlNode) -> int:
     """How many tokens."""
     number = integer(node)
     if not 0 <= number <= MOST_TOKENS:
@@ -75,7 +75,7 @@ def read_count(node: Node) -> int:
     return number
 
 
-def read_capacity(node: Node) -> int:
+def read_capacity(node: YamlNode) -> int:
     """How many blocks."""
     number = integer(node)
     if number < 1:
@@ -83,7 +83,7 @@ def read_capacity(node: Node) -> int:
     return number
 
 
-def read_numbers(node: Node) -> Numbers:
+def read_numbers(node: YamlNode) -> Numbers:
     """A number, a range such as `0..15` (both ends included), or a list of these."""
     if isinstance(node.value, list):
         numbers = tuple(chain.from_iterable(node.elements(read_numbers)))
@@ -105,7 +105,7 @@ def read_numbers(node: Node) -> Numbers:
     raise node.wrong_type("a number, a range such as 0..15, or a list of these")
 
 
-def read_block(node: Node) -> int | str:
+def read_block(node: YamlNode) -> int | str:
     """A full block by its hash, or a partial one by a name."""
     if isinstance(node.value, str) and node.value:
         return node.value
@@ -114,12 +114,12 @@ def read_block(node: Node) -> int | str:
     raise node.wrong_type("a block hash, or a name for a partial block")
 
 
-def read_cached_block(node: Node) -> int | str:
+def read_cached_block(node: YamlNode) -> int | str:
     """As `read_block`, whatever engine has it."""
     return read_published(node) if isinstance(node.value, int) else read_block(node)
 
 
-def read_lineage(node: Node) -> tuple[int, int | None, int]:
+def read_lineage(node: YamlNode) -> tuple[int, int | None, int]:
     """What a lineage hash is made of."""
     parts = node.elements(nullable(read_natural))
     if len(parts) != 3 or parts[0] is None or parts[2] is None:
@@ -127,14 +127,14 @@ def read_lineage(node: Node) -> tuple[int, int | None, int]:
     return parts[0], parts[1], parts[2]
 
 
-def check_one_of(node: Node, *keys: str) -> None:
+def check_one_of(node: YamlNode, *keys: str) -> None:
     """Make sure that exactly one of these keys of a mapping is there."""
     given = [key for key in keys if key in node.value]
     if len(given) != 1:
         raise node.error(f"exactly one of {', '.join(keys)} is needed")
 
 
-def read_tier(node: Node) -> StorageTier:
+def read_tier(node: YamlNode) -> StorageTier:
     """A storage tier by its name."""
     if not isinstance(node.value, str):
         raise node.wrong_type(", ".join(TIER_NAMES))
@@ -143,7 +143,7 @@ def read_tier(node: Node) -> StorageTier:
     return TIER_NAMES[node.value]
 
 
-def read_tier_blocks(node: Node) -> dict[str, int]:
+def read_tier_blocks(node: YamlNode) -> dict[str, int]:
     """How many blocks a sink has in each tier below the device, by the names of the tiers."""
     below = {name: tier for name, tier in TIER_NAMES.items() if tier is not StorageTier.DEVICE}
     given = node.fields(dict.fromkeys(below, read_capacity))
@@ -152,7 +152,7 @@ def read_tier_blocks(node: Node) -> dict[str, int]:
     return {below[name].value: blocks for name, blocks in given.items()}
 
 
-def read_residency(node: Node) -> Residency:
+def read_residency(node: YamlNode) -> Residency:
     """How a sink counts copies."""
     for residency in RESIDENCIES:
         if node.value == residency:
@@ -160,7 +160,7 @@ def read_residency(node: Node) -> Residency:
     raise node.wrong_type(", ".join(RESIDENCIES))
 
 
-def read_milliseconds(node: Node) -> float:
+def read_milliseconds(node: YamlNode) -> float:
     """A moment, or a time, in milliseconds."""
     value = number(node)
     if not 0 <= value < math.inf:
@@ -168,7 +168,7 @@ def read_milliseconds(node: Node) -> float:
     return value
 
 
-def read_output(node: Node) -> int:
+def read_output(node: YamlNode) -> int:
     """How many tokens a request of an engine generates."""
     count = read_count(node)
     if not count:
@@ -176,7 +176,7 @@ def read_output(node: Node) -> int:
     return count
 
 
-def read_engine(node: Node, **more: Callable[[Node], Any]) -> dict[str, Any]:
+def read_engine(node: YamlNode, **more: Callable[[YamlNode], Any]) -> dict[str, Any]:
     """Fields of `MockEngineArgs`, each checked by itself.
 
     Args:
@@ -198,11 +198,11 @@ def read_engine(node: Node, **more: Callable[[Node], Any]) -> dict[str, Any]:
     return node.fields({**more, **_engine_readers()})
 
 
-def _engine_readers() -> dict[str, Callable[[Node], Any]]:
+def _engine_readers() -> dict[str, Callable[[YamlNode], Any]]:
     """What reads each field of `MockEngineArgs`."""
     from pytest_kvmock.engine.args import MockEngineArgs
 
-    def read(name: str, one: Node) -> Any:
+    def read(name: str, one: YamlNode) -> Any:
         if name in _GROUPS:
             one.fields(dict.fromkeys(_GROUPS[name], plain))  # an unknown key has a place of its own
         value = plain(one)
@@ -213,12 +213,12 @@ def _engine_readers() -> dict[str, Callable[[Node], Any]]:
     return {each.name: partial(read, each.name) for each in dataclasses.fields(MockEngineArgs) if each.init}
 
 
-def read_extra(node: Node) -> dict[str, Any]:
+def read_extra(node: YamlNode) -> dict[str, Any]:
     """What travels beside an event, by the names of the wire."""
     return node.entries(plain)
 
 
-OF_A_SINK: Final[dict[str, Callable[[Node], Any]]] = {
+OF_A_SINK: Final[dict[str, Callable[[YamlNode], Any]]] = {
     "num_blocks": read_capacity,
     "tier_blocks": read_tier_blocks,
     "residency": read_residency,
@@ -226,7 +226,7 @@ OF_A_SINK: Final[dict[str, Callable[[Node], Any]]] = {
 }
 """How a sink is made, of the step that is its first: arguments of `make_sink`."""
 
-PROMPT_KEYS: Final[dict[str, Callable[[Node], Any]]] = {
+PROMPT_KEYS: Final[dict[str, Callable[[YamlNode], Any]]] = {
     "lora_name": string,
     "cache_salt": string,
     "multimodal": list_of(plain),
@@ -235,7 +235,7 @@ PROMPT_KEYS: Final[dict[str, Callable[[Node], Any]]] = {
 """What reads what a prompt carries beside its tokens."""
 
 
-ARGUMENTS: Final[Mapping[Argument, Callable[[Node], Any]]] = {
+ARGUMENTS: Final[Mapping[Argument, Callable[[YamlNode], Any]]] = {
     "text": string,
     "flag": boolean,
     "integer": integer,
@@ -253,7 +253,7 @@ IN_FILES: Final[Mapping[str, type[Operation]]] = {each.kind: each for each in OP
 """The operations that are steps of scenario files, by the names of these."""
 
 
-def check_keys(node: Node, given: dict[str, Any]) -> None:
+def check_keys(node: YamlNode, given: dict[str, Any]) -> None:
     """Make sure that what a prompt carries is what it may be, and not beside hashes that have it in them."""
     keys = {name: given[name] for name in PROMPT_KEYS if name in given}
     try:
@@ -264,14 +264,14 @@ def check_keys(node: Node, given: dict[str, Any]) -> None:
         raise node.key_error(naming[0], f"{naming[0]!r} belongs to 'tokens': hashes have it in them")
 
 
-def read_true(node: Node) -> bool:
+def read_true(node: YamlNode) -> bool:
     """`true`, the only value that is allowed."""
     if node.value is not True:
         raise node.wrong_type("true")
     return True
 
 
-def check_event(node: Node, given: dict[str, Any]) -> None:
+def check_event(node: YamlNode, given: dict[str, Any]) -> None:
     """Make sure that an event has what belongs to its kind, and no more."""
     check_one_of(node, "stored", "removed", "located", "cleared")
     for key in ("parent", "local_hashes", "token_ids", "span", "block_size"):
@@ -289,7 +289,7 @@ def check_event(node: Node, given: dict[str, Any]) -> None:
             raise node.key_error(key, f"{key!r} has one entry a block")
 
 
-def _span(node: Node, given: dict[str, Any]) -> int:
+def _span(node: YamlNode, given: dict[str, Any]) -> int:
     """How many blocks the span of a sparse Stored has."""
     for key, other in (("span", "block_size"), ("block_size", "span")):
         if other not in given:

@@ -36,9 +36,9 @@ from pytest_kvmock.scenarios.fields import (
     read_worker,
 )
 from pytest_kvmock.scenarios.values import METRICS, REQUEST_COUNTS, STATUSES, Expected, Scenario, Step, WorkerName
-from pytest_kvmock.strict_yaml import Node, boolean, integer, list_of, nullable, plain, read_yaml, string
+from pytest_kvmock.strict_yaml import YamlNode, boolean, integer, list_of, nullable, plain, read_yaml, string
 
-Reader = Callable[[Node], Any]
+Reader = Callable[[YamlNode], Any]
 
 
 def load_scenarios(path: Path | str, name: str | None = None) -> list[Scenario]:
@@ -88,14 +88,14 @@ def load_scenarios(path: Path | str, name: str | None = None) -> list[Scenario]:
 # ---------------------------------------------------------------------------------------------------- scenarios
 
 
-def _scenarios(node: Node) -> dict[str, tuple[Node, dict[str, Any]]]:
+def _scenarios(node: YamlNode) -> dict[str, tuple[YamlNode, dict[str, Any]]]:
     found = node.entries(lambda one: (one, one.fields({**_COMMON, "steps": _steps}, required=("steps",))))
     if not found:
         raise node.error("no scenario is in it")
     return found
 
 
-def _profile(node: Node) -> tuple[str | None, Mapping[str, Any]]:
+def _profile(node: YamlNode) -> tuple[str | None, Mapping[str, Any]]:
     """The name of an engine profile, or fields of one, with the name of another as `base` perhaps."""
     if isinstance(node.value, str):
         return node.value, {}
@@ -103,11 +103,11 @@ def _profile(node: Node) -> tuple[str | None, Mapping[str, Any]]:
     return fields.pop("base", None), fields
 
 
-def _rule(node: Node) -> str:
+def _rule(node: YamlNode) -> str:
     return check_rule(string(node))
 
 
-def _backends(node: Node) -> tuple[str, ...]:
+def _backends(node: YamlNode) -> tuple[str, ...]:
     names = tuple(node.elements(string))
     if not names:
         raise node.error("at least one backend is needed; without the key it is the default matrix")
@@ -127,7 +127,7 @@ _COMMON: Final[Mapping[str, Reader]] = {
 def _mapping(readers: Mapping[str, Reader], required: tuple[str, ...] = (), short: str = "") -> Reader:
     """Make a reader of an action's arguments; `short` is the one that may stand alone."""
 
-    def read(node: Node) -> dict[str, Any]:
+    def read(node: YamlNode) -> dict[str, Any]:
         if short and not isinstance(node.value, dict):
             return {short: readers[short](node)}
         return node.fields(readers, required)
@@ -140,7 +140,7 @@ def _prompt(readers: Mapping[str, Reader], required: tuple[str, ...] = ()) -> Re
     own = {"tokens": read_numbers, "hashes": read_numbers, "num_tokens": read_count, **PROMPT_KEYS}
     both = _mapping({**own, **readers}, required)
 
-    def read(node: Node) -> dict[str, Any]:
+    def read(node: YamlNode) -> dict[str, Any]:
         given: dict[str, Any] = both(node)
         check_one_of(node, "tokens", "hashes")
         if "num_tokens" in given and "hashes" not in given:
@@ -151,7 +151,7 @@ def _prompt(readers: Mapping[str, Reader], required: tuple[str, ...] = ()) -> Re
     return read
 
 
-def _event(node: Node) -> dict[str, Any]:
+def _event(node: YamlNode) -> dict[str, Any]:
     readers = {
         "stored": list_of(read_published),
         "local_hashes": list_of(read_natural),
@@ -174,14 +174,14 @@ def _event(node: Node) -> dict[str, Any]:
     return given
 
 
-def _engine(node: Node) -> dict[str, Any]:
+def _engine(node: YamlNode) -> dict[str, Any]:
     """A worker, and fields of its engine."""
     given = read_engine(node, worker=read_worker)
     worker = {"worker": given.pop("worker")} if "worker" in given else {}
     return {**worker, "fields": given}
 
 
-def _fault(node: Node) -> dict[str, Any]:
+def _fault(node: YamlNode) -> dict[str, Any]:
     """One fault by its name, with its arguments: `lose`, `{lose: 1}` or `{lose: {n: 1, kind: stored}}`."""
     if isinstance(node.value, str):
         return {"fault": node.read(lambda one: check_fault(one.value)), "arguments": ()}
@@ -197,7 +197,7 @@ def _fault(node: Node) -> dict[str, Any]:
     return {"fault": name, "arguments": (_argument(value),)}
 
 
-def _argument(node: Node) -> Any:
+def _argument(node: YamlNode) -> Any:
     """An argument of a fault; a worker and rank is a list."""
     value = plain(node)
     return tuple(value) if isinstance(value, list) else value
@@ -211,7 +211,7 @@ def _operation(kind: type[Operation]) -> Reader:
         return _prompt(readers, kind.needs)
     plain_step = _mapping(readers, kind.needs, kind.short)
 
-    def read(node: Node) -> dict[str, Any]:
+    def read(node: YamlNode) -> dict[str, Any]:
         given: dict[str, Any] = plain_step(node)
         if kind.one_of:
             check_one_of(node, *kind.one_of)
@@ -274,13 +274,13 @@ _ACTIONS: Final[Mapping[str, Reader]] = {
 def _how_many(reader: Reader) -> Reader:
     """Make a reader that takes a number in place of the blocks themselves."""
 
-    def read(node: Node) -> Any:
+    def read(node: YamlNode) -> Any:
         return integer(node) if isinstance(node.value, int) else reader(node)
 
     return read
 
 
-def _expected_event(node: Node) -> dict[str, Any]:
+def _expected_event(node: YamlNode) -> dict[str, Any]:
     if node.value == "cleared":
         return {"cleared": True}
     blocks = _how_many(list_of(read_published))
@@ -303,13 +303,13 @@ def _number_or_name(key: str) -> int | str:
     return int(key) if key.removeprefix("-").isdecimal() else key
 
 
-def _active(node: Node) -> Any:
+def _active(node: YamlNode) -> Any:
     if isinstance(node.value, dict):
         return {_number_or_name(key): count for key, count in node.entries(integer).items()}
     return _how_many(list_of(read_cached_block))(node)
 
 
-def _overlap(node: Node) -> dict[str, Any]:
+def _overlap(node: YamlNode) -> dict[str, Any]:
     given: dict[str, Any] = _prompt({"workers": lambda one: one.entries(integer), "tier": read_tier}, ("workers",))(
         node
     )
@@ -322,7 +322,7 @@ def _overlap(node: Node) -> dict[str, Any]:
     return given
 
 
-def _request(node: Node) -> dict[str, Any]:
+def _request(node: YamlNode) -> dict[str, Any]:
     """What a request is: its status, or more of it."""
     if not isinstance(node.value, dict):
         return {"status": _status(node)}
@@ -332,13 +332,13 @@ def _request(node: Node) -> dict[str, Any]:
     return given
 
 
-def _status(node: Node) -> str:
+def _status(node: YamlNode) -> str:
     if node.value not in STATUSES:
         raise node.error(not_allowed_text(node.value, STATUSES))
     return string(node)
 
 
-def _metrics(node: Node) -> dict[str, Any]:
+def _metrics(node: YamlNode) -> dict[str, Any]:
     given = node.fields({**dict.fromkeys(METRICS, integer), "now_ms": read_milliseconds})
     if not given:
         raise node.error(f"nothing is expected; known: {', '.join(METRICS)}, now_ms")
@@ -361,7 +361,7 @@ _EXPECTATIONS: Final[Mapping[str, Reader]] = {
 """What can be expected of a step, and what reads it. They are looked at in the order of the file."""
 
 
-def _expectations(node: Node) -> tuple[WorkerName | None, dict[str, Expected]]:
+def _expectations(node: YamlNode) -> tuple[WorkerName | None, dict[str, Expected]]:
     fields = node.fields({**_EXPECTATIONS, "worker": read_worker})
     worker = fields.pop("worker", None)
     if not fields:
@@ -369,7 +369,7 @@ def _expectations(node: Node) -> tuple[WorkerName | None, dict[str, Expected]]:
     return worker, {key: Expected(node.keys[key], value) for key, value in fields.items()}
 
 
-def _step(node: Node) -> Step:
+def _step(node: YamlNode) -> Step:
     fields = node.fields({**_ACTIONS, "expect": _expectations})
     worker, expected = fields.pop("expect", (None, {}))
     if len(fields) > 1:
@@ -392,7 +392,7 @@ def _step(node: Node) -> Step:
     return Step(node.keys[action], action, given, expected, worker)
 
 
-def _steps(node: Node) -> list[Step]:
+def _steps(node: YamlNode) -> list[Step]:
     steps = node.elements(_step)
     if not steps:
         raise node.error("no step is in it")

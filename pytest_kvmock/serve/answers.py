@@ -15,7 +15,7 @@ _UNFINISHED: Final[dict[str, Any]] = {"logprobs": None, "finish_reason": None}
 _NOTHING: Final[dict[str, Any]] = {}
 
 
-class Choice:
+class CompletionChoice:
     """One choice of an answer.
 
     Attributes:
@@ -61,7 +61,7 @@ class Encoder:
 
     # ------------------------------------------------------------------------------------------------------- parts
 
-    def begin(self, choice: Choice) -> bytes:
+    def begin(self, choice: CompletionChoice) -> bytes:
         """Return what comes before the first token of a choice: the role of a chat."""
         if self._asked.api != "chat":
             return b""
@@ -69,7 +69,7 @@ class Encoder:
         tokens = {"prompt_token_ids": self._prompt(choice)} if self._asked.return_token_ids else {}
         return self._event(role, tokens | self._used(choice, 0))
 
-    def tokens(self, choice: Choice, new: list[int]) -> bytes:
+    def tokens(self, choice: CompletionChoice, new: list[int]) -> bytes:
         """Return a part with tokens that the choice has already; the last one says why it ended."""
         asked = self._asked
         if asked.api == "generate":
@@ -96,15 +96,15 @@ class Encoder:
             return around[0] + bytes(new) + around[1]
         return around[0] + to_json(text.decode(new))[1:-1] + around[1]
 
-    def _prompt(self, choice: Choice) -> tuple[int, ...]:
+    def _prompt(self, choice: CompletionChoice) -> tuple[int, ...]:
         return self._asked.prompts[choice.index // self._asked.n]
 
-    def _token_ids(self, choice: Choice, tokens: list[int]) -> dict[str, Any]:
+    def _token_ids(self, choice: CompletionChoice, tokens: list[int]) -> dict[str, Any]:
         """Return the tokens of a choice; of a completion also those of its prompt, which a chat has beside its choices."""
         prompt = {"prompt_token_ids": self._prompt(choice)} if self._asked.api == "completions" else {}
         return prompt | {"token_ids": tokens}
 
-    def _used(self, choice: Choice, count: int) -> dict[str, Any]:
+    def _used(self, choice: CompletionChoice, count: int) -> dict[str, Any]:
         """Return what a part says of its choice's use so far."""
         if not self._asked.continuous_usage:
             return {}
@@ -129,7 +129,7 @@ class Encoder:
 
     # ------------------------------------------------------------------------------------------------------- whole
 
-    def whole(self, choices: list[Choice], usage: Usage) -> Answer:
+    def whole(self, choices: list[CompletionChoice], usage: Usage) -> Answer:
         """Return the whole answer."""
         asked = self._asked
         if asked.api == "generate":
@@ -150,7 +150,7 @@ class Encoder:
         more = {"prompt_token_ids": asked.prompts[0]} if asked.return_token_ids and asked.api == "chat" else {}
         return Answer(200, to_json(self._head | {"choices": found, "usage": usage.to_json()} | more))
 
-    def _generated(self, choice: Choice) -> dict[str, Any]:
+    def _generated(self, choice: CompletionChoice) -> dict[str, Any]:
         """Return a row of SGLang's `/generate`, which repeats all tokens so far."""
         reason = None
         if choice.finish_reason is not None:

@@ -63,7 +63,7 @@ def _depth_is_above(most: int, value: object) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
+class FaceRelease:
     """What the HTTP face of one release of an engine has.
 
     Attributes:
@@ -94,7 +94,7 @@ _VLLM: Final = ("vllm", "vllm_0_19")
 _SGLANG: Final = ("sglang",)
 
 
-def release_of(models: str, backend: str) -> Release | None:
+def release_of(models: str, backend: str) -> FaceRelease | None:
     """Return the face of the engine that writes a dialect; None: it has none here.
 
     Args:
@@ -104,11 +104,11 @@ def release_of(models: str, backend: str) -> Release | None:
     words = models.replace(",", " ").split()
     version = next((word for word in words if word[0].isdigit()), "")
     if backend in _SGLANG:
-        return Release("sglang", version, nested_errors=False)
+        return FaceRelease("sglang", version, nested_errors=False)
     if backend not in _VLLM:
         return None
     number = tuple(int(part) for part in version.split(".")[:2])
-    return Release(
+    return FaceRelease(
         "vllm",
         version,
         nested_errors=number >= (0, 10),
@@ -135,7 +135,7 @@ class Model:
     """
 
     name: str
-    release: Release
+    release: FaceRelease
     block_size: int
     max_model_len: int
     adapters: tuple[str, ...] = ()

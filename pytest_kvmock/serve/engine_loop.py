@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_kvmock.capture.lines import CaptureError
 from pytest_kvmock.engine.worker import RequestError
-from pytest_kvmock.serve.answers import Choice
+from pytest_kvmock.serve.answers import CompletionChoice
 from pytest_kvmock.serve.api import RankState
 from pytest_kvmock.serve.loop_thread import print_error
 from pytest_kvmock.serve.text import Letters, letters_of
@@ -51,11 +51,11 @@ class Job:
         self.asked = asked
         self.rows = rows
         self.choices = [
-            Choice(position * asked.n + number, len(prompt))
+            CompletionChoice(position * asked.n + number, len(prompt))
             for position, prompt in enumerate(asked.prompts)
             for number in range(asked.n)
         ]
-        self.fresh: list[tuple[Choice, int]] = []
+        self.fresh: list[tuple[CompletionChoice, int]] = []
         self.changed = asyncio.Event()
         self.left = len(self.choices)
         self.failure: str | None = None
@@ -71,7 +71,7 @@ class _Running:
 
     __slots__ = ("choice", "job", "row", "source")
 
-    def __init__(self, job: Job, choice: Choice, row: ServedRequest, source: Letters) -> None:
+    def __init__(self, job: Job, choice: CompletionChoice, row: ServedRequest, source: Letters) -> None:
         self.job = job
         self.choice = choice
         self.row = row

@@ -23,7 +23,7 @@ from pytest_kvmock.serve.loop_thread import LoopThread
 from pytest_kvmock.serve.network import LOOPBACK, Guard, Network, check_secret
 from pytest_kvmock.serve.request_log import RequestLog, Routing, ServedRequest
 from pytest_kvmock.serve.text import LETTERS
-from pytest_kvmock.serve.truth import Knowledge, Truth, all_removed
+from pytest_kvmock.serve.truth import RouterChecks, Truth, all_removed
 from pytest_kvmock.tokens import Prompt
 from pytest_kvmock.wire import Dialect, find_dialect
 from pytest_kvmock.wire.digests import StreamDigests
@@ -52,7 +52,7 @@ _FORGET_EVERY: Final = 256
 """How many requests come, at least, before what is remembered no more is dropped: that costs a look at all that is held."""
 
 
-class KvServer(Controls, Knowledge):
+class KvServer(Controls, RouterChecks):
     """The workers of a harness behind sockets. It is a context manager; while it serves, it alone drives the engines.
 
     Each worker has an HTTP port with the API of the dialect's engine, and each of its ranks an endpoint for KV events and one for replays.

@@ -165,7 +165,7 @@ def prompt_of(prompt: Prompt | TokenIds | str) -> Prompt:
     return Prompt(encode(prompt)) if isinstance(prompt, str) else Prompt.of(prompt)
 
 
-class Knowledge:
+class RouterChecks:
     """The part of a `KvServer` that compares what a router knows with the truth.
 
     Attributes:

@@ -17,7 +17,7 @@ from pytest_kvmock.events import StorageTier
 from pytest_kvmock.tiers.chunk_events import ChunkEvents, OffloadGroup
 from pytest_kvmock.tiers.chunk_eviction import ChunkKey, ChunkUser
 from pytest_kvmock.tiers.chunk_store import ChunkStore
-from pytest_kvmock.tiers.offload_steps import Hit, Keeps, OffloadRequest, Plan, Step, Transfer
+from pytest_kvmock.tiers.offload_steps import Hit, Keeps, OffloadPlan, OffloadRequest, OffloadStep, OffloadTransfer
 
 if TYPE_CHECKING:
     from pytest_kvmock.cache.hashed import HashedTokens
@@ -83,8 +83,8 @@ class NativeOffload:
         self._budget = self._step_budget = within_step_tokens
         self._events = ChunkEvents(groups, blocks_per_chunk, self_describing, rng or Random(0))  # noqa: S311 - mock data
         self._next_job = 0
-        self._open: dict[int, Transfer] = {}
-        self._loads: list[Transfer] = []  # of this step
+        self._open: dict[int, OffloadTransfer] = {}
+        self._loads: list[OffloadTransfer] = []  # of this step
         self._fences: dict[int, frozenset[int]] = {}  # by job, blocks of the device that it reads and nobody holds
         self._live: set[OffloadRequest] = set()
         self._over: set[OffloadRequest] = set()
@@ -201,13 +201,13 @@ class NativeOffload:
         job.is_load, job.within_step = True, hit.within_step
         self._loads.append(job)
 
-    def plan(self, step: Step) -> Plan:
+    def plan(self, step: OffloadStep) -> OffloadPlan:
         """Plan the transfers of a step, at its end.
 
         Args:
             step: what the scheduler has decided.
         """
-        plan = Plan(loads=self._loads, flush=self._to_flush)
+        plan = OffloadPlan(loads=self._loads, flush=self._to_flush)
         self._loads, self._to_flush, self._step_budget = [], set(), self._budget
         got = frozenset(step.blocks)
         plan.flush.update(number for number, fenced in self._fences.items() if not fenced.isdisjoint(got))
@@ -352,14 +352,14 @@ class NativeOffload:
 
     def _new_job(
         self, request: OffloadRequest, chunks: Sequence[ChunkKey], blocks: Sequence[int], slots: Sequence[int]
-    ) -> Transfer:
-        job = Transfer(self._next_job, request, chunks, blocks, slots)
+    ) -> OffloadTransfer:
+        job = OffloadTransfer(self._next_job, request, chunks, blocks, slots)
         self._next_job += 1
         self._open[job.number] = job
         request.jobs.add(job.number)
         return job
 
-    def _offer(self, request: OffloadRequest, upto: int) -> Transfer | None:
+    def _offer(self, request: OffloadRequest, upto: int) -> OffloadTransfer | None:
         """Offer what a request has computed and has not offered yet; returns the transfer, if anything of it is new."""
         tokens, held = request.tokens, request.blocks
         size, chunk = self._groups[0].block_size, self._chunk
@@ -398,6 +398,6 @@ class NativeOffload:
             offers.popitem(last=False)
         return count
 
-    def _fence(self, job: Transfer) -> frozenset[int]:
+    def _fence(self, job: OffloadTransfer) -> frozenset[int]:
         fenced = self._fences[job.number] = frozenset(job.blocks)
         return fenced

@@ -57,7 +57,7 @@ class OffloadRequest:
 
 
 @dataclass(eq=False, slots=True)
-class Transfer:
+class OffloadTransfer:
     """Chunks that are copied for one request.
 
     Attributes:
@@ -96,7 +96,7 @@ class Computing(NamedTuple):
 
 
 @dataclass(slots=True)
-class Step:
+class OffloadStep:
     """What a scheduler has decided.
 
     Attributes:
@@ -113,7 +113,7 @@ class Step:
 
 
 @dataclass(slots=True)
-class Plan:
+class OffloadPlan:
     """What the worker has to do.
 
     Attributes:
@@ -122,6 +122,6 @@ class Plan:
         flush: numbers of transfers that must be done before anything is computed.
     """
 
-    loads: list[Transfer] = field(default_factory=list)
-    stores: list[Transfer] = field(default_factory=list)
+    loads: list[OffloadTransfer] = field(default_factory=list)
+    stores: list[OffloadTransfer] = field(default_factory=list)
     flush: set[int] = field(default_factory=set)

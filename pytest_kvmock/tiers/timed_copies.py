@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from pytest_kvmock.tiers.bandwidth import Link
-from pytest_kvmock.tiers.offload_steps import Plan, Transfer
+from pytest_kvmock.tiers.offload_steps import OffloadPlan, OffloadTransfer
 
 # Theory of operation
 #
@@ -18,9 +18,9 @@ class _Direction:
 
     def __init__(self, gbps: float) -> None:
         self._link = Link(gbps)
-        self._queue: deque[tuple[Transfer, int]] = deque()
+        self._queue: deque[tuple[OffloadTransfer, int]] = deque()
 
-    def enter(self, job: Transfer, num_bytes: int, now: float) -> None:
+    def enter(self, job: OffloadTransfer, num_bytes: int, now: float) -> None:
         self._queue.append((job, num_bytes))
         if len(self._queue) == 1:
             self._link.start(now, num_bytes)
@@ -29,9 +29,9 @@ class _Direction:
         """When the next one is done; None: there is none."""
         return self._link.earliest()
 
-    def finish(self, now: float) -> list[Transfer]:
+    def finish(self, now: float) -> list[OffloadTransfer]:
         """Take out what is done by a time; each begins when the one before it is done."""
-        done: list[Transfer] = []
+        done: list[OffloadTransfer] = []
         while (earliest := self._link.earliest()) is not None and earliest <= now:
             self._link.advance(earliest)
             done.append(self._queue.popleft()[0])
@@ -65,7 +65,7 @@ class TimedCopies:
     def __init__(self, gbps: float, block_bytes: int) -> None:
         self._block_bytes = block_bytes
         self._to_host, self._to_device = _Direction(gbps), _Direction(gbps)
-        self._not_begun: list[Transfer] = []
+        self._not_begun: list[OffloadTransfer] = []
 
     @property
     def waits_for_step(self) -> bool:
@@ -77,7 +77,7 @@ class TimedCopies:
         both = (self._to_host.deadline(), self._to_device.deadline())
         return min((each for each in both if each is not None), default=None)
 
-    def step(self, plan: Plan, now: float) -> tuple[float, list[int]]:
+    def step(self, plan: OffloadPlan, now: float) -> tuple[float, list[int]]:
         """Carry out what was planned for a step.
 
         Args:

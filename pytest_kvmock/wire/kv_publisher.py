@@ -49,7 +49,7 @@ _MADE: Final[set[Path]] = set()
 """The directories for ipc sockets that were made here: one that was removed is made again for who is bound there next."""
 
 
-class _Rank:
+class _PublishedRank:
     """What one rank has: a socket, the next number, the batches that a replay can have, subscriptions."""
 
     __slots__ = ("before", "buffer", "looks_until", "number", "restarted_alone", "subscriptions", "unheard", "xpub")
@@ -162,7 +162,7 @@ class KvPublisher(Batcher):
                 release(socket)
             self._release()
             raise
-        self._ranks = [_Rank(publisher, buffer_steps) for publisher in publishers]
+        self._ranks = [_PublishedRank(publisher, buffer_steps) for publisher in publishers]
         if routers:
             reply_topic = topic.encode() if self.dialect.replay == "topic" else None
             self._server = ReplayServer(self.context, routers, reply_topic, self._batches_from)
@@ -268,14 +268,14 @@ class KvPublisher(Batcher):
         for each in outcome.sent:
             self._send(rank, each)
 
-    def _look(self, dp_rank: int, rank: _Rank) -> None:
+    def _look(self, dp_rank: int, rank: _PublishedRank) -> None:
         """Look whether anybody has subscribed before a batch goes out, to name it if nobody has."""
         if any(map(self._topic.startswith, self.subscriptions(dp_rank))):
             rank.looks_until = 0
         else:
             rank.unheard = rank.number + 1
 
-    def _send(self, rank: _Rank, batch: Numbered) -> None:
+    def _send(self, rank: _PublishedRank, batch: Numbered) -> None:
         send, more = rank.xpub.send, self._more
         send(self._topic, more)  # as send_multipart, which looks at the type of each frame
         send(batch.number.to_bytes(8, "big"), more)
@@ -505,7 +505,7 @@ class KvPublisher(Batcher):
                 self._made = str(directory)
         return endpoint
 
-    def _rank(self, dp_rank: int) -> _Rank:
+    def _rank(self, dp_rank: int) -> _PublishedRank:
         return self._ranks[self.check_rank(dp_rank)]
 
     def close(self) -> None:

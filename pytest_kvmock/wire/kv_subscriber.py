@@ -36,7 +36,7 @@ MOST_REMEMBERED: Final = 10_000
 _NUMBER: Final = "8 bytes with the number of the batch"
 
 
-class _Rank:
+class _SubscribedRank:
     """What is known of one rank."""
 
     __slots__ = ("anew", "brought", "dealer", "due", "latest", "next_event_id", "seen", "sub")
@@ -143,10 +143,10 @@ class KvSubscriber:
         check_context(context)
         self._owns_context = context is None
         self.context = zmq.Context() if context is None else context
-        self._ranks: list[_Rank] = []
+        self._ranks: list[_SubscribedRank] = []
         try:
             for each in self.endpoints:
-                self._ranks.append(_Rank(self._subscribed(each, topic)))
+                self._ranks.append(_SubscribedRank(self._subscribed(each, topic)))
         except BaseException:
             self.close()
             raise
@@ -285,7 +285,7 @@ class KvSubscriber:
 
     # ------------------------------------------------------------------------------------------------ batches
 
-    def _message(self, dp_rank: int, rank: _Rank, frames: list[bytes]) -> _Waits[None] | None:
+    def _message(self, dp_rank: int, rank: _SubscribedRank, frames: list[bytes]) -> _Waits[None] | None:
         """Take one message: topic, number, payload. Return what is to be done yet, by a replay; None: nothing."""
         if len(frames) != 3 or len(frames[1]) != 8:
             got = f"{len(frames)} frames" if len(frames) != 3 else f"{len(frames[1])} bytes for a number"
@@ -302,7 +302,7 @@ class KvSubscriber:
             self._lose(dp_rank, rank, number, "did not arrive")
         return self._in_turn(dp_rank, rank, number, payload)
 
-    def _begins_anew(self, dp_rank: int, rank: _Rank, number: int, payload: bytes) -> bool:
+    def _begins_anew(self, dp_rank: int, rank: _SubscribedRank, number: int, payload: bytes) -> bool:
         """Take a batch whose number is not above the last one. Return whether it is the first of a publisher that began anew."""
         due = rank.due or 0
         was = rank.seen.get(number)
@@ -333,14 +333,14 @@ class KvSubscriber:
         self._report(dp_rank, range(due, due), observed)
         return True
 
-    def _after_gap(self, dp_rank: int, rank: _Rank, number: int, payload: bytes) -> _Waits[None]:
+    def _after_gap(self, dp_rank: int, rank: _SubscribedRank, number: int, payload: bytes) -> _Waits[None]:
         """Close the gap before a batch by a replay, and take the batch."""
         yield from self._recover(dp_rank, rank, number)
         waits = self._in_turn(dp_rank, rank, number, payload)
         if waits is not None:
             yield from waits
 
-    def _in_turn(self, dp_rank: int, rank: _Rank, number: int, payload: bytes) -> _Waits[None] | None:
+    def _in_turn(self, dp_rank: int, rank: _SubscribedRank, number: int, payload: bytes) -> _Waits[None] | None:
         """Apply a batch, unless a replay has brought it. Return what recovers one that cannot be read; None: nothing is to be done."""
         if number == rank.due:
             decoded = self._decoded(dp_rank, rank, payload)
@@ -350,7 +350,7 @@ class KvSubscriber:
             self._apply(dp_rank, rank, number, payload, decoded)
         return None
 
-    def _recover(self, dp_rank: int, rank: _Rank, stop: int) -> _Waits[None]:
+    def _recover(self, dp_rank: int, rank: _SubscribedRank, stop: int) -> _Waits[None]:
         """Ask for batches from the next one on, and apply what comes; what is missing then below `stop` is lost."""
         due = rank.due or 0
         first = due
@@ -423,11 +423,11 @@ class KvSubscriber:
         if due > first:
             self.recovered.append((dp_rank, range(first, due)))
 
-    def _decoded(self, dp_rank: int, rank: _Rank, payload: bytes) -> Decoded:
+    def _decoded(self, dp_rank: int, rank: _SubscribedRank, payload: bytes) -> Decoded:
         first = rank.next_event_id
         return decode(payload, self.dialect, worker_id=self.worker_id, dp_rank=dp_rank, first_event_id=first)
 
-    def _apply(self, dp_rank: int, rank: _Rank, number: int, payload: bytes, decoded: Decoded) -> bool:
+    def _apply(self, dp_rank: int, rank: _SubscribedRank, number: int, payload: bytes, decoded: Decoded) -> bool:
         """Give the events of a batch to the sink. Return whether any could be read; a batch of which none can is lost."""
         self._note(dp_rank, number, decoded)
         rank.seen[number] = hash(payload)
@@ -452,7 +452,9 @@ class KvSubscriber:
             self._sink(event)
         return True
 
-    def _give_in_part(self, dp_rank: int, rank: _Rank, number: int, decoded: Decoded, on_loss: LostBatches) -> None:
+    def _give_in_part(
+        self, dp_rank: int, rank: _SubscribedRank, number: int, decoded: Decoded, on_loss: LostBatches
+    ) -> None:
         """Give the events that could be read to the sink, and report those that could not where they are missing."""
         if self.dialect.is_msgpack:  # that they are missing is reported once: their ids are no gap on top of that
             for event_id, event in enumerate(decoded.events, rank.next_event_id):
@@ -468,7 +470,7 @@ class KvSubscriber:
     def _note(self, dp_rank: int, number: int, decoded: Decoded) -> None:
         self.problems += (BatchProblem(dp_rank, number, str(problem)) for problem in decoded.problems)
 
-    def _lose(self, dp_rank: int, rank: _Rank, stop: int, why: str) -> None:
+    def _lose(self, dp_rank: int, rank: _SubscribedRank, stop: int, why: str) -> None:
         """Count the batches up to `stop` as lost."""
         batches = range(rank.due or 0, stop)
         rank.due = stop

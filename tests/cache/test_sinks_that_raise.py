@@ -7,7 +7,7 @@ from uuid import UUID
 import pytest
 
 from pytest_kvmock import CapturingSink, Cleared, Prompt, StorageTier, create_manager
-from pytest_kvmock.cache.base import Publisher
+from pytest_kvmock.cache.base import EventPublisher
 from pytest_kvmock.cache.dynamo.mocker_sglang_request import PageRequest
 from pytest_kvmock.cache.offload import BlockDetails, Scheduled
 from pytest_kvmock.moves import Destroy
@@ -208,14 +208,14 @@ def call_of_parts(publisher):
 
 
 def test_a_call_of_several_that_fails_by_itself_leaves_nothing_of_its_sink_to_the_next():
-    publisher = Publisher(Refusing(), 0)
+    publisher = EventPublisher(Refusing(), 0)
     with pytest.raises(ValueError, match=r"^of the part$"):
         refused_part(publisher)
     assert None is publisher.failure
 
 
 def test_a_part_of_a_call_that_fails_and_is_caught_leaves_what_its_sink_raised_to_the_end():
-    publisher = Publisher(Refusing(), 0)
+    publisher = EventPublisher(Refusing(), 0)
     with pytest.raises(OSError, match=r"^event 0$"):
         call_of_parts(publisher)
     assert None is publisher.failure

@@ -5,7 +5,7 @@ import pytest
 from pytest_kvmock import EngineProfile, OutOfBlocks, RadixIndex, RouterHarness
 from pytest_kvmock.engine import WouldWait
 from pytest_kvmock.engine.worker import RequestError
-from pytest_kvmock.harness.recording import Recorded
+from pytest_kvmock.harness.recording import RecordedOperation
 from pytest_kvmock.programs.interpreter import Interpreter
 from pytest_kvmock.programs.operations import (
     Burst,
@@ -109,7 +109,7 @@ def test_what_is_done_is_recorded_and_what_is_recorded_does_it_again(kv):
         interpreter.do(step)
     recorded = [*kv.recording.recorded()]
     assert steps == [step for step, _ in recorded]
-    assert isinstance(recorded[0], Recorded)
+    assert isinstance(recorded[0], RecordedOperation)
     again = RouterHarness(SMALL, "lru", RadixIndex())
     interpreter = Interpreter(again)
     for step, _ in recorded:

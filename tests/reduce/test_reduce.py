@@ -21,7 +21,7 @@ from pytest_kvmock import (
     StorageTier,
     Stored,
 )
-from pytest_kvmock.harness.recording import MOST, Recorded
+from pytest_kvmock.harness.recording import MOST, RecordedOperation
 from pytest_kvmock.hygiene.problem import Problem
 from pytest_kvmock.programs.operations import Clear, Decode, DropNext, Finish, Preempt, Prefill, Resume
 from pytest_kvmock.reduce import NotReduced, reproduce
@@ -765,13 +765,13 @@ def test_operations_are_recorded_as_they_were_asked():
     kv.drop_next(2, kind="removed")
 
     assert [
-        Recorded(Prefill(1, tail=(1, 2, 3, 4, 5)), 0),
-        Recorded(Decode(1, 2, of=None), 1),
-        Recorded(Preempt(1), 1),
-        Recorded(Resume(1), 1),
-        Recorded(Finish(1), 1),
-        Recorded(Clear(), 1),
-        Recorded(DropNext(2, of="removed"), 2),
+        RecordedOperation(Prefill(1, tail=(1, 2, 3, 4, 5)), 0),
+        RecordedOperation(Decode(1, 2, of=None), 1),
+        RecordedOperation(Preempt(1), 1),
+        RecordedOperation(Resume(1), 1),
+        RecordedOperation(Finish(1), 1),
+        RecordedOperation(Clear(), 1),
+        RecordedOperation(DropNext(2, of="removed"), 2),
     ] == [*kv.recording.recorded()]
 
 

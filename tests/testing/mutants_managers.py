@@ -6,7 +6,7 @@ from uuid import UUID
 from contract_runs import Mutants
 
 from pytest_kvmock import Cleared, KvCacheEvent, Removed, Stored
-from pytest_kvmock.cache.base import Publisher
+from pytest_kvmock.cache.base import EventPublisher
 from pytest_kvmock.cache.dynamo.eviction.lru import LruPolicy
 from pytest_kvmock.cache.dynamo.logical import LogicalManager
 from pytest_kvmock.moves import Deref, MoveError, Promote, Use
@@ -18,7 +18,7 @@ MANAGERS = Mutants(ManagerContract)
 class Spoilt(LogicalManager):
     """A sound manager; `Says` may be another publisher."""
 
-    Says = Publisher
+    Says = EventPublisher
 
     def __init__(self, num_blocks, block_size, sink):
         super().__init__(
@@ -37,7 +37,7 @@ class Lru(ManagerContract):
 @MANAGERS.breaks("test_a_full_manager_evicts_as_many_as_it_needs", "test_every_block_is_somewhere_in_any_traffic")
 class ForgetsRemoved(Lru):
     class Subject(Spoilt):
-        class Says(Publisher):
+        class Says(EventPublisher):
             def publish(self, data, *beside):
                 if not isinstance(data, Removed):
                     super().publish(data, *beside)
@@ -58,7 +58,7 @@ class ListsBackwards(Lru):
 )
 class MakesEveryBlockARoot(Lru):
     class Subject(Spoilt):
-        class Says(Publisher):
+        class Says(EventPublisher):
             def publish(self, data, *beside):
                 if not isinstance(data, Stored):
                     super().publish(data, *beside)
@@ -70,7 +70,7 @@ class MakesEveryBlockARoot(Lru):
 @MANAGERS.breaks("test_event_ids_count_from_0", "test_an_id_that_is_taken_is_used_up")
 class CountsInTwos(Lru):
     class Subject(Spoilt):
-        class Says(Publisher):
+        class Says(EventPublisher):
             def take_id(self):
                 self.next_event_id += 1
                 return super().take_id()
@@ -164,7 +164,7 @@ class StoresWhatIsPromotedAgain(Lru):
 @MANAGERS.breaks("test_clear_drops_all_and_publishes_a_cleared")
 class ClearsWithoutAWord(Lru):
     class Subject(Spoilt):
-        class Says(Publisher):
+        class Says(EventPublisher):
             def publish(self, data, *beside):
                 if not isinstance(data, Cleared):
                     super().publish(data, *beside)
@@ -198,7 +198,7 @@ class CostsAsIfNothingWereCached(Lru):
 @MANAGERS.breaks("test_token_ids_travel_with_the_event")
 class LosesTheTokens(Lru):
     class Subject(Spoilt):
-        class Says(Publisher):
+        class Says(EventPublisher):
             def publish(self, data, token_ids=None, *tier):
                 super().publish(data, None, *tier)
 
@@ -206,7 +206,7 @@ class LosesTheTokens(Lru):
 @MANAGERS.breaks("test_a_sink_that_raises_does_not_stop_it", ends_in=(OSError,))
 class StopsWhenNobodyListens(Lru):
     class Subject(Spoilt):
-        class Says(Publisher):
+        class Says(EventPublisher):
             def publish(self, data, *beside):
                 if self.sink is not None:
                     self.sink.publish(KvCacheEvent(self.take_id(), data, 0), *beside)

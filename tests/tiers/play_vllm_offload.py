@@ -21,7 +21,7 @@ from pytest_kvmock.cache.vllm.hybrid import HybridManager
 from pytest_kvmock.events import KvCacheEvent, RouterEvent
 from pytest_kvmock.tiers.chunk_events import OffloadGroup
 from pytest_kvmock.tiers.native_offload import NativeOffload
-from pytest_kvmock.tiers.offload_steps import Computing, Step
+from pytest_kvmock.tiers.offload_steps import Computing, OffloadStep
 from pytest_kvmock.tokens import Prompt
 from pytest_kvmock.wire import Batch, encode
 
@@ -289,7 +289,7 @@ class Engine:
         preempted = preempted + self.reset_preempted
         self.reset_preempted = []
         plan = host.plan(
-            Step(
+            OffloadStep(
                 [
                     Computing(each.offload, device.blocks(each.state), each.state.num_computed_tokens)
                     for each in self.computing

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from typing import Literal
 from uuid import UUID
 
-from pytest_kvmock.cache.base import LOG, Publisher
+from pytest_kvmock.cache.base import LOG, EventPublisher
 from pytest_kvmock.cache.cache_trace import OF_1_2_1, TRACE_LEVEL, trace
 from pytest_kvmock.cache.dynamo import move_checks
 from pytest_kvmock.cache.dynamo.cached_slots import CachedSlots
@@ -49,7 +49,7 @@ class Offloading:
     """
 
     def __init__(
-        self, manager: KvManager, slots: Callable[[], CachedSlots], pool: BlockPool, publisher: Publisher
+        self, manager: KvManager, slots: Callable[[], CachedSlots], pool: BlockPool, publisher: EventPublisher
     ) -> None:
         self._manager = manager
         self._slots = slots

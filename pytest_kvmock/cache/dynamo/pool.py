@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pytest_kvmock.cache.base import Publisher
+from pytest_kvmock.cache.base import EventPublisher
 from pytest_kvmock.cache.dynamo.eviction.policy import EvictionPolicy, Slot
 from pytest_kvmock.events import Removed, Stored
 
@@ -187,7 +187,7 @@ class Used:
         self.refused = False
         self.in_bulk = True
 
-    def publish(self, publisher: Publisher, pool: BlockPool) -> None:
+    def publish(self, publisher: EventPublisher, pool: BlockPool) -> None:
         """Publish what was stored, then what was evicted, whose entries are dropped only now."""
         if self.stored:
             pool.registrations += len(self.stored)

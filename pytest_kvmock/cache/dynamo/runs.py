@@ -45,7 +45,7 @@ from pytest_kvmock.plh import MAX_POSITION, lineage_hash, lineage_hashes, lineag
 _BITS: Final = 2**51 - 1  # of a sequence hash, which its lineage hash keeps at any position
 
 
-class Run:
+class ChainRun:
     """A piece of a chain.
 
     Attributes:
@@ -60,7 +60,7 @@ class Run:
 
     __slots__ = ("children", "held_below", "names", "numbers", "parent", "position", "refs")
 
-    def __init__(self, names: list[int], parent: Run | None, position: int, refs: int) -> None:
+    def __init__(self, names: list[int], parent: ChainRun | None, position: int, refs: int) -> None:
         self.names = names
         self.parent = parent
         self.position = position
@@ -89,10 +89,12 @@ class Runs:
     def __init__(self, pool: BlockPool, partials: dict[UUID, Slot]) -> None:
         self._pool = pool
         self._partials = partials
-        self._runs: dict[int, Run] = {}  # of each block, by the low bits of its name
-        self._idle: OrderedDict[Run, None] = OrderedDict()  # those without references, the next to be evicted first
+        self._runs: dict[int, ChainRun] = {}  # of each block, by the low bits of its name
+        self._idle: OrderedDict[ChainRun, None] = (
+            OrderedDict()
+        )  # those without references, the next to be evicted first
         self._num_idle = 0
-        self._open: Run | None = None  # its blocks from number `_open_from` on were freed one by one
+        self._open: ChainRun | None = None  # its blocks from number `_open_from` on were freed one by one
         self._open_from = 0
         self.references = 0
 
@@ -104,7 +106,7 @@ class Runs:
         self._settle()
         return self._num_idle
 
-    def blocks(self) -> dict[int, Run]:
+    def blocks(self) -> dict[int, ChainRun]:
         """The run of each block, in the order in which they were stored."""
         self._settle()
         names = {name & _BITS: name for run in set(self._runs.values()) for name in run.names}
@@ -123,7 +125,7 @@ class Runs:
         """The cached blocks, in the order in which they were stored."""
         return self.blocks().keys()
 
-    def find(self, name: int) -> tuple[Run, int] | None:
+    def find(self, name: int) -> tuple[ChainRun, int] | None:
         """Return the run that has a block, and the block's number in it; None if it is not cached."""
         try:
             run = self._runs.get(name & _BITS)
@@ -160,7 +162,7 @@ class Runs:
     def overlap(self, blocks: Sequence[Block], plhs: Sequence[int]) -> int:
         """Count the leading blocks that are in use by this name, or cached under this lineage hash."""
         count, most = 0, min(len(blocks), len(plhs))
-        last: Run | None = None
+        last: ChainRun | None = None
         while count < most:  # run by run, as in `use`
             name = blocks[count]
             run = None if isinstance(name, UUID) else self._runs.get(name & _BITS)
@@ -181,27 +183,27 @@ class Runs:
             count += 1
         return count
 
-    def _plh(self, run: Run, number: int) -> int:
+    def _plh(self, run: ChainRun, number: int) -> int:
         if number:
             parent: int | None = run.names[number - 1]
         else:
             parent = None if run.parent is None else run.parent.names[-1]
         return lineage_hash(run.names[number], parent, run.position + number)
 
-    def plhs(self, run: Run) -> list[int]:
+    def plhs(self, run: ChainRun) -> list[int]:
         """Lineage hash of each block of a run."""
         parent = None if run.parent is None else run.parent.names[-1]
         return lineage_hashes(run.names, parent=parent, start=run.position)
 
     # ------------------------------------------------------------------------------------------------- changes
 
-    def _split(self, run: Run, number: int) -> Run:
+    def _split(self, run: ChainRun, number: int) -> ChainRun:
         """Split a run before this block of it, neither its first nor beyond its last; returns the new run above.
 
         The lower one stays where it is: it has the turn, and the children.
         """
         names = run.names[:number]
-        above = Run(names, run.parent, run.position, run.refs)
+        above = ChainRun(names, run.parent, run.position, run.refs)
         above.children = 1
         above.held_below = run.refs
         del run.names[:number]
@@ -211,7 +213,7 @@ class Runs:
         self._runs.update(dict.fromkeys([name & _BITS for name in names], above))
         return above
 
-    def _hold(self, run: Run) -> None:
+    def _hold(self, run: ChainRun) -> None:
         if not run.refs:
             count = len(run.names)
             self._idle.pop(run, None)  # the upper part of one that was split is not there
@@ -222,7 +224,7 @@ class Runs:
         if run.parent is not None:
             run.parent.held_below += 1
 
-    def _release(self, run: Run) -> None:
+    def _release(self, run: ChainRun) -> None:
         run.refs -= 1
         if run.parent is not None:
             run.parent.held_below -= 1
@@ -230,7 +232,7 @@ class Runs:
             self._idle[run] = None
             self._num_idle += len(run.names)
 
-    def _is_held(self, run: Run) -> bool:
+    def _is_held(self, run: ChainRun) -> bool:
         """Whether a reference to a run can be dropped: it has one, and a block below it does not need it."""
         return run.refs > 1 or (run.refs == 1 and not run.held_below)
 
@@ -243,14 +245,14 @@ class Runs:
                 self._split(run, self._open_from)
                 self._release(run)
 
-    def _append(self, names: list[int], keys: list[int], parent: Run | None, position: int) -> None:
+    def _append(self, names: list[int], keys: list[int], parent: ChainRun | None, position: int) -> None:
         """Store blocks below a run that is in use, with one reference each."""
         if parent is not None and parent.refs == 1 and not parent.children:
             parent.names += names
             parent.numbers = None
             run = parent
         else:
-            run = Run(names.copy(), parent, position, 1)
+            run = ChainRun(names.copy(), parent, position, 1)
             if parent is not None:
                 parent.children += 1
                 parent.held_below += 1
@@ -282,7 +284,7 @@ class Runs:
             self._num_idle -= len(gone)
         return taken
 
-    def _below(self, name: int | None) -> tuple[Run | None, int] | None:
+    def _below(self, name: int | None) -> tuple[ChainRun | None, int] | None:
         """Return the run that ends with a block in use, and the position below it; None if there is none such."""
         if name is None:
             return None, 0
@@ -311,7 +313,7 @@ class Runs:
         if lineage_hashes(names, parent=parent, start=below[1]) != list(move.plhs):
             return None
         runs = self._runs
-        held: list[Run] = []
+        held: list[ChainRun] = []
         hits = rest = 0  # of the last run that is hit, `rest` blocks are
         last, position = below
         while hits < leading:
@@ -383,7 +385,7 @@ class Runs:
         names: list[int] = list(blocks[len(partials) :])  # type: ignore[arg-type]  # else it is refused below
         if partials and (len(set(partials)) < len(partials) or not self._partials.keys() >= set(partials)):
             return False
-        runs: list[Run] = []
+        runs: list[ChainRun] = []
         start = count = 0
         while start < len(names):
             run = self._runs.get(names[start] & _BITS)

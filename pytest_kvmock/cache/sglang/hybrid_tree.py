@@ -19,7 +19,7 @@ from pytest_kvmock.cache.sglang.radix_tree import NodePart, RadixTree, TreeNode,
 # Two nodes of one path have the same time of access where SGLang has them apart by a hair: they are never leaves together.
 
 
-class Match(NamedTuple):
+class TreeMatch(NamedTuple):
     """What a lookup found.
 
     Attributes:
@@ -129,7 +129,7 @@ class HybridTree(RadixTree):
         """
         return self.find(names, count, namespace)[:2]
 
-    def find(self, names: Sequence[int], count: int, namespace: Hashable = None) -> Match:
+    def find(self, names: Sequence[int], count: int, namespace: Hashable = None) -> TreeMatch:
         """Look pages up, and count what can be used as used now. A node that is shared in part is split, used or not."""
         found = self._walk(names, count, namespace, splits=True)
         tick = self._clock = self._clock + 1
@@ -150,7 +150,7 @@ class HybridTree(RadixTree):
         if self.window is not None:
             self.window.touch_path(node, self.root)
 
-    def _walk(self, names: Sequence[int], count: int, namespace: Hashable, *, splits: bool) -> Match:
+    def _walk(self, names: Sequence[int], count: int, namespace: Hashable, *, splits: bool) -> TreeMatch:
         window, states, root = self.window, self.states, self.root
         tick = self._clock = self._clock + splits
         node, at = root, 0
@@ -177,7 +177,7 @@ class HybridTree(RadixTree):
                 usable, used = node, at
             if not is_whole:
                 break
-        return Match(usable, used, at)
+        return TreeMatch(usable, used, at)
 
     # ------------------------------------------------------------------------------------------------ inserts
 

@@ -23,7 +23,7 @@ BLOCKS_A_STATE: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class SglangModel:
     """One model at a page size at which its numbers are its own; at others they are in proportion.
 
     Attributes:
@@ -74,18 +74,18 @@ class Model:
         return Geometry(states=states, state_grid=scaled(self.grid), state_interval=scaled(self.track))
 
 
-MODELS: Final[Mapping[str, Model]] = MappingProxyType(
+MODELS: Final[Mapping[str, SglangModel]] = MappingProxyType(
     {
         # Windows are those of the models' configs: sliding_window 128 (gpt-oss), 1024 (Gemma 4), attention_chunk_size 8192
         # (Llama 4, whose chunked layers SGLang treats as a window), 128 (DeepSeek-V4). SGLang takes any page for the first
         # three (1 by default, 64 on SM100); at 16 their windows have as many pages as they have blocks in vLLM.
-        "sglang_gpt_oss": Model(page=16, window=128),
-        "sglang_gemma4": Model(page=16, window=1024),
-        "sglang_llama4": Model(page=16, window=8192, is_exclusive=False),
+        "sglang_gpt_oss": SglangModel(page=16, window=128),
+        "sglang_gemma4": SglangModel(page=16, window=1024),
+        "sglang_llama4": SglangModel(page=16, window=8192, is_exclusive=False),
         # Chunks of the linear attention have 64 tokens (`FLA_CHUNK_SIZE`), pages 64 on SM100, states are tracked at 256.
-        "sglang_qwen3_next": Model(page=64, grid=64),
-        "sglang_kimi_linear": Model(page=64, grid=64),
-        "sglang_deepseek_v4": Model(page=256, window=128, is_exclusive=False, ratio=0.1),
+        "sglang_qwen3_next": SglangModel(page=64, grid=64),
+        "sglang_kimi_linear": SglangModel(page=64, grid=64),
+        "sglang_deepseek_v4": SglangModel(page=256, window=128, is_exclusive=False, ratio=0.1),
     }
 )
 """The models by the names of their backends (SGLang 0.5.23)."""

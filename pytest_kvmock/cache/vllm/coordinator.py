@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Final
 
 from pytest_kvmock.cache.vllm.group_policies import (
     FullPolicy,
+    GroupJournal,
     GroupPolicy,
-    Journal,
     LocalPolicy,
     Lookup,
     RingPolicy,
     WindowPolicy,
 )
 from pytest_kvmock.cache.vllm.group_request import ComputedBlocks
-from pytest_kvmock.cache.vllm.groups import FULL, LOCAL, RING, STATE, WINDOWS, CacheGroup, Geometry
+from pytest_kvmock.cache.vllm.groups import FULL, LOCAL, RING, STATE, WINDOWS, CacheGroup, GroupGeometry
 from pytest_kvmock.cache.vllm.named_pool import NULL, NamedPool
 from pytest_kvmock.cache.vllm.state_groups import StatePolicy, UncachedStatePolicy
 
@@ -45,7 +45,7 @@ class Coordinator:
         policies: of each group.
     """
 
-    def __init__(self, geometry: Geometry, pool: NamedPool, journal: Journal) -> None:
+    def __init__(self, geometry: GroupGeometry, pool: NamedPool, journal: GroupJournal) -> None:
         self.geometry, self.pool = geometry, pool
         self.policies = [
             _policy_of(group)(number, geometry, pool, journal) for number, group in enumerate(geometry.groups)

@@ -13,10 +13,10 @@ from pytest_kvmock.cache.vllm.named_pool import NULL, NamedPool
 if TYPE_CHECKING:
     from pytest_kvmock.cache.hashed import HashedTokens
     from pytest_kvmock.cache.vllm.group_request import GroupRequest, GroupTable, Span
-    from pytest_kvmock.cache.vllm.groups import Geometry
+    from pytest_kvmock.cache.vllm.groups import GroupGeometry
 
 
-class Journal(Protocol):
+class GroupJournal(Protocol):
     """Who publishes what groups do."""
 
     def stored(
@@ -75,7 +75,7 @@ class GroupPolicy:
         journal: who publishes what it does.
     """
 
-    def __init__(self, number: int, geometry: Geometry, pool: NamedPool, journal: Journal) -> None:
+    def __init__(self, number: int, geometry: GroupGeometry, pool: NamedPool, journal: GroupJournal) -> None:
         self.number = number
         self.group = geometry.groups[number]
         self.block_size = self.group.block_size
@@ -252,7 +252,7 @@ class FullPolicy(GroupPolicy):
     could resume from; where hits may end inside a block, it is found by that.
     """
 
-    def __init__(self, number: int, geometry: Geometry, pool: NamedPool, journal: Journal) -> None:
+    def __init__(self, number: int, geometry: GroupGeometry, pool: NamedPool, journal: GroupJournal) -> None:
         super().__init__(number, geometry, pool, journal)
         self.drop_unit = self._unit if self._alignment < self.block_size else self.block_size
 
@@ -292,7 +292,7 @@ class FullPolicy(GroupPolicy):
 class WindowPolicy(GroupPolicy):
     """Sliding windows: a request resumes where the blocks of a whole window stand before it, found from the right."""
 
-    def __init__(self, number: int, geometry: Geometry, pool: NamedPool, journal: Journal) -> None:
+    def __init__(self, number: int, geometry: GroupGeometry, pool: NamedPool, journal: GroupJournal) -> None:
         super().__init__(number, geometry, pool, journal)
         assert self.group.window is not None
         self._window = self.group.window
@@ -339,7 +339,7 @@ class WindowPolicy(GroupPolicy):
 class LocalPolicy(GroupPolicy):
     """Chunked local attention: no token attends beyond the begin of its chunk; every block is kept."""
 
-    def __init__(self, number: int, geometry: Geometry, pool: NamedPool, journal: Journal) -> None:
+    def __init__(self, number: int, geometry: GroupGeometry, pool: NamedPool, journal: GroupJournal) -> None:
         super().__init__(number, geometry, pool, journal)
         assert self.group.chunk is not None
         self._chunk = self.group.chunk

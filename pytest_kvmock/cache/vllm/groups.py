@@ -106,7 +106,7 @@ class CacheGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
+class GroupGeometry:
     """The groups of one engine, and what follows from them. `of` makes one.
 
     Attributes:
@@ -140,7 +140,7 @@ class Geometry:
         match_unit: int | None = None,
         use_eagle: bool = False,
         caching: bool = True,
-    ) -> Geometry:
+    ) -> GroupGeometry:
         """Work out the sizes of an engine of these groups.
 
         Args:
@@ -210,12 +210,12 @@ class Geometry:
         """Whether chunks end where states are cached."""
         return self.caching and any(group.kind == STATE and group.mode == "align" for group in self.groups)
 
-    def uncached(self) -> Geometry:
+    def uncached(self) -> GroupGeometry:
         """The same engine without prefix caching: of a state, a request has one block for all its tokens."""
         groups = tuple(
             group if group.kind != STATE else CacheGroup(STATE, _WHOLE_REQUEST, mode="none") for group in self.groups
         )
-        return Geometry.of(groups, retention=self.retention and 0, use_eagle=self.use_eagle, caching=False)
+        return GroupGeometry.of(groups, retention=self.retention and 0, use_eagle=self.use_eagle, caching=False)
 
     def prompt_end(self, prompt_tokens: int, unit: int) -> int:
         """The last multiple of a unit that a request of the same prompt could resume from."""

@@ -11,12 +11,12 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-from pytest_kvmock.cache.base import LOG, Publisher
+from pytest_kvmock.cache.base import LOG, EventPublisher
 from pytest_kvmock.cache.cache_trace import TRACE_LEVEL, trace
 from pytest_kvmock.cache.vllm.block_pool import BlockPoolManager
 from pytest_kvmock.cache.vllm.coordinator import Coordinator
 from pytest_kvmock.cache.vllm.group_request import ComputedBlocks, GroupRequest, Span
-from pytest_kvmock.cache.vllm.groups import FULL, CacheGroup, Geometry, Retention, checked_groups
+from pytest_kvmock.cache.vllm.groups import FULL, CacheGroup, GroupGeometry, Retention, checked_groups
 from pytest_kvmock.cache.vllm.hashes import ExtraKeys
 from pytest_kvmock.cache.vllm.named_pool import NamedPool
 from pytest_kvmock.cache.vllm.state_groups import ChunkEnds
@@ -94,7 +94,7 @@ class HybridManager(VllmManager):
         self._uncapped = [None] * len(taken)
         self._extras = [group_extra(number, each.kind, each.window) for number, each in enumerate(taken)]
         self._removed_extras = [group_extra(number) for number in range(len(taken))]
-        geometry = Geometry.of(
+        geometry = GroupGeometry.of(
             taken, retention=retention, match_unit=match_unit, use_eagle=use_eagle, caching=self.enable_caching
         )
         self._begin(geometry)
@@ -108,7 +108,7 @@ class HybridManager(VllmManager):
         self.admission_caps = [geometry.admission_cap(place, in_flight, self._max_model_len) for place in places]
         self._chunks = ChunkEnds(geometry, self._coordinator.policies, max_num_batched_tokens)
 
-    def _begin(self, geometry: Geometry) -> None:
+    def _begin(self, geometry: GroupGeometry) -> None:
         """Have all blocks free, and none cached."""
         self.geometry = geometry
         self._pool = NamedPool(self.max_capacity, len(geometry.groups), self.removed, front=not geometry.caching)
@@ -382,7 +382,7 @@ class HybridManager(VllmManager):
 
     def rehearsal(self, request: GroupRequest, extra_blocks: int) -> tuple[HybridManager, GroupRequest]:
         """A copy of this engine, which publishes nothing and has so many blocks more, and of a request: to try what is asked for."""
-        silent = Publisher(None, self.dp_rank)
+        silent = EventPublisher(None, self.dp_rank)
         manager, copied = deepcopy((self, request), {id(self._publisher): silent})
         manager._pool.grow(extra_blocks)  # noqa: SLF001 - its own
         return manager, copied
@@ -392,7 +392,7 @@ class HybridManager(VllmManager):
     def stored(
         self, request: GroupRequest, group: int, *, block_size: int, start: int, ends: Sequence[int], end: int
     ) -> None:
-        """Publish what a group has named of a span; see `Journal`."""
+        """Publish what a group has named of a span; see `GroupJournal`."""
         if LOG.isEnabledFor(TRACE_LEVEL):
             trace(self, "allocation", map(request.key, ends))
         publisher = self._publisher
@@ -426,7 +426,7 @@ class HybridManager(VllmManager):
         publisher.publish(Stored(parent, names, tuple(local)), blocks, extra=extra)
 
     def removed(self, names: Sequence[tuple[int, int]]) -> None:
-        """Publish one Removed a name; see `Journal`."""
+        """Publish one Removed a name; see `GroupJournal`."""
         if LOG.isEnabledFor(TRACE_LEVEL):
             trace(self, "eviction", [block_hash for _, block_hash in names])
         publisher = self._publisher

@@ -11,9 +11,9 @@ from pytest_kvmock.cache.vllm.groups import RING, STATE
 from pytest_kvmock.cache.vllm.named_pool import NULL, NamedPool
 
 if TYPE_CHECKING:
-    from pytest_kvmock.cache.vllm.group_policies import Journal, Lookup
+    from pytest_kvmock.cache.vllm.group_policies import GroupJournal, Lookup
     from pytest_kvmock.cache.vllm.group_request import GroupRequest, GroupTable
-    from pytest_kvmock.cache.vllm.groups import Geometry
+    from pytest_kvmock.cache.vllm.groups import GroupGeometry
 
 # Theory of operation
 #
@@ -37,7 +37,7 @@ class StatePolicy(GroupPolicy):
         named_in_step: the first names of the states that were named in this step.
     """
 
-    def __init__(self, number: int, geometry: Geometry, pool: NamedPool, journal: Journal) -> None:
+    def __init__(self, number: int, geometry: GroupGeometry, pool: NamedPool, journal: GroupJournal) -> None:
         super().__init__(number, geometry, pool, journal)
         self._scratch = self.group.speculative_blocks
         self.named_in_step: set[tuple[int, int]] = set()
@@ -247,7 +247,7 @@ class ChunkEnds:
         max_num_batched_tokens: the most tokens of one step.
     """
 
-    def __init__(self, geometry: Geometry, policies: Sequence[GroupPolicy], max_num_batched_tokens: int) -> None:
+    def __init__(self, geometry: GroupGeometry, policies: Sequence[GroupPolicy], max_num_batched_tokens: int) -> None:
         self._geometry = geometry
         self._most = max_num_batched_tokens
         self._size = min(group.block_size for group in geometry.groups if group.kind != RING)

@@ -5,7 +5,7 @@ import pytest
 from pytest_kvmock import CapturingSink, create_manager
 from pytest_kvmock.cache import CacheGroup
 from pytest_kvmock.cache.vllm.block_pool import BlockPoolManager
-from pytest_kvmock.cache.vllm.groups import Geometry
+from pytest_kvmock.cache.vllm.groups import GroupGeometry
 from pytest_kvmock.cache.vllm.hybrid import HybridManager
 from pytest_kvmock.events import Removed, SparseStored, Stored
 from pytest_kvmock.makers import hash_chain
@@ -234,7 +234,7 @@ def test_a_prompt_of_hashes_needs_blocks_of_one_size():
 
 
 def test_sizes_follow_from_the_groups():
-    geometry = Geometry.of((WINDOW, CacheGroup("full_attention", block_size=12), CacheGroup("ring", block_size=8)))
+    geometry = GroupGeometry.of((WINDOW, CacheGroup("full_attention", block_size=12), CacheGroup("ring", block_size=8)))
     assert (geometry.scheduler_block_size, geometry.hash_unit, geometry.alignment) == (24, 4, 24)
     assert geometry.admission_cap(0, 24, None) == 9
     assert geometry.admission_cap(0, 24, 20) == 6

@@ -3,7 +3,7 @@
 import pytest
 
 from pytest_kvmock import BACKENDS, create_manager
-from pytest_kvmock.cache.vllm.groups import Geometry
+from pytest_kvmock.cache.vllm.groups import GroupGeometry
 from pytest_kvmock.cache.vllm.hybrid_models import HYBRID_MODELS
 
 NAMES = list(HYBRID_MODELS)
@@ -23,7 +23,7 @@ SIZES = {  # scheduler block, hash unit, alignment of hits; the group that a rou
 @pytest.mark.parametrize("name", NAMES)
 def test_a_model_has_its_sizes(name):
     model = HYBRID_MODELS[name]
-    geometry = Geometry.of(model.groups)
+    geometry = GroupGeometry.of(model.groups)
     sizes = (geometry.scheduler_block_size, geometry.hash_unit, geometry.alignment)
     kinds = [group.kind for group in model.groups]
     attention = next(number for number, kind in enumerate(kinds) if kind in ("full_attention", "mla_attention"))
@@ -59,7 +59,7 @@ def test_all_sizes_are_in_proportion(name, factor):
             value = getattr(real, field)
             assert (value is None) == (getattr(scaled, field) is None)
             assert value is None or getattr(scaled, field) * model.real_block_size == value * size
-    geometry, whole = Geometry.of(model.sized(size)), Geometry.of(model.groups)
+    geometry, whole = GroupGeometry.of(model.sized(size)), GroupGeometry.of(model.groups)
     assert geometry.scheduler_block_size * model.real_block_size == whole.scheduler_block_size * size
     assert geometry.hash_unit * model.real_block_size == whole.hash_unit * size
 
