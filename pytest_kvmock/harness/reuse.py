@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from pytest_kvmock.events import Removed, SparseStored, Stored, StreamKey
-from pytest_kvmock.harness.chains import Chain
+from pytest_kvmock.harness.chains import QueriedChain
 from pytest_kvmock.hygiene.stream import Stream
 from pytest_kvmock.prompt_keys import FULL_ATTENTION, EventExtra, group_kind, hash_options
 from pytest_kvmock.tokens import Prompt
@@ -40,7 +40,7 @@ class Reuse:
     def widen(
         self,
         streams: Mapping[StreamKey, Stream],
-        chain: Chain,
+        chain: QueriedChain,
         least: dict[StreamKey, int],
         most: dict[StreamKey, int],
         *,
@@ -72,7 +72,7 @@ class Reuse:
                 least[key] = most[key] = min(reused, most.get(key, 0))
 
 
-def _blocks_reused(engine: Reusing, stream: Stream, streams: Mapping[StreamKey, Stream], chain: Chain) -> int | None:
+def _blocks_reused(engine: Reusing, stream: Stream, streams: Mapping[StreamKey, Stream], chain: QueriedChain) -> int | None:
     """Blocks of a chain that an engine would reuse; None: not all its events have arrived, or the tokens are not known."""
     size = stream.spec.block_size
     if size is None or chain.negative or stream.holes or stream.desync is not None or engine.next_id != stream.next_id:
@@ -88,7 +88,7 @@ def _blocks_reused(engine: Reusing, stream: Stream, streams: Mapping[StreamKey, 
     return min(engine.cached_tokens(prompt), len(tokens)) // size
 
 
-def _tokens_of(chain: Chain, streams: Mapping[StreamKey, Stream]) -> tuple[tuple[int, ...] | None, EventExtra | None]:
+def _tokens_of(chain: QueriedChain, streams: Mapping[StreamKey, Stream]) -> tuple[tuple[int, ...] | None, EventExtra | None]:
     """The tokens of a chain, and what they carried, from the events of whoever has stored it."""
     block = chain.blocks[-1]
     for stream in streams.values():
