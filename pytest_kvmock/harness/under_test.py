@@ -137,7 +137,7 @@ class IndexUnderTest:
 
     Raises:
         TypeError: it lacks a method.
-        ValueError: it is not empty, by its `dump_events`; or its `answers` is another text.
+        ValueError: it is not empty, by its `dump_events`; or its `answers` is something else.
     """
 
     def __init__(self, index: Any, *, bounded: int | None = None) -> None:
@@ -157,7 +157,10 @@ class IndexUnderTest:
                 "find_tiered(local_hashes)"
             )
         answers = getattr(index, "answers", "held")
-        if isinstance(answers, str) and answers not in ("held", "reusable"):  # anything else is an attribute of its own
+        if isinstance(answers, str) and answers not in (
+            "held",
+            "reusable",
+        ):  # what else has the name is the index's own
             raise ValueError(
                 f"the index under test ({name}): answers must be 'held' or 'reusable', got {answers!r:.80}"
             )

@@ -29,7 +29,7 @@ def test_a_right_router_before_eight_hybrid_engines_raises_no_alarm(backend):
     size = 64 if backend == "vllm_deepseek_v4" else 4
     for seed in range(examples(2)):
         rng = Random(f"{backend} {seed}")
-        profile = EngineProfile(size, rng.choice([150, 400]) * (16 if size == 64 else 1), 8)
+        profile = EngineProfile(size, rng.choice([600, 1000]) * (16 if size == 64 else 1), 8)
         with RouterHarness(profile, backend, RadixIndex(count_copies=True)) as kv:
             fleet = kv.fleet(DynamoRouter(rng=rng), trace_block_size=size, event_delay_ms=rng.choice([0.0, 5.0]))
             report = fleet.run(requests(rng, size))
