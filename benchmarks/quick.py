@@ -181,6 +181,8 @@ def falls(rows: Mapping[str, Mapping[str, Any]], measure: Callable[[Callable[[],
         recorded = float(row["cells"]["beside the loop"])
         try:
             found = measure(run)
+            if found * FALL < recorded:  # what else the machine did may have slowed it, and not the loop
+                found = max(found, measure(run))
         except NotHere as reason:
             print(f"{name}: not measured here: {reason}", flush=True)
             continue
