@@ -2,6 +2,7 @@
 
     python -m benchmarks                 all that can be measured here
     python -m benchmarks index verdict   some of the groups
+    python -m benchmarks --quick         a minute, which writes nothing: 1 where a ratio of the group "quick" has more than halved
 
 Dynamo 1.2.1 and 1.6.1 cannot be in one process: run it once in an environment of each. A run replaces the rows that it
 measured and leaves the others. `results.json` has the same as data.
@@ -21,12 +22,14 @@ from pathlib import Path
 
 from benchmarks import (
     block_manager,
+    collector,
     engines,
     fleet,
     index,
     manager,
     mooncake,
     plugin_cost,
+    quick,
     reduce,
     serve,
     tiers,
@@ -57,6 +60,8 @@ GROUPS = {
     "serve": (serve.ready, serve.traffic),
     "wire": (wire.codec,),
     "clients": (wire_clients.publish_to_applied,),
+    "collector": (collector.gained,),
+    "quick": (quick.ratios,),
 }
 HOME = Path(__file__).parent
 HEAD = """# Figures
@@ -74,11 +79,22 @@ requests of 32 blocks of 16 tokens, half of each shared by one of 64 groups, one
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.partition("\n")[0])
     parser.add_argument("groups", nargs="*", metavar="group", help=f"one of {', '.join(GROUPS)}; all by default")
-    chosen = parser.parse_args().groups or list(GROUPS)
+    parser.add_argument(
+        "--quick", action="store_true", help="compare the group quick with what is recorded, and write nothing"
+    )
+    given = parser.parse_args()
+    chosen = given.groups or list(GROUPS)
     if unknown := set(chosen) - set(GROUPS):
         parser.error(f"unknown group {', '.join(sorted(unknown))}; known: {', '.join(GROUPS)}")
     path = HOME / "results.json"
     rows = json.loads(path.read_text()) if path.is_file() else {}
+    if given.quick:
+        if given.groups:
+            parser.error("--quick takes no groups")
+        fallen = quick.falls(rows)
+        for line in fallen:
+            print(f"FALLEN: {line}", file=sys.stderr)
+        return 1 if fallen else 0
     place = f"{datetime.now(UTC):%Y-%m-%d}, Python {platform.python_version()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}"
     for group in chosen:
         for measure in GROUPS[group]:

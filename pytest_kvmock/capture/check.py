@@ -30,6 +30,7 @@ from pytest_kvmock.hygiene.report import problems_text
 from pytest_kvmock.hygiene.rules import RULES
 from pytest_kvmock.hygiene.stream import Stream
 from pytest_kvmock.hygiene.stream_spec import Residency, StreamSpec, check_residency
+from pytest_kvmock.long_runs import long_run
 from pytest_kvmock.wire.decoding import decode
 from pytest_kvmock.wire.table import Dialect, find_dialect
 
@@ -170,7 +171,7 @@ def check_file(
     stated = None if residency is None else check_residency(residency)
     row = None if dialect is None else find_dialect(dialect)
     try:
-        with checked.path.open("rb") as file:
+        with checked.path.open("rb") as file, long_run():
             if row is None:
                 _Replay(checked, stated or "unique", progress).read(file)
             else:

@@ -33,6 +33,7 @@ from pytest_kvmock.capture.payload_file import write_payloads
 from pytest_kvmock.engine.worker import KvWorker
 from pytest_kvmock.events import BlockTokens, KvCacheEvent, RouterEvent, StorageTier
 from pytest_kvmock.harness.router_harness import RouterHarness
+from pytest_kvmock.long_runs import long_run
 from pytest_kvmock.prompt_keys import EventExtra, PromptKeys
 from pytest_kvmock.tokens import Prompt
 from pytest_kvmock.wire.batcher import KvWire
@@ -193,10 +194,11 @@ def write_vectors(
     home = Path(directory)
     rows = [find_dialect(name) for name in (known_dialects() if dialects is None else dict.fromkeys(dialects))]
     about = []
-    for row in rows:
-        if progress is not None:
-            progress(row.name)
-        about.append(_write_dialect(home / row.name, row, seed))
+    with long_run():
+        for row in rows:
+            if progress is not None:
+                progress(row.name)
+            about.append(_write_dialect(home / row.name, row, seed))
     profile = {"block_size": _PROFILE.block_size, "num_blocks": _PROFILE.num_blocks, "workers": _PROFILE.workers}
     index = {"kvmock_vectors": VERSION, "made_by": f"pytest-kvmock {version()}", "seed": seed, **profile}
     _write_text(home / "index.json", json.dumps({**index, "dialects": about}, indent=2) + "\n")

@@ -25,6 +25,7 @@ from pytest_kvmock.fleet.replay_checks import check_sizes, turns_of
 from pytest_kvmock.fleet.report import ReplayReport
 from pytest_kvmock.fleet.router_calls import RouterCalls
 from pytest_kvmock.fleet.run_notes import Recorder
+from pytest_kvmock.long_runs import long_run
 from pytest_kvmock.router.routing import id_of
 from pytest_kvmock.router.selection import DynamoRouter
 
@@ -240,12 +241,13 @@ class Fleet:
             ValueError: the trace is empty, or a field of a request is out of range.
         """
         self._calls.check_sync()
-        run, finish = self._begin(trace, name)
-        try:
-            self._calls.run(run.run())
-        finally:
-            finish()
-        return self._report(run)
+        with long_run():
+            run, finish = self._begin(trace, name)
+            try:
+                self._calls.run(run.run())
+            finally:
+                finish()
+            return self._report(run)
 
     def stop(self) -> None:
         """End the run under way at its present moment, as `stop_ms` does: what is open is "unfinished". For a router, or the handler of a signal."""
@@ -259,12 +261,13 @@ class Fleet:
 
     async def arun(self, trace: Iterable[TraceRequest | FleetRequest], *, name: str | None = None) -> FleetReport:
         """Serve a trace, and await what the router returns where that is awaitable; else as `run`."""
-        run, finish = self._begin(trace, name)
-        try:
-            await self._calls.arun(run.run())
-        finally:
-            finish()
-        return self._report(run)
+        with long_run():
+            run, finish = self._begin(trace, name)
+            try:
+                await self._calls.arun(run.run())
+            finally:
+                finish()
+            return self._report(run)
 
     def _begin(self, trace: Iterable[TraceRequest | FleetRequest], name: str | None) -> tuple[FleetRun, Any]:
         if name is not None and not isinstance(name, str):

@@ -6,10 +6,8 @@ stretches took. What is left out, as it would make the page too big, is counted 
 
 from __future__ import annotations
 
-import gc
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, Final
 
@@ -97,21 +95,6 @@ def fleet_data(
         else [str(each)[:500] for each in report.event_errors[:100]],
         "reports": [_summary(report, trace), *(beside(each) for each in compare)],
     }
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Keep Python from looking for cycles meanwhile.
-
-    Each look goes through the times of all tokens, of which a long run has millions: with it, a page takes twice as long.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _name(worker: object) -> str:

@@ -19,6 +19,7 @@ from pytest_kvmock.fleet.report_assertions import ReportAssertions
 from pytest_kvmock.fleet.report_compared import Compared, Comparison, figure_text
 from pytest_kvmock.fleet.router_calls import candidates_table
 from pytest_kvmock.fleet.routing_figures import aligned
+from pytest_kvmock.long_runs import long_run
 from pytest_kvmock.router.selection import DynamoRouter
 
 if TYPE_CHECKING:
@@ -445,10 +446,9 @@ class FleetReport(ReplayReport, ReportAssertions):
             TypeError: what to compare with is no report, or the selector is none.
             OSError: the file cannot be written.
         """
-        from pytest_kvmock.fleet.fleet_page import uncollected  # for those who want a page
-        from pytest_kvmock.pages import render, write_page  # likewise
+        from pytest_kvmock.pages import render, write_page  # for those who want a page
 
-        with uncollected():
+        with long_run():
             data = self.page_data(compare, selector)
             html = render("fleet", title or f"{self.router} on {data['trace']}", data)
             del data  # before anybody looks through it for cycles
@@ -460,11 +460,11 @@ class FleetReport(ReplayReport, ReportAssertions):
         selector: Any = None,
     ) -> dict[str, Any]:
         """Return what `to_html` shows, as plain data."""
-        from pytest_kvmock.fleet.fleet_page import fleet_data, uncollected  # likewise
+        from pytest_kvmock.fleet.fleet_page import fleet_data  # likewise
 
         others = compare if isinstance(compare, list | tuple) else (compare,)
         rows = self._rows()
         shown = [each for each in LATENCIES if each != "itl"]  # of millions of gaps, which take seconds
-        with uncollected():
+        with long_run():
             figures = {worker: rows.row(worker, latencies=shown) for worker in (None, *self.workers)}
             return fleet_data(self, figures, others, DynamoRouter() if selector is None else selector)

@@ -24,6 +24,7 @@ from pytest_kvmock.fleet.replay_checks import (
     turns_of,
 )
 from pytest_kvmock.fleet.report import ReplayReport
+from pytest_kvmock.long_runs import long_run
 
 if TYPE_CHECKING:
     from pytest_kvmock.engine.scheduler import ScheduledRequest
@@ -94,24 +95,25 @@ def replay(
     check_settings(concurrency, arrival_speedup, trace_block_size, stop_ms)
     objectives = check_objectives(slo_ttft_ms, slo_itl_ms, slo_e2e_ms)
     release = engines[0].args.release
-    turns = turns_of(requests, trace_block_size, engines[0].args.block_size, least_output=release.least_output)
-    check_sizes(turns, engines, prefill)
-    start_ms = float(max(engine.now_ms for engine in (*prefill, *engines)))
-    arrivals = Arrivals(
-        turns, concurrency, arrival_speedup, sessions_keep_place=release.sessions_keep_place, start_ms=start_ms
-    )
-    # In a closed loop Dynamo's replay of one engine looks at the clock when a pass has ended, not before.
-    only_between_passes = concurrency is not None and len(engines) == 1 and not prefill
-    only_between_passes &= release.arrivals_between_passes
-    return _Replay(
-        engines,
-        prefill,
-        arrivals,
-        start_ms,
-        only_between_passes=only_between_passes,
-        stop_ms=math.inf if stop_ms is None else stop_ms,
-        objectives=objectives,
-    ).run()
+    with long_run():
+        turns = turns_of(requests, trace_block_size, engines[0].args.block_size, least_output=release.least_output)
+        check_sizes(turns, engines, prefill)
+        start_ms = float(max(engine.now_ms for engine in (*prefill, *engines)))
+        arrivals = Arrivals(
+            turns, concurrency, arrival_speedup, sessions_keep_place=release.sessions_keep_place, start_ms=start_ms
+        )
+        # In a closed loop Dynamo's replay of one engine looks at the clock when a pass has ended, not before.
+        only_between_passes = concurrency is not None and len(engines) == 1 and not prefill
+        only_between_passes &= release.arrivals_between_passes
+        return _Replay(
+            engines,
+            prefill,
+            arrivals,
+            start_ms,
+            only_between_passes=only_between_passes,
+            stop_ms=math.inf if stop_ms is None else stop_ms,
+            objectives=objectives,
+        ).run()
 
 
 class _Replay:

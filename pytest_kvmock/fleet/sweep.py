@@ -23,6 +23,7 @@ from pytest_kvmock.fleet.named_routers import MakeRouter, make_router
 from pytest_kvmock.fleet.report_compared import Compared, Comparison, figure_text
 from pytest_kvmock.fleet.router_calls import Belief, RouterError, RouterStalled
 from pytest_kvmock.fleet.routing_figures import aligned
+from pytest_kvmock.long_runs import long_run
 from pytest_kvmock.traces import MOONCAKE_BLOCK_SIZE, TraceRequest, read_mooncake
 
 if TYPE_CHECKING:
@@ -288,14 +289,15 @@ def run_case(case: SweepCase, watch: Callable[[Fleet], None] | None = None) -> S
         What came of it; an engine or a router that fails is an `error`, and no exception.
     """
     names = case.trace[0], case.backend, case.router[0]
-    try:
-        fleet = case.fleet()
-        if watch is not None:
-            watch(fleet)
-        report: FleetReport = fleet.run(case.requests(), name=case.trace[0])
-    except (RouterError, RouterStalled, EngineStalled, OutOfBlocks, ValueError, TypeError, OSError) as error:
-        return SweepRun(*names, error=_one_line(error))
-    return SweepRun(*names, report.to_json(), str(report), page=report.page_data() if case.settings.pages else None)
+    with long_run():
+        try:
+            fleet = case.fleet()
+            if watch is not None:
+                watch(fleet)
+            report: FleetReport = fleet.run(case.requests(), name=case.trace[0])
+        except (RouterError, RouterStalled, EngineStalled, OutOfBlocks, ValueError, TypeError, OSError) as error:
+            return SweepRun(*names, error=_one_line(error))
+        return SweepRun(*names, report.to_json(), str(report), page=report.page_data() if case.settings.pages else None)
 
 
 def _one_line(error: BaseException) -> str:

@@ -27,6 +27,7 @@ from pytest_kvmock.hygiene.rules import (
     WRONG_HASH,
     check_rule,
 )
+from pytest_kvmock.long_runs import long_run
 from pytest_kvmock.programs.operations import Decode, DropNext, Prefill, Submit
 from pytest_kvmock.reduce.breach import Breach as Breach
 from pytest_kvmock.reduce.events import EventCutter
@@ -114,7 +115,8 @@ def reproduce(
                 raise
             raise NotReduced(f"{reason}{remade.why_not()}") from None
 
-    return search(expired) if whole.aflush is None else in_a_thread(search, expired)
+    with long_run():
+        return search(expired) if whole.aflush is None else in_a_thread(search, expired)
 
 
 def _search(

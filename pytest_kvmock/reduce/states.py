@@ -17,6 +17,7 @@ from pytest_kvmock.events import Removed, RouterEvent, StorageTier, Stored, bloc
 from pytest_kvmock.harness.under_test import IndexUnderTest, by_worker, question
 from pytest_kvmock.hygiene import entries
 from pytest_kvmock.hygiene.ledger import Ledger
+from pytest_kvmock.long_runs import long_run
 from pytest_kvmock.reduce.program import NotReduced
 from pytest_kvmock.reduce.replay import MakeIndex, in_a_thread
 from pytest_kvmock.router.index import KvEventError
@@ -77,8 +78,9 @@ def states(
             "parents": {},
             "notes": [why],
         }
-    # Only an async index needs a loop, and that a thread: the caller's may run one already.
-    return in_a_thread(rebuild, expired) if kv.is_async else _Replay(kv, position, worker, expired).run()
+    with long_run():
+        # Only an async index needs a loop, and that a thread: the caller's may run one already.
+        return in_a_thread(rebuild, expired) if kv.is_async else _Replay(kv, position, worker, expired).run()
 
 
 class _Replay:

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 from pytest_kvmock.checks import check_integer, check_number, install_text, is_utf8
+from pytest_kvmock.long_runs import begin_serving, end_serving
 from pytest_kvmock.serve.controls import Controls
 from pytest_kvmock.serve.loop_thread import LoopThread
 from pytest_kvmock.serve.network import LOOPBACK, Guard, Network, check_secret
@@ -229,6 +230,8 @@ class KvServer(Controls, RouterChecks):
             if control_port is not None:
                 self._control = ControlPort(self, network.bound_socket(control_port), network, guard)
                 undo.callback(self._control.close)
+            begin_serving(self)
+            undo.callback(end_serving, self)
             self._thread.start()
             self._thread.call(self._start())
             undo.pop_all()
@@ -287,6 +290,7 @@ class KvServer(Controls, RouterChecks):
         self._closed = True
         self._thread.call(self._stop())
         self._thread.end()
+        end_serving(self)
         for port in self._ports.values():
             self.harness.publisher.remove_sink(port.publisher)
             port.publisher.close()

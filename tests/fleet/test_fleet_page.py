@@ -1,6 +1,5 @@
 """What the page of a fleet shows: its data, from a report."""
 
-import gc
 import json
 
 import pytest
@@ -218,10 +217,3 @@ def test_what_is_wrong_with_events_has_a_mark_with_its_time():
     kv = RouterHarness(EngineProfile(block_size=4, num_blocks=96, workers=2), backend="lru", index=Deaf())
     marks = kv.fleet(workers=2).run(TRACE).page_data()["marks"]
     assert "index_drift" in {each["kind"] for each in marks}
-
-
-def test_the_collector_of_cycles_is_left_as_it_was():
-    assert gc.isenabled()
-    with pytest.raises(TypeError):
-        report().page_data(compare=3)
-    assert gc.isenabled()

@@ -1,0 +1,79 @@
+"""What a long run gains by having Python look for cycles less often, beside the same run that leaves the collector alone."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from itertools import islice
+
+from benchmarks.measure import TableRow, alternating, cpu_seconds
+from benchmarks.verdict import TRACE_CAPACITY, traces
+from pytest_kvmock import EngineProfile, MockEngine, MockEngineArgs, RouterHarness, replay
+from pytest_kvmock.fleet import Fleet
+from pytest_kvmock.long_runs import long_run
+from pytest_kvmock.traces import MOONCAKE_BLOCK_SIZE, read_mooncake
+
+TABLE = "Python's collector of cycles, in long runs"
+ROUNDS, REQUESTS = 3, 2_500
+LEFT_ALONE = (699, 10, 10)
+"""Nearly Python's own thresholds, and so taken for the user's: a run does not change them."""
+
+
+def left_alone(run: Callable[[], object]) -> None:
+    found = gc.get_threshold()
+    gc.set_threshold(*LEFT_ALONE)
+    try:
+        run()
+    finally:
+        gc.set_threshold(*found)
+
+
+def gained():
+    """CPU time of runs as they are beside that of runs that leave the collector alone, in turn; above 1 is gained."""
+    requests = list(islice(read_mooncake(traces()), REQUESTS))
+
+    def judged_fleet():
+        profile = EngineProfile(block_size=MOONCAKE_BLOCK_SIZE, num_blocks=TRACE_CAPACITY, workers=8)
+        with RouterHarness(profile, "lineage") as kv:
+            kv.fleet().run(requests)
+
+    def bare_fleet():
+        Fleet([_engine() for _ in range(8)]).run(requests)
+
+    def of_one_engine():
+        replay(requests, [_engine()])
+
+    def verdict_over(backend):
+        def run():
+            with RouterHarness(EngineProfile(block_size=MOONCAKE_BLOCK_SIZE, num_blocks=TRACE_CAPACITY), backend) as kv:
+                worker = kv.worker(0)
+                for request in requests:
+                    worker.serve(request.prompt(whole_blocks=True))
+
+        return run
+
+    for name, run in (
+        ("fleet of 8, full verdict", judged_fleet),
+        ("fleet of 8, no verdict", bare_fleet),
+        ("replay on one engine", of_one_engine),
+    ):
+        before, after = alternating(ROUNDS, lambda run=run: left_alone(run), run, clock=cpu_seconds)
+        yield _row(name, before / after)
+    for backend in ("lineage", "vllm", "sglang"):
+        run = verdict_over(backend)
+
+        def raised(run=run):
+            with long_run():
+                run()
+
+        before, after = alternating(ROUNDS, run, raised, clock=cpu_seconds)
+        yield _row(f"verdict over {backend}, a test's own loop, which is no long run, if it were one", before / after)
+
+
+def _engine() -> MockEngine:
+    return MockEngine(MockEngineArgs(block_size=MOONCAKE_BLOCK_SIZE, num_gpu_blocks=TRACE_CAPACITY))
+
+
+def _row(name: str, gain: float) -> TableRow:
+    cells = {f"the first {REQUESTS:,} requests of the conversation trace": name, "as fast": f"{gain:.2f} ×"}
+    return TableRow(f"collector: {name}", TABLE, cells)

@@ -1,0 +1,196 @@
+"""Ratios that a minute can measure, beside a loop of plain Python: what a change must not halve unseen.
+
+The loop does what the package does most, with dictionaries, tuples and a hash a block, so that a ratio says little of the
+machine and much of the code: how fast our blocks are where those of the loop are 1. `python -m benchmarks quick` records
+them, `python -m benchmarks --quick` compares with what is recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from typing import Any
+
+from benchmarks import workload
+from benchmarks.measure import NotHere, TableRow, cpu_seconds, needs
+from benchmarks.wire import stored_events
+from pytest_kvmock import EngineProfile, MockEngine, MockEngineArgs, RouterHarness, create_manager, replay
+from pytest_kvmock.router.index import RadixIndex
+from pytest_kvmock.sinks import CapturingSink
+from pytest_kvmock.tokens import block_hashes
+from pytest_kvmock.traces import TraceRequest, synthetic_trace
+
+FALL = 2.0
+"""So many times less than what is recorded is a failure."""
+
+TABLE = "Guarded by `--quick`"
+ROUNDS = 3
+LOOP_BLOCKS = 200_000
+REQUESTS = 1_000  # of the workload
+SIZE = workload.BLOCK_SIZE
+DIALECT = "vllm-0.33"
+
+
+def loop() -> None:
+    """The yardstick."""
+    held: dict[int, tuple[int, int]] = {}
+    order: list[int] = []
+    parent = 0
+    for block in range(LOOP_BLOCKS):
+        parent = hash((parent, block))
+        held[parent] = (block, parent)
+        order.append(parent)
+        if block >= workload.CAPACITY:
+            held.pop(order[block - workload.CAPACITY], None)
+
+
+@cache
+def trace() -> tuple[TraceRequest, ...]:
+    sizes: dict[str, Any] = {
+        "input_tokens": (64, 600),
+        "output_tokens": (4, 24),
+        "groups": 16,
+        "prefix_blocks": (4, 16),
+    }
+    return tuple(synthetic_trace(250, block_size=SIZE, interval_ms=40, seed=1, **sizes))
+
+
+def _manager(backend: str) -> int:
+    manager = create_manager(backend, num_blocks=workload.CAPACITY, block_size=SIZE, sink=CapturingSink())
+    for moves in workload.moves_of_a_worker()[:REQUESTS]:
+        for move in moves:
+            manager.process(move)
+    return REQUESTS * workload.BLOCKS
+
+
+def _verdict(backend: str, capacity: int = workload.CAPACITY) -> int:
+    with RouterHarness(EngineProfile(block_size=SIZE, num_blocks=capacity), backend) as kv:
+        worker = kv.worker(0)
+        for tokens in workload.tokens()[: REQUESTS // 2]:
+            worker.serve(tokens)
+        assert not kv.events.errors
+    return REQUESTS // 2 * workload.BLOCKS
+
+
+def _fleet(workers: int) -> int:
+    with RouterHarness(EngineProfile(block_size=SIZE, num_blocks=1_024, workers=workers), "lineage") as kv:
+        kv.fleet().run(trace()).to_json()
+    return _blocks_of_trace()
+
+
+def _replay() -> int:
+    replay(trace(), [MockEngine(MockEngineArgs(block_size=SIZE, num_gpu_blocks=4_096))]).to_json()
+    return _blocks_of_trace()
+
+
+def _blocks_of_trace() -> int:
+    return sum(request.input_length for request in trace()) // SIZE
+
+
+def _hashes() -> int:
+    for tokens in workload.tokens()[:REQUESTS]:
+        block_hashes(tokens, SIZE)
+    return REQUESTS * workload.BLOCKS
+
+
+@cache
+def _filled() -> RadixIndex:
+    index = RadixIndex()
+    for event in workload.events():
+        index.apply(event)
+    return index
+
+
+def _apply() -> int:
+    index, events = RadixIndex(), workload.events()[:4_000]
+    for event in events:
+        index.apply(event)
+    return len(events) * workload.SHARED
+
+
+def _find() -> int:
+    index = _filled()
+    for request in workload.requests():
+        index.find_matches(request.local)
+    return workload.REQUESTS * workload.BLOCKS
+
+
+def _encode_and_decode() -> int:
+    needs("msgspec")
+    from pytest_kvmock.wire import Batch, decode, encode
+
+    batch = Batch(stored_events(), 1700000000.5)
+    for _ in range(30):
+        decode(encode(batch, DIALECT), DIALECT)
+    return 30 * sum(len(event.event.data.block_hashes) for event in batch.events)
+
+
+FIGURES: Mapping[str, Callable[[], int]] = {
+    **{f"manager, {name}": partial(_manager, name) for name in ("lineage", "lru", "multi_lru")},
+    **{f"worker and verdict, {name}": partial(_verdict, name) for name in ("lineage", "vllm", "sglang")},
+    "worker and verdict, lineage, 64 k blocks": partial(_verdict, "lineage", 65_536),
+    "fleet of 8, verdict": partial(_fleet, 8),
+    "fleet of 64, verdict": partial(_fleet, 64),
+    "replay, one engine": _replay,
+    "local hashes from tokens": _hashes,
+    "index, events applied": _apply,
+    "index, questions": _find,
+    f"events encoded and decoded, {DIALECT}": _encode_and_decode,
+}
+"""What is measured; each runs once, and returns how many blocks that were."""
+
+
+def ratio(run: Callable[[], int]) -> float:
+    """How fast the blocks of a run are beside those of the loop, from the best of alternating rounds.
+
+    Raises:
+        NotHere: a package is not installed.
+    """
+    blocks, ours, plain = 0, [], []
+
+    def counted() -> None:
+        nonlocal blocks
+        blocks = run()
+
+    for _ in range(ROUNDS):  # the first also makes what is made once, and is not the best
+        plain.append(cpu_seconds(loop))
+        ours.append(cpu_seconds(counted))
+    return (blocks / min(ours)) / (LOOP_BLOCKS / min(plain))
+
+
+def ratios():
+    """One row a figure, to be recorded."""
+    for name, run in FIGURES.items():
+        found = ratio(run)
+        yield TableRow(_row(name), TABLE, {"blocks a CPU second": name, "beside the loop": f"{found:.4f}"})
+
+
+def falls(rows: Mapping[str, Mapping[str, Any]], measure: Callable[[Callable[[], int]], float] = ratio) -> list[str]:
+    """Return a line for each figure that fell by more than `FALL`, and print all.
+
+    Args:
+        rows: what is recorded, as `results.json` has it.
+        measure: measures one figure.
+    """
+    fallen = []
+    for name, run in FIGURES.items():
+        row = rows.get(_row(name))
+        if row is None:
+            fallen.append(f"{name}: nothing is recorded; run `python -m benchmarks quick`")
+            continue
+        recorded = float(row["cells"]["beside the loop"])
+        try:
+            found = measure(run)
+            if found * FALL < recorded:  # what else the machine did may have slowed it, and not the loop
+                found = max(found, measure(run))
+        except NotHere as reason:
+            print(f"{name}: not measured here: {reason}", flush=True)
+            continue
+        print(f"{name}: {found:.4f}, recorded {recorded:.4f}", flush=True)
+        if found * FALL < recorded:
+            fallen.append(f"{name}: {found:.4f} is {recorded / found:.1f} times less than the recorded {recorded:.4f}")
+    return fallen
+
+
+def _row(name: str) -> str:
+    return f"quick: {name}"
