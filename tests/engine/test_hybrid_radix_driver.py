@@ -17,7 +17,7 @@ from pytest_kvmock.engine.worker import KvWorker
 from pytest_kvmock.events import Removed, Stored
 
 sys.path.append(str(Path(__file__).parents[1] / "cache" / "sglang"))
-from play_hybrid import is_complete
+from tests.cache.sglang.play_hybrid import is_complete
 
 
 def new_worker(num_blocks=64, block_size=4, *, prefix_caching=True, chunk=None, **geometry):

@@ -3,8 +3,9 @@
 import gzip
 import json
 
-import play_hybrid
 import pytest
+
+from tests.cache.sglang import play_hybrid
 
 FILE = "sglang_0.5.23_hybrid.json.gz"
 KINDS = ["both", "mamba", "mamba_nobuf", "swa", "swa_eagle", "swa_ungated"]
