@@ -59,8 +59,8 @@ class Reuse:
         """
         for key, stream in streams.items():
             engine = self.engines.get(key)
-            if engine is None and not stream.groups:
-                continue
+            if engine is None and not (exactly and stream.groups):
+                continue  # there is nobody to ask: an index that does not say that it answers less owes what is held
             reused = None
             if at_rest and engine is not None and (exactly or least.get(key)):
                 reused = _blocks_reused(engine, stream, streams, chain)
@@ -72,7 +72,9 @@ class Reuse:
                 least[key] = most[key] = min(reused, most.get(key, 0))
 
 
-def _blocks_reused(engine: Reusing, stream: Stream, streams: Mapping[StreamKey, Stream], chain: QueriedChain) -> int | None:
+def _blocks_reused(
+    engine: Reusing, stream: Stream, streams: Mapping[StreamKey, Stream], chain: QueriedChain
+) -> int | None:
     """Blocks of a chain that an engine would reuse; None: not all its events have arrived, or the tokens are not known."""
     size = stream.spec.block_size
     if size is None or chain.negative or stream.holes or stream.desync is not None or engine.next_id != stream.next_id:
@@ -88,7 +90,9 @@ def _blocks_reused(engine: Reusing, stream: Stream, streams: Mapping[StreamKey, 
     return min(engine.cached_tokens(prompt), len(tokens)) // size
 
 
-def _tokens_of(chain: QueriedChain, streams: Mapping[StreamKey, Stream]) -> tuple[tuple[int, ...] | None, EventExtra | None]:
+def _tokens_of(
+    chain: QueriedChain, streams: Mapping[StreamKey, Stream]
+) -> tuple[tuple[int, ...] | None, EventExtra | None]:
     """The tokens of a chain, and what they carried, from the events of whoever has stored it."""
     block = chain.blocks[-1]
     for stream in streams.values():

@@ -1,6 +1,6 @@
 """vLLM's native offload: what its connector does between the scheduler, the host tier and the worker that copies.
 
-It does what `OffloadingConnector` of vLLM 0.33.0 does with a `CPUOffloadingSpec`. Nothing here takes time: transfers are handed
+One subject: the transfers of a write-through host. It does what `OffloadingConnector` of vLLM 0.33.0 does with a `CPUOffloadingSpec`. Nothing here takes time: transfers are handed
 out when they are planned, and whoever copies reports them when they are done.
 """
 
