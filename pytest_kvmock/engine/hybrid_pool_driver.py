@@ -127,6 +127,10 @@ class HybridPoolDriver:
         """New blocks of all its tokens, as vLLM counts them for admission: of a window, what it holds at once."""
         return self.manager.missing_blocks(request, len(request), self._hits(request), for_admission=True)
 
+    def blocks_alone(self, request: GroupRequest) -> int:
+        """The blocks that a request without any needs at once if it shares none: with more than there are it can never run."""
+        return self.manager.missing_blocks(request, len(request), for_admission=True)
+
     def needs_no_output(self, request: GroupRequest) -> None:
         """Let all of its prompt be cached."""
         request.computes_last_token = False

@@ -98,6 +98,7 @@ class VllmScheduler(Scheduler):
             limit_passes(args.max_num_batched_tokens)
         self._begin_pass: Callable[[], None] | None = getattr(driver, "begin_pass", None)
         self._end_pass: Callable[[], None] | None = getattr(driver, "end_pass", None)
+        self._blocks_alone: Callable[[object], int] | None = getattr(driver, "blocks_alone", None)
         self._chunk_tokens: Callable[[object, int], int] | None = getattr(driver, "chunk_tokens", None)
         # Of the pass that is under way.
         self._pass = ForwardPass(0.0)
@@ -248,7 +249,11 @@ class VllmScheduler(Scheduler):
         if not self._release.rejects_prompts or request.status != "waiting":
             return False
         manager = self._driver.manager
-        return -(-request.prompt_tokens // manager.block_size) > manager.max_capacity
+        if self._blocks_alone is None:
+            needed = -(-request.prompt_tokens // manager.block_size)
+        else:
+            needed = self._blocks_alone(request.state)
+        return needed > manager.max_capacity
 
     def _need_whole(self, request: ScheduledRequest) -> int:
         """The blocks that are missing for all tokens of a waiting request."""

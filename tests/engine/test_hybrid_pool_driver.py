@@ -194,6 +194,16 @@ def served(backend, seed, *, pass_by_pass, **fields):
 
 
 @pytest.mark.parametrize("backend", MODELS)
+def test_a_prompt_for_all_of_whose_groups_there_are_never_blocks_is_rejected(backend):
+    size = BACKENDS[backend].default_block_size
+    args = MockEngineArgs(block_size=size, num_gpu_blocks=ROOM.get(backend, 22), semantics="1.6.1")
+    engine = MockEngine(args, backend=backend)
+    large, small = engine.submit(range((ROOM.get(backend, 22) - 2) * size), 4), engine.submit(range(size), 4)
+    engine.run()
+    assert ("rejected", "finished") == (large.status, small.status)
+
+
+@pytest.mark.parametrize("backend", MODELS)
 @pytest.mark.parametrize("fields", [{}, {"max_num_batched_tokens": 40}], ids=["whole", "chunked"])
 def test_an_engine_does_in_one_go_what_it_does_pass_by_pass(backend, fields):
     preemptions = reused = 0
