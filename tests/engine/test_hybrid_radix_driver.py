@@ -1,13 +1,12 @@
 """Workers and engines over SGLang's cache of a hybrid model: what they ask for, hold and give back."""
 
-import sys
-from pathlib import Path
 from random import Random
 
 import pytest
 from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from players import player
 
 from pytest_kvmock import BACKENDS, CapturingSink, MockEngine, MockEngineArgs, OutOfBlocks, create_manager
 from pytest_kvmock.cache.sglang.geometry import Geometry
@@ -16,8 +15,7 @@ from pytest_kvmock.engine.hybrid_radix_driver import HybridRadixDriver
 from pytest_kvmock.engine.worker import KvWorker
 from pytest_kvmock.events import Removed, Stored
 
-sys.path.append(str(Path(__file__).parents[1] / "cache" / "sglang"))
-from tests.cache.sglang.play_hybrid import is_complete
+is_complete = player("cache/sglang/play_hybrid.py").is_complete
 
 
 def new_worker(num_blocks=64, block_size=4, *, prefix_caching=True, chunk=None, **geometry):

@@ -4,8 +4,9 @@ The data is a part of the recordings that `play_vllm_offload.py` plays whole: pr
 """
 
 import pytest
+from players import player
 
-from tests.tiers.play_vllm_offload import difference
+difference = player("tiers/play_vllm_offload.py").difference
 
 FILE = "vllm_0.33.0_offload.json.gz"
 

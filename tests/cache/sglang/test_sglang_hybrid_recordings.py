@@ -4,8 +4,9 @@ import gzip
 import json
 
 import pytest
+from players import player
 
-from tests.cache.sglang import play_hybrid
+play_hybrid = player("cache/sglang/play_hybrid.py")
 
 FILE = "sglang_0.5.23_hybrid.json.gz"
 KINDS = ["both", "mamba", "mamba_nobuf", "swa", "swa_eagle", "swa_ungated"]

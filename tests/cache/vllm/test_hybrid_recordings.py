@@ -4,8 +4,10 @@ The data is a part of the recordings that `play_hybrid.py` plays whole: of each 
 """
 
 import pytest
+from players import player
 
-from tests.cache.vllm.play_hybrid import Player, difference
+PLAYER = player("cache/vllm/play_hybrid.py")
+Player, difference = PLAYER.Player, PLAYER.difference
 
 FILE = "vllm_0.33.0_hybrid.json.gz"
 
