@@ -29,12 +29,19 @@ def with_descriptors(most, *args):
     return ["sh", "-c", f'ulimit -n {most}; exec "$@"', "sh", *SERVE, *args]
 
 
+def heed_signals():
+    """In the new process: these two end it, also where the tests themselves run in the background and ignore them."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 class Process:
     """The command, as a test in another language starts it."""
 
     def __init__(self, *args, stdin=subprocess.PIPE, descriptors=None):
         command = [*SERVE, *args] if descriptors is None else with_descriptors(descriptors, *args)
-        self.popen = subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        streams = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "preexec_fn": heed_signals}
+        self.popen = subprocess.Popen(command, text=True, **streams)
         self.ready = json.loads(self.popen.stdout.readline())
 
     def ended(self):
@@ -211,7 +218,7 @@ def test_what_cannot_be_served_is_one_line(args, text, capsys):
 
 def ended(command, **options):
     """Run the command to its end; return exit code, standard output and standard error."""
-    given = {"stdout": subprocess.PIPE, **options}
+    given = {"stdout": subprocess.PIPE, "preexec_fn": heed_signals, **options}
     done = subprocess.run(
         command, check=False, text=True, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=60, **given
     )
