@@ -5,7 +5,8 @@ import json
 import pytest
 
 from pytest_kvmock import EngineProfile, Removed, RouterHarness
-from pytest_kvmock.fleet import Fleet, FleetRequest, MockEngine, MockEngineArgs, fleet_page
+from pytest_kvmock.fleet import Fleet, FleetRequest, MockEngine, MockEngineArgs
+from pytest_kvmock.report import page_data
 from pytest_kvmock.router import DynamoRouter, MostCached, RadixIndex, RoundRobin
 from pytest_kvmock.traces import synthetic_trace
 
@@ -110,9 +111,9 @@ def test_samples_are_of_their_worker():
 
 
 def test_what_is_thinned_is_said(monkeypatch):
-    monkeypatch.setattr(fleet_page, "MOST_POINTS", 5)
-    monkeypatch.setattr(fleet_page, "MOST_REQUESTS", 10)
-    monkeypatch.setattr(fleet_page, "MOST_PICKS", 2)
+    monkeypatch.setattr(page_data, "MOST_POINTS", 5)
+    monkeypatch.setattr(page_data, "MOST_REQUESTS", 10)
+    monkeypatch.setattr(page_data, "MOST_PICKS", 2)
     data = report(RoundRobin(), record=True).page_data()
     assert 10 == len(data["requests"]["number"])
     assert 2 == len(data["picks"])
@@ -137,7 +138,7 @@ def test_compared_are_a_report_and_the_json_of_one(tmp_path):
 
 @pytest.mark.parametrize("other", [3, {}, [None]])
 def test_what_is_no_report_cannot_be_beside_it(tmp_path, other):
-    with pytest.raises(TypeError, match="must be a FleetReport"):
+    with pytest.raises(TypeError, match="must be a Report"):
         report().to_html(tmp_path / "a.html", compare=other)
     assert [] == [*tmp_path.iterdir()]
 
@@ -207,7 +208,7 @@ def test_faults_and_errors_of_events_are_marks(monkeypatch):
     assert 3 == len(faults)
     assert all(each["text"].startswith("lose, event ") and each["ms"] >= 0 for each in faults)
     assert sorted(data["marks"], key=lambda each: each["ms"]) == data["marks"]
-    monkeypatch.setattr(fleet_page, "MOST_MARKS", 2)
+    monkeypatch.setattr(page_data, "MOST_MARKS", 2)
     data = run().page_data()
     assert 2 == len(data["marks"])
     assert any("the first 2 are marked" in note for note in data["notes"])

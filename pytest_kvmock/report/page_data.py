@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, Final
 
-from pytest_kvmock.fleet.regret import Selector, check_selector, regret_of, selector_costs
-from pytest_kvmock.fleet.report_compared import Compared
-from pytest_kvmock.fleet.routing_figures import most
 from pytest_kvmock.pages import MOST_POINTS, MOST_REQUESTS, every, peaks
+from pytest_kvmock.report.comparison import Compared
+from pytest_kvmock.report.regret import Selector, check_selector, regret_of, selector_costs
+from pytest_kvmock.report.routing_figures import most
 
 if TYPE_CHECKING:
-    from pytest_kvmock.fleet.fleet_figures import Figures, RequestRow
-    from pytest_kvmock.fleet.run_notes import PickRecord
+    from pytest_kvmock.report.figures import Figures
+    from pytest_kvmock.report.rows import PickRecord, RequestRow
     from pytest_kvmock.router.routing import Worker
 
 MOST_PICKS: Final = 500
@@ -41,7 +41,7 @@ def fleet_data(
     """Return the data of a page.
 
     Args:
-        report: a `FleetReport`.
+        report: a `Report`.
         rows: the figures of all together, under None, and of each worker; those without a value are no column.
         compare: other reports, or their JSON.
         selector: what tells the cost of a candidate, and so the regret of a pick; None: regret is in blocks of overlap.
@@ -61,7 +61,7 @@ def fleet_data(
         notes.append(f"{report.arrived - len(served):,} requests arrived and were never sent to a worker.")
     if not served:
         notes.append("This report has no requests.")
-    sessions = _sessions(report)
+    sessions = {each.number: each.asked.session_name for each in served if each.asked is not None}
     # Those that cost nothing too, where the chosen worker held less than another: what a reader asks about next.
     given_away = [pick.choice.regret for pick in report.picks]
     worst = [at for at in range(len(regrets)) if regrets[at] > 0 or given_away[at]]
@@ -78,8 +78,8 @@ def fleet_data(
         "router": report.router,
         "trace": trace,
         "workers": names,
-        "there": [[_ms(each.since_ms), _ms(each.until_ms)] for each in report.run.services],
-        "block_size": report.run.block_size,
+        "there": [[_ms(each.since_ms), _ms(each.until_ms)] for each in report.services],
+        "block_size": report.facts.block_size,
         "notes": notes,
         "figures": [{"worker": "all" if worker is None else _name(worker), **row} for worker, row in rows.items()],
         "most_work": _most_work(report),
@@ -103,12 +103,6 @@ def _name(worker: object) -> str:
 
 def _ms(value: float | None) -> float | None:
     return None if value is None else round(value, 1)
-
-
-def _sessions(report: Any) -> dict[int, str]:
-    """The name of each request's session, by its number."""
-    run = report.run
-    return {number: turn.session_name for number, turn in zip(run.numbers, run.turns, strict=True)}
 
 
 def _most_work(report: Any) -> dict[str, Any] | None:
@@ -147,14 +141,14 @@ def _requests(
         first = tokens[0] if tokens else None
         prefill = None if first is None or admitted is None else first - admitted
         end = tokens[-1] if tokens and request.status == "finished" else request.ended_ms
-        at = last[each.number]
+        at = last.get(each.number)
         row = (
             each.number,
             sessions.get(each.number, ""),
-            place[pick.worker],
+            None if each.worker is None else place[each.worker],
             request.status,
             _ms(request.arrival_ms),
-            _ms(pick.ms - request.arrival_ms),
+            0.0 if pick is None else _ms(pick.ms - request.arrival_ms),
             _ms(each.engine_wait_ms),
             _ms(prefill),
             None if first is None or end is None else _ms(end - first),
@@ -162,11 +156,11 @@ def _requests(
             request.generated_tokens,
             request.first_reused_tokens,
             each.promised,
-            pick.held,
-            pick.best_held,
-            round(regrets[at], 3),
+            each.held,
+            0 if pick is None else pick.best_held,
+            0.0 if at is None else round(regrets[at], 3),
             at,
-            pick.attempt,
+            1 if pick is None else pick.attempt,
             _stops(request) or 0,
         )
         for put, value in zip(add, row, strict=True):

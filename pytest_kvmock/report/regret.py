@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
-from pytest_kvmock.fleet.router_calls import candidates_table
+from pytest_kvmock.report.routing_figures import aligned
 
 if TYPE_CHECKING:
-    from pytest_kvmock.fleet.run_notes import PickRecord, Recorder
+    from pytest_kvmock.report.rows import PickRecord, Record
     from pytest_kvmock.router.routing import Candidate, RouterRequest
+
+
+def candidates_table(candidates: Sequence[Candidate]) -> str:
+    """Return the candidates as a table, for messages."""
+    columns = ("worker", "overlap", "prefill_tokens", "decode_blocks", "new_blocks", "active_requests", "waiting")
+    rows = [columns, *([str(getattr(each, name)) for name in columns] for each in candidates)]
+    return aligned(rows)
 
 
 class Selector(Protocol):
@@ -23,7 +30,7 @@ class PickRegret(NamedTuple):
     """What one pick cost beyond the cheapest.
 
     Attributes:
-        at: its place in `FleetReport.picks`.
+        at: its place in `Report.picks`.
         blocks: how much more its worker cost than the cheapest, by the selector.
     """
 
@@ -47,7 +54,7 @@ class Regret:
 
     _NO_MORE = 1e-9
 
-    def __init__(self, selector: Selector, recorder: Recorder) -> None:
+    def __init__(self, selector: Selector, recorder: Record) -> None:
         self._selector = selector
         self._recorder = recorder
         costs = (pick_regret(selector, recorder.pick(at)) for at in range(len(recorder)))
@@ -74,7 +81,7 @@ class Regret:
         """Return a table of what each candidate of a pick would have cost, and who was picked.
 
         Args:
-            at: the pick, by its place in `FleetReport.picks`; None: the worst.
+            at: the pick, by its place in `Report.picks`; None: the worst.
         """
         if at is None:
             if self.worst is None:
