@@ -129,9 +129,9 @@ class Report:
         """The requests that were dispatched, a row each, with its first pick and its last."""
         first: dict[int, Pick] = {}
         last: dict[int, Pick] = {}
-        for pick in self.picks:
-            first.setdefault(pick.number, pick)
-            last[pick.number] = pick
+        for each in self.picks:
+            first.setdefault(each.number, each)
+            last[each.number] = each
         seats = {each.position: each for each in self.services}
         named = {each.worker: each for each in self.services}
         count = len(self.requests)
@@ -143,8 +143,8 @@ class Report:
         )
         rows = []
         for request, number, served_by, asked in zip(*columns, strict=True):
-            at_last = last.get(number)
-            service = named[at_last.worker] if at_last else None if served_by is None else seats.get(served_by)
+            pick = last.get(number)
+            service = named[pick.worker] if pick else None if served_by is None else seats.get(served_by)
             rows.append(
                 RequestRow(
                     request,
@@ -154,7 +154,7 @@ class Report:
                     asked,
                     self.handoffs.get(request, {}),
                     first.get(number),
-                    at_last,
+                    pick,
                     self.facts.block_size,
                     service is not None and service.recomputes_last_token,
                 )
@@ -293,7 +293,7 @@ class Report:
     @property
     def trace_name(self) -> str:
         """What messages call the trace: its name, or its size and digest."""
-        return self.facts.trace or f"trace {self.trace_digest} of {len(self.facts.turns)} requests"
+        return self.facts.trace or f"trace {self.trace_digest} of {len(self.facts.turns or self.requests)} requests"
 
     @property
     def picks_digest(self) -> str:
@@ -345,6 +345,10 @@ class Report:
     def counts(self, of: str) -> tuple[dict[Worker, float], dict[Worker, float]]:
         """Return what balance is made of: counts by worker, and at which share of the picks each was a candidate."""
         return self._rows().counts(of)
+
+    def values(self, what: str) -> Sequence[float]:
+        """Return the values of a distribution: "ttft", "tpot" or "e2e", one a request in milliseconds, or "itl", one a gap between tokens."""
+        return self._rows().values(what)
 
     # -------------------------------------------------------------------------------------------------- regret
 
@@ -424,7 +428,7 @@ class Report:
     @property
     def compared(self) -> Compared:
         """What a comparison needs of it."""
-        facts = self.router, self.trace_name, self.trace_digest, self.picks_digest, self.held_before
+        facts = self.router or "no router", self.trace_name, self.trace_digest, self.picks_digest, self.held_before
         return Compared(*facts, figure=self.figure, figures=self.row)
 
     def to_html(
@@ -454,7 +458,7 @@ class Report:
 
         with long_run():
             data = self.page_data(compare, selector)
-            html = render("fleet", title or f"{self.router} on {data['trace']}", data)
+            html = render("fleet", title or f"{data['router']} on {data['trace']}", data)
             del data  # before anybody looks through it for cycles
         write_page(path, html)
 
@@ -479,6 +483,8 @@ class Report:
 
     def _worst_pick(self, number: int | None = None) -> str:
         """The pick for a request, or the one that gave away most blocks of overlap, as text."""
+        if not self.picks:
+            return "no router picked"
         if number is not None:
             at = max(at for at, pick in enumerate(self.picks) if pick.number == number)
         else:

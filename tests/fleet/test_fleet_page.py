@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pytest_kvmock import EngineProfile, Removed, RouterHarness
-from pytest_kvmock.fleet import Fleet, FleetRequest, MockEngine, MockEngineArgs
+from pytest_kvmock.fleet import Fleet, FleetRequest, MockEngine, MockEngineArgs, replay
 from pytest_kvmock.report import page_data
 from pytest_kvmock.router import DynamoRouter, MostCached, RadixIndex, RoundRobin
 from pytest_kvmock.traces import synthetic_trace
@@ -129,9 +129,11 @@ def test_compared_are_a_report_and_the_json_of_one(tmp_path):
     names = [each["name"] for each in data_of(tmp_path / "a.html")["reports"]]
     assert ["DynamoRouter", "RoundRobin", "RoundRobin"] == names
     _, live, read = data_of(tmp_path / "a.html")["reports"]
-    at = dict(map(tuple, live["ttft"]))
-    for share, ms in read["ttft"]:
-        assert pytest.approx(ms, abs=0.01) == at[share]
+    for what in ("ttft", "tpot", "e2e"):
+        at = dict(map(tuple, live["curves"][what]))
+        assert {0.0, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0} == {share for share, _ in read["curves"][what]}
+        for share, ms in read["curves"][what]:
+            assert pytest.approx(ms, abs=0.01) == at[share]
     assert pytest.approx(read["throughput"], rel=1e-3) == live["throughput"]
     assert 2 == len(found.page_data(compare=other)["reports"])
 
@@ -141,6 +143,23 @@ def test_what_is_no_report_cannot_be_beside_it(tmp_path, other):
     with pytest.raises(TypeError, match="must be a Report"):
         report().to_html(tmp_path / "a.html", compare=other)
     assert [] == [*tmp_path.iterdir()]
+
+
+def test_latencies_are_distributions_beside_the_limits_of_the_fleet():
+    found = report(slo_ttft_ms=30, slo_e2e_ms=200)
+    data = found.page_data()
+    assert {"ttft": 30, "e2e": 200} == data["slo"]
+    curves = data["reports"][0]["curves"]
+    for what in ("ttft", "tpot", "e2e"):
+        points = dict(map(tuple, curves[what]))
+        assert pytest.approx(found.figure(f"{what}_p95"), abs=0.01) == points[0.95]
+    assert {} == report().page_data()["slo"]
+
+
+def test_what_no_router_served_has_a_page():
+    data = replay(TRACE, [MockEngine(ARGS) for _ in range(2)]).page_data()
+    assert ("no router", ["0", "1"]) == (data["router"], data["workers"])
+    assert 40 == len(data["requests"]["number"])
 
 
 def test_a_selector_must_be_one(tmp_path):
