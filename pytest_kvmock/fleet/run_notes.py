@@ -1,4 +1,4 @@
-"""What a run of a fleet notes for its report, as it goes: picks, who was there when, incidents; and with `record` much more.
+"""What a run notes for its report, as it goes: picks, who was there when, incidents; and with `record` much more.
 
 One note a pick and a request, nothing a pass. With `record` an array has a sample a real pass, and the candidates of each pick
 are kept as they truly were: loads by the load book, overlaps by an index that hears every event as it is published.

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.router.routing import Worker
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Report:
     """What was served, by one engine, by several on one clock, or by a fleet, and where its router sent it.
 

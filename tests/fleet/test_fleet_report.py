@@ -1,6 +1,7 @@
 """The report of a fleet: figures by worker and in all, by hand on traces that one can read; compared, recorded, required."""
 
 import json
+import re
 from itertools import pairwise
 from random import Random
 
@@ -263,6 +264,13 @@ def test_every_figure_has_a_value_by_its_name():
     assert {each.name for each in FIGURES.values() if each.shown == "asked"}.isdisjoint(row)
     summary = report.to_json()
     assert (summary["p95_itl_ms"], summary["median_ttft_ms"]) == (row["itl_p95"], row["ttft_p50"])
+
+
+def test_every_figure_is_explained():
+    """By its name, or by what its name begins with."""
+    explained = set(re.findall(r"`(\w+?)(?:_\.\.\.)?`", Report.__doc__))
+    names = {name: {name, name.partition("_")[0]} for name in names_of("all", "worker", "time")}
+    assert [] == [name for name, known in names.items() if explained.isdisjoint(known)]
 
 
 def test_a_report_is_printed_as_a_table():
