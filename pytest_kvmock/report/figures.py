@@ -32,6 +32,9 @@ Figures: TypeAlias = dict[str, "float | None"]
 BALANCED: Final = ("requests", "prompt_tokens", "open_requests")
 """What balance is told of: requests, prompt tokens that were computed, open requests at picks."""
 
+_OF_REQUESTS: Final = {"ttft": "ttft_ms", "ttst": "ttst_ms", "tpot": "itl_ms", "e2e": "e2e_ms"}
+"""The distributions that have a value a request, and its name there."""
+
 MOST_WIDE: Final = 120
 """Columns of a printed table."""
 
@@ -102,36 +105,21 @@ class Rows:
         return count / seconds if seconds else 0.0
 
     @cached_property
-    def tokens(self) -> list[tuple[float, Sequence[float]]]:
-        """Of the requests that completed with tokens: when each arrived, and when these came out."""
-        return [(request.arrival_ms, request.token_ms) for request in self.done if request.token_ms]
-
-    @cached_property
-    def later(self) -> list[Sequence[float]]:
-        """When the tokens came out of those that have several."""
-        return [tokens for _, tokens in self.tokens if len(tokens) > 1]
-
-    @cached_property
     def gaps(self) -> array[float]:
         """Milliseconds between tokens."""
-        gaps = array("d", chain.from_iterable(map(sub, islice(tokens, 1, None), tokens) for tokens in self.later))
+        later = (request.token_ms for request in self.done if len(request.token_ms) > 1)
+        gaps = array("d", chain.from_iterable(map(sub, islice(tokens, 1, None), tokens) for tokens in later))
         # After a handoff the second token may come before the first.
         return array("d", (max(0.0, gap) for gap in gaps)) if gaps and min(gaps) < 0.0 and self.facts.sketches else gaps
 
     def values(self, what: str) -> Sequence[float]:
-        """Return one value a request, or a token, of what percentiles are told of."""
-        match what:
-            case "ttft":
-                return [tokens[0] - arrival for arrival, tokens in self.tokens]
-            case "ttst":
-                return [tokens[1] - tokens[0] for tokens in self.later]
-            case "tpot":
-                return [(tokens[-1] - tokens[0]) / (len(tokens) - 1) for tokens in self.later]
-            case "e2e":
-                return [tokens[-1] - arrival for arrival, tokens in self.tokens]
-            case "itl":
-                return self.gaps
-        return array("d", map(truediv, repeat(1000.0), filter(None, self.gaps)))
+        """Return the values of a distribution: one a request that has it, or of "itl" and "per_user" one a gap between tokens."""
+        if what == "itl":
+            return self.gaps
+        if what == "per_user":
+            return array("d", map(truediv, repeat(1000.0), filter(None, self.gaps)))
+        found = map(attrgetter(_OF_REQUESTS[what]), self.done)
+        return [value for value in found if value is not None]
 
     def statistic(self, what: str, point: str) -> float:
         """Return mean, a percentile or another of `POINTS`; those of gaps are sketched from 1.6.1 on."""
@@ -377,9 +365,9 @@ _ALL: Final = (
         "first_admission_prefix_cache_reused_ratio", "first", 1, lambda rows: rows.of_prompts("first_reused_tokens")
     ),
     _dynamo("onboarded_input_tokens", "onboarded", 0, lambda rows: rows.total("onboarded_tokens")),
-    _long("num_ttft_samples", "with a token", 0, lambda rows: len(rows.tokens)),
-    _long("num_tpot_samples", "with two tokens", 0, lambda rows: len(rows.later)),
-    _long("num_e2e_latency_samples", "with a last token", 0, lambda rows: len(rows.tokens)),
+    _long("num_ttft_samples", "with a token", 0, lambda rows: len(rows.values("ttft"))),
+    _long("num_tpot_samples", "with two tokens", 0, lambda rows: len(rows.values("tpot"))),
+    _long("num_e2e_latency_samples", "with a last token", 0, lambda rows: len(rows.values("e2e"))),
     _long("prefill_worker_seconds", "prefill s", -1, partial(_seconds, kind="prefill")),
     _long("decode_worker_seconds", "decode s", -1, partial(_seconds, kind="decode")),
     _long("prefill_gpus_per_worker", "prefill GPUs", 0, partial(_gpus, kind="prefill")),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pytest_kvmock.pages import MOST_POINTS, MOST_REQUESTS, every, peaks
 from pytest_kvmock.report.comparison import Compared
 from pytest_kvmock.report.figures import FIGURES, PRINTED
-from pytest_kvmock.report.regret import Selector, check_selector, regret_of, selector_costs
+from pytest_kvmock.report.regret import LOADS, Regret, Selector, check_selector, selector_costs
 from pytest_kvmock.report.routing_figures import most
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ _POINTS: Final = {"min": 0.0, "p50": 0.5, "p75": 0.75, "p90": 0.9, "p95": 0.95, 
 
 
 def fleet_data(
-    report: Any, rows: Mapping[Worker | None, Figures], compare: Sequence[object] = (), selector: Selector | None = None
+    report: Any, rows: Mapping[Worker | None, Figures], compare: Sequence[object], selector: Selector
 ) -> dict[str, Any]:
     """Return the data of a page.
 
@@ -48,7 +48,7 @@ def fleet_data(
         report: a `Report`.
         rows: the figures of all together, under None, and of each worker; those without a value are no column.
         compare: other reports, or their JSON.
-        selector: what tells the cost of a candidate, and so the regret of a pick; None: regret is in blocks of overlap.
+        selector: what tells the cost of a candidate, and so the regret of a pick; without a record, regret is in blocks of overlap.
 
     Raises:
         TypeError: the selector is none, or what to compare with is no report.
@@ -56,7 +56,10 @@ def fleet_data(
     served, notes, trace = report.served, [], report.trace_name
     names = [_name(worker) for worker in report.workers]
     place = {worker: at for at, worker in enumerate(report.workers)}
-    regrets, costs = _regrets(report, None if selector is None else check_selector(selector))
+    selector = check_selector(selector)
+    regrets: Sequence[float] = [pick.choice.regret for pick in report.picks]
+    if report.recorder is not None:
+        regrets = [round(blocks, 6) for blocks in Regret(selector, report.recorder).blocks]
     last = {pick.number: at for at, pick in enumerate(report.picks)}
     shown = every(served, MOST_REQUESTS)
     if len(shown) < len(served):
@@ -91,10 +94,10 @@ def fleet_data(
         "figures": [{"worker": "all" if worker is None else _name(worker), **row} for worker, row in rows.items()],
         "most_work": _most_work(report),
         "requests": _requests(shown, place, last, regrets),
-        "regret_by": "blocks of overlap" if selector is None or report.recorder is None else type(selector).__name__,
+        "regret_by": "blocks of overlap" if report.recorder is None else type(selector).__name__,
         "picks": {}
         if report.recorder is None
-        else {str(at): _pick(report.recorder.pick(at), costs.get(at)) for at in worst},
+        else {str(at): _pick(report.recorder.pick(at), selector) for at in worst},
         "samples": samples,
         "marks": marks,
         "event_errors": None
@@ -118,18 +121,6 @@ def _most_work(report: Any) -> dict[str, Any] | None:
     if found is None:
         return None
     return {"worker": _name(found.worker), "times": found.times, "is_even": found.times < EVEN}
-
-
-def _regrets(report: Any, selector: Selector | None) -> tuple[list[float], dict[int, Sequence[float]]]:
-    """The regret of each pick, and what its candidates cost; in blocks of overlap, where there is nothing to tell costs."""
-    if report.recorder is None or selector is None:
-        return [pick.choice.regret for pick in report.picks], {}
-    regrets, costs = [], {}
-    for at in range(len(report.recorder)):
-        record = report.recorder.pick(at)
-        costs[at] = found = selector_costs(selector, record)
-        regrets.append(round(regret_of(record, found), 6))
-    return regrets, costs
 
 
 def _requests(
@@ -183,18 +174,18 @@ def _stops(request: Any) -> list[list[float]]:
     return found
 
 
-def _pick(record: PickRecord, costs: Sequence[float] | None) -> dict[str, Any]:
+def _pick(record: PickRecord, selector: Selector) -> dict[str, Any]:
     """A pick with all candidates as they truly were, and the overlaps that the router was shown."""
-    names = ("overlap", "prefill_tokens", "decode_blocks", "new_blocks", "active_requests", "waiting")
+    costs = selector_costs(selector, record)
     rows = [
         {
             "worker": _name(each.worker),
-            "cost": None if costs is None else round(costs[at], 3),
-            "shown": record.shown[at],
+            "cost": round(cost, 3),
+            "shown": shown,
             "usage": round(each.usage, 3),
-            **{name: getattr(each, name) for name in names},
+            **{name: getattr(each, name) for name in LOADS},
         }
-        for at, each in enumerate(record.candidates)
+        for each, cost, shown in zip(record.candidates, costs, record.shown, strict=True)
     ]
     return {"chosen": _name(record.chosen), "candidates": rows}
 
@@ -259,7 +250,7 @@ def beside(other: Any) -> dict[str, Any]:
         points = {what: {at: compared.figure(f"{what}_{name}") for name, at in _POINTS.items()} for what in _CURVES}
         curves = {what: [[at, ms] for at, ms in of.items() if ms is not None] for what, of in points.items()}
     else:
-        done = [(each.request.arrival_ms, each.ttft_ms) for each in other.served if each.request.status == "finished"]
+        done = [(each.arrival_ms, each.ttft_ms) for each in other.completed]
         over_time = sorted((ms, ttft) for ms, ttft in done if ttft is not None)
         curves = {what: _curve(sorted(other.values(what))) for what in _CURVES}
     return {

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from hashlib import sha256
 from itertools import repeat
@@ -517,21 +517,20 @@ class Report:
             ValueError: no limit is given, one is out of range, or no request arrived.
         """
         __tracebackhide__ = True
-        limits = {"ttft_ms": ttft_ms, "itl_ms": itl_ms, "e2e_ms": e2e_ms}
-        if all(limit is None for limit in limits.values()):
+        objectives = Objectives(ttft_ms, itl_ms, e2e_ms)
+        limits = {name: limit for name, limit in asdict(objectives).items() if limit is not None}
+        if not limits:
             raise ValueError("assert_slo needs a limit: ttft_ms=, itl_ms= or e2e_ms=")
         for name, limit in limits.items():
-            if limit is not None:
-                check_number(f"assert_slo: {name}", limit, unit=" (milliseconds), or None")
+            check_number(f"assert_slo: {name}", limit, unit=" (milliseconds), or None")
         check_share("assert_slo: at", at)
         self._need_requests("assert_slo")
-        objectives = Objectives(ttft_ms, itl_ms, e2e_ms)
         served = self.served
         bad = [each for each in served if each.request.status != "finished" or not objectives.are_met(each.request)]
         good = len(served) - len(bad)
         if good >= at * self.arrived:
             return
-        kept = ", ".join(f"{name}={limit:g}" for name, limit in limits.items() if limit is not None)
+        kept = ", ".join(f"{name}={limit:g}" for name, limit in limits.items())
         text = f"{good} of {self.arrived} requests ({good / self.arrived:.1%}) keep {kept}, must be {at:.1%}"
         if not bad:
             raise AssertionError(f"{text}; the others never left the router")
@@ -564,18 +563,17 @@ class Report:
             TypeError: `times` is no pair of a number and a report.
         """
         __tracebackhide__ = True
-        wanted = {"hit_ratio": at_least, "of_ideal": of_ideal, "of_best": of_best}
-        if times is None and all(least is None for least in wanted.values()):
+        given = {"hit_ratio": at_least, "of_ideal": of_ideal, "of_best": of_best}
+        wanted = {name: least for name, least in given.items() if least is not None}
+        if times is None and not wanted:
             raise ValueError("assert_hit_ratio needs at_least=, of_ideal=, of_best= or times=")
         for name, least in wanted.items():
-            if least is not None:
-                check_share(f"assert_hit_ratio: {'at_least' if name == 'hit_ratio' else name}", least)
+            check_share(f"assert_hit_ratio: {'at_least' if name == 'hit_ratio' else name}", least)
         self._need_requests("assert_hit_ratio")
         for name, least in wanted.items():
-            if least is not None:
-                value = self.figure(name)
-                if value is None or value < least:
-                    assert_at_least(name, value, least, f"{self.table_row(None)}\n{self._worst_pick()}")
+            value = self.figure(name)
+            if value is None or value < least:
+                assert_at_least(name, value, least, f"{self.table_row(None)}\n{self._worst_pick()}")
         if times is not None:
             if not isinstance(times, tuple) or len(times) != 2:
                 raise TypeError(f"assert_hit_ratio: times must be (factor, report), got {times!r:.80}")
@@ -769,5 +767,5 @@ class Report:
 
 def _lateness(row: RequestRow) -> float:
     """The time to the first token; infinite where there was none."""
-    found = row.ttft_ms
+    found = row.request.ttft_ms
     return float("inf") if found is None else found

@@ -40,7 +40,7 @@ def request_json(row: RequestRow, pools: Pools | None) -> dict[str, Any]:
         "output_length": request.max_output_tokens,
         "reused_input_tokens": request.reused_tokens,
         "onboarded_input_tokens": request.onboarded_tokens,
-        "ttft_ms": row.ttft_ms,
+        "ttft_ms": request.ttft_ms,
     }
     out |= row.handoff if pools is None else _long(row, pools)
     if row.last is not None:
@@ -73,8 +73,7 @@ def _picked(row: RequestRow, pick: Pick, history: list[dict[str, Any]] | None) -
 
 def _long(row: RequestRow, pools: Pools) -> dict[str, Any]:
     """What the long form has besides."""
-    request, worker, handoff = row.request, row.served_by, row.handoff
-    tokens, asked = request.token_ms, row.asked
+    request, worker, handoff, asked = row.request, row.served_by, row.handoff, row.asked
     history = _admissions(row)
     named = asked if pools.names_sessions else None
     return {
@@ -83,9 +82,9 @@ def _long(row: RequestRow, pools: Pools) -> dict[str, Any]:
         "turn_index": None if named is None else named.index,
         "dispatched_at_ms": None,
         "terminal_time_ms": request.ended_ms,
-        "ttst_ms": tokens[1] - tokens[0] if len(tokens) > 1 else None,
-        "e2e_latency_ms": tokens[-1] - request.arrival_ms if tokens else None,
-        "itl_ms": (tokens[-1] - tokens[0]) / (len(tokens) - 1) if len(tokens) > 1 else None,
+        "ttst_ms": request.ttst_ms,
+        "e2e_latency_ms": request.e2e_ms,
+        "itl_ms": request.itl_ms,
         "requested_output_length": None if asked is None else asked.trace.output_length,
         "output_length": request.generated_tokens,
         "prefill_worker_idx": handoff.get("prefill_worker_idx"),

@@ -129,21 +129,14 @@ class RequestRow(NamedTuple):
         return None if admitted is None else admitted - since
 
     def __str__(self) -> str:
-        request, tokens = self.request, self.request.token_ms
-        times = "no token came out"
-        if tokens:
+        request, times = self.request, "no token came out"
+        if request.token_ms:
             waits = f"router {self.last.waited_ms if self.last else 0.0:.4g}, engine {self.engine_wait_ms or 0.0:.4g}"
-            times = f"first token after {self.ttft_ms:.4g} ms ({waits}), the last after {tokens[-1] - request.arrival_ms:.4g} ms"
+            times = f"first token after {request.ttft_ms:.4g} ms ({waits}), the last after {request.e2e_ms:.4g} ms"
         return (
             f"request {self.number} of {request.prompt_tokens} + {request.generated_tokens} tokens on worker {self.worker!r}, "
             f"{request.status}: {times}; {request.first_reused_tokens} tokens were cached"
         )
-
-    @property
-    def ttft_ms(self) -> float | None:
-        """From its arrival to its first token; None where there was none."""
-        tokens = self.request.token_ms
-        return tokens[0] - self.request.arrival_ms if tokens else None
 
 
 class WorkerRow(NamedTuple):
@@ -318,17 +311,15 @@ class Objectives:
 
     def are_met(self, request: ScheduledRequest) -> bool:
         """Whether a finished request keeps all of them; one without tokens only one end to end."""
-        tokens = request.token_ms
-        if not tokens:
-            end = request.ended_ms
+        first, last, end = request.ttft_ms, request.e2e_ms, request.ended_ms
+        if first is None or last is None:
             alone = self.ttft_ms is None and self.itl_ms is None
             return alone and end is not None and self.e2e_ms is not None and end - request.arrival_ms <= self.e2e_ms
-        first, last = tokens[0] - request.arrival_ms, tokens[-1] - request.arrival_ms
-        gap = (last - first) / (len(tokens) - 1) if len(tokens) > 1 else None
+        gaps = len(request.token_ms) - 1
         return (
             (self.ttft_ms is None or first <= self.ttft_ms)
             and (self.e2e_ms is None or last <= self.e2e_ms)
-            and (self.itl_ms is None or gap is None or gap <= self.itl_ms)
+            and (self.itl_ms is None or not gaps or (last - first) / gaps <= self.itl_ms)
         )
 
 
