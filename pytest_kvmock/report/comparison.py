@@ -46,7 +46,7 @@ class Compared(NamedTuple):
         fleet = other.get("fleet") if isinstance(other, Mapping) else None
         needed = {"router", "trace", "trace_digest", "picks_digest", "all"}
         if not isinstance(other, Mapping) or not isinstance(fleet, Mapping) or not needed <= set(fleet):
-            raise TypeError(f"other must be a Report, or what its to_json() returned, got {other!r:.80}")
+            raise TypeError(f"other must be a Report, or what its to_json() returned (of a fleet), got {other!r:.80}")
         whole: Mapping[str, Any] = other
         known: Mapping[str, Any] = fleet["all"]
 

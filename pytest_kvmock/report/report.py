@@ -397,10 +397,11 @@ class Report:
         text = {name: figure_text(value) for name, value in rows[None].items()}
         about = f"{self.router} on {self.trace_name}" if self.router else self._finished_text
         parts = [f"{type(self).__name__}: {about}", self.table(rows)]
-        parts.append(
-            f"ideal hit ratio {text['ideal_hit_ratio']} ({text['of_ideal']} of it); greatest : mean of requests {text['balance_requests']}, "
-            f"of prompt tokens computed {text['balance_prompt_tokens']}, of open requests at picks {text['balance_open_requests']}"
-        )
+        if self.router:
+            parts.append(
+                f"ideal hit ratio {text['ideal_hit_ratio']} ({text['of_ideal']} of it); greatest : mean of requests {text['balance_requests']}, "
+                f"of prompt tokens computed {text['balance_prompt_tokens']}, of open requests at picks {text['balance_open_requests']}"
+            )
         if self.held_before:
             parts.append(
                 f"the engines held {self.held_before} blocks before this run: their hits count, and the ideal knows none of them"

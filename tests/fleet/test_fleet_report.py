@@ -237,6 +237,18 @@ def test_json_has_the_keys_of_dynamo_and_its_own_under_one():
     assert report.figure("ttft_p95", 1) == routed["workers"][1]["ttft_p95"]
 
 
+def test_a_figure_that_a_recorded_report_may_have_keeps_its_key():
+    routed = fleet(RoundRobin()).run(trace()).to_json()["fleet"]
+    counts = "requests completed hit_ratio overlap_selected overlap_best overlap_regret of_best promised_not_found believed_not_found"
+    work = "found_not_promised prompt_tokens_computed blocks_evicted preemptions router_wait_ms engine_wait_ms goodput"
+    balance = [f"{how}_{of}" for how in ("balance", "jain") for of in ("requests", "prompt_tokens", "open_requests")]
+    assert {*counts.split(), *work.split(), "ideal_hit_ratio", "of_ideal", *balance} <= set(routed["all"])
+    points = [
+        f"{what}_{at}" for what in ("ttft", "tpot", "e2e") for at in ("mean", "p50", "p75", "p90", "p95", "p99", "max")
+    ]
+    assert {*counts.split(), *work.split(), *points, "worker", "since_ms", "until_ms"} <= set(routed["workers"][0])
+
+
 def test_an_engine_by_itself_has_the_percentiles_of_its_release():
     """One run of one engine has one p90 of its gaps, whoever reports it: from 1.6.1 on it comes from a sketch."""
     rows = [request(10.0 * each, range(each, each + 2 + each % 3), 2 + each % 7) for each in range(30)]
