@@ -6,6 +6,11 @@ CACHES = 8
 """As many as the most of a built-in model, and one more."""
 
 
+def caches(backend):
+    """How many Stored of one prompt the backend publishes at most: one for each of its caches, or one for all."""
+    return CACHES if backend_spec(backend).traits.publishes_groups else 1
+
+
 def sized(profile, backend):
     """The profile, with blocks that the backend has, and enough of them for all its caches."""
     spec = backend_spec(backend)

@@ -28,6 +28,8 @@ class Traits:
         chunks: it takes blocks chunk by chunk where a profile has a `chunk`; else for the whole prompt at once.
         promises_more: its events promise more than a request can use: it serves a hybrid model, whose windows or states may
             be gone where blocks are cached.
+        publishes_groups: each cache group of its hybrid model publishes blocks of its own (vLLM), of which a router's are those
+            of the attention group; else blocks are of one kind.
     """
 
     recomputes_last_token: bool = False
@@ -37,6 +39,7 @@ class Traits:
     cleared_first: bool = False
     chunks: bool = True
     promises_more: bool = False
+    publishes_groups: bool = False
 
 
 PROMPT_KEYS: Final = ("lora_name", "cache_salt", "multimodal", "session_id")

@@ -36,7 +36,14 @@ class HybridPoolDriver:
         ValueError: the manager is another.
     """
 
-    traits = Traits(recomputes_last_token=True, stores_when="full", copies=True, removed_first=True, promises_more=True)
+    traits = Traits(
+        recomputes_last_token=True,
+        stores_when="full",
+        copies=True,
+        removed_first=True,
+        promises_more=True,
+        publishes_groups=True,
+    )
     prompt_keys = PROMPT_KEYS
     admits_whole = True
     """As vLLM since 0.19, where `scheduler_reserve_full_isl` is on by default."""
