@@ -11,6 +11,7 @@ from pytest_kvmock.tokens import Prompt
 
 if TYPE_CHECKING:
     from pytest_kvmock.cache.manager import KvManager
+    from pytest_kvmock.cache.vllm.groups import CacheGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,9 @@ class Traits:
             be gone where blocks are cached.
         publishes_groups: each cache group of its hybrid model publishes blocks of its own (vLLM), of which a router's are those
             of the attention group; else blocks are of one kind.
+        takes_hashes: it takes prompts that are known by hashes only; else prompts must have tokens.
+        groups: the caches of its hybrid model with the sizes in force: tokens of blocks, windows and chunks; none of an engine
+            with one cache. In SGLang a block of a state is how far apart states are.
     """
 
     recomputes_last_token: bool = False
@@ -40,6 +44,8 @@ class Traits:
     chunks: bool = True
     promises_more: bool = False
     publishes_groups: bool = False
+    takes_hashes: bool = True
+    groups: tuple[CacheGroup, ...] = ()
 
 
 PROMPT_KEYS: Final = ("lora_name", "cache_salt", "multimodal", "session_id")

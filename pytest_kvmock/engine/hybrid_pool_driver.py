@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -57,12 +58,14 @@ class HybridPoolDriver:
         if not isinstance(manager, HybridManager):
             raise ValueError(f"a HybridPoolDriver drives a HybridManager, got {manager!r:.80}")  # noqa: TRY004 - one error
         self.manager = manager
+        geometry = manager.geometry
+        self.traits = replace(self.traits, takes_hashes=not manager.needs_tokens, groups=geometry.groups)
         self._rng = rng
         self._in_pass = False
         if not prefix_caching:
             manager.turn_caching_off()
         # What several steps may need beyond the count for one: states before and behind the running one, and copies.
-        self._spare = sum(4 + group.speculative_blocks for group in manager.geometry.groups if group.kind == STATE)
+        self._spare = sum(4 + group.speculative_blocks for group in geometry.groups if group.kind == STATE)
 
     def open(self, prompt: Prompt, *, to_look: bool = False) -> GroupRequest:
         """A request that has no block yet."""
