@@ -96,7 +96,8 @@ class Driver(Protocol):
 
     A prompt may carry more than tokens (`Prompt.keys`). A driver whose engine names blocks by that has the names in
     `prompt_keys`, such as `("lora_name", "cache_salt")`; without the attribute, prompts that have any are refused before they
-    come to it. Where its manager does not say what travels beside a Stored, a driver may have a method `extra_of(stored)`.
+    come to it. Where its manager does not say what travels beside a Stored, a driver may have a method `extra_of(stored)`. One that
+    has an attribute `chunk` is told there how many tokens its worker prefills at once, or None.
 
     What `open` returns is the driver's own: it has `blocks` (in order; a partial one is a UUID) and a length (tokens of
     prompt and output so far).

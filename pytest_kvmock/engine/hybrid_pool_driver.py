@@ -45,6 +45,9 @@ class HybridPoolDriver:
         promises_more=True,
         publishes_groups=True,
     )
+    chunk: int | None = None
+    """Tokens that its worker prefills at once: where chunks end, more states are held for a while; None: the whole prompt."""
+
     prompt_keys = PROMPT_KEYS
     admits_whole = True
     """As vLLM since 0.19, where `scheduler_reserve_full_isl` is on by default."""
@@ -100,7 +103,11 @@ class HybridPoolDriver:
             return most
         copy, copied = manager.rehearsal(request, most)
         before = copy.num_free_blocks
-        left = [*_prefill(copy, copied, upto), *_decode(copy, copied, tokens)]
+        left: list[int] = []
+        chunk = self.chunk or max(upto, 1)
+        for end in range(chunk, upto + chunk, chunk):
+            left += _prefill(copy, copied, min(end, upto))
+        left += _decode(copy, copied, tokens)
         return before - min(left, default=before)
 
     def admit(self, request: GroupRequest, upto: int) -> None:
