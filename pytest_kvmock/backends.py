@@ -116,7 +116,15 @@ class BackendSpec:
         Raises:
             ValueError: the backend refuses a manager of one block of its default size.
         """
-        traits: Traits = self._asked.traits
+        return self.traits_at(self.default_block_size)
+
+    def traits_at(self, block_size: int) -> Traits:
+        """Its `traits` where a block has so many tokens, to which the sizes of a hybrid model's other caches are in proportion.
+
+        Raises:
+            ValueError: the backend refuses blocks of this size.
+        """
+        traits: Traits = self._asked(block_size).traits
         return traits
 
     @property
@@ -126,10 +134,11 @@ class BackendSpec:
         Raises:
             ValueError: as for `traits`.
         """
-        return tuple(each for each in getattr(self._asked, "prompt_keys", ()) if each != "session_id")
+        return tuple(
+            each for each in getattr(self._asked(self.default_block_size), "prompt_keys", ()) if each != "session_id"
+        )
 
-    @property
-    def _asked(self) -> Any:
+    def _asked(self, block_size: int) -> Any:
         """What brings requests to a manager of it, or the class of that."""
         if self.driver is None:
             from pytest_kvmock.engine.move_driver import MoveDriver
@@ -137,7 +146,7 @@ class BackendSpec:
             return MoveDriver
         from random import Random
 
-        manager = self.make(num_blocks=1, block_size=self.default_block_size, dp_rank=0, sink=None)
+        manager = self.make(num_blocks=1, block_size=block_size, dp_rank=0, sink=None)
         return self.driver(manager, True, Random(0))  # noqa: S311 - nothing is drawn
 
     def variant(

@@ -335,6 +335,8 @@ class KvWorker:
         driver = self._make_driver(self._make_manager(sink), self.prefix_caching, self._rng)
         if isinstance(driver, MoveDriver):
             driver.recorder = self._recorder
+        if hasattr(driver, "chunk"):  # what it needs depends on that
+            driver.chunk = self.chunk
         self._recorder.for_requests = not isinstance(driver, MoveDriver)
         now, self._clock = self.now, None
         if getattr(driver.manager, "offload", None) is not None:

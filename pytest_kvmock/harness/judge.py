@@ -101,6 +101,7 @@ class Judge:
     ) -> None:
         self.log = log
         self.ledger = Ledger(journal)
+        log.group_of_blocks = self.ledger.attention_group
         self.reference = RadixIndex(semantics=semantics)
         self.under_test = None if index is None else IndexUnderTest.of(index)
         self.book: Book | None = None

@@ -241,6 +241,13 @@ class Ledger:
                 desync.resynced.add(parent)
         return before + problems if before else problems
 
+    def attention_group(self, key: StreamKey) -> int | None:
+        """The number of a worker's and rank's attention group, -1 where it is not known; None: it has one cache."""
+        stream = self.streams.get(key)
+        if stream is None or not stream.groups:
+            return None
+        return -1 if stream.group_idx is None else stream.group_idx
+
     def _wrong_hash(self, stream: Stream, event: RouterEvent, data: Stored, before: Sequence[Problem]) -> list[Problem]:
         """The wrong_hash of a Stored, if it has one; it follows from a wrong parent among the problems `before`."""
         flaw = wrong_hash(event, data, stream.spec.block_size, stream.hash_chain, stream.parents_of)

@@ -238,18 +238,17 @@ def kv_profile(request: pytest.FixtureRequest, kv_base_profile: EngineProfile) -
 
 
 @pytest.fixture
-def kv_traits(request: pytest.FixtureRequest) -> Traits:
-    """The traits of the test's backend: a `kv_index` reads from them whether to count copies.
+def kv_traits(request: pytest.FixtureRequest, kv_base_profile: EngineProfile) -> Traits:
+    """The traits of the test's backend at the test's sizes: a `kv_index` reads from them whether to count copies.
 
     It does not bring in the matrix. In a test without a backend they are those of what `kv_sink` judges.
     """
     if AXIS in request.fixturenames:
         from pytest_kvmock.backends import backend_spec
-        from pytest_kvmock.plugin.case import backend_name
+        from pytest_kvmock.plugin.case import backend_name, effective_profile, traits_of
 
-        return backend_spec(
-            backend_name(request.node, request.getfixturevalue(AXIS), ask=request.getfixturevalue)
-        ).traits
+        name = backend_name(request.node, request.getfixturevalue(AXIS), ask=request.getfixturevalue)
+        return traits_of(request.node, backend_spec(name), effective_profile(request.node, kv_base_profile))
     from pytest_kvmock.engine.driver import Traits
 
     return Traits()  # a sink takes each block for published once, unless the test sets it otherwise

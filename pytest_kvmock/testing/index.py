@@ -359,7 +359,7 @@ class IndexContract(DistinctBlocks, HybridStreams, WorkersThatGo, UnderLoad):
         """A block with copies is found until each is removed, where an engine of `backends` publishes copies."""
         self._start()
         for spec in self._specs():
-            if not spec.traits.copies or spec.traits.promises_more:  # those have several copies of each block
+            if not spec.traits.copies:
                 continue
             with self._harness(spec, num_blocks=3) as harness:
                 for letter in "aabcde":
@@ -393,8 +393,8 @@ class IndexContract(DistinctBlocks, HybridStreams, WorkersThatGo, UnderLoad):
             # A counting filter before an "e1" index counts rank by rank, an index that counts by itself may not.
             several = self.tells_ranks_apart and not (self.index_semantics and spec.residency == "counted")
             ranks = 2 if several else 1
-            # A hybrid model has several groups, some of small blocks.
-            num_blocks, most = (max(64, 16 * self.block_size), _HYBRID_MOST) if spec.traits.promises_more else (8, 5)
+            # Windows slide, and states are kept, in prompts of more blocks.
+            num_blocks, most = (16, _HYBRID_MOST) if spec.traits.promises_more else (8, 5)
             for seed in range(3):
                 program = random_traffic(
                     seed, 60, workers=2, ranks=ranks, most_blocks=most, most_in_a_burst=_MOST_IN_A_BURST
@@ -409,7 +409,10 @@ class IndexContract(DistinctBlocks, HybridStreams, WorkersThatGo, UnderLoad):
                             player.do(step)
                             self._check(harness)
                 except Exception as error:
-                    profile = f"EngineProfile(block_size={self.block_size}, num_blocks={num_blocks}, workers=2, dp_size={ranks})"
+                    room = harness.profile.num_blocks
+                    profile = (
+                        f"EngineProfile(block_size={self.block_size}, num_blocks={room}, workers=2, dp_size={ranks})"
+                    )
                     error.add_note(self._reproduction(harness, spec))
                     error.add_note(
                         f"in traffic over {spec.name}, seed {seed}; play(RouterHarness({profile}, {spec.name!r}, index, "

@@ -11,7 +11,7 @@ from pytest_kvmock.engine.driver import Traits
 from pytest_kvmock.harness.router_harness import RouterHarness
 from pytest_kvmock.harness.under_test import IndexUnderTest
 from pytest_kvmock.testing.index_driver import IndexDriver
-from pytest_kvmock.testing.subject import call_with, check_backends, refuse
+from pytest_kvmock.testing.subject import call_with, check_backends, refuse, room_for
 
 SURVIVED: Final = {"double": "an event that is delivered twice", "restart": "a worker that restarts unannounced"}
 """The faults that a contract may ask an index to survive, and each in words."""
@@ -54,10 +54,10 @@ class OverIndex:
         return check_backends(self, self.backends, self.block_size)
 
     def _harness(self, spec: BackendSpec, num_blocks: int, workers: int = 1, dp_size: int = 1) -> RouterHarness:
-        """A world of a backend, with an index made for it."""
+        """A world of a backend, with room for a prompt of so many blocks, and an index made for it."""
         __tracebackhide__ = True
-        self.traits = spec.traits
-        profile = EngineProfile(self.block_size, num_blocks, workers, dp_size)
+        self.traits = spec.traits_at(self.block_size)
+        profile = EngineProfile(self.block_size, room_for(num_blocks, self.traits, self.block_size), workers, dp_size)
         return RouterHarness(profile, spec, self._under_test(), sync="every", index_semantics=self.index_semantics)
 
     def _under_test(self) -> IndexUnderTest:

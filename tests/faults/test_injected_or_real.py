@@ -25,7 +25,7 @@ def script(kv, rng, kind):
         "clear": lambda: faults.clear(rng.randrange(2)),
         "salt": lambda: faults.salt(lora_name="l", worker=rng.randrange(2)),
         "late_join": faults.late_join,
-        "block_size": lambda: faults.block_size(8),
+        "block_size": lambda: faults.block_size(2 * kv.profile.block_size),  # any engine has blocks twice as large
         "signed": lambda: None,  # it changes no stream
     }
     fault = own_words.get(kind, getattr(faults, kind))()
