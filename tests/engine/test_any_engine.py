@@ -28,7 +28,7 @@ MAY_WARN = {
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@settings(max_examples=examples(60))
+@settings(max_examples=examples(25))  # of each of some forty engines
 @given(
     program=traffic(workers=2, most_steps=40, most_blocks=6, most_tokens=9),
     chunk=st.sampled_from([None, None, 1, 3, SIZE]),
