@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from test_reusable import HYBRID, harness_of
 
 from pytest_kvmock import RadixIndex
+from pytest_kvmock.backends import backend_spec
 from pytest_kvmock.testing import play, traffic
 from pytest_kvmock.tokens import block_hashes
 
@@ -107,3 +108,11 @@ def test_on_plain_engines_an_answer_below_what_is_held_is_drift(backend):
             return {key: blocks - 1 for key, blocks in super().find_matches(local_hashes).items()}
 
     assert drifts(harness_of(backend, Less()), blocks=4)
+
+
+def test_a_cleared_prompts_tail_is_no_chain_to_look_up(caplog):
+    kimi = backend_spec("vllm_kimi_k3").variant("kimi", match_unit=2)  # a hash for each half of a block
+    with over_engines(kimi) as kv:
+        kv.worker(0).serve(kv.prompt(1, tail=3))
+        assert kv.worker(0).clear()
+    assert [] == caplog.records  # nothing failed within the harness
