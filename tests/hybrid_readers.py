@@ -124,10 +124,12 @@ class OneMap(Dense):
 
 
 class AnyGroup(Dense):
-    """Takes the most that any group has."""
+    """Has a block where any group has it."""
 
-    def answer(self, tokens):
-        return max((self.leading(group, tokens) for group in self.copies), default=0)
+    def leading(self, group, tokens):
+        names = (self.names.get(tuple(tokens[:end])) for end in range(self.size, len(tokens), self.size))
+        held = (n for n, name in enumerate(names) if all(copies[name] < 1 for copies in self.copies.values()))
+        return next(held, (len(tokens) - 1) // self.size)
 
 
 class MinimumOverGroups(Dense):
@@ -164,7 +166,7 @@ class LooksUpParentsAcrossGroups(Dense):
 
     def removed(self, group, names):
         super().removed(group, names)
-        self.known.difference_update(name for name in names if self.copies[group][name] < 1)
+        self.known.difference_update(names)
 
 
 class TakesGroupZero(Dense):
