@@ -438,6 +438,21 @@ def speaker_of(dialect: Dialect) -> BackendSpec:
     return spec if dialect.version is None else _of_release(spec, dialect.version)
 
 
+def served_by(dialect: Dialect, model: str) -> BackendSpec:
+    """Return the backend whose engine writes a dialect and serves a model.
+
+    That is the one of the hybrid model of this name, as "gpt-oss" is that of `vllm_gpt_oss`, and of its newest release; for any other
+    model the one of `speaker_of`.
+
+    Raises:
+        ValueError: as `speaker_of`.
+    """
+    spec = speaker_of(dialect)
+    program = "sglang" if spec.scheduler == "sglang" else "vllm"
+    hybrid = BACKENDS.get(f"{program}_{model.lower().replace('-', '_')}")
+    return hybrid if hybrid is not None and hybrid.group == HYBRID and spec.name.startswith(program) else spec
+
+
 def recorded_backend(name: str, models: object) -> BackendSpec:
     """Return the backend of this name as a capture has it: of the release that it models there, where that is known.
 
