@@ -116,7 +116,15 @@ class BackendSpec:
         Raises:
             ValueError: the backend refuses a manager of one block of its default size.
         """
-        traits: Traits = self._asked.traits
+        return self.traits_with(None)
+
+    def traits_with(self, tiers: Tiers | None) -> Traits:
+        """The traits of its engine, with these tiers below it, if it takes any.
+
+        Raises:
+            ValueError: as for `traits`; or it takes tiers, and not these.
+        """
+        traits: Traits = self._asked(tiers if "tiers" in self.options else None).traits
         return traits
 
     @property
@@ -126,10 +134,9 @@ class BackendSpec:
         Raises:
             ValueError: as for `traits`.
         """
-        return tuple(each for each in getattr(self._asked, "prompt_keys", ()) if each != "session_id")
+        return tuple(each for each in getattr(self._asked(None), "prompt_keys", ()) if each != "session_id")
 
-    @property
-    def _asked(self) -> Any:
+    def _asked(self, tiers: Tiers | None) -> Any:
         """What brings requests to a manager of it, or the class of that."""
         if self.driver is None:
             from pytest_kvmock.engine.move_driver import MoveDriver
@@ -137,7 +144,8 @@ class BackendSpec:
             return MoveDriver
         from random import Random
 
-        manager = self.make(num_blocks=1, block_size=self.default_block_size, dp_rank=0, sink=None)
+        below = {} if tiers is None else {"tiers": tiers}
+        manager = self.make(num_blocks=1, block_size=self.default_block_size, dp_rank=0, sink=None, **below)
         return self.driver(manager, True, Random(0))  # noqa: S311 - nothing is drawn
 
     def variant(

@@ -28,6 +28,9 @@ class Traits:
         chunks: it takes blocks chunk by chunk where a profile has a `chunk`; else for the whole prompt at once.
         promises_more: its events promise more than a request can use: it serves a hybrid model, whose windows or states may
             be gone where blocks are cached.
+        chunk: of an engine that copies what it computes to a host of its own, as vLLM does, blocks of a chunk there, which no event
+            says; None: what the device evicts goes to its host, or it has none.
+        clears_below: whether a Cleared, which has no tier, empties the tiers below the device, too; vLLM's is of the device alone.
     """
 
     recomputes_last_token: bool = False
@@ -37,6 +40,8 @@ class Traits:
     cleared_first: bool = False
     chunks: bool = True
     promises_more: bool = False
+    chunk: int | None = None
+    clears_below: bool = True
 
 
 PROMPT_KEYS: Final = ("lora_name", "cache_salt", "multimodal", "session_id")

@@ -135,6 +135,8 @@ class Judge:
             unpublished: what its engine has without a Stored below the device; it is asked before such a block is removed.
         """
         self.ledger.take(entry)
+        if entry.spec is not None:
+            self.reference.offloads_in_chunks(*entry.key, entry.spec.chunk)
         if self.book is not None:
             self.book.ledger.take(entry)
         if unpublished is not None:

@@ -238,8 +238,8 @@ def kv_profile(request: pytest.FixtureRequest, kv_base_profile: EngineProfile) -
 
 
 @pytest.fixture
-def kv_traits(request: pytest.FixtureRequest) -> Traits:
-    """The traits of the test's backend: a `kv_index` reads from them whether to count copies.
+def kv_traits(request: pytest.FixtureRequest, kv_profile: EngineProfile) -> Traits:
+    """The traits of the test's backend: a `kv_index` reads from them whether to count copies, and how large chunks below the device are.
 
     It does not bring in the matrix. In a test without a backend they are those of what `kv_sink` judges.
     """
@@ -249,7 +249,7 @@ def kv_traits(request: pytest.FixtureRequest) -> Traits:
 
         return backend_spec(
             backend_name(request.node, request.getfixturevalue(AXIS), ask=request.getfixturevalue)
-        ).traits
+        ).traits_with(kv_profile.tiers)
     from pytest_kvmock.engine.driver import Traits
 
     return Traits()  # a sink takes each block for published once, unless the test sets it otherwise

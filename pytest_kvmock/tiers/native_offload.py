@@ -51,6 +51,7 @@ class NativeOffload:
     Attributes:
         tier: the host's.
         store: what is there.
+        blocks_per_chunk: as above.
         largest_offer: the most chunks that a request has offered at once.
     """
 
@@ -71,6 +72,7 @@ class NativeOffload:
         rng: Random | None = None,
     ) -> None:
         self.store = ChunkStore(num_chunks, policy)
+        self.blocks_per_chunk = blocks_per_chunk
         self.largest_offer = 0
         self._groups = tuple(groups)
         self._dense = [number for number, group in enumerate(groups) if group.window is None]
@@ -100,7 +102,7 @@ class NativeOffload:
     @property
     def num_blocks(self) -> int:
         """Blocks that the host has room for."""
-        return self.store.capacity * self._chunk // self._groups[0].block_size
+        return self.store.capacity * self.blocks_per_chunk
 
     def resident(self) -> list[ChunkKey]:
         """The chunks that can be loaded."""

@@ -166,7 +166,7 @@ def test_a_clear_is_of_the_device_alone_and_the_host_is_emptied_without_a_word()
     worker.tick(10.0)
     events.clear()
     assert worker.clear()
-    assert not worker.clears_below
+    assert not worker.traits.clears_below
     assert [("device", Cleared, 0)] == taken(events)
     assert 16 == worker.cached_tokens(A, HOST)
     worker.cancel_transfers()

@@ -83,3 +83,20 @@ def test_without_prefix_caching_nothing_is_stored():
     kv = harness({}, prefix_caching=False)
     traffic(kv.worker(0), PROMPTS)
     assert [] == kv.worker(0).manager.resident(HOST)
+
+
+def test_engines_of_both_kinds_stand_beside_each_other():
+    kv = harness({}, workers=0)
+    native, moved = kv.worker(0), kv.worker(1, backend="lineage")
+    prompt = PROMPTS[0]
+    for worker in (native, moved):
+        worker.serve(prompt)
+        worker.tick(worker.now + 100)
+        worker.serve(PROMPTS[3])
+        worker.tick(worker.now + 100)
+    assert {"device", "host_pinned"} == {str(tier) for tier in kv.overlap(prompt, tier=None)}
+    assert native.clear()
+    assert moved.clear()
+    assert {HOST: {0: 8}} == kv.overlap(prompt, tier=None)
+    assert (32, 0) == (native.cached_tokens(prompt, HOST), moved.cached_tokens(prompt, HOST))
+    kv.assert_in_sync()

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from bounded_indexes import BoundedIndex, HangsUnderTheRootWhatItForgot, RemovesNothingOnceItIsFull
 from contract_runs import Mutants
+from tiered_indexes import FOUND_BY, contract_of
 from truncating_indexes import HashIndex, KeyedTokenIndex, TokenIndex
 
 from pytest_kvmock import BACKENDS, Cleared, KvEventError, RadixIndex, Removed, RouterEvent, StorageTier, Stored
@@ -16,6 +17,9 @@ from pytest_kvmock.testing import IndexContract
 from pytest_kvmock.tokens import block_hashes
 
 INDEXES = Mutants(IndexContract)
+
+for subject, tests in FOUND_BY.items():
+    INDEXES.breaks(*tests)(contract_of(subject))
 
 
 class Tree:
