@@ -191,6 +191,8 @@ class KvServer(Controls, RouterChecks):
             int(time.time()),
             api_key,
         )
+        if profile.tiers is not None:
+            self.dialect.check_host(self_describing=profile.tiers.self_describing)
         make = self._publisher if make_publisher is None else make_publisher
         with ExitStack() as undo:
             self._thread = LoopThread("KvServer")

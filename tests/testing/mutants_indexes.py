@@ -18,9 +18,6 @@ from pytest_kvmock.tokens import block_hashes
 
 INDEXES = Mutants(IndexContract)
 
-for subject, tests in FOUND_BY.items():
-    INDEXES.breaks(*tests)(contract_of(subject))
-
 
 class Tree:
     """A sound index, for the others to spoil."""
@@ -1090,3 +1087,7 @@ class TakesTailsForBlocks(GroupsRadix):
                         break
                     place, parent, out[worker] = place + len(below[step]), step, out[worker] + 1
             return out
+
+
+for subject, tests in FOUND_BY.items():
+    INDEXES.breaks(*tests)(contract_of(subject))
