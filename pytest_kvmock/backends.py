@@ -116,15 +116,19 @@ class BackendSpec:
         Raises:
             ValueError: the backend refuses a manager of one block of its default size.
         """
-        return self.traits_at(self.default_block_size)
+        return self.traits_at()
 
-    def traits_at(self, block_size: int) -> Traits:
+    def traits_at(self, block_size: int | None = None, tiers: Tiers | None = None) -> Traits:
         """Its `traits` where a block has so many tokens, to which the sizes of a hybrid model's other caches are in proportion.
 
+        Args:
+            block_size: tokens; None: `default_block_size`.
+            tiers: below its device, if it takes any.
+
         Raises:
-            ValueError: the backend refuses blocks of this size.
+            ValueError: the backend refuses blocks of this size; or it takes tiers, and not these.
         """
-        traits: Traits = self._asked(block_size).traits
+        traits: Traits = self._asked(block_size, tiers if "tiers" in self.options else None).traits
         return traits
 
     @property
@@ -134,11 +138,9 @@ class BackendSpec:
         Raises:
             ValueError: as for `traits`.
         """
-        return tuple(
-            each for each in getattr(self._asked(self.default_block_size), "prompt_keys", ()) if each != "session_id"
-        )
+        return tuple(each for each in getattr(self._asked(), "prompt_keys", ()) if each != "session_id")
 
-    def _asked(self, block_size: int) -> Any:
+    def _asked(self, block_size: int | None = None, tiers: Tiers | None = None) -> Any:
         """What brings requests to a manager of it, or the class of that."""
         if self.driver is None:
             from pytest_kvmock.engine.move_driver import MoveDriver
@@ -146,7 +148,9 @@ class BackendSpec:
             return MoveDriver
         from random import Random
 
-        manager = self.make(num_blocks=1, block_size=block_size, dp_rank=0, sink=None)
+        size = self.default_block_size if block_size is None else block_size
+        below = {} if tiers is None else {"tiers": tiers}
+        manager = self.make(num_blocks=1, block_size=size, dp_rank=0, sink=None, **below)
         return self.driver(manager, True, Random(0))  # noqa: S311 - nothing is drawn
 
     def variant(

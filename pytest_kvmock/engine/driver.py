@@ -34,6 +34,9 @@ class Traits:
         takes_hashes: it takes prompts that are known by hashes only; else prompts must have tokens.
         groups: the caches of its hybrid model with the sizes in force: tokens of blocks, windows and chunks; none of an engine
             with one cache. In SGLang a block of a state is how far apart states are.
+        chunk: of an engine that copies what it computes to a host of its own, as vLLM does, blocks of a chunk there, which no event
+            says; None: what the device evicts goes to its host, or it has none.
+        clears_below: whether a Cleared, which has no tier, empties the tiers below the device, too; vLLM's is of the device alone.
     """
 
     recomputes_last_token: bool = False
@@ -46,6 +49,8 @@ class Traits:
     publishes_groups: bool = False
     takes_hashes: bool = True
     groups: tuple[CacheGroup, ...] = ()
+    chunk: int | None = None
+    clears_below: bool = True
 
 
 PROMPT_KEYS: Final = ("lora_name", "cache_salt", "multimodal", "session_id")

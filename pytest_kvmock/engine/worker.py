@@ -359,11 +359,6 @@ class KvWorker:
         return self._clock
 
     @property
-    def clears_below(self) -> bool:
-        """Whether `clear` empties the tiers below the device, too; vLLM's is of the device alone."""
-        return self._clock is None or self._clock.clears_below
-
-    @property
     def now(self) -> float:
         """The worker's virtual time in ms; it passes with tiers below the device only, else it is 0."""
         return 0.0 if self._clock is None else self._clock.now
@@ -477,7 +472,7 @@ class KvWorker:
     def clear(self) -> bool:
         """Drop all that is cached, and publish Cleared. False, and no event, while requests are open.
 
-        Transfers between tiers are cancelled, and further tiers are emptied too, but for vLLM's (`clears_below`).
+        Transfers between tiers are cancelled, and further tiers are emptied too, but for vLLM's (`Traits.clears_below`).
         """
         self._record(Clear, self.worker_id, self.dp_rank)
         cleared = not self.requests and self._driver.clear()

@@ -239,7 +239,7 @@ def kv_profile(request: pytest.FixtureRequest, kv_base_profile: EngineProfile) -
 
 @pytest.fixture
 def kv_traits(request: pytest.FixtureRequest, kv_base_profile: EngineProfile) -> Traits:
-    """The traits of the test's backend at the test's sizes: a `kv_index` reads from them whether to count copies.
+    """The traits of the test's backend at the test's sizes: a `kv_index` reads from them whether to count copies, and how large chunks below the device are.
 
     It does not bring in the matrix. In a test without a backend they are those of what `kv_sink` judges.
     """

@@ -191,7 +191,8 @@ class TestRadixIndex(IndexContract):
     backends = OF_SMALL_BLOCKS
 
     def make_index(self):
-        return RadixIndex(count_copies=self.traits.copies)
+        traits = self.traits
+        return RadixIndex(count_copies=traits.copies, chunk=traits.chunk, clears_below=traits.clears_below)
 
 
 class TestRadixIndexOfLargeBlocks(TestRadixIndex):
@@ -300,7 +301,8 @@ class TestAnIndexThatNoticesRepeats(IndexContract):
     survives = ("double", "restart")
 
     def make_index(self):
-        return NoticesRepeats(count_copies=self.traits.copies)
+        traits = self.traits
+        return NoticesRepeats(count_copies=traits.copies, chunk=traits.chunk, clears_below=traits.clears_below)
 
 
 class TestAnIndexByTokensAndKeys(IndexContract):
