@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
 from pytest_kvmock.checks import check_number
 from pytest_kvmock.events import RouterEvent
@@ -20,31 +20,14 @@ from pytest_kvmock.router.routing import id_of, stream_of
 
 if TYPE_CHECKING:
     from pytest_kvmock.events import StreamKey
-    from pytest_kvmock.fleet.router_calls import Belief, Calls, RouterCalls
+    from pytest_kvmock.fleet.router_calls import Calls, RouterCalls
+    from pytest_kvmock.report.rows import Belief, EventMark
     from pytest_kvmock.router.routing import RouterRequest, Worker
 
 _T = TypeVar("_T")
 
 EventDelay: TypeAlias = "float | Callable[[RouterEvent], float]"
 """How late events are delivered, in virtual milliseconds, or what says so of each."""
-
-
-class EventMark(NamedTuple):
-    """What happened to events at a time of a run.
-
-    Attributes:
-        ms: when it was noted, in virtual milliseconds: at the end of the pass that published, or when a late event was delivered.
-        kind: a fault that was injected, or the rule of an error.
-        worker: the id of the worker.
-        text: what happened.
-        is_error: whether it is an error.
-    """
-
-    ms: float
-    kind: str
-    worker: int
-    text: str
-    is_error: bool = False
 
 
 class Knowledge(Protocol):

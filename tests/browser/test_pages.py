@@ -120,6 +120,16 @@ def test_text_scales_and_nothing_is_wider_than_a_narrow_window(visit, request, n
     assert page.evaluate("document.documentElement.scrollWidth") <= 480
 
 
+def test_no_column_of_a_fleet_is_beyond_the_edge_of_a_usual_window(visit, fleet_page):
+    page = visit(fleet_page)
+    page.set_viewport_size({"width": 1400, "height": 900})
+    tables = page.evaluate(
+        "[...document.querySelectorAll('.scroll')].map((each) => [each.scrollWidth, each.clientWidth])"
+    )
+    assert tables
+    assert all(wide <= room for wide, room in tables)
+
+
 def test_the_theme_is_switched(visit, fleet_page):
     page = visit(fleet_page, color_scheme="dark")
     back = "getComputedStyle(document.body).backgroundColor"
