@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from random import Random
-from typing import Literal
+from typing import Any, Literal
 from uuid import UUID
 
 from pytest_kvmock.checks import check_integer
+from pytest_kvmock.hashed_blocks import HashedBlocks
 from pytest_kvmock.moves import Block, Deref, Destroy, Move, Promote, Use
 from pytest_kvmock.plh import lineage_hash
 from pytest_kvmock.tokens import Prompt, TokenIds, chained_hash, keyed_block_hashes
@@ -196,7 +197,14 @@ class ActiveSequence:
         """Token ids of the complete blocks from `start` to `end`; None if they are not to be published."""
         if not self.emit_token_ids or start >= end:
             return None
-        return [self._block_tokens(i) for i in range(start, end)]
+        assert self._tokens is not None
+        size, tokens, blocks = self.block_size, self._tokens, self.unique_blocks
+        rows = [tuple(tokens[at : at + size]) for at in range(start * size, end * size, size)]
+        if self.keys is not None:
+            return rows
+        names: tuple[Any, ...] = tuple(blocks[start:end])  # the one before a block is full
+        parent: Any = blocks[start - 1] if start else None
+        return HashedBlocks(rows, parent, names, tuple(self.block_hashes[start:end]))
 
     def _block_tokens(self, index: int) -> tuple[int, ...]:
         assert self._tokens is not None

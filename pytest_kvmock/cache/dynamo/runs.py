@@ -13,6 +13,7 @@ from uuid import UUID
 from pytest_kvmock.cache.dynamo.eviction.policy import Slot
 from pytest_kvmock.cache.dynamo.move_checks import are_plhs
 from pytest_kvmock.cache.dynamo.pool import BlockPool, Used
+from pytest_kvmock.hashed_blocks import part_of
 from pytest_kvmock.moves import Block, Promote, Use
 from pytest_kvmock.plh import MAX_POSITION, lineage_hash, lineage_hashes, lineage_position
 
@@ -356,7 +357,7 @@ class Runs:
                 used.stored = new
                 used.local_hashes = list(move.local_hashes[hits:served]) or [0] * len(new)
                 if move.token_ids:
-                    used.token_ids = list(move.token_ids[hits:served])
+                    used.token_ids = part_of(move.token_ids, hits, served)
         used.served = hits + len(new)
         if partial is not None and (partial in self._partials or self._allocate(1, used.removed)):
             self._partials.setdefault(partial, Slot())
