@@ -67,16 +67,6 @@ class Node:
         if self.others is not None:
             yield from self.others.items()
 
-    def unlink_all(self) -> int:
-        """Lose all children; return how many there were."""
-        if self.local is None:
-            return 0
-        count = 1 if self.others is None else 1 + len(self.others)
-        self.local = None
-        del self.child
-        self.others = None
-        return count
-
 
 class HeldRun:
     """A stretch of a chain with the same holders throughout, noted by a query, so that the next compares it at once.
@@ -264,7 +254,10 @@ class Tree:
             if not node.holders:
                 dead += 1
                 if node.local is not None:
-                    dead -= node.unlink_all()
+                    dead -= 1 if node.others is None else 1 + len(node.others)
+                    node.local = None
+                    del node.child
+                    node.others = None
                 if self._gone:
                     self._gone.pop(node, None)
         self._dead = max(dead, 0)  # of a node that is lost, some children may have holders
@@ -282,7 +275,8 @@ class Tree:
             }
             if gone:
                 self._gone[parent] = array("Q", sorted(gone.union(self._gone.get(parent, ()))))
-                parent.unlink_all()
+                parent.local, parent.others = None, None
+                del parent.child
                 for local, child in children:
                     if local not in gone:
                         parent.link(local, child)
