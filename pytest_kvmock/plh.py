@@ -63,6 +63,8 @@ def lineage_hashes(sequence_hashes: Sequence[int], *, parent: int | None = None,
     plhs: list[int] = []
     before = parent or 0
     for first, last, mode, bits, own_bits in _STRETCHES:
+        if first >= end:
+            break
         low, high = max(first, start), min(last, end)
         if low >= high:
             continue
