@@ -386,12 +386,12 @@ BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
 )
 """The built-in backends by name, in the order in which the matrix runs them."""
 
-_registered: dict[str, BackendSpec] = {}
+_known: dict[str, BackendSpec] = dict(BACKENDS)
 
 
-def known_backends() -> dict[str, BackendSpec]:
+def known_backends() -> Mapping[str, BackendSpec]:
     """The built-in backends by name, then those that are registered now, in the order of the matrix."""
-    return {**BACKENDS, **_registered}
+    return MappingProxyType(_known)
 
 
 @contextmanager
@@ -400,14 +400,17 @@ def registered(specs: Mapping[str, BackendSpec]) -> Iterator[None]:
 
     The plugin does this for a run of pytest; what an outer run has registered is not known in an inner one.
     """
-    before = dict(_registered)
-    _registered.clear()
-    _registered.update(specs)
+    before = dict(_known)
+    _know({**BACKENDS, **specs})
     try:
         yield
     finally:
-        _registered.clear()
-        _registered.update(before)
+        _know(before)
+
+
+def _know(specs: Mapping[str, BackendSpec]) -> None:
+    _known.clear()
+    _known.update(specs)
 
 
 def unknown_backend_text(name: object, known: Iterable[str]) -> str:
@@ -426,7 +429,7 @@ def backend_spec(name: str | BackendSpec) -> BackendSpec:
     """
     if isinstance(name, BackendSpec):
         return name
-    spec = BACKENDS.get(name) or _registered.get(name)
+    spec = _known.get(name)
     if spec is None:
         raise ValueError(unknown_backend_text(name, known_backends()))
     return spec

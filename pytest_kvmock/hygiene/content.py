@@ -73,11 +73,14 @@ class DynamoChain:
     @staticmethod
     def expected(
         data: Stored,
-        token_ids: BlockTokens | None,  # noqa: ARG004 - the signature of Chain
-        block_size: int | None,  # noqa: ARG004 - likewise
-        extra: EventExtra | None = None,  # noqa: ARG004 - local hashes have it in them
+        token_ids: BlockTokens | None,
+        block_size: int | None,
+        extra: EventExtra | None = None,
     ) -> Sequence[int]:
         """As `Chain.expected`."""
+        own = own_blocks(data, token_ids, block_size, extra)
+        if own is not None and own.hasher is None:
+            return own.names
         parent = data.parent_hash
         return sequence_hashes(data.tokens_hashes, parent=None if parent is None else parent & _U64)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from pytest_kvmock.checks import check_integer
@@ -102,7 +103,8 @@ class EventLog:
         self._missing: tuple[WorkerNote, int] | None = (
             None  # the last note of missing batches, and of how many gaps it is
         )
-        self._counts: Counter[tuple[int, int, type[EventData]]] = Counter()  # events by worker, rank and kind
+        self._counts: Counter[tuple[int, int, type[EventData]]] = Counter()  # see `_count`
+        self._counted = 0  # so many lines are in it
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -123,9 +125,20 @@ class EventLog:
         position = self.total
         self.total += 1
         self._lines.append(event)
-        inner = event.event
-        self._counts[event.worker_id, inner.dp_rank, type(inner.data)] += 1
         return position
+
+    def extend(self, events: Sequence[RouterEvent]) -> None:
+        """Add events that arrived, in order."""
+        self.total += len(events)
+        self._lines += events
+
+    def _count(self) -> Mapping[tuple[int, int, type[EventData]], int]:
+        """How many events arrived, by worker, rank and kind; events are counted when somebody asks, or they go."""
+        for line in islice(self._lines, self._counted, None):
+            event: RouterEvent = line.event if type(line) is LogEntry else line
+            self._counts[event.worker_id, event.event.dp_rank, type(event.event.data)] += 1
+        self._counted = len(self._lines)
+        return self._counts
 
     @property
     def _entries(self) -> list[LogEntry]:
@@ -270,7 +283,7 @@ class EventLog:
     @property
     def counts(self) -> EventCounts:
         """How many events of each kind were valid, or not, and how many warnings came."""
-        return EventCounts(self._counts, self.problems)
+        return EventCounts(self._count(), self.problems)
 
     def for_worker(self, worker_id: int, dp_rank: int | None = None) -> EventLog:
         """The part of the log that is about one worker, or about one rank of it."""
@@ -287,8 +300,8 @@ class EventLog:
         part.notes = [
             n for n in self.notes if n.worker_id == worker_id and (None in (dp_rank, n.dp_rank) or n.dp_rank == dp_rank)
         ]
-        part._counts.update({key: count for key, count in self._counts.items() if asked_for(key[0], key[1])})
-        part.total = part._counts.total()
+        part._counts.update({key: count for key, count in self._count().items() if asked_for(key[0], key[1])})
+        part._counted, part.total = len(part._lines), part._counts.total()
         return part
 
     def take(self) -> list[RouterEvent]:
@@ -299,15 +312,17 @@ class EventLog:
 
     def keep_last(self, events: int) -> None:
         """Clear all events from the log but so many."""
+        self._count()
         gone = max(0, len(self._lines) - events)
         del self._lines[:gone]
-        self._made, self._first = max(0, self._made - gone), self._first + gone
+        self._made, self._first, self._counted = max(0, self._made - gone), self._first + gone, self._counted - gone
         self.notes = [note for note in self.notes if note.at >= self._first]
 
     def clear(self) -> None:
         """Clear the events from the log; their problems stay on record, and the ledger keeps what workers hold."""
+        self._count()
         self._lines.clear()
-        self._made, self._first = 0, self.total
+        self._made, self._first, self._counted = 0, self.total, 0
         self.notes.clear()
 
     # ------------------------------------------------------------------------------------------------ judging

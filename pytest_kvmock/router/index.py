@@ -8,7 +8,8 @@ one node with several holders. The rules are those of Dynamo's `RadixTree` (kv-r
 
 * a Removed takes its blocks from one holder and does not follow their children. A node without holders loses its
   children; its orphans stay in the holder's table, where a later Stored can find them and link them again. The node
-  itself stays under its parent, for the next Stored of that place, until the parent loses its children too;
+  itself stays under its parent, for the next Stored of that place, until the parent loses its children too; here also
+  until there are many, of those that nothing else leads to: a new one would be no other;
 * the node under a parent is looked for by local hash first, and only then by sequence hash: two sequence hashes for
   one place share a node, one sequence hash in two places is one node with two parents. So this is a graph, it can
   have cycles, and nothing here may walk it without a bound;
