@@ -74,8 +74,9 @@ def long_page(tmp_path_factory, fleet_page):
         "session": [str(at % 50) for at in range(LONG)],
     }
     requests["worker"] = [rng.randrange(8) for _ in range(LONG)]
-    whole, names = data["figures"][0], [str(at) for at in range(8)]
-    data |= {"workers": names, "samples": None, "figures": [whole, *(whole | {"worker": name} for name in names)]}
+    of_all, of_one, *_ = data["figures"]
+    figures = [of_all, *({**of_one, "worker": str(at)} for at in range(8))]
+    data |= {"workers": [str(at) for at in range(8)], "samples": None, "figures": figures}
     write_page(path, render("fleet", data.pop("title"), data))
     return path
 
