@@ -168,6 +168,15 @@ class Rows:
         waits = [each.engine_wait_ms for each in self.admitted]
         return share(sum(wait for wait in waits if wait is not None), len(waits))
 
+    def lacking(self) -> dict[str, int]:
+        """Return the blocks that were promised, that full attention had, and that could not be reused, by the caches that lacked them."""
+        counts: dict[str, int] = {}
+        for blocks, caches in (each.lacking for each in self.admitted):
+            if blocks and caches:
+                name = " and ".join(caches)
+                counts[name] = counts.get(name, 0) + blocks
+        return counts
+
     def believed_not_found(self) -> int | None:
         """Return the blocks that the router believed in and no first admission found; None: it says nothing of that."""
         says = [(said, each.found) for each in self.admitted if (said := each.believed) is not None]

@@ -390,7 +390,7 @@ class WorkerContract(OverBackend):
         world.do(request.preempt)
         others = []
         with suppress(OutOfBlocks):
-            while True:
+            for _ in range(world.harness.profile.num_blocks + 1):
                 others.append(world.do(world.worker.prefill, world.harness.prompt(1)))
         before = world.state()
         world.expect_refused(OutOfBlocks, request.resume)
