@@ -54,7 +54,9 @@ def test_the_ready_line_has_the_blocks_of_a_profile_that_names_none(server):
 def test_a_dialect_without_cache_groups_is_refused(dialect):
     with (
         RouterHarness(EngineProfile(num_blocks=400), "vllm_gpt_oss") as kv,
-        pytest.raises(ValueError, match="'vllm_gpt_oss' serves a hybrid model, whose events are of cache groups; dialect"),
+        pytest.raises(
+            ValueError, match="'vllm_gpt_oss' serves a hybrid model, whose events are of cache groups; dialect"
+        ),
     ):
         KvServer(kv, dialect)
 
