@@ -116,7 +116,19 @@ class BackendSpec:
         Raises:
             ValueError: the backend refuses a manager of one block of its default size.
         """
-        traits: Traits = self._asked.traits
+        return self.traits_at()
+
+    def traits_at(self, block_size: int | None = None, tiers: Tiers | None = None) -> Traits:
+        """Its `traits` where a block has so many tokens, to which the sizes of a hybrid model's other caches are in proportion.
+
+        Args:
+            block_size: tokens; None: `default_block_size`.
+            tiers: below its device, if it takes any.
+
+        Raises:
+            ValueError: the backend refuses blocks of this size; or it takes tiers, and not these.
+        """
+        traits: Traits = self._asked(block_size, tiers if "tiers" in self.options else None).traits
         return traits
 
     @property
@@ -126,10 +138,9 @@ class BackendSpec:
         Raises:
             ValueError: as for `traits`.
         """
-        return tuple(each for each in getattr(self._asked, "prompt_keys", ()) if each != "session_id")
+        return tuple(each for each in getattr(self._asked(), "prompt_keys", ()) if each != "session_id")
 
-    @property
-    def _asked(self) -> Any:
+    def _asked(self, block_size: int | None = None, tiers: Tiers | None = None) -> Any:
         """What brings requests to a manager of it, or the class of that."""
         if self.driver is None:
             from pytest_kvmock.engine.move_driver import MoveDriver
@@ -137,7 +148,9 @@ class BackendSpec:
             return MoveDriver
         from random import Random
 
-        manager = self.make(num_blocks=1, block_size=self.default_block_size, dp_rank=0, sink=None)
+        size = self.default_block_size if block_size is None else block_size
+        below = {} if tiers is None else {"tiers": tiers}
+        manager = self.make(num_blocks=1, block_size=size, dp_rank=0, sink=None, **below)
         return self.driver(manager, True, Random(0))  # noqa: S311 - nothing is drawn
 
     def variant(
@@ -383,7 +396,7 @@ def known_backends() -> dict[str, BackendSpec]:
 
 @contextmanager
 def registered(specs: Mapping[str, BackendSpec]) -> Iterator[None]:
-    """Register these backends by name while the context lasts, in place of others but the built-in ones.
+    """Have backends known beside the built-in ones, for as long as it lasts.
 
     The plugin does this for a run of pytest; what an outer run has registered is not known in an inner one.
     """

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
 from pytest_kvmock.checks import check_number
 from pytest_kvmock.events import RouterEvent
@@ -20,31 +20,14 @@ from pytest_kvmock.router.routing import id_of, stream_of
 
 if TYPE_CHECKING:
     from pytest_kvmock.events import StreamKey
-    from pytest_kvmock.fleet.router_calls import Belief, Calls, RouterCalls
+    from pytest_kvmock.fleet.router_calls import Calls, RouterCalls
+    from pytest_kvmock.report.rows import Belief, EventMark
     from pytest_kvmock.router.routing import RouterRequest, Worker
 
 _T = TypeVar("_T")
 
 EventDelay: TypeAlias = "float | Callable[[RouterEvent], float]"
 """How late events are delivered, in virtual milliseconds, or what says so of each."""
-
-
-class EventMark(NamedTuple):
-    """What happened to events at a time of a run.
-
-    Attributes:
-        ms: when it was noted, in virtual milliseconds: at the end of the pass that published, or when a late event was delivered.
-        kind: a fault that was injected, or the rule of an error.
-        worker: the id of the worker.
-        text: what happened.
-        is_error: whether it is an error.
-    """
-
-    ms: float
-    kind: str
-    worker: int
-    text: str
-    is_error: bool = False
 
 
 class Knowledge(Protocol):
@@ -181,12 +164,18 @@ class Heard:
             if not callable(getattr(index, method, None)):
                 raise TypeError(f"Fleet: index must have a method {method}(), got {index!r:.80}")
         self._reference = index if isinstance(index, RadixIndex) else RadixIndex(count_copies=counts_copies)
+        self._given = index
         self._index: Any = self._reference if index is None else index
         self._calls: RouterCalls | None = None
         self._has_ranks = any(isinstance(worker, tuple) for worker in engines)
         self._on_the_way: Late[RouterEvent] = Late(delay_ms)
         for worker, engine in engines.items():
-            engine.worker.publish_to(Tap(self._on_the_way, worker))
+            self._hear(worker, engine)
+
+    def _hear(self, worker: Worker, engine: MockEngine) -> None:
+        if self._reference is not self._given:
+            self._reference.offloads_in_chunks(*stream_of(worker), engine.worker.traits.chunk)
+        engine.worker.publish_to(Tap(self._on_the_way, worker))
 
     def begin(self, calls: RouterCalls) -> None:
         """Begin a run."""
@@ -264,7 +253,7 @@ class Heard:
         """Take one more worker."""
         if engine is None:
             engine = MockEngine(like.args, backend=like.worker.backend, seed=hash(worker))
-        engine.worker.publish_to(Tap(self._on_the_way, worker))
+        self._hear(worker, engine)
         return engine
 
 
@@ -283,10 +272,10 @@ class TrueCaches:
         self._index = RadixIndex(count_copies=counts_copies)
         self._has_ranks = any(isinstance(worker, tuple) for worker in engines)
         self._published: Late[RouterEvent] = Late(0.0)
-        for event in held:
-            self._index.apply(event)
         for worker, engine in engines.items():
             self.join(worker, engine)
+        for event in held:
+            self._index.apply(event)
 
     def _hear(self) -> None:
         for event in self._published.take(math.inf):
@@ -311,6 +300,7 @@ class TrueCaches:
 
     def join(self, worker: Worker, engine: MockEngine) -> None:
         """Take one more worker."""
+        self._index.offloads_in_chunks(*stream_of(worker), engine.worker.traits.chunk)
         engine.worker.publish_to(Tap(self._published, worker))
 
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, cast
 from pytest_kvmock.fleet.arrivals import Arrivals, Turn
 from pytest_kvmock.fleet.engine_state import EngineStalled
 from pytest_kvmock.fleet.handoff import DestinationFirst, Handoff, Handoffs, ReservingHandoffs
-from pytest_kvmock.fleet.later_report import LaterReplayReport, Objectives, WorkerCount
 from pytest_kvmock.fleet.ranks import RankedWorker
 from pytest_kvmock.fleet.replay_checks import (
     check_engines,
@@ -23,8 +22,10 @@ from pytest_kvmock.fleet.replay_checks import (
     engines_of,
     turns_of,
 )
-from pytest_kvmock.fleet.report import ReplayReport
+from pytest_kvmock.fleet.run_notes import RunNotes
 from pytest_kvmock.long_runs import long_run
+from pytest_kvmock.report.report import Report
+from pytest_kvmock.report.rows import Objectives, Pools, RunFacts, WorkerCount
 
 if TYPE_CHECKING:
     from pytest_kvmock.engine.scheduler import ScheduledRequest
@@ -53,7 +54,7 @@ def replay(
     slo_ttft_ms: float | None = None,
     slo_itl_ms: float | None = None,
     slo_e2e_ms: float | None = None,
-) -> ReplayReport:
+) -> Report:
     """Replay a trace on engines that share one clock, as Dynamo's offline replay does.
 
     The clock starts at the time of the engine that is furthest, 0 where all are new; all times of the report are on it.
@@ -153,8 +154,8 @@ class _Replay:
         self._worker_of = {engine: self._workers[at // size] for at, engine in enumerate(engines)}
         count = len(self._workers)
         self._next_engine = cycle(worker * size + rank for rank in range(size) for worker in range(count))
-        self._passes_before = sum(engine.passes for engine in self._everyone)
-        self._prefill_tokens_before = sum(engine.prefill_tokens for engine in self._everyone)
+        named = dict(enumerate(engines)) | {f"prefill {at}": engine for at, engine in enumerate(prefill)}
+        self._notes = RunNotes(cast("Any", named), start_ms)
         self._start_ms = start_ms
         self._stop_ms = start_ms + stop_ms
         self._objectives = objectives
@@ -190,7 +191,7 @@ class _Replay:
             blocked=self._blocked,
         )
 
-    def run(self) -> ReplayReport:
+    def run(self) -> Report:
         """Replay until nothing is open."""
         while True:
             self._end_passes()
@@ -225,39 +226,44 @@ class _Replay:
                 request.status, request.ended_ms = "aborted", None
                 self._note(request, None, handoff.turn)
 
-    def _report(self) -> ReplayReport:
-        passes = sum(engine.passes for engine in self._everyone) - self._passes_before
-        args = self._engines[0].args
-        made_or_rejected = (*self._handoffs.made, *self._rejected) if args.release.reserves_destination else ()
+    def _report(self) -> Report:
+        release, gpus = self._engines[0].args.release, self._engines[0].args.gpus
+        made_or_rejected = (*self._handoffs.made, *self._rejected) if release.reserves_destination else ()
         handoffs: dict[ScheduledRequest, dict[str, Any]] = {
             made.request: made.to_json() for made in made_or_rejected if made.request is not None
         }
-        order, served_by = tuple(self._order), tuple(self._served_by)
-        if not args.release.reports_workers:
-            return ReplayReport(order, passes, served_by, handoffs)
-        place = {engine: position for position, engine in enumerate(self._prefill)}
-        for made in made_or_rejected:
-            request = made.request or made.prefilled
-            if request is not None and made.source is not None and made.prefilled is not None:
-                of_prefill = {
-                    "prefill_worker_idx": place[made.source],
-                    "prefill_admissions": made.prefilled.admissions,
-                }
-                handoffs[request] = handoffs.get(request, {}) | of_prefill
-        return LaterReplayReport(
-            order,
-            passes,
-            served_by,
-            handoffs,
-            clock_ms=self._now - self._start_ms,
-            prefill=WorkerCount(len(self._prefill), self._prefill[0].args.gpus if self._prefill else 0),
-            decode=WorkerCount(len(self._workers), args.gpus),
-            prefill_tokens=sum(engine.prefill_tokens for engine in self._everyone) - self._prefill_tokens_before,
-            objectives=self._objectives,
-            turns=tuple(self._turns),
-            names_sessions=self._arrivals.depends_on_ends,
-            ranks=len(self._engines) // len(self._workers),
-            decode_first=args.release.destination_first,
+        pools = None
+        if release.reports_workers:
+            place = {engine: position for position, engine in enumerate(self._prefill)}
+            for made in made_or_rejected:
+                request = made.request or made.prefilled
+                if request is not None and made.source is not None and made.prefilled is not None:
+                    of_prefill = {
+                        "prefill_worker_idx": place[made.source],
+                        "prefill_admissions": made.prefilled.admissions,
+                    }
+                    handoffs[request] = handoffs.get(request, {}) | of_prefill
+            pools = Pools(
+                self._now - self._start_ms,
+                WorkerCount(len(self._workers), gpus),
+                WorkerCount(len(self._prefill), self._prefill[0].args.gpus if self._prefill else 0),
+                self._arrivals.depends_on_ends,
+                len(self._engines) // len(self._workers),
+                release.destination_first,
+            )
+        return Report(
+            tuple(self._order),
+            RunFacts(
+                self._engines[0].args.block_size,
+                sketches=release.reports_workers,
+                pools=pools,
+                objectives=self._objectives,
+                turns=tuple(self._turns),
+            ),
+            self._notes.close(self._now),
+            tuple(self._served_by),
+            tuple(self._turns),
+            handoffs=handoffs,
         )
 
     def _check_served(self) -> None:

@@ -191,6 +191,8 @@ class KvServer(Controls, RouterChecks):
             int(time.time()),
             api_key,
         )
+        if profile.tiers is not None:
+            self.dialect.check_host(self_describing=profile.tiers.self_describing)
         make = self._publisher if make_publisher is None else make_publisher
         with ExitStack() as undo:
             self._thread = LoopThread("KvServer")
@@ -248,10 +250,12 @@ class KvServer(Controls, RouterChecks):
                 f"KvServer: dialect {self.dialect.name!r} is spoken by engines of type {wanted!r}, worker {worker} is one of "
                 f"type {engine.args.engine_type!r} over {engine.worker.backend!r}"
             )
-        without = "no cache groups" if not self.dialect.has_groups else "bytes as hashes, which vLLM's groups are not mocked with"
-        if wanted == "vllm" and engine.worker.traits.promises_more and (
-            not self.dialect.has_groups or self.dialect.hashes == "bytes"
-        ):
+        without = (
+            "no cache groups"
+            if not self.dialect.has_groups
+            else "bytes as hashes, which vLLM's groups are not mocked with"
+        )
+        if engine.worker.traits.publishes_groups and (not self.dialect.has_groups or self.dialect.hashes == "bytes"):
             raise ValueError(
                 f"KvServer: {engine.worker.backend!r} serves a hybrid model, whose events are of cache groups; "
                 f"dialect {self.dialect.name!r} has {without}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_kvmock.backends import HYBRID
 from pytest_kvmock.testing.index_driver import IndexDriver
 from pytest_kvmock.testing.index_subject import OverIndex
 
@@ -20,10 +19,12 @@ class HybridStreams(OverIndex):
     """
 
     def _start_hybrid(self) -> IndexDriver:
-        """As `_start`; the test is skipped where no engine of `backends` has cache groups."""
+        """As `_start`; the test is skipped where no engine of `backends` publishes cache groups."""
         index = self._start()
-        if not any(spec.group == HYBRID and spec.traits.copies for spec in self._specs()):
-            pytest.skip("backends names no hybrid model of vLLM: cache groups were not checked")
+        if not any(spec.traits.publishes_groups for spec in self._specs()):
+            pytest.skip(
+                "backends names no engine that publishes cache groups (vLLM's hybrid models): they were not checked"
+            )
         return index
 
     def test_a_sparse_group_that_lacks_blocks_hides_none(self) -> None:

@@ -8,6 +8,7 @@ from typing import ClassVar
 import hybrid_readers
 from bounded_indexes import BoundedIndex, HangsUnderTheRootWhatItForgot, RemovesNothingOnceItIsFull
 from contract_runs import Mutants
+from tiered_indexes import FOUND_BY, contract_of
 from truncating_indexes import HashIndex, KeyedTokenIndex, TokenIndex
 
 from pytest_kvmock import BACKENDS, Cleared, KvEventError, RadixIndex, Removed, RouterEvent, StorageTier, Stored
@@ -997,3 +998,7 @@ class TakesGroupZeroForTheAttentionGroup(MisreadsGroups):
 @INDEXES.breaks("test_a_prompts_tail_is_no_block")
 class TakesTailsForBlocks(MisreadsGroups):
     Reader = hybrid_readers.TakesTailsForBlocks
+
+
+for subject, tests in FOUND_BY.items():
+    INDEXES.breaks(*tests)(contract_of(subject))
