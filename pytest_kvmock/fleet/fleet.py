@@ -20,7 +20,6 @@ from pytest_kvmock.fleet.fleet_run import FleetRun, LoadSource
 from pytest_kvmock.fleet.incidents import NEXT_WORKER, Incident, Moment
 from pytest_kvmock.fleet.later_report import LaterReplayReport, Objectives, WorkerCount
 from pytest_kvmock.fleet.mock_engine import MockEngine
-from pytest_kvmock.fleet.ranks import RankedWorker, seats_of
 from pytest_kvmock.fleet.replay_checks import check_sizes, turns_of
 from pytest_kvmock.fleet.report import ReplayReport
 from pytest_kvmock.fleet.router_calls import RouterCalls
@@ -180,7 +179,7 @@ class Fleet:
         """
         run = self._run
         past = self._incidents if run is None else run.happened
-        known = {id_of(each) for each in (self.engines if run is None else run.seats)}
+        known = {id_of(each) for each in (self.engines if run is None else run.engines)}
         known.update(each.worker for each in past)
         if incident.kind == "join":
             incident = self._joining(incident, known)
@@ -290,15 +289,15 @@ class Fleet:
         self._trace = name, tuple(turns)
         managers = [engine.worker.manager for engine in engines if engine.args.enable_prefix_caching]
         self._held_before = sum(each.num_active_blocks + each.num_inactive_blocks for each in managers)
-        seats = seats_of(self.engines, in_lock_step=self._ranks > 1 and self._release.ranks_in_lock_step)
         self._start_ms = start_ms
         run = FleetRun(
-            seats,
+            self.engines,
             self._calls,
             self._knowledge,
             arrivals,
             loads=self._loads,
             loads_every_ms=self._loads_every_ms,
+            in_lock_step=self._ranks > 1 and self._release.ranks_in_lock_step,
             start_ms=start_ms,
             stop_ms=math.inf if self._stop_ms is None else start_ms + self._stop_ms,
             plans=self._plans,
@@ -313,14 +312,12 @@ class Fleet:
         def finish() -> None:
             self._knowledge.end()
             self._run = None
-            for seat in run.seats.values():
-                if isinstance(seat.driven, RankedWorker):
-                    seat.driven.close()
+            run.close()
 
         return run, finish
 
     def _report(self, run: FleetRun) -> FleetReport:
-        engines = [seat.engine for seat in run.seats.values()]
+        engines = list(run.engines.values())
         self.engines = run.staying
         services = tuple(run.notes.close(run.now_ms))
         passes = sum(each.passes for each in services)

@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from pytest_kvmock.fleet.engine_state import EngineStalled
-from pytest_kvmock.fleet.ranks import RankedWorker
 
 if TYPE_CHECKING:
     from pytest_kvmock.engine.scheduler import ForwardPass, ScheduledRequest
     from pytest_kvmock.fleet.arrivals import Arrivals, Turn
     from pytest_kvmock.fleet.engine_request import EngineRequest
     from pytest_kvmock.fleet.mock_engine import MockEngine
-    from pytest_kvmock.fleet.ranks import Driven
+    from pytest_kvmock.fleet.passes import Passes
 
 # Theory of operation
 #
@@ -155,6 +154,7 @@ class Handoffs:
         sources: the prefill engines.
         expect: opens the request of a handoff at the next decode engine in turn, and sets both.
         arrivals: counts requests that are on the link as not open, where a closed loop does so.
+        passes: of all engines.
 
     Attributes:
         keeps_blocks: whether a prompt stays allocated at its source when it is computed.
@@ -165,11 +165,14 @@ class Handoffs:
     keeps_blocks = False
     starts_first = False
 
-    def __init__(self, sources: Sequence[MockEngine], expect: Callable[[Handoff], None], arrivals: Arrivals) -> None:
-        self._sources: frozenset[Driven] = frozenset(sources)
+    def __init__(
+        self, sources: Sequence[MockEngine], expect: Callable[[Handoff], None], arrivals: Arrivals, passes: Passes
+    ) -> None:
+        self._sources = frozenset(sources)
         self._next_source = cycle(sources)
         self._expect = expect
         self._arrivals = arrivals
+        self._passes = passes
         self._of: dict[ScheduledRequest, Handoff] = {}  # by the request at the source
         # (when it is through, order, which)
         self._transfers: list[tuple[float, int, Handoff]] = []
@@ -177,9 +180,16 @@ class Handoffs:
         self.made: list[Handoff] = []
 
     @property
-    def next_moment(self) -> float:
-        """When the next transfer is through; infinite where there is none."""
+    def next_ms(self) -> float:
+        """When the next transfer is through, or an action is to be taken; infinite where there is none."""
+        if self.has_actions:
+            return -math.inf
         return self._transfers[0][0] if self._transfers else math.inf
+
+    @property
+    def in_transfer(self) -> bool:
+        """Whether a request is on the link."""
+        return bool(self._transfers)
 
     @property
     def waiting(self) -> list[EngineRequest]:
@@ -191,13 +201,13 @@ class Handoffs:
         """Whether actions are to be taken at this moment."""
         return False
 
-    def begin(self, turn: Turn, arrival_ms: float) -> MockEngine | None:
-        """Begin the handoff of a request that arrives; the engine that was given it, if one was."""
+    def begin(self, turn: Turn, arrival_ms: float, now_ms: float) -> None:
+        """Begin the handoff of a request that arrives."""
         handoff = Handoff(turn, arrival_ms, len(self.made))
         self.made.append(handoff)
-        return self._compute(handoff)
+        self._compute(handoff, now_ms)
 
-    def _compute(self, handoff: Handoff) -> MockEngine:
+    def _compute(self, handoff: Handoff, now_ms: float) -> None:
         """Give the prompt to the next prefill engine."""
         source = handoff.source = next(self._next_source)
         handoff.prefilled = source.dispatch(
@@ -205,7 +215,7 @@ class Handoffs:
         )
         handoff.prefilled.keeps_blocks = self.keeps_blocks
         self._of[handoff.prefilled] = handoff
-        return source
+        self._passes.touch(source, now_ms)
 
     def rejected(self, request: EngineRequest) -> Handoff:
         """Forget the handoff of a request that its source rejected."""
@@ -216,14 +226,11 @@ class Handoffs:
     def give_back(self, handoff: Handoff) -> None:
         """Free the blocks that were reserved for a request which its source rejected."""
 
-    def check_progress(self, engine: Driven, done: ForwardPass) -> None:
-        """Look whether an engine can never go on after a pass, other than by having nothing to do."""
-
-    def waits_for(self, engine: Driven) -> bool:  # noqa: ARG002 - nothing waits here
+    def waits_for(self, engine: MockEngine) -> bool:  # noqa: ARG002 - nothing waits here
         """Whether something waits for the end of the engine's next pass."""
         return False
 
-    def pass_ended(self, engine: Driven, done: ForwardPass | None, now_ms: float) -> None:
+    def pass_ended(self, engine: MockEngine, done: ForwardPass | None, now_ms: float) -> None:
         """Note the end of a pass; None: of passes that were made in one go."""
         if done is None or engine not in self._sources:
             return
@@ -235,11 +242,7 @@ class Handoffs:
                 self._start_transfer(handoff, now_ms + delay)
                 self._arrivals.leave()
             else:
-                self._arrive(handoff)
-
-    def nothing_done(self, engine: Driven, now_ms: float) -> bool:  # noqa: ARG002 - nothing waits here
-        """Note the end of a pass that could do nothing; whether blocks were reserved then."""
-        return False
+                self._arrive(handoff, now_ms)
 
     def _start_transfer(self, handoff: Handoff, end_ms: float) -> None:
         heappush(self._transfers, (end_ms, handoff.order if self.keeps_blocks else self._sequence, handoff))
@@ -247,15 +250,16 @@ class Handoffs:
 
     def finish_transfers(self, now_ms: float) -> None:
         """End the transfers that are through."""
-        while self.next_moment <= now_ms:
+        while self.next_ms <= now_ms:
             self._arrivals.enter()
-            self._arrive(heappop(self._transfers)[2])
+            self._arrive(heappop(self._transfers)[2], now_ms)
 
-    def _arrive(self, handoff: Handoff) -> None:
+    def _arrive(self, handoff: Handoff, now_ms: float) -> None:
         self._expect(handoff)
         assert handoff.destination is not None
         assert handoff.request is not None
         handoff.take_over()
+        self._passes.touch(handoff.destination, now_ms)
         handoff.destination.scheduler.submit(handoff.request)
 
     def act(self, now_ms: float) -> None:
@@ -284,12 +288,11 @@ class ReservingHandoffs(Handoffs):
 
     Args:
         sources: the prefill engines.
-        destinations: the decode engines.
         expect: as above.
         arrivals: as above.
+        passes: as above.
+        destinations: the decode engines.
         rejected: called with a request whose prompt its destination can never hold.
-        busy: the engines that are in a pass.
-        blocked: the engines that cannot go on before something happens to them; those to which it does are taken out.
 
     Attributes:
         needs_seat: whether nothing is reserved while as many requests run as may run at once.
@@ -302,15 +305,14 @@ class ReservingHandoffs(Handoffs):
     def __init__(
         self,
         sources: Sequence[MockEngine],
-        destinations: Sequence[MockEngine],
         expect: Callable[[Handoff], None],
         arrivals: Arrivals,
+        passes: Passes,
+        destinations: Sequence[MockEngine],
         *,
         rejected: Callable[[EngineRequest], None],
-        busy: Collection[Driven],
-        blocked: set[Driven],
     ) -> None:
-        super().__init__(sources, expect, arrivals)
+        super().__init__(sources, expect, arrivals, passes)
         for engine in destinations:
             if not engine.can_reserve:
                 raise ValueError(
@@ -318,11 +320,9 @@ class ReservingHandoffs(Handoffs):
                     f"got {engine!r} of {engine.args.scheduler_semantics!r}"
                 )
         self._rejected = rejected
-        self._busy = busy
-        self._blocked = blocked
-        self._queues: dict[Driven, _Queue] = {engine: _Queue() for engine in destinations}
+        self._queues: dict[MockEngine, _Queue] = {engine: _Queue() for engine in destinations}
         self._actions: deque[_Action] = deque()
-        self._deferred: dict[Driven, list[_Action]] = {}
+        self._deferred: dict[MockEngine, list[_Action]] = {}
         self._active: dict[ScheduledRequest, Handoff] = {}
 
     @property
@@ -331,18 +331,22 @@ class ReservingHandoffs(Handoffs):
         handoffs = [handoff for queue in self._queues.values() for handoff in queue.handoffs]
         return [handoff.request for handoff in handoffs if handoff.request is not None]
 
-    def waits_for(self, engine: Driven) -> bool:
-        """Whether something waits for the end of the engine's next pass, or may wait for it when actions are taken."""
+    def waits_for(self, engine: MockEngine) -> bool:
+        """Whether something waits for the end of the engine's next pass."""
         queue = self._queues.get(engine)
-        return bool(self._actions) or engine in self._deferred or (queue is not None and bool(queue.handoffs))
+        return queue is not None and bool(queue.handoffs)
 
     @property
     def has_actions(self) -> bool:
         """Whether actions are to be taken at this moment."""
         return bool(self._actions)
 
-    def pass_ended(self, engine: Driven, done: ForwardPass | None, now_ms: float) -> None:
+    def pass_ended(self, engine: MockEngine, done: ForwardPass | None, now_ms: float) -> None:
         """Note the end of a pass; None: of passes that were made in one go."""
+        if done is not None and not done.did_something:  # it tries to reserve as any other end does
+            if engine in self._queues:
+                self._try_next(engine, now_ms)
+            return
         reserved = None
         queue = self._queues.get(engine)
         if queue is not None:
@@ -361,10 +365,6 @@ class ReservingHandoffs(Handoffs):
         if reserved is not None:
             self._actions.append(reserved)
 
-    def nothing_done(self, engine: Driven, now_ms: float) -> bool:
-        """Note the end of a pass that could do nothing, which tries to reserve as any other end does; whether it did."""
-        return engine in self._queues and self._try_next(engine, now_ms)
-
     @staticmethod
     def _settle(handoff: Handoff) -> None:
         """Note what the destination found of a finished request, which is reported with what its source found."""
@@ -375,7 +375,7 @@ class ReservingHandoffs(Handoffs):
 
     def finish_transfers(self, now_ms: float) -> None:
         """End the transfers that are through."""
-        while self.next_moment <= now_ms:
+        while self._transfers and self._transfers[0][0] <= now_ms:
             self._actions.append(_Action("activate", heappop(self._transfers)[2]))
 
     def act(self, now_ms: float) -> None:
@@ -387,10 +387,10 @@ class ReservingHandoffs(Handoffs):
                 self._enqueue(handoff, now_ms)
             elif action.kind == "retry":
                 assert handoff.destination is not None
-                if handoff.destination not in self._busy:  # else the end of its pass does
+                if not self._passes.is_busy(handoff.destination, now_ms):  # else the end of its pass does
                     self._try_next(handoff.destination, now_ms)
             elif action.kind == "prefill":
-                self._blocked.discard(self._compute(handoff))
+                self._compute(handoff, now_ms)
             elif action.kind == "transfer":
                 if handoff.transfer_ms:
                     self._start_transfer(handoff, now_ms + handoff.transfer_ms)
@@ -399,10 +399,10 @@ class ReservingHandoffs(Handoffs):
             else:
                 engine = handoff.destination if action.kind == "activate" else handoff.source
                 assert engine is not None
-                if engine in self._busy:
+                if self._passes.is_busy(engine, now_ms):
                     self._deferred.setdefault(engine, []).append(action)
                     continue
-                self._blocked.discard(engine)
+                self._passes.touch(engine, now_ms)
                 if action.kind == "activate":
                     self._activate(handoff, now_ms)
                 else:
@@ -424,21 +424,19 @@ class ReservingHandoffs(Handoffs):
         queue = self._queues[engine]
         queue.handoffs.append(handoff)
         engine.hold_back_prompts(True)
-        self._blocked.discard(engine)  # it may admit others now
-        if engine not in self._busy:
+        self._passes.touch(engine, now_ms)  # it may admit others now
+        if not self._passes.is_busy(engine, now_ms):
             self._try_next(engine, now_ms)
 
-    def _try_next(self, engine: Driven, now_ms: float) -> bool:
-        """Reserve blocks for the first of an engine's queue, and cause what comes of it; whether that could be done."""
+    def _try_next(self, engine: MockEngine, now_ms: float) -> None:
+        """Reserve blocks for the first of an engine's queue, and cause what comes of it."""
         reserved = self._reserve_first(engine, now_ms)
         if reserved is not None:
             self._actions.append(reserved)
-        return reserved is not None
 
-    def _reserve_first(self, engine: Driven, now_ms: float) -> _Action | None:
+    def _reserve_first(self, engine: MockEngine, now_ms: float) -> _Action | None:
         """Reserve blocks for the first of an engine's queue, if that is due and they are there; what that causes."""
         queue = self._queues[engine]
-        assert not isinstance(engine, RankedWorker)  # it is a destination
         if not queue.handoffs or queue.tried == queue.freed:
             return None
         queue.tried = queue.freed
@@ -454,7 +452,7 @@ class ReservingHandoffs(Handoffs):
         queue.handoffs.popleft()
         queue.tried = None
         engine.hold_back_prompts(bool(queue.handoffs))
-        self._blocked.discard(engine)
+        self._passes.touch(engine, now_ms)
         handoff.reserved_ms = now_ms
         return _Action("prefill" if handoff.source is None else "transfer", handoff)
 
@@ -489,12 +487,11 @@ class DestinationFirst(ReservingHandoffs):
     starts_first = False
     needs_seat = False
 
-    def begin(self, turn: Turn, arrival_ms: float) -> MockEngine | None:
+    def begin(self, turn: Turn, arrival_ms: float, now_ms: float) -> None:  # noqa: ARG002 - an action does it
         """Ask for blocks for the prompt; nobody is given it yet."""
         handoff = Handoff(turn, arrival_ms, len(self.made))
         self.made.append(handoff)
         self._actions.append(_Action("reserve", handoff))
-        return None
 
     def give_back(self, handoff: Handoff) -> None:
         """Free the blocks that were reserved for a request which its source rejected; the next one is tried."""
@@ -505,15 +502,17 @@ class DestinationFirst(ReservingHandoffs):
         self._queues[engine].freed += 1
         self._actions.append(_Action("retry", handoff))
 
-    def check_progress(self, engine: Driven, done: ForwardPass) -> None:
-        """Look whether a decode engine runs requests, and has no page for any.
+    def pass_ended(self, engine: MockEngine, done: ForwardPass | None, now_ms: float) -> None:
+        """Note the end of a pass; None: of passes that were made in one go.
 
         Raises:
-            EngineStalled: it has none: the original tries that for ever, whatever else could happen.
+            EngineStalled: a decode engine runs requests, and has no page for any: the original tries that for ever, whatever else
+                could happen.
         """
-        if engine in self._queues and not isinstance(engine, RankedWorker):
+        if engine in self._queues and done is not None:
             scheduler = engine.scheduler
             did = done.generated or done.scheduled or done.admitted or done.preempted
             if scheduler.running and done.end_ms == done.start_ms and not did:
                 waiting = (*scheduler.waiting, *scheduler.parked)
                 raise EngineStalled(done.end_ms, tuple(scheduler.running), waiting, 1)
+        super().pass_ended(engine, done, now_ms)
