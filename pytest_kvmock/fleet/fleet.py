@@ -100,7 +100,7 @@ class Fleet:
         slo_ttft_ms: float | None = None,
         slo_itl_ms: float | None = None,
         slo_e2e_ms: float | None = None,
-        knowledge: Knowledge | None = None,
+        knowledge: Knowledge[Any] | None = None,
     ) -> None:
         named = _named(engines)
         self.engines = dict(named)
@@ -147,7 +147,7 @@ class Fleet:
         if knowledge is None:
             knowledge = Heard(index, self.engines, event_delay_ms, counts_copies=copies)
         self._knowledge = knowledge
-        held = knowledge.held_events() if record else ()
+        held = knowledge.reference.dump_events() if record else ()
         self._caches = TrueCaches(self.engines, held, counts_copies=copies) if record else None
         self._incidents: list[Incident] = []
         self._run: FleetRun | None = None  # while it serves
@@ -210,7 +210,7 @@ class Fleet:
         if engine is not None:
             if not isinstance(engine, MockEngine):
                 raise TypeError(f"Fleet.at: join takes a MockEngine, got {engine!r:.80}")
-            if not isinstance(self._knowledge, Heard):
+            if not self._knowledge.takes_engines:
                 raise TypeError("Fleet.at: join of a fleet of a harness makes the engine itself; leave engine out")
             if self._ranks > 1:
                 raise ValueError("Fleet.at: workers have ranks, whose engines join makes itself; leave engine out")

@@ -77,7 +77,7 @@ class FleetRun(EngineRun):
         self,
         engines: Mapping[Worker, MockEngine],
         calls: RouterCalls,
-        knowledge: Knowledge,
+        knowledge: Knowledge[Any],
         arrivals: Arrivals,
         *,
         loads: LoadSource = "router",
