@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from itertools import cycle
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pytest_kvmock.fleet.engine_state import EngineStalled
 
@@ -54,8 +54,6 @@ if TYPE_CHECKING:
 # A request is open from its arrival to its last token. A pass of no time ends as it starts, and what it causes comes
 # after all passes that start at that moment.
 
-_ActionKind: TypeAlias = Literal["reserve", "prefill", "transfer", "activate", "release", "retry"]
-
 
 class Handoff:
     """One prompt on its way from a prefill engine to a decode engine.
@@ -67,7 +65,7 @@ class Handoff:
         prefilled: the request there, which generates no token that counts.
         order: its place among all that were begun.
         fresh_tokens: tokens of the blocks that were reserved and not cached; None before.
-        destination: the decode engine; None before it has one.
+        destination: the decode engine; it has one when it has a request there.
         request: the request there, the one that is reported.
         held_ms: when the prompt was computed.
         reserved_ms: when the destination had blocks for it.
@@ -101,7 +99,7 @@ class Handoff:
         self.order = order
         self.source: MockEngine | None = None
         self.prefilled: EngineRequest | None = None
-        self.destination: MockEngine | None = None
+        self.destination: MockEngine
         self.request: EngineRequest | None = None
         self.fresh_tokens: int | None = None
         self.held_ms: float | None = None
@@ -142,9 +140,7 @@ class Handoff:
         request.first_reused_tokens = prefilled.first_reused_tokens
 
 
-class _Action(NamedTuple):
-    kind: _ActionKind
-    handoff: Handoff
+_Action: TypeAlias = "tuple[Callable[[Handoff, float], None], Handoff]"
 
 
 class Handoffs:
@@ -152,7 +148,7 @@ class Handoffs:
 
     Args:
         sources: the prefill engines.
-        expect: opens the request of a handoff at the next decode engine in turn, and sets both.
+        expect: opens the request of a handoff at the next decode engine in turn, sets both, and returns it.
         arrivals: counts requests that are on the link as not open, where a closed loop does so.
         passes: of all engines.
 
@@ -166,7 +162,11 @@ class Handoffs:
     starts_first = False
 
     def __init__(
-        self, sources: Sequence[MockEngine], expect: Callable[[Handoff], None], arrivals: Arrivals, passes: Passes
+        self,
+        sources: Sequence[MockEngine],
+        expect: Callable[[Handoff], EngineRequest],
+        arrivals: Arrivals,
+        passes: Passes,
     ) -> None:
         self._sources = frozenset(sources)
         self._next_source = cycle(sources)
@@ -181,9 +181,7 @@ class Handoffs:
 
     @property
     def next_ms(self) -> float:
-        """When the next transfer is through, or an action is to be taken; infinite where there is none."""
-        if self.has_actions:
-            return -math.inf
+        """When the next transfer is through, or something is to be done; infinite where there is nothing."""
         return self._transfers[0][0] if self._transfers else math.inf
 
     @property
@@ -195,11 +193,6 @@ class Handoffs:
     def waiting(self) -> list[EngineRequest]:
         """The requests that wait for blocks of a decode engine, which has not admitted them."""
         return []
-
-    @property
-    def has_actions(self) -> bool:
-        """Whether actions are to be taken at this moment."""
-        return False
 
     def begin(self, turn: Turn, arrival_ms: float, now_ms: float) -> None:
         """Begin the handoff of a request that arrives."""
@@ -248,22 +241,17 @@ class Handoffs:
         heappush(self._transfers, (end_ms, handoff.order if self.keeps_blocks else self._sequence, handoff))
         self._sequence += 1
 
-    def finish_transfers(self, now_ms: float) -> None:
+    def at(self, now_ms: float) -> None:
         """End the transfers that are through."""
         while self.next_ms <= now_ms:
             self._arrivals.enter()
             self._arrive(heappop(self._transfers)[2], now_ms)
 
     def _arrive(self, handoff: Handoff, now_ms: float) -> None:
-        self._expect(handoff)
-        assert handoff.destination is not None
-        assert handoff.request is not None
+        request = self._expect(handoff)
         handoff.take_over()
         self._passes.touch(handoff.destination, now_ms)
-        handoff.destination.scheduler.submit(handoff.request)
-
-    def act(self, now_ms: float) -> None:
-        """Take the actions that were caused."""
+        handoff.destination.scheduler.submit(request)
 
 
 class _Queue:
@@ -305,7 +293,7 @@ class ReservingHandoffs(Handoffs):
     def __init__(
         self,
         sources: Sequence[MockEngine],
-        expect: Callable[[Handoff], None],
+        expect: Callable[[Handoff], EngineRequest],
         arrivals: Arrivals,
         passes: Passes,
         destinations: Sequence[MockEngine],
@@ -337,9 +325,9 @@ class ReservingHandoffs(Handoffs):
         return queue is not None and bool(queue.handoffs)
 
     @property
-    def has_actions(self) -> bool:
-        """Whether actions are to be taken at this moment."""
-        return bool(self._actions)
+    def next_ms(self) -> float:
+        """When the next transfer is through, or an action is to be taken; infinite where there is neither."""
+        return -math.inf if self._actions else super().next_ms
 
     def pass_ended(self, engine: MockEngine, done: ForwardPass | None, now_ms: float) -> None:
         """Note the end of a pass; None: of passes that were made in one go."""
@@ -359,7 +347,7 @@ class ReservingHandoffs(Handoffs):
                 if queue is None:
                     handoff = self._of.pop(request)
                     handoff.held_ms = now_ms
-                    self._actions.append(_Action("transfer" if handoff.request else "reserve", handoff))
+                    self._actions.append((self._transfer if handoff.request else self._reserve, handoff))
                 else:
                     self._settle(self._active.pop(request))
         if reserved is not None:
@@ -373,60 +361,46 @@ class ReservingHandoffs(Handoffs):
         handoff.decode_reused_tokens = handoff.request.reused_tokens
         handoff.take_over()
 
-    def finish_transfers(self, now_ms: float) -> None:
-        """End the transfers that are through."""
+    def at(self, now_ms: float) -> None:
+        """End the transfers that are through; take the actions that were caused, and those that they cause in their turn."""
         while self._transfers and self._transfers[0][0] <= now_ms:
-            self._actions.append(_Action("activate", heappop(self._transfers)[2]))
-
-    def act(self, now_ms: float) -> None:
-        """Take the actions that were caused, and those that they cause in their turn."""
+            self._actions.append((self._activate, heappop(self._transfers)[2]))
         while self._actions:
-            action = self._actions.popleft()
-            handoff = action.handoff
-            if action.kind == "reserve":
-                self._enqueue(handoff, now_ms)
-            elif action.kind == "retry":
-                assert handoff.destination is not None
-                if not self._passes.is_busy(handoff.destination, now_ms):  # else the end of its pass does
-                    self._try_next(handoff.destination, now_ms)
-            elif action.kind == "prefill":
-                self._compute(handoff, now_ms)
-            elif action.kind == "transfer":
-                if handoff.transfer_ms:
-                    self._start_transfer(handoff, now_ms + handoff.transfer_ms)
-                else:
-                    self._actions.append(_Action("activate", handoff))
-            else:
-                engine = handoff.destination if action.kind == "activate" else handoff.source
-                assert engine is not None
-                if self._passes.is_busy(engine, now_ms):
-                    self._deferred.setdefault(engine, []).append(action)
-                    continue
-                self._passes.touch(engine, now_ms)
-                if action.kind == "activate":
-                    self._activate(handoff, now_ms)
-                else:
-                    self._release(handoff, now_ms)
+            act, handoff = self._actions.popleft()
+            act(handoff, now_ms)
 
-    def _enqueue(self, handoff: Handoff, now_ms: float) -> None:
-        self._expect(handoff)
-        engine, request = handoff.destination, handoff.request
-        assert engine is not None
-        assert request is not None
+    def _reserve(self, handoff: Handoff, now_ms: float) -> None:
+        request, engine = self._expect(handoff), handoff.destination
         if not request.is_open:  # rejected, or failed
             request.ended_ms = now_ms
             if handoff.source is None:
                 self._rejected(request)
             else:
                 handoff.take_over()
-                self._actions.append(_Action("release", handoff))
+                self._actions.append((self._release, handoff))
             return
-        queue = self._queues[engine]
-        queue.handoffs.append(handoff)
+        self._queues[engine].handoffs.append(handoff)
         engine.hold_back_prompts(True)
         self._passes.touch(engine, now_ms)  # it may admit others now
-        if not self._passes.is_busy(engine, now_ms):
-            self._try_next(engine, now_ms)
+        self._retry(handoff, now_ms)
+
+    def _retry(self, handoff: Handoff, now_ms: float) -> None:
+        if not self._passes.is_busy(handoff.destination, now_ms):  # else the end of its pass does
+            self._try_next(handoff.destination, now_ms)
+
+    def _transfer(self, handoff: Handoff, now_ms: float) -> None:
+        if handoff.transfer_ms:
+            self._start_transfer(handoff, now_ms + handoff.transfer_ms)
+        else:
+            self._actions.append((self._activate, handoff))
+
+    def _is_deferred(self, engine: MockEngine, action: _Action, now_ms: float) -> bool:
+        """Let something happen to an engine, or put it off where that is in a pass; whether it was."""
+        if self._passes.is_busy(engine, now_ms):
+            self._deferred.setdefault(engine, []).append(action)
+            return True
+        self._passes.touch(engine, now_ms)
+        return False
 
     def _try_next(self, engine: MockEngine, now_ms: float) -> None:
         """Reserve blocks for the first of an engine's queue, and cause what comes of it."""
@@ -454,12 +428,13 @@ class ReservingHandoffs(Handoffs):
         engine.hold_back_prompts(bool(queue.handoffs))
         self._passes.touch(engine, now_ms)
         handoff.reserved_ms = now_ms
-        return _Action("prefill" if handoff.source is None else "transfer", handoff)
+        return (self._compute if handoff.source is None else self._transfer), handoff
 
     def _activate(self, handoff: Handoff, now_ms: float) -> None:
         engine, request = handoff.destination, handoff.request
-        assert engine is not None
         assert request is not None
+        if self._is_deferred(engine, (self._activate, handoff), now_ms):
+            return
         manager = engine.worker.manager
         active = manager.num_active_blocks
         engine.activate(request)
@@ -467,16 +442,19 @@ class ReservingHandoffs(Handoffs):
         self._active[request] = handoff
         if manager.num_active_blocks < active:
             self._queues[engine].freed += 1
-        self._actions.append(_Action("release", handoff))
+        self._actions.append((self._release, handoff))
         self._try_next(engine, now_ms)
 
     def _release(self, handoff: Handoff, now_ms: float) -> None:
-        assert handoff.source is not None
+        source, request = handoff.source, handoff.request
+        assert source is not None
         assert handoff.prefilled is not None
-        handoff.source.release(handoff.prefilled)
-        assert handoff.request is not None
-        if not handoff.request.is_open and handoff.activated_ms is None:  # rejected, or failed
-            self._rejected(handoff.request)
+        assert request is not None
+        if self._is_deferred(source, (self._release, handoff), now_ms):
+            return
+        source.release(handoff.prefilled)
+        if not request.is_open and handoff.activated_ms is None:  # rejected, or failed
+            self._rejected(request)
         else:
             handoff.released_ms = now_ms
 
@@ -491,16 +469,14 @@ class DestinationFirst(ReservingHandoffs):
         """Ask for blocks for the prompt; nobody is given it yet."""
         handoff = Handoff(turn, arrival_ms, len(self.made))
         self.made.append(handoff)
-        self._actions.append(_Action("reserve", handoff))
+        self._actions.append((self._reserve, handoff))
 
     def give_back(self, handoff: Handoff) -> None:
         """Free the blocks that were reserved for a request which its source rejected; the next one is tried."""
-        engine, request = handoff.destination, handoff.request
-        assert engine is not None
-        assert request is not None
-        engine.abort(request)
-        self._queues[engine].freed += 1
-        self._actions.append(_Action("retry", handoff))
+        assert handoff.request is not None
+        handoff.destination.abort(handoff.request)
+        self._queues[handoff.destination].freed += 1
+        self._actions.append((self._retry, handoff))
 
     def pass_ended(self, engine: MockEngine, done: ForwardPass | None, now_ms: float) -> None:
         """Note the end of a pass; None: of passes that were made in one go.

@@ -197,12 +197,11 @@ class _Replay(EngineRun):
         return moment if self._only_between_passes and moment < math.inf else min(moment, self._arrivals.next_ms)
 
     def _hand_over(self, now_ms: float) -> Iterable[object]:
-        self._handoffs.finish_transfers(now_ms)
-        self._handoffs.act(now_ms)
+        self._handoffs.at(now_ms)
         if self._handoffs.starts_first:
             yield from self._passes.start(now_ms)
-            while self._handoffs.has_actions:
-                self._handoffs.act(now_ms)
+            while self._handoffs.next_ms <= now_ms:
+                self._handoffs.at(now_ms)
                 yield from self._passes.start(now_ms)
 
     def _abort_open(self) -> None:
@@ -310,14 +309,15 @@ class _Replay(EngineRun):
             self._turn_of[request] = turn
         return ()
 
-    def _expect(self, handoff: Handoff) -> None:
+    def _expect(self, handoff: Handoff) -> EngineRequest:
         """Open the request of a handoff at the next decode engine."""
         position = next(self._next_engine)
         turn = handoff.turn
         handoff.destination = self._engines[position]
-        handoff.request = handoff.destination.expect(turn.prompt, turn.trace.output_length, handoff.arrival_ms)
-        self._note(handoff.request, position, turn)
-        self._turn_of[handoff.request] = turn
+        request = handoff.destination.expect(turn.prompt, turn.trace.output_length, handoff.arrival_ms)
+        handoff.request, self._turn_of[request] = request, turn
+        self._note(request, position, turn)
+        return request
 
     def _note(self, request: EngineRequest, position: int | None, turn: Turn) -> None:
         self._order.append(request)
