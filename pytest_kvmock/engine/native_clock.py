@@ -127,7 +127,6 @@ class NativeClock(Clock):
         parking: the requests of a scheduler that wait for what is loaded for them.
     """
 
-    clears_below = False
     _driver: OffloadDriver
 
     def __init__(self, driver: Driver, now: float = 0.0) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,7 @@ class OffloadDriver(BlockPoolDriver):
         offload = self.manager.offload
         assert isinstance(offload, NativeOffload)  # it is made for those
         self.offload = offload
+        self.traits = replace(BlockPoolDriver.traits, chunk=offload.blocks_per_chunk, clears_below=False)
         offload.shuffle_with(Random(rng.getrandbits(64)))  # noqa: S311 - mock data
         self._known: dict[PoolRequest, OffloadRequest] = {}
         self._prefills: set[PoolRequest] = set()

@@ -106,6 +106,27 @@ class ScheduledRequest:
         """Whether it still waits or runs."""
         return self.status in ("waiting", "running", "preempted")
 
+    @property
+    def ttft_ms(self) -> float | None:
+        """From its arrival to its first token; None where there was none, and so the others."""
+        return self.token_ms[0] - self.arrival_ms if self.token_ms else None
+
+    @property
+    def ttst_ms(self) -> float | None:
+        """From its first token to its second."""
+        return self.token_ms[1] - self.token_ms[0] if len(self.token_ms) > 1 else None
+
+    @property
+    def itl_ms(self) -> float | None:
+        """Between its tokens, on the mean."""
+        tokens = self.token_ms
+        return (tokens[-1] - tokens[0]) / (len(tokens) - 1) if len(tokens) > 1 else None
+
+    @property
+    def e2e_ms(self) -> float | None:
+        """From its arrival to its last token."""
+        return self.token_ms[-1] - self.arrival_ms if self.token_ms else None
+
     def admit(self, now_ms: float, reused_tokens: int) -> None:
         """Note an admission that found so many tokens cached."""
         if self.admitted_ms is None:

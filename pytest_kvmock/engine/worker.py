@@ -335,6 +335,8 @@ class KvWorker:
         driver = self._make_driver(self._make_manager(sink), self.prefix_caching, self._rng)
         if isinstance(driver, MoveDriver):
             driver.recorder = self._recorder
+        if hasattr(driver, "chunk"):  # what it needs depends on that
+            driver.chunk = self.chunk
         self._recorder.for_requests = not isinstance(driver, MoveDriver)
         now, self._clock = self.now, None
         if getattr(driver.manager, "offload", None) is not None:
@@ -355,11 +357,6 @@ class KvWorker:
     def tiers(self) -> Clock | None:
         """The time of the tiers below the device, for an engine; None: there are none."""
         return self._clock
-
-    @property
-    def clears_below(self) -> bool:
-        """Whether `clear` empties the tiers below the device, too; vLLM's is of the device alone."""
-        return self._clock is None or self._clock.clears_below
 
     @property
     def now(self) -> float:
@@ -475,7 +472,7 @@ class KvWorker:
     def clear(self) -> bool:
         """Drop all that is cached, and publish Cleared. False, and no event, while requests are open.
 
-        Transfers between tiers are cancelled, and further tiers are emptied too, but for vLLM's (`clears_below`).
+        Transfers between tiers are cancelled, and further tiers are emptied too, but for vLLM's (`Traits.clears_below`).
         """
         self._record(Clear, self.worker_id, self.dp_rank)
         cleared = not self.requests and self._driver.clear()

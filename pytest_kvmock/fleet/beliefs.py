@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pytest_kvmock.checks import is_integer
 from pytest_kvmock.fleet.fleet_events import by_worker, has_ranks
-from pytest_kvmock.fleet.router_calls import Belief, RouterError
+from pytest_kvmock.fleet.router_calls import RouterError
 from pytest_kvmock.hygiene.rules import LOAD_DRIFT, OVERLAP_DRIFT, WORKER_DRIFT
+from pytest_kvmock.report.rows import Belief
 from pytest_kvmock.router.loads import LoadBook
 from pytest_kvmock.router.routing import id_of
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from pytest_kvmock.checks import check_number
 from pytest_kvmock.events import RouterEvent
@@ -21,31 +21,14 @@ from pytest_kvmock.router.routing import id_of, stream_of
 
 if TYPE_CHECKING:
     from pytest_kvmock.events import StreamKey
-    from pytest_kvmock.fleet.router_calls import Belief, Calls, RouterCalls
+    from pytest_kvmock.fleet.router_calls import Calls, RouterCalls
+    from pytest_kvmock.report.rows import Belief, EventMark
     from pytest_kvmock.router.routing import RouterRequest, Worker
 
 _T = TypeVar("_T")
 
 EventDelay: TypeAlias = "float | Callable[[RouterEvent], float]"
 """How late events are delivered, in virtual milliseconds, or what says so of each."""
-
-
-class EventMark(NamedTuple):
-    """What happened to events at a time of a run.
-
-    Attributes:
-        ms: when it was noted, in virtual milliseconds: at the end of the pass that published, or when a late event was delivered.
-        kind: a fault that was injected, or the rule of an error.
-        worker: the id of the worker.
-        text: what happened.
-        is_error: whether it is an error.
-    """
-
-    ms: float
-    kind: str
-    worker: int
-    text: str
-    is_error: bool = False
 
 
 class Late(Generic[_T]):
@@ -175,10 +158,10 @@ class TrueCaches(KnownCaches):
         self, engines: Mapping[Worker, MockEngine], held: Iterable[RouterEvent], *, counts_copies: bool
     ) -> None:
         super().__init__(RadixIndex(count_copies=counts_copies), has_ranks=has_ranks(engines))
-        for event in held:
-            self.reference.apply(event)
         for worker, engine in engines.items():
             self.join(worker, engine)
+        for event in held:
+            self.reference.apply(event)
 
     def _take(self, event: RouterEvent) -> None:
         with suppress(KvEventError):
@@ -190,6 +173,7 @@ class TrueCaches(KnownCaches):
 
     def join(self, worker: Worker, engine: MockEngine) -> None:
         """Take one more worker."""
+        self.reference.offloads_in_chunks(*stream_of(worker), engine.worker.traits.chunk)
         engine.worker.publish_to(Tap(self._take, worker))
 
 
@@ -306,9 +290,15 @@ class Heard(Knowledge[RouterEvent]):
                 raise TypeError(f"Fleet: index must have a method {method}(), got {index!r:.80}")
         reference = index if isinstance(index, RadixIndex) else RadixIndex(count_copies=counts_copies)
         super().__init__(reference, delay_ms, has_ranks=has_ranks(engines))
+        self._given = index
         self._index: Any = self.reference if index is None else index
         for worker, engine in engines.items():
-            engine.worker.publish_to(Tap(self._put, worker))
+            self._hear(worker, engine)
+
+    def _hear(self, worker: Worker, engine: MockEngine) -> None:
+        if self.reference is not self._given:
+            self.reference.offloads_in_chunks(*stream_of(worker), engine.worker.traits.chunk)
+        engine.worker.publish_to(Tap(self._put, worker))
 
     def _put(self, event: RouterEvent) -> None:
         self._on_the_way.put(event, event)
@@ -344,5 +334,5 @@ class Heard(Knowledge[RouterEvent]):
         """Take one more worker."""
         if engine is None:
             engine = MockEngine(like.args, backend=like.worker.backend, seed=hash(worker))
-        engine.worker.publish_to(Tap(self._put, worker))
+        self._hear(worker, engine)
         return engine

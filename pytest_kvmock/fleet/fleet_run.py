@@ -26,7 +26,8 @@ from pytest_kvmock.fleet.engine_state import EngineStalled
 from pytest_kvmock.fleet.incidents import Incident
 from pytest_kvmock.fleet.passes import EngineRun, Passes
 from pytest_kvmock.fleet.router_calls import RouterStalled
-from pytest_kvmock.fleet.run_notes import Pick, Recorder, RunNotes
+from pytest_kvmock.fleet.run_notes import Recorder, RunNotes
+from pytest_kvmock.report.rows import Pick
 from pytest_kvmock.router.loads import LoadBook
 from pytest_kvmock.router.routing import RouterRequest, id_of
 

@@ -20,9 +20,9 @@ from pytest_kvmock.engine.worker import KvWorker, RequestError
 from pytest_kvmock.fleet.engine_parts import check_worker, make_scheduler, make_worker
 from pytest_kvmock.fleet.engine_request import EngineRequest
 from pytest_kvmock.fleet.engine_state import EngineMetrics, EngineSize, EngineStalled, RequestTooLarge
-from pytest_kvmock.fleet.later_report import LaterEngineReport
-from pytest_kvmock.fleet.report import EngineReport
 from pytest_kvmock.programs.operations import Abort, Log, Operation, Run, RunPasses, Submit, prompt_fields
+from pytest_kvmock.report.report import Report
+from pytest_kvmock.report.rows import RunFacts, WorkerRow
 from pytest_kvmock.tokens import Prompt, TokenIds
 
 if TYPE_CHECKING:
@@ -128,10 +128,20 @@ class MockEngine:
         )
 
     @property
-    def report(self) -> EngineReport:
+    def report(self) -> Report:
         """What it served so far."""
-        kind = LaterEngineReport if self.args.release.reports_workers else EngineReport
-        return kind(tuple(self.requests), self.passes)
+        facts = RunFacts(self.args.block_size, sketches=self.args.release.reports_workers)
+        worker = self.worker
+        row = WorkerRow(
+            worker.worker_id,
+            until_ms=self.now_ms,
+            passes=self.passes,
+            prompt_tokens_computed=self.prefill_tokens,
+            blocks_evicted=worker.removed_blocks,
+            preemptions=self._preemptions,
+            recomputes_last_token=worker.traits.recomputes_last_token,
+        )
+        return Report(tuple(self.requests), facts, (row,))
 
     @property
     def has_work(self) -> bool:
@@ -441,7 +451,7 @@ class MockEngine:
         self.start_pass(self.now_ms)
         return self.finish_pass()
 
-    def run(self, until_ms: float | None = None) -> EngineReport:
+    def run(self, until_ms: float | None = None) -> Report:
         """Run passes until no request is open, or until a moment.
 
         Args:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, cast
 from pytest_kvmock.fleet.arrivals import Arrivals, Turn
 from pytest_kvmock.fleet.engine_state import EngineStalled
 from pytest_kvmock.fleet.handoff import DestinationFirst, Handoff, Handoffs, ReservingHandoffs
-from pytest_kvmock.fleet.later_report import LaterReplayReport, Objectives, WorkerCount
 from pytest_kvmock.fleet.passes import EngineRun, Passes
 from pytest_kvmock.fleet.replay_checks import (
     check_engines,
@@ -23,8 +22,10 @@ from pytest_kvmock.fleet.replay_checks import (
     engines_of,
     turns_of,
 )
-from pytest_kvmock.fleet.report import ReplayReport
+from pytest_kvmock.fleet.run_notes import RunNotes
 from pytest_kvmock.long_runs import long_run
+from pytest_kvmock.report.report import Report
+from pytest_kvmock.report.rows import Objectives, Pools, RunFacts, WorkerCount
 
 if TYPE_CHECKING:
     from pytest_kvmock.engine.scheduler import ForwardPass, ScheduledRequest
@@ -51,7 +52,7 @@ def replay(
     slo_ttft_ms: float | None = None,
     slo_itl_ms: float | None = None,
     slo_e2e_ms: float | None = None,
-) -> ReplayReport:
+) -> Report:
     """Replay a trace on engines that share one clock, as Dynamo's offline replay does.
 
     The clock starts at the time of the engine that is furthest, 0 where all are new; all times of the report are on it.
@@ -144,6 +145,8 @@ class _Replay(EngineRun):
         self._everyone = [*prefill, *engines]
         release = engines[0].args.release
         size = self._ranks = engines[0].args.dp_size if release.ranks_in_lock_step else 1
+        named = dict(enumerate(engines)) | {f"prefill {at}": engine for at, engine in enumerate(prefill)}
+        self._notes = RunNotes(cast("Any", named), start_ms)
         self._start_ms = start_ms
         self._stop_ms = start_ms + stop_ms
         at_once = release.instant_passes_first
@@ -153,8 +156,6 @@ class _Replay(EngineRun):
         for ranks in (*zip(prefill, strict=True), *(engines[at : at + size] for at in range(0, len(engines), size))):
             self._passes.add(ranks)
         self._next_engine = cycle(at for rank in range(size) for at in range(rank, len(engines), size))
-        self._passes_before = sum(engine.passes for engine in self._everyone)
-        self._prefill_tokens_before = sum(engine.prefill_tokens for engine in self._everyone)
         self._objectives = objectives
         self._turns: list[Turn] = []
         self._rejected: list[Handoff] = []
@@ -173,7 +174,7 @@ class _Replay(EngineRun):
             self._prefill, self._expect, self._arrivals, self._passes, self._engines, rejected=self._finished
         )
 
-    def run(self) -> ReplayReport:
+    def run(self) -> Report:
         """Replay until nothing is open."""
         for _ in self.pass_time(self._passes.end, self._hand_over, self._arrive, self._passes.start):
             pass  # nobody is awaited
@@ -214,39 +215,44 @@ class _Replay(EngineRun):
                 request.status, request.ended_ms = "aborted", None
                 self._note(request, None, handoff.turn)
 
-    def _report(self) -> ReplayReport:
-        passes = sum(engine.passes for engine in self._everyone) - self._passes_before
-        args = self._engines[0].args
-        made_or_rejected = (*self._handoffs.made, *self._rejected) if args.release.reserves_destination else ()
+    def _report(self) -> Report:
+        release, gpus = self._engines[0].args.release, self._engines[0].args.gpus
+        made_or_rejected = (*self._handoffs.made, *self._rejected) if release.reserves_destination else ()
         handoffs: dict[ScheduledRequest, dict[str, Any]] = {
             made.request: made.to_json() for made in made_or_rejected if made.request is not None
         }
-        order, served_by = tuple(self._order), tuple(self._served_by)
-        if not args.release.reports_workers:
-            return ReplayReport(order, passes, served_by, handoffs)
-        place = {engine: position for position, engine in enumerate(self._prefill)}
-        for made in made_or_rejected:
-            request = made.request or made.prefilled
-            if request is not None and made.source is not None and made.prefilled is not None:
-                of_prefill = {
-                    "prefill_worker_idx": place[made.source],
-                    "prefill_admissions": made.prefilled.admissions,
-                }
-                handoffs[request] = handoffs.get(request, {}) | of_prefill
-        return LaterReplayReport(
-            order,
-            passes,
-            served_by,
-            handoffs,
-            clock_ms=self.now_ms - self._start_ms,
-            prefill=WorkerCount(len(self._prefill), self._prefill[0].args.gpus if self._prefill else 0),
-            decode=WorkerCount(len(self._engines) // self._ranks, args.gpus),
-            prefill_tokens=sum(engine.prefill_tokens for engine in self._everyone) - self._prefill_tokens_before,
-            objectives=self._objectives,
-            turns=tuple(self._turns),
-            names_sessions=self._arrivals.depends_on_ends,
-            ranks=self._ranks,
-            decode_first=args.release.destination_first,
+        pools = None
+        if release.reports_workers:
+            place = {engine: position for position, engine in enumerate(self._prefill)}
+            for made in made_or_rejected:
+                request = made.request or made.prefilled
+                if request is not None and made.source is not None and made.prefilled is not None:
+                    of_prefill = {
+                        "prefill_worker_idx": place[made.source],
+                        "prefill_admissions": made.prefilled.admissions,
+                    }
+                    handoffs[request] = handoffs.get(request, {}) | of_prefill
+            pools = Pools(
+                self.now_ms - self._start_ms,
+                WorkerCount(len(self._engines) // self._ranks, gpus),
+                WorkerCount(len(self._prefill), self._prefill[0].args.gpus if self._prefill else 0),
+                self._arrivals.depends_on_ends,
+                self._ranks,
+                release.destination_first,
+            )
+        return Report(
+            tuple(self._order),
+            RunFacts(
+                self._engines[0].args.block_size,
+                sketches=release.reports_workers,
+                pools=pools,
+                objectives=self._objectives,
+                turns=tuple(self._turns),
+            ),
+            self._notes.close(self.now_ms),
+            tuple(self._served_by),
+            tuple(self._turns),
+            handoffs=handoffs,
         )
 
     def check_served(self) -> None:

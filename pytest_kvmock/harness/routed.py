@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from pytest_kvmock.checks import check_integer, check_number
 from pytest_kvmock.fleet.fleet import Fleet
-from pytest_kvmock.fleet.fleet_events import EventDelay, EventMark, Knowledge
+from pytest_kvmock.fleet.fleet_events import EventDelay, Knowledge
 from pytest_kvmock.hygiene.delivery import Delivery
 from pytest_kvmock.hygiene.problem import ROUTER_RULES, Problem
+from pytest_kvmock.report.rows import EventMark
 from pytest_kvmock.router.routing import stream_of
 from pytest_kvmock.router.selection import DynamoRouter
 
@@ -20,12 +21,13 @@ if TYPE_CHECKING:
     from pytest_kvmock.engine.worker import KvWorker
     from pytest_kvmock.events import RouterEvent
     from pytest_kvmock.fleet.mock_engine import MockEngine
-    from pytest_kvmock.fleet.router_calls import Belief, RouterCalls
+    from pytest_kvmock.fleet.router_calls import RouterCalls
     from pytest_kvmock.harness.faults import Faults
     from pytest_kvmock.harness.lookups import Overlap
     from pytest_kvmock.harness.publisher import Publisher
     from pytest_kvmock.harness.workers import WorkerKey
     from pytest_kvmock.hygiene.log import EventLog
+    from pytest_kvmock.report.rows import Belief
     from pytest_kvmock.router.index import RadixIndex
     from pytest_kvmock.router.routing import RouterRequest, Worker
     from pytest_kvmock.tokens import Prompt

@@ -11,8 +11,9 @@ from pytest_kvmock.testing import play, traffic
 HYBRID = [name for name, spec in BACKENDS.items() if spec.group == "hybrid"]
 
 
-def harness_of(backend, index=None, *, num_blocks=40, workers=1, **options):
-    size = 64 if backend == "vllm_deepseek_v4" else 4
+def harness_of(backend, index=None, *, num_blocks=None, workers=1, **options):
+    size, blocks = (64, 320) if backend == "vllm_deepseek_v4" else (4, 40)  # a group of it has blocks of one token then
+    num_blocks = num_blocks or blocks
     return RouterHarness(EngineProfile(size, num_blocks, workers), backend, index, **options)
 
 

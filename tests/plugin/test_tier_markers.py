@@ -70,6 +70,32 @@ def test_another_backend_refuses_in_one_line(nested, backend):
     assert f"kvmock: backend {backend}: {why}" in result.outlines
 
 
+@pytest.mark.parametrize(
+    ("dialect", "described", "why"),
+    [
+        ("vllm-0.23", True, "self-describing events of a host are vLLM's from 0.24 on; got dialect 'vllm-0.23'"),
+        (
+            "vllm-0.9",
+            False,
+            "dialect 'vllm-0.9' does not say where a block is, and engines have a host below the device",
+        ),
+    ],
+)
+def test_a_dialect_that_cannot_say_it_is_refused_in_one_line(nested, dialect, described, why):
+    result = nested(
+        f"""
+        @pytest.mark.kv_dialects("{dialect}")
+        @pytest.mark.parametrize("kv_backend", ["vllm"])
+        @pytest.mark.kvmock(tiers={{"host": 64, "self_describing": {described}}})
+        class Test:
+            def test_a_publisher(self, kv_publisher): pass
+            def test_without_one(self, kv_worker, kv_prompt): kv_worker.serve(kv_prompt(4))
+        """
+    )
+    result.assert_outcomes(passed=1, errors=1)
+    assert f"kvmock: kv_publisher: {why}" in result.outlines
+
+
 def test_a_profile_of_a_file_has_tiers(nested):
     files = {"pytest.ini": "[pytest]\nkvmock_profiles = p.yaml\nkvmock_profile = tiered\n", "p.yaml": PROFILES}
     source = """

@@ -18,6 +18,10 @@ from pytest_kvmock.tiers.config import Tiers
             {"host": 64, "chunk": 2, "policy": "arc", "self_describing": True, "prompt_only": False},
             Tiers(64, chunk=2, policy="arc", self_describing=True, prompt_only=False),
         ),
+        (
+            {"host": 64, "store_threshold": 2, "max_load_tokens": 0, "max_offload_tokens": 8, "async_scheduling": True},
+            Tiers(64, store_threshold=2, max_load_tokens=0, max_offload_tokens=8, async_scheduling=True),
+        ),
         (Tiers(9), Tiers(9)),
     ],
 )
@@ -36,7 +40,7 @@ def test_tiers_are_read(given, tiers):
             {"hots": 1},
             (
                 "unknown key of tiers 'hots'; did you mean 'host'? known: host, g2, gbps, bytes_per_token, batch, chunk, policy, "
-                "self_describing, prompt_only"
+                "self_describing, prompt_only, store_threshold, max_load_tokens, max_offload_tokens, async_scheduling"
             ),
         ),
         ({"host": 0}, "tiers: host must be an integer of at least 1 (blocks), got 0"),
@@ -58,6 +62,19 @@ def test_tiers_are_read(given, tiers):
         ({"host": 4, "policy": ["lru"]}, "tiers: policy must be 'lru' or 'arc', got ['lru']"),
         ({"host": 4, "self_describing": 1}, "tiers: self_describing must be True or False, got 1"),
         ({"host": 4, "prompt_only": None}, "tiers: prompt_only must be True or False, got None"),
+        ({"host": 4, "async_scheduling": 1}, "tiers: async_scheduling must be True or False, got 1"),
+        (
+            {"host": 4, "store_threshold": -1},
+            "tiers: store_threshold must be an integer of at least 0, got -1",
+        ),
+        (
+            {"host": 4, "max_load_tokens": -1},
+            "tiers: max_load_tokens must be an integer of at least 0, or None, got -1",
+        ),
+        (
+            {"host": 4, "max_offload_tokens": 1.5},
+            "tiers: max_offload_tokens must be an integer of at least 0, or None, got 1.5",
+        ),
         ({"host": 4, "batch": 0}, "tiers: batch must be an integer of at least 1, or None, got 0"),
         (
             {"host": 8, "batch": 3},
@@ -99,7 +116,19 @@ def test_vllm_has_a_host_of_its_own():
     assert None is create_manager("vllm", num_blocks=4).offload
 
 
-@pytest.mark.parametrize("value", [{"chunk": 2}, {"policy": "arc"}, {"self_describing": True}, {"prompt_only": False}])
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"chunk": 2},
+        {"policy": "arc"},
+        {"self_describing": True},
+        {"prompt_only": False},
+        {"store_threshold": 2},
+        {"max_load_tokens": 8},
+        {"max_offload_tokens": 8},
+        {"async_scheduling": True},
+    ],
+)
 def test_dynamo_s_hosts_refuse_what_vllm_s_has_by_name(value):
     (name,) = value
     with pytest.raises(ValueError) as error:
@@ -114,7 +143,7 @@ def test_vllm_s_host_refuses_what_dynamo_s_have_by_name():
         create_manager("vllm", num_blocks=4, tiers={"host": 10, "batch": 2})
     assert (
         "tiers: 'batch' is not for this backend; vLLM's native offload has host, gbps, bytes_per_token, chunk, policy, "
-        "self_describing, prompt_only"
+        "self_describing, prompt_only, store_threshold, max_load_tokens, max_offload_tokens, async_scheduling"
     ) == str(error.value)
 
 

@@ -206,17 +206,18 @@ class HybridManager(VllmManager):
         """
         prompt, main = Prompt.of(prompt), self.geometry.groups[self._main].block_size
         unit = self.geometry.hash_unit if self.enable_caching else main
-        if (
-            prompt.tokens is None
-            and self.enable_caching
-            and {each.block_size for each in self.geometry.groups} != {unit}
-        ):
+        if prompt.tokens is None and self.enable_caching and self.needs_tokens:
             raise ValueError(
                 f"a prompt of hashes has no tokens: this engine has blocks of several sizes, and hashes {unit} tokens at a time"
             )
         request = GroupRequest(self._hashed(prompt, unit, rng, keys), len(self.geometry.groups), (self._main, main))
         request.skip_reading_prefix_cache = skip_reading_prefix_cache
         return request
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether blocks are named by tokens, as its groups have blocks of several sizes: prompts of hashes are refused."""
+        return {each.block_size for each in self.geometry.groups} != {self.geometry.hash_unit}
 
     def get_computed_blocks(self, request: GroupRequest) -> ComputedBlocks:
         """What a request without blocks could start with, as far as all groups can resume from it. Changes nothing.

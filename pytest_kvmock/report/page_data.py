@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final
 
-from pytest_kvmock.fleet.regret import Selector, check_selector, regret_of, selector_costs
-from pytest_kvmock.fleet.report_compared import Compared
-from pytest_kvmock.fleet.routing_figures import most
 from pytest_kvmock.pages import MOST_POINTS, MOST_REQUESTS, every, peaks
+from pytest_kvmock.report.comparison import Compared
+from pytest_kvmock.report.figures import FIGURES, PRINTED
+from pytest_kvmock.report.regret import LOADS, Regret, Selector, check_selector, selector_costs
+from pytest_kvmock.report.routing_figures import most
 
 if TYPE_CHECKING:
-    from pytest_kvmock.fleet.fleet_figures import Figures, RequestRow
-    from pytest_kvmock.fleet.run_notes import PickRecord
+    from pytest_kvmock.report.figures import Figures
+    from pytest_kvmock.report.rows import PickRecord, RequestRow
     from pytest_kvmock.router.routing import Worker
 
 MOST_PICKS: Final = 500
@@ -31,20 +32,23 @@ EVEN: Final = 1.25
 """Below so many times the mean no worker is said to have more work than others."""
 
 _CURVE: Final = 400
-_POINTS: Final = {"min": 0.0, "median": 0.5, "p75": 0.75, "p90": 0.9, "p95": 0.95, "p99": 0.99, "max": 1.0}
+_CURVES: Final = ("ttft", "tpot", "e2e")
+"""The latencies whose distributions are shown; of gaps between tokens that of each request's mean, which is what an objective is about."""
+
+_POINTS: Final = {"min": 0.0, "p50": 0.5, "p75": 0.75, "p90": 0.9, "p95": 0.95, "p99": 0.99, "max": 1.0}
 """Points of a distribution that the JSON of a report has."""
 
 
 def fleet_data(
-    report: Any, rows: Mapping[Worker | None, Figures], compare: Sequence[object] = (), selector: Selector | None = None
+    report: Any, rows: Mapping[Worker | None, Figures], compare: Sequence[object], selector: Selector
 ) -> dict[str, Any]:
     """Return the data of a page.
 
     Args:
-        report: a `FleetReport`.
+        report: a `Report`.
         rows: the figures of all together, under None, and of each worker; those without a value are no column.
         compare: other reports, or their JSON.
-        selector: what tells the cost of a candidate, and so the regret of a pick; None: regret is in blocks of overlap.
+        selector: what tells the cost of a candidate, and so the regret of a pick; without a record, regret is in blocks of overlap.
 
     Raises:
         TypeError: the selector is none, or what to compare with is no report.
@@ -52,7 +56,10 @@ def fleet_data(
     served, notes, trace = report.served, [], report.trace_name
     names = [_name(worker) for worker in report.workers]
     place = {worker: at for at, worker in enumerate(report.workers)}
-    regrets, costs = _regrets(report, None if selector is None else check_selector(selector))
+    selector = check_selector(selector)
+    regrets: Sequence[float] = [pick.choice.regret for pick in report.picks]
+    if report.recorder is not None:
+        regrets = [round(blocks, 6) for blocks in Regret(selector, report.recorder).blocks]
     last = {pick.number: at for at, pick in enumerate(report.picks)}
     shown = every(served, MOST_REQUESTS)
     if len(shown) < len(served):
@@ -61,7 +68,6 @@ def fleet_data(
         notes.append(f"{report.arrived - len(served):,} requests arrived and were never sent to a worker.")
     if not served:
         notes.append("This report has no requests.")
-    sessions = _sessions(report)
     # Those that cost nothing too, where the chosen worker held less than another: what a reader asks about next.
     given_away = [pick.choice.regret for pick in report.picks]
     worst = [at for at in range(len(regrets)) if regrets[at] > 0 or given_away[at]]
@@ -74,26 +80,30 @@ def fleet_data(
         notes.append(f"All candidates are shown for the {MOST_PICKS} picks of most regret.")
     samples = _samples(report, names, notes)
     marks = _marks(report, notes)
+    goal = report.facts.objectives
+    limits = (goal.ttft_ms, goal.itl_ms, goal.e2e_ms)
     return {
-        "router": report.router,
+        "router": report.router or "no router",
         "trace": trace,
         "workers": names,
-        "there": [[_ms(each.since_ms), _ms(each.until_ms)] for each in report.run.services],
-        "block_size": report.run.block_size,
+        "there": [[_ms(each.since_ms), _ms(each.until_ms)] for each in report.services],
+        "block_size": report.facts.block_size,
         "notes": notes,
+        "columns": [[name, FIGURES[name].title] for name in PRINTED],
+        "slo": {name: limit for name, limit in zip(_CURVES, limits, strict=True) if limit is not None},
         "figures": [{"worker": "all" if worker is None else _name(worker), **row} for worker, row in rows.items()],
         "most_work": _most_work(report),
-        "requests": _requests(shown, sessions, place, last, regrets),
-        "regret_by": "blocks of overlap" if selector is None or report.recorder is None else type(selector).__name__,
+        "requests": _requests(shown, place, last, regrets),
+        "regret_by": "blocks of overlap" if report.recorder is None else type(selector).__name__,
         "picks": {}
         if report.recorder is None
-        else {str(at): _pick(report.recorder.pick(at), costs.get(at)) for at in worst},
+        else {str(at): _pick(report.recorder.pick(at), selector) for at in worst},
         "samples": samples,
         "marks": marks,
         "event_errors": None
         if report.event_errors is None
         else [str(each)[:500] for each in report.event_errors[:100]],
-        "reports": [_summary(report, trace), *(beside(each) for each in compare)],
+        "reports": [beside(each) for each in (report, *compare)],
     }
 
 
@@ -105,12 +115,6 @@ def _ms(value: float | None) -> float | None:
     return None if value is None else round(value, 1)
 
 
-def _sessions(report: Any) -> dict[int, str]:
-    """The name of each request's session, by its number."""
-    run = report.run
-    return {number: turn.session_name for number, turn in zip(run.numbers, run.turns, strict=True)}
-
-
 def _most_work(report: Any) -> dict[str, Any] | None:
     """Who has most of the prompt tokens that were computed, as `assert_balanced` counts them; None: nobody has, or there is one alone."""
     found = most(*report.counts("prompt_tokens")) if len(report.workers) > 1 else None
@@ -119,75 +123,43 @@ def _most_work(report: Any) -> dict[str, Any] | None:
     return {"worker": _name(found.worker), "times": found.times, "is_even": found.times < EVEN}
 
 
-def _regrets(report: Any, selector: Selector | None) -> tuple[list[float], dict[int, Sequence[float]]]:
-    """The regret of each pick, and what its candidates cost; in blocks of overlap, where there is nothing to tell costs."""
-    if report.recorder is None or selector is None:
-        return [pick.choice.regret for pick in report.picks], {}
-    regrets, costs = [], {}
-    for at in range(len(report.recorder)):
-        record = report.recorder.pick(at)
-        costs[at] = found = selector_costs(selector, record)
-        regrets.append(round(regret_of(record, found), 6))
-    return regrets, costs
-
-
 def _requests(
     shown: Sequence[RequestRow],
-    sessions: Mapping[int, str],
     place: Mapping[Any, int],
     last: Mapping[int, int],
     regrets: Sequence[float],
 ) -> dict[str, list[Any]]:
     """Columns of the requests of the timeline; stretches that did not take place are None."""
-    columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
-    add = [column.append for column in columns.values()]
-    for each in shown:
-        request, pick = each.request, each.last
-        tokens, admitted = request.token_ms, request.admitted_ms
-        first = tokens[0] if tokens else None
-        prefill = None if first is None or admitted is None else first - admitted
-        end = tokens[-1] if tokens and request.status == "finished" else request.ended_ms
-        at = last[each.number]
-        row = (
-            each.number,
-            sessions.get(each.number, ""),
-            place[pick.worker],
-            request.status,
-            _ms(request.arrival_ms),
-            _ms(pick.ms - request.arrival_ms),
-            _ms(each.engine_wait_ms),
-            _ms(prefill),
-            None if first is None or end is None else _ms(end - first),
-            request.prompt_tokens,
-            request.generated_tokens,
-            request.first_reused_tokens,
-            each.promised,
-            pick.held,
-            pick.best_held,
-            round(regrets[at], 3),
-            at,
-            pick.attempt,
-            _stops(request) or 0,
-        )
-        for put, value in zip(add, row, strict=True):
-            put(value)
-    return columns
+    rows = [_request(each, place, last.get(each.number), regrets) for each in shown]
+    return {name: [row[name] for row in rows] for name in rows[0]} if rows else {"number": []}
 
 
-_COLUMNS: Final = (
-    *("number", "session", "worker", "status", "arrival_ms", "router_ms", "engine_ms", "prefill_ms", "decode_ms"),
-    *(
-        "prompt_tokens",
-        "output_tokens",
-        "cached_tokens",
-        "promised_blocks",
-        "overlap",
-        "best_overlap",
-        "regret",
-        "pick",
-    ),
-    *("attempts", "preempted"),
-)
+def _request(each: RequestRow, place: Mapping[Any, int], at: int | None, regrets: Sequence[float]) -> dict[str, Any]:
+    request, pick = each.request, each.last
+    tokens, admitted = request.token_ms, request.admitted_ms
+    first = tokens[0] if tokens else None
+    end = tokens[-1] if tokens and request.status == "finished" else request.ended_ms
+    return {
+        "number": each.number,
+        "session": each.asked.session_name if each.asked else "",
+        "worker": place.get(each.worker),
+        "status": request.status,
+        "arrival_ms": _ms(request.arrival_ms),
+        "router_ms": _ms(pick.ms - request.arrival_ms) if pick else 0.0,
+        "engine_ms": _ms(each.engine_wait_ms),
+        "prefill_ms": None if first is None or admitted is None else _ms(first - admitted),
+        "decode_ms": None if first is None or end is None else _ms(end - first),
+        "prompt_tokens": request.prompt_tokens,
+        "output_tokens": request.generated_tokens,
+        "cached_tokens": request.first_reused_tokens,
+        "promised_blocks": each.promised,
+        "overlap": each.held,
+        "best_overlap": pick.best_held if pick else 0,
+        "regret": 0.0 if at is None else round(regrets[at], 3),
+        "pick": at,
+        "attempts": pick.attempt if pick else 1,
+        "preempted": _stops(request) or 0,
+    }
 
 
 def _stops(request: Any) -> list[list[float]]:
@@ -202,22 +174,18 @@ def _stops(request: Any) -> list[list[float]]:
     return found
 
 
-def _pick(record: PickRecord, costs: Sequence[float] | None) -> dict[str, Any]:
+def _pick(record: PickRecord, selector: Selector) -> dict[str, Any]:
     """A pick with all candidates as they truly were, and the overlaps that the router was shown."""
+    costs = selector_costs(selector, record)
     rows = [
         {
             "worker": _name(each.worker),
-            "cost": None if costs is None else round(costs[at], 3),
-            "overlap": each.overlap,
-            "shown": record.shown[at],
-            "prefill_tokens": each.prefill_tokens,
-            "decode_blocks": each.decode_blocks,
-            "new_blocks": each.new_blocks,
-            "active_requests": each.active_requests,
-            "waiting": each.waiting,
+            "cost": round(cost, 3),
+            "shown": shown,
             "usage": round(each.usage, 3),
+            **{name: getattr(each, name) for name in LOADS},
         }
-        for at, each in enumerate(record.candidates)
+        for each, cost, shown in zip(record.candidates, costs, record.shown, strict=True)
     ]
     return {"chosen": _name(record.chosen), "candidates": rows}
 
@@ -271,49 +239,31 @@ def _marks(report: Any, notes: list[str]) -> list[dict[str, Any]]:
 # ------------------------------------------------------------------------------------------------- several reports
 
 
-def _summary(report: Any, trace: str) -> dict[str, Any]:
-    """A report beside others: throughput, and times to the first token."""
-    done = report.completed
-    seconds = report.duration_ms / 1000
-    times = sorted(
-        ((request.arrival_ms, request.token_ms[0] - request.arrival_ms) for request in done if request.token_ms),
-    )
-    values = sorted(ttft for _, ttft in times)
-    e2e = sorted(request.token_ms[-1] - request.arrival_ms for request in done if request.token_ms)
-    tokens = sum(map(attrgetter("generated_tokens"), done))
-    return {
-        "name": report.router,
-        "trace": trace,
-        "throughput": round(tokens / seconds, 3) if seconds else 0.0,
-        "requests_per_s": round(len(done) / seconds, 4) if seconds else 0.0,
-        "ttft": [[round(at / _CURVE, 4), round(_at(values, at / _CURVE), 2)] for at in range(_CURVE + 1)]
-        if values
-        else [],
-        "e2e": [[point, round(_at(e2e, point), 2)] for point in _POINTS.values()] if e2e else [],
-        "ttft_over_time": [[round(ms, 1), round(ttft, 2)] for ms, ttft in every(times, MOST_POINTS)],
-    }
+def beside(other: Any) -> dict[str, Any]:
+    """A report as it stands beside others, or the JSON of one: throughput, latencies, and times to the first token.
 
-
-def _at(values: Sequence[float], share: float) -> float:
-    """The value at a share of sorted ones, as Dynamo's percentiles are."""
-    return values[int((len(values) - 1) * share + 0.5)]
-
-
-def beside(other: object) -> dict[str, Any]:
-    """The same of a report to compare with; JSON has no time of a request, and of a distribution some points."""
+    A distribution is points of (share of the requests, milliseconds): of JSON those that it has, and no time of a request.
+    """
     compared = Compared.of(other)
-    if not isinstance(other, Mapping):
-        return _summary(other, compared.trace)
-
-    def points(name: str) -> list[list[float]]:
-        return [[share, other[f"{point}_{name}"]] for point, share in _POINTS.items() if f"{point}_{name}" in other]
-
+    if isinstance(other, Mapping):
+        over_time: list[tuple[float, float]] = []
+        points = {what: {at: compared.figure(f"{what}_{name}") for name, at in _POINTS.items()} for what in _CURVES}
+        curves = {what: [[at, ms] for at, ms in of.items() if ms is not None] for what, of in points.items()}
+    else:
+        done = [(each.arrival_ms, each.ttft_ms) for each in other.completed]
+        over_time = sorted((ms, ttft) for ms, ttft in done if ttft is not None)
+        curves = {what: _curve(sorted(other.values(what))) for what in _CURVES}
     return {
         "name": compared.router,
         "trace": compared.trace,
-        "throughput": other.get("output_throughput_tok_s", 0.0),
-        "requests_per_s": other.get("request_throughput_rps", 0.0),
-        "ttft": points("ttft_ms"),
-        "e2e": points("e2e_latency_ms"),
-        "ttft_over_time": [],
+        "throughput": round(compared.figure("output_throughput_tok_s") or 0.0, 3),
+        "requests_per_s": round(compared.figure("request_throughput_rps") or 0.0, 4),
+        "curves": curves,
+        "ttft_over_time": [[round(ms, 1), round(ttft, 2)] for ms, ttft in every(over_time, MOST_POINTS)],
     }
+
+
+def _curve(values: Sequence[float]) -> list[list[float]]:
+    """Points of the distribution of sorted values, each the value at a share of them as Dynamo's percentiles are."""
+    shares = [at / _CURVE for at in range(_CURVE + 1)] if values else []
+    return [[round(share, 4), round(values[int((len(values) - 1) * share + 0.5)], 2)] for share in shares]
