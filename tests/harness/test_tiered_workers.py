@@ -208,7 +208,7 @@ def test_a_worker_that_is_not_cleared_keeps_its_transfers():
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("backend", ["hash_cache", "vllm_0_19", "vllm_gpt_oss", "sglang", "mocker_sglang_1_6"])
+@pytest.mark.parametrize("backend", ["hash_cache", "vllm_0_19", "sglang_gpt_oss", "sglang", "mocker_sglang_1_6"])
 def test_other_backends_refuse_tiers_in_one_line(backend, workers):
     with pytest.raises(ValueError) as error:
         harness(backend=backend, workers=workers)
