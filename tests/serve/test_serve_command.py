@@ -211,7 +211,6 @@ def test_a_hybrid_model_is_served_with_its_cache_groups():
             "serve: tiers are those of vLLM 0.33.0; got version '0.28.0'",
         ),
         (["--dialect", "sglang-0.5.23", "--host-blocks", "8"], "serve: backend 'sglang' takes no tiers; "),
-        (["--model", "gpt-oss", "--host-blocks", "8"], "serve: backend 'vllm_gpt_oss' takes no tiers; "),
         (
             ["--model", "gpt-oss", "--dialect", "vllm-0.19"],
             "serve: KvServer: 'vllm_gpt_oss' serves a hybrid model, whose events are of cache groups; dialect 'vllm-0.19' has no ",
