@@ -199,8 +199,9 @@ class BackendSpec:
         for option in given:
             if option not in self.options:
                 if option == "tiers":
-                    able = [name for name, spec in BACKENDS.items() if option in spec.options]
-                    raise ValueError(f"backend {self.name!r} takes no tiers; {', '.join(able[:-1])} and {able[-1]} do")
+                    able = [name for name, spec in BACKENDS.items() if option in spec.options and spec.group is None]
+                    shown = f"{', '.join(able)} and hybrid models of vLLM's do"
+                    raise ValueError(f"backend {self.name!r} takes no tiers; {shown}")
                 known = f"it has {', '.join(self.options)}" if self.options else "it has none"
                 hint = did_you_mean(option, self.options, known)
                 raise ValueError(f"backend {self.name!r} has no option {option!r}{hint}")
@@ -347,7 +348,7 @@ BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
                     in_matrix=False,
                     driver=makers.block_pool_driver,
                     chain=makers.hash_chain,
-                    options=(*_VLLM_OPTIONS, *makers.GROUP_SETTINGS),
+                    options=(*_VLLM_OPTIONS, *makers.GROUP_SETTINGS, "tiers"),
                     semantics="1.6.1",
                     default_block_size=default,
                     real_block_size=real,
@@ -386,31 +387,28 @@ BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
 )
 """The built-in backends by name, in the order in which the matrix runs them."""
 
-_known: dict[str, BackendSpec] = dict(BACKENDS)
+_registered: dict[str, BackendSpec] = {}
 
 
-def known_backends() -> Mapping[str, BackendSpec]:
+def known_backends() -> dict[str, BackendSpec]:
     """The built-in backends by name, then those that are registered now, in the order of the matrix."""
-    return MappingProxyType(_known)
+    return {**BACKENDS, **_registered}
 
 
 @contextmanager
 def registered(specs: Mapping[str, BackendSpec]) -> Iterator[None]:
-    """Register these backends by name while the context lasts, in place of others but the built-in ones.
+    """Have backends known beside the built-in ones, for as long as it lasts.
 
     The plugin does this for a run of pytest; what an outer run has registered is not known in an inner one.
     """
-    before = dict(_known)
-    _know({**BACKENDS, **specs})
+    before = dict(_registered)
+    _registered.clear()
+    _registered.update(specs)
     try:
         yield
     finally:
-        _know(before)
-
-
-def _know(specs: Mapping[str, BackendSpec]) -> None:
-    _known.clear()
-    _known.update(specs)
+        _registered.clear()
+        _registered.update(before)
 
 
 def unknown_backend_text(name: object, known: Iterable[str]) -> str:
@@ -429,7 +427,7 @@ def backend_spec(name: str | BackendSpec) -> BackendSpec:
     """
     if isinstance(name, BackendSpec):
         return name
-    spec = _known.get(name)
+    spec = BACKENDS.get(name) or _registered.get(name)
     if spec is None:
         raise ValueError(unknown_backend_text(name, known_backends()))
     return spec

@@ -78,6 +78,10 @@ class HybridPoolDriver:
         """Tokens of the request that all groups can resume from, generated ones included; its last one never counts."""
         return self.manager.get_computed_blocks(request).num_tokens
 
+    def lacking(self, request: GroupRequest) -> tuple[str, ...]:
+        """The groups that cannot resume where full attention can, by their sizes. Changes nothing."""
+        return self.manager.missing_groups(self.manager.get_computed_blocks(request))[1]
+
     def room(self) -> int:
         """Blocks in the queue."""
         return self.manager.num_free_blocks

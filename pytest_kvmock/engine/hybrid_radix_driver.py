@@ -46,6 +46,10 @@ class HybridRadixDriver(PageCacheDriver[HybridCacheManager, HybridRequest]):
             groups.append(CacheGroup("mamba", geometry.grid(page)))
         self.traits = replace(self.traits, groups=tuple(groups))
 
+    def lacking(self, request: HybridRequest) -> tuple[str, ...]:
+        """The parts that are not there where full attention ends, by their sizes. Changes nothing."""
+        return self.manager.missing_parts(request)[1]
+
     def need(self, request: HybridRequest, upto: int, tokens: Sequence[int] = ()) -> int:
         """Pages. Where pages of windows or slots of states run short, as many more than there is room for as lack of those.
 

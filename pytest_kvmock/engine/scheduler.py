@@ -42,6 +42,7 @@ class ScheduledRequest:
         generated_tokens: how many it has generated.
         reused_tokens: the most tokens of it that one admission found cached (Dynamo: the maximum over admissions).
         first_reused_tokens: those that its first admission found cached.
+        lacking: before a hybrid model, how many tokens of it full attention had then, and the caches that could not resume there.
         onboarded_tokens: tokens that came back from the host for it, before its first admission.
         admitted_ms: start of the pass that first gave it blocks; None before.
         admissions: each admission: the start of its pass, and how many tokens it found cached.
@@ -61,6 +62,7 @@ class ScheduledRequest:
         "first_reused_tokens",
         "generated_tokens",
         "keeps_blocks",
+        "lacking",
         "max_output_tokens",
         "onboarded_tokens",
         "opened",
@@ -86,6 +88,7 @@ class ScheduledRequest:
         self.generated_tokens = 0
         self.reused_tokens = 0
         self.first_reused_tokens = 0
+        self.lacking: tuple[int, tuple[str, ...]] = (0, ())
         self.onboarded_tokens = 0
         self.admitted_ms: float | None = None
         self.admissions: list[tuple[float, int]] = []
@@ -132,6 +135,7 @@ class ScheduledRequest:
         if self.admitted_ms is None:
             self.admitted_ms = now_ms
             self.first_reused_tokens = reused_tokens
+            self.lacking = getattr(self.state, "short", self.lacking)
         self.reused_tokens = max(self.reused_tokens, reused_tokens)
         self.admissions.append((now_ms, reused_tokens))
 

@@ -457,6 +457,18 @@ class KvWorker:
             return 0 if self._clock is None else self._clock.cached(self.accept(prompt), StorageTier.of(tier))
         return self._driver.lookup(self._driver.open(self.accept(prompt), to_look=True))
 
+    def lacking(self, prompt: Prompt | TokenIds) -> tuple[str, ...]:
+        """The caches of a hybrid model that lack what full attention has of a prompt, so that less of it is reused. Changes nothing.
+
+        Each is named by kind, tokens a block and window, such as "sliding_window 16 (window 128)".
+
+        Raises:
+            ValueError: as for `accept`.
+        """
+        find = getattr(self._driver, "lacking", None)
+        found: tuple[str, ...] = () if find is None else find(self._driver.open(self.accept(prompt), to_look=True))
+        return found
+
     def accept(self, prompt: Prompt | TokenIds) -> Prompt:
         """Return a prompt that this engine can name blocks of, for a driver.
 

@@ -137,7 +137,7 @@ class Handoff:
         assert prefilled is not None
         request.admitted_ms = prefilled.admitted_ms
         request.reused_tokens = max(request.reused_tokens, prefilled.reused_tokens)
-        request.first_reused_tokens = prefilled.first_reused_tokens
+        request.first_reused_tokens, request.lacking = prefilled.first_reused_tokens, prefilled.lacking
 
 
 _Action: TypeAlias = "tuple[Callable[[Handoff, float], None], Handoff]"

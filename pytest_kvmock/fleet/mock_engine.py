@@ -131,8 +131,13 @@ class MockEngine:
     def report(self) -> Report:
         """What it served so far."""
         facts = RunFacts(self.args.block_size, sketches=self.args.release.reports_workers)
+        return Report(tuple(self.requests), facts, (self.row,))
+
+    @property
+    def row(self) -> WorkerRow:
+        """What it did so far, as a report has it."""
         worker = self.worker
-        row = WorkerRow(
+        return WorkerRow(
             worker.worker_id,
             until_ms=self.now_ms,
             passes=self.passes,
@@ -141,7 +146,6 @@ class MockEngine:
             preemptions=self._preemptions,
             recomputes_last_token=worker.traits.recomputes_last_token,
         )
-        return Report(tuple(self.requests), facts, (row,))
 
     @property
     def has_work(self) -> bool:

@@ -273,7 +273,7 @@ class Judge:
                     self.reference.apply(event)
                 except KvEventError:  # as in `received`
                     refused = True
-                self.last_received = QueuedEvent(event, self.log.total - 1, [], refused)
+                self._last = event, self.log.total - 1, [], refused
             events = events[len(plain) :]
             if events:
                 self.received(Delivery(events[0]))

@@ -1,4 +1,7 @@
-"""The event log of a test: every event with its verdict, and the errors that the test expects."""
+"""The event log of a test: every event with its verdict, and the errors that the test expects.
+
+One subject: what a test reads of its events.
+"""
 
 from __future__ import annotations
 

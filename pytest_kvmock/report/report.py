@@ -233,7 +233,7 @@ class Report:
         `onboarded_input_tokens` is ours: what came back from the host. "fleet" has `router`, `trace` (its name) and `trace_digest`,
         `picks_digest` (equal where all picks are), `held_before` (blocks that
         the engines held as the run began), `all` (the figures without latencies, which are at the top), `workers` (a list: `worker`, `since_ms`, `until_ms`, and its figures, without gaps between
-        tokens), `incidents` (`ms`, `kind`, `worker`, `lost`), `event_errors` (how many, or None) and `beliefs` (rows of `Belief`,
+        tokens), of hybrid models `lacking`, `incidents` (`ms`, `kind`, `worker`, `lost`), `event_errors` (how many, or None) and `beliefs` (rows of `Belief`,
         or None).
         """
         whole = self._rows(by_end=True).to_json()
@@ -256,6 +256,7 @@ class Report:
                     }
                     for each in self.services
                 ],
+                **({"lacking": lacking} if (lacking := self.lacking()) else {}),
                 "incidents": [each._asdict() for each in self.incidents],
                 "event_errors": None if self.event_errors is None else len(self.event_errors),
                 "beliefs": None if self.beliefs is None else [each._asdict() for each in self.beliefs],
@@ -325,7 +326,7 @@ class Report:
 
     def _figures(self, worker: Worker | None = None, *, has_gaps: bool = True) -> Figures:
         """The figures of a worker, or of all; without those of gaps between tokens, which are millions, where these are not wanted."""
-        names = names_of("worker", "time") if worker is not None else names_of("all", "worker", "time")
+        names = names_of("worker", "latency") if worker is not None else names_of("all", "worker", "latency")
         return self._rows(worker).figures(name for name in names if has_gaps or not name.startswith("itl_"))
 
     def rows(self) -> dict[Worker | None, Figures]:
@@ -341,6 +342,17 @@ class Report:
         check_figure(name)
         rows = self._rows(worker)
         return None if worker is not None and FIGURES[name].shown == "all" else rows.figure(name)
+
+    def lacking(self, worker: Worker | None = None) -> dict[str, int]:
+        """Return why blocks were promised and not found before engines of hybrid models: those that full attention had, by who lacked them.
+
+        Each is named by kind, tokens a block and window, such as "sliding_window 16 (window 128)". What is not in here, of
+        `promised_not_found`, was evicted before the first admission, or never there.
+
+        Raises:
+            ValueError: there is no such worker.
+        """
+        return self._rows(worker).lacking()
 
     def counts(self, of: str) -> tuple[dict[Worker, float], dict[Worker, float]]:
         """Return what balance is made of: counts by worker, and at which share of the picks each was a candidate."""
@@ -401,6 +413,11 @@ class Report:
             parts.append(
                 f"ideal hit ratio {text['ideal_hit_ratio']} ({text['of_ideal']} of it); greatest : mean of requests {text['balance_requests']}, "
                 f"of prompt tokens computed {text['balance_prompt_tokens']}, of open requests at picks {text['balance_open_requests']}"
+            )
+        if lacking := self.lacking() if self.router else {}:
+            shown = ", ".join(f"{caches} lacked {blocks}" for caches, blocks in lacking.items())
+            parts.append(
+                f"of {text['promised_not_found']} blocks promised and not found the attention group had {sum(lacking.values())}: {shown}"
             )
         if self.held_before:
             parts.append(

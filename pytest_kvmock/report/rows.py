@@ -122,6 +122,12 @@ class RequestRow(NamedTuple):
         return self.request.first_reused_tokens // self.block_size
 
     @property
+    def lacking(self) -> tuple[int, tuple[str, ...]]:
+        """Of the blocks that were promised and not found, those that its engine's full attention had; and which other caches lacked them."""
+        tokens, caches = self.request.lacking
+        return max(0, min(self.promised, tokens // self.block_size) - self.found), caches
+
+    @property
     def engine_wait_ms(self) -> float | None:
         """How long it waited in the engine, from its pick or arrival to its first admission; None where it had none."""
         admitted = self.request.admitted_ms

@@ -390,8 +390,8 @@ class WorkerContract(OverBackend):
         world.do(request.preempt)
         others = []
         with suppress(OutOfBlocks):
-            while True:
-                others.append(world.do(world.worker.prefill, world.harness.prompt(1)))
+            more = range(world.harness.profile.num_blocks + 1)
+            others.extend(world.do(world.worker.prefill, world.harness.prompt(1)) for _ in more)
         before = world.state()
         world.expect_refused(OutOfBlocks, request.resume)
         world.expect_state(before, "a resume that did not fit")
