@@ -16,14 +16,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from heapq import heappop, heappush
-from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from pytest_kvmock.fleet.beliefs import Beliefs
 from pytest_kvmock.fleet.candidates import Offer
 from pytest_kvmock.fleet.engine_state import EngineStalled
-from pytest_kvmock.fleet.incidents import Incident
+from pytest_kvmock.fleet.incidents import Incident, Incidents
 from pytest_kvmock.fleet.passes import EngineRun, Passes
 from pytest_kvmock.fleet.router_calls import RouterStalled
 from pytest_kvmock.fleet.run_notes import Recorder, RunNotes
@@ -70,7 +68,7 @@ class FleetRun(EngineRun):
         arrived: how many requests arrived at the router.
         beliefs: compares what the router believes; None: it says nothing of that.
         notes: what is noted for the report, the picks of the router first.
-        happened: the incidents of the run, those to come too.
+        incidents: what happens to workers.
         sent_back: how often a request was sent to a worker that was gone, before the router knew.
     """
 
@@ -109,13 +107,8 @@ class FleetRun(EngineRun):
         self._offer = Offer(self.engines, self._book, knowledge, every_ms)
         self._waiting: list[RouterRequest] = []
         self._asked: tuple[Candidate, ...] = ()
-        # (when, order, incident) to come; workers that get no further request, and those that are gone.
-        self._start_ms = start_ms
-        self._incidents: list[tuple[float, int, Incident]] = []
-        self._count = count()
-        self.happened: list[Incident] = []
-        for incident in incidents:
-            self.plan_incident(incident)
+        self.incidents = Incidents(self._happen, start_ms, incidents)
+        # Workers that get no further request, and those that are gone.
         self._leaving: set[Worker] = set()
         self._gone: set[Worker] = set()
         self.sent_back = 0
@@ -156,18 +149,18 @@ class FleetRun(EngineRun):
         """
         yield from self._calls.start(tuple(self.engines), self.now_ms)
         yield from self.pass_time(self._knowledge.deliver, self._passes.end, self._until_stop)
-        if self.now_ms < self._stop_ms and not self._incidents:  # one to come would come after the stop
+        if self.now_ms < self._stop_ms and self.incidents.next_ms == math.inf:  # one to come would come after the stop
             self.check_served()
         self._leave_open()
         yield from self._knowledge.deliver(math.inf)
-        for _, _, incident in self._incidents:
+        for incident in self.incidents.to_come:
             if incident.kind == "notice":  # of a crash that happened
                 self._knowledge.remove(incident.worker)
 
     def _until_stop(self, now_ms: float) -> Calls:
         """Let incidents happen, requests arrive and passes start, until the clock stops."""
         if now_ms < self._stop_ms:
-            yield from self._happen()
+            yield from self.incidents.at(now_ms)
             for turn, arrival_ms in self._arrivals.take(now_ms):
                 yield from self._arrive(turn, arrival_ms)
             yield from self._passes.start(now_ms)
@@ -193,8 +186,8 @@ class FleetRun(EngineRun):
         # In a closed loop one may have waited long for the place that is free now.
         if (arrival := max(self._arrivals.next_ms, self.now_ms)) < self._stop_ms:
             moment = min(moment, arrival)
-        if self._incidents and (moment < math.inf or self._waiting) and self._incidents[0][0] < self._stop_ms:
-            moment = min(moment, self._incidents[0][0])
+        if (moment < math.inf or self._waiting) and self.incidents.next_ms < self._stop_ms:
+            moment = min(moment, self.incidents.next_ms)
         # What is late by itself moves nothing, but for the order of what is heard.
         return min(moment, self._knowledge.next_ms) if moment < math.inf else moment
 
@@ -388,21 +381,10 @@ class FleetRun(EngineRun):
 
     # ------------------------------------------------------------------------------------------------- incidents
 
-    def plan_incident(self, incident: Incident) -> None:
-        """Have an incident happen, at its time after the start."""
-        heappush(self._incidents, (self._start_ms + incident.ms, next(self._count), incident))
-        self.happened.append(incident)
-
-    def _happen(self) -> Calls:
-        """Let the incidents happen that are due by now."""
-        while self._incidents and self._incidents[0][0] <= self.now_ms:
-            yield from self._do(heappop(self._incidents)[2])
-            yield from self._ask_again()
-
-    @property
-    def missed(self) -> tuple[Incident, ...]:
-        """The incidents for which the run was over too soon, by time."""
-        return tuple(each for _, _, each in sorted(self._incidents) if each.kind != "notice")
+    def _happen(self, incident: Incident) -> Calls:
+        """Let an incident happen, and ask for those that wait."""
+        yield from self._do(incident)
+        yield from self._ask_again()
 
     def _do(self, incident: Incident) -> Calls:
         worker = incident.worker
@@ -436,7 +418,7 @@ class FleetRun(EngineRun):
                 lost = yield from self._lose_requests(incident, self._knowledge.crash)
                 if incident.notice_ms:
                     notice = Incident(incident.ms + incident.notice_ms, "notice", worker)
-                    heappush(self._incidents, (self.now_ms + incident.notice_ms, next(self._count), notice))
+                    self.incidents.follow(notice, self.now_ms + incident.notice_ms)
                 else:
                     yield from self._do(Incident(incident.ms, "notice", worker))
                 self._waiting += lost
