@@ -177,7 +177,7 @@ class Fleet:
             ValueError: there is no such worker then, there was one of that id, or none would be left.
         """
         run = self._run
-        past = self._incidents if run is None else run.happened
+        past = self._incidents if run is None else run.incidents.planned
         known = {id_of(each) for each in (self.engines if run is None else run.engines)}
         known.update(each.worker for each in past)
         if incident.kind == "join":
@@ -200,7 +200,7 @@ class Fleet:
         if run is None:
             self._incidents = planned
         else:
-            run.plan_incident(incident)
+            run.incidents.plan(incident)
         return incident.worker
 
     def _joining(self, incident: Incident, known: Collection[int]) -> Incident:
@@ -343,7 +343,9 @@ class Fleet:
             tuple(run.numbers),
             picks=tuple(run.notes.picks),
             incidents=tuple(run.notes.happened),
-            missed=tuple(Happened(each.ms, each.kind, each.worker) for each in run.missed),
+            missed=tuple(
+                Happened(each.ms, each.kind, each.worker) for each in run.incidents.to_come if each.kind != "notice"
+            ),
             event_errors=self._knowledge.event_errors,
             marks=tuple(self._knowledge.marks),
             recorder=run.notes.recorder,

@@ -16,14 +16,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from heapq import heappop, heappush
-from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from pytest_kvmock.fleet.beliefs import Beliefs
 from pytest_kvmock.fleet.candidates import Offer
-from pytest_kvmock.fleet.engine_state import EngineStalled
-from pytest_kvmock.fleet.incidents import Incident
+from pytest_kvmock.fleet.incidents import Incident, Incidents
 from pytest_kvmock.fleet.passes import EngineRun, Passes
 from pytest_kvmock.fleet.router_calls import RouterStalled
 from pytest_kvmock.fleet.run_notes import Recorder, RunNotes
@@ -34,7 +31,6 @@ from pytest_kvmock.router.routing import RouterRequest, id_of
 if TYPE_CHECKING:
     from pytest_kvmock.engine.scheduler import ForwardPass, ScheduledRequest
     from pytest_kvmock.fleet.arrivals import Arrivals, Turn
-    from pytest_kvmock.fleet.engine_request import EngineRequest
     from pytest_kvmock.fleet.fleet_events import Knowledge
     from pytest_kvmock.fleet.mock_engine import MockEngine
     from pytest_kvmock.fleet.passes import Seat
@@ -63,15 +59,11 @@ class FleetRun(EngineRun):
 
     Attributes:
         engines: the engines, by worker; those that joined too, and those that are gone.
-        requests: what the engines served, by the order in which requests arrived at them first.
-        turns: of each, its place in the trace.
-        served_by: of each, the position of the engine that served it last.
-        numbers: of each, its place in the order of arrival at the router.
+        numbers: of each request that an engine was given, its place in the order of arrival at the router.
         arrived: how many requests arrived at the router.
         beliefs: compares what the router believes; None: it says nothing of that.
         notes: what is noted for the report, the picks of the router first.
-        happened: the incidents of the run, those to come too.
-        sent_back: how often a request was sent to a worker that was gone, before the router knew.
+        incidents: what happens to workers.
     """
 
     def __init__(
@@ -90,13 +82,12 @@ class FleetRun(EngineRun):
         incidents: Sequence[Incident] = (),
         recorder: Recorder | None = None,
     ) -> None:
-        super().__init__(start_ms)
+        super().__init__(start_ms, stop_ms)
         self.engines: dict[Worker, MockEngine] = {}
         self._position: dict[Worker, int] = {}
         self._calls = calls
         self._knowledge = knowledge
         self._arrivals = arrivals
-        self._stop_ms = stop_ms
         self._like = like = next(iter(engines.values()))
         release, self._ranks, self._block_size = like.args.release, like.args.dp_size, like.args.block_size
         self._in_lock_step = in_lock_step
@@ -109,24 +100,15 @@ class FleetRun(EngineRun):
         self._offer = Offer(self.engines, self._book, knowledge, every_ms)
         self._waiting: list[RouterRequest] = []
         self._asked: tuple[Candidate, ...] = ()
-        # (when, order, incident) to come; workers that get no further request, and those that are gone.
-        self._start_ms = start_ms
-        self._incidents: list[tuple[float, int, Incident]] = []
-        self._count = count()
-        self.happened: list[Incident] = []
-        for incident in incidents:
-            self.plan_incident(incident)
+        self.incidents = Incidents(self._happen, start_ms, incidents)
+        # Workers that get no further request, and those that are gone.
         self._leaving: set[Worker] = set()
         self._gone: set[Worker] = set()
-        self.sent_back = 0
         self._place: dict[RouterRequest, int] = {}
         self._first_ms: dict[RouterRequest, float] = {}
         self._turn_of: dict[RouterRequest, Turn] = {}
         self._routed: dict[ScheduledRequest, tuple[RouterRequest, Worker]] = {}
         self.arrived = 0
-        self.requests: list[EngineRequest] = []
-        self.turns: list[Turn] = []
-        self.served_by: list[int | None] = []
         self.numbers: list[int] = []
         self.notes = RunNotes(engines, start_ms, recorder)
 
@@ -156,18 +138,18 @@ class FleetRun(EngineRun):
         """
         yield from self._calls.start(tuple(self.engines), self.now_ms)
         yield from self.pass_time(self._knowledge.deliver, self._passes.end, self._until_stop)
-        if self.now_ms < self._stop_ms and not self._incidents:  # one to come would come after the stop
+        if self.now_ms < self._stop_ms and self.incidents.next_ms == math.inf:  # one to come would come after the stop
             self.check_served()
         self._leave_open()
         yield from self._knowledge.deliver(math.inf)
-        for _, _, incident in self._incidents:
+        for incident in self.incidents.to_come:
             if incident.kind == "notice":  # of a crash that happened
                 self._knowledge.remove(incident.worker)
 
     def _until_stop(self, now_ms: float) -> Calls:
         """Let incidents happen, requests arrive and passes start, until the clock stops."""
         if now_ms < self._stop_ms:
-            yield from self._happen()
+            yield from self.incidents.at(now_ms)
             for turn, arrival_ms in self._arrivals.take(now_ms):
                 yield from self._arrive(turn, arrival_ms)
             yield from self._passes.start(now_ms)
@@ -179,10 +161,7 @@ class FleetRun(EngineRun):
     def check_served(self) -> None:
         """Raise if requests are left for which nothing happens any more."""
         if self._routed:
-            schedulers = [engine.scheduler for engine in self.engines.values()]
-            running = tuple(each for scheduler in schedulers for each in scheduler.running)
-            waiting = tuple(each for scheduler in schedulers for each in (*scheduler.waiting, *scheduler.parked))
-            raise EngineStalled(self.now_ms, running, waiting, 0)
+            raise self.stalled(self.engines.values())
         if self._waiting:
             raise RouterStalled(self.now_ms, self._waiting, self._asked)
 
@@ -193,8 +172,8 @@ class FleetRun(EngineRun):
         # In a closed loop one may have waited long for the place that is free now.
         if (arrival := max(self._arrivals.next_ms, self.now_ms)) < self._stop_ms:
             moment = min(moment, arrival)
-        if self._incidents and (moment < math.inf or self._waiting) and self._incidents[0][0] < self._stop_ms:
-            moment = min(moment, self._incidents[0][0])
+        if (moment < math.inf or self._waiting) and self.incidents.next_ms < self._stop_ms:
+            moment = min(moment, self.incidents.next_ms)
         # What is late by itself moves nothing, but for the order of what is heard.
         return min(moment, self._knowledge.next_ms) if moment < math.inf else moment
 
@@ -315,7 +294,7 @@ class FleetRun(EngineRun):
         if self._calls.wants("dispatched"):
             yield from self._calls.hook("dispatched", self.now_ms, request, worker, request=request)
         if worker in self._gone:  # the router does not know yet
-            yield from self._send_back(request)
+            yield from self._lost(request)
             return False
         self._dispatch(request, worker)
         return True
@@ -324,21 +303,17 @@ class FleetRun(EngineRun):
         """Return the greatest overlap of a candidate."""
         return max((overlaps.get(each, 0) for each in self._book.loads), default=0) if overlaps else 0
 
-    def _send_back(self, request: RouterRequest) -> Calls:
-        """Send a request back that went to a worker which is gone; it waits."""
-        self.sent_back += 1
-        yield from self._lost(request)
-        request.attempt += 1
-        request.overlaps = None  # it arrives anew
-        request.status = "waiting"
-
-    def _lost(self, request: RouterRequest) -> Calls:
-        """Take a request out of the books whose worker is gone, and tell the router."""
+    def _lost(self, request: RouterRequest, *, anew: bool = True) -> Calls:
+        """Take a request out of the books whose worker is gone, and tell the router; `anew`: it waits for another."""
         request.status, request.now_ms = "lost", self.now_ms
         self._book.finished(request)
         self.notes.ended(request)
         if self._calls.wants("finished"):
             yield from self._calls.hook("finished", self.now_ms, request, request=request)
+        if anew:
+            request.attempt += 1
+            request.overlaps = None  # it arrives anew
+            request.status = "waiting"
 
     def _dispatch(self, request: RouterRequest, worker: Worker) -> None:
         engine, turn = self.engines[worker], self._turn_of[request]
@@ -353,10 +328,8 @@ class FleetRun(EngineRun):
         place = self._place.get(request)
         if place is None:
             self._place[request] = len(self.requests)
-            self.requests.append(served)
-            self.turns.append(turn)
+            self.note(served, self._position[worker], turn)
             self.numbers.append(request.number)
-            self.served_by.append(self._position[worker])
         else:
             self.requests[place], self.served_by[place] = served, self._position[worker]
         self._routed[served] = request, worker
@@ -388,21 +361,10 @@ class FleetRun(EngineRun):
 
     # ------------------------------------------------------------------------------------------------- incidents
 
-    def plan_incident(self, incident: Incident) -> None:
-        """Have an incident happen, at its time after the start."""
-        heappush(self._incidents, (self._start_ms + incident.ms, next(self._count), incident))
-        self.happened.append(incident)
-
-    def _happen(self) -> Calls:
-        """Let the incidents happen that are due by now."""
-        while self._incidents and self._incidents[0][0] <= self.now_ms:
-            yield from self._do(heappop(self._incidents)[2])
-            yield from self._ask_again()
-
-    @property
-    def missed(self) -> tuple[Incident, ...]:
-        """The incidents for which the run was over too soon, by time."""
-        return tuple(each for _, _, each in sorted(self._incidents) if each.kind != "notice")
+    def _happen(self, incident: Incident) -> Calls:
+        """Let an incident happen, and ask for those that wait."""
+        yield from self._do(incident)
+        yield from self._ask_again()
 
     def _do(self, incident: Incident) -> Calls:
         worker = incident.worker
@@ -436,7 +398,7 @@ class FleetRun(EngineRun):
                 lost = yield from self._lose_requests(incident, self._knowledge.crash)
                 if incident.notice_ms:
                     notice = Incident(incident.ms + incident.notice_ms, "notice", worker)
-                    heappush(self._incidents, (self.now_ms + incident.notice_ms, next(self._count), notice))
+                    self.incidents.follow(notice, self.now_ms + incident.notice_ms)
                 else:
                     yield from self._do(Incident(incident.ms, "notice", worker))
                 self._waiting += lost
@@ -467,15 +429,12 @@ class FleetRun(EngineRun):
         again: list[RouterRequest] = []
         for served, request in lost:
             served.status = "lost"  # also one that the pass under way would have ended
-            yield from self._lost(request)
+            yield from self._lost(request, anew=incident.lost != "drop")
             if incident.lost == "drop":
                 self._place.pop(request, None)
                 self._arrivals.done(self._turn_of.pop(request), self.now_ms)
-                continue
-            request.attempt += 1
-            request.overlaps = None  # it arrives anew
-            request.status = "waiting"
-            again.append(request)
+            else:
+                again.append(request)
         return again
 
     def _drain(self, worker: Worker) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from pytest_kvmock.checks import check_number, unknown_text
 
 if TYPE_CHECKING:
     from pytest_kvmock.fleet.mock_engine import MockEngine
+    from pytest_kvmock.fleet.router_calls import Calls
     from pytest_kvmock.router.routing import Worker
 
 Kind: TypeAlias = Literal["crash", "notice", "restart", "leave", "join"]
@@ -41,6 +44,53 @@ class Incident:
     notice_ms: float = 0.0
     announced: bool = True
     engine: MockEngine | None = None
+
+
+class Incidents:
+    """The incidents of a run, a stage of it.
+
+    Args:
+        happen: lets one happen.
+        start_ms: when the run starts.
+        planned: those that are planned by then.
+
+    Attributes:
+        planned: all that were, also those that have happened.
+    """
+
+    def __init__(self, happen: Callable[[Incident], Calls], start_ms: float, planned: Iterable[Incident]) -> None:
+        self._happen = happen
+        self._start_ms = start_ms
+        self._to_come: list[tuple[float, int, Incident]] = []
+        self._count = 0
+        self.planned: list[Incident] = []
+        for incident in planned:
+            self.plan(incident)
+
+    def plan(self, incident: Incident) -> None:
+        """Have one happen, at its time after the start."""
+        self.planned.append(incident)
+        self.follow(incident, self._start_ms + incident.ms)
+
+    def follow(self, incident: Incident, ms: float) -> None:
+        """Have one happen at a time of the clock that follows from another."""
+        self._count += 1
+        heappush(self._to_come, (ms, self._count, incident))
+
+    @property
+    def next_ms(self) -> float:
+        """When the next one happens; infinite where there is none."""
+        return self._to_come[0][0] if self._to_come else math.inf
+
+    def at(self, now_ms: float) -> Calls:
+        """Let those happen that are due by now."""
+        while self.next_ms <= now_ms:
+            yield from self._happen(heappop(self._to_come)[2])
+
+    @property
+    def to_come(self) -> list[Incident]:
+        """Those that have not happened, by time."""
+        return [incident for _, _, incident in sorted(self._to_come)]
 
 
 class Moment:

@@ -18,18 +18,25 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
+from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
+from pytest_kvmock.fleet.engine_state import EngineStalled
 from pytest_kvmock.fleet.ranks import RankedWorker
 
 if TYPE_CHECKING:
     from pytest_kvmock.engine.scheduler import ForwardPass, Release
+    from pytest_kvmock.fleet.arrivals import Turn
+    from pytest_kvmock.fleet.engine_request import EngineRequest
     from pytest_kvmock.fleet.mock_engine import MockEngine
     from pytest_kvmock.fleet.router_calls import Calls
 
 Stage: TypeAlias = Callable[[float], Iterable[Any]]
 """What is due at a moment happens; yields what is to be awaited."""
+
+
+_order_of = attrgetter("order")
 
 
 class Seat:
@@ -68,13 +75,27 @@ class EngineRun(ABC):
 
     Args:
         start_ms: when the clock starts.
+        stop_ms: when it stops.
 
     Attributes:
         now_ms: the time.
+        requests: what the engines served, by the order in which requests arrived at them first.
+        turns: of each, its place in the trace.
+        served_by: of each, the position of the engine that served it last; None: none that generates.
     """
 
-    def __init__(self, start_ms: float) -> None:
-        self.now_ms = start_ms
+    def __init__(self, start_ms: float, stop_ms: float = math.inf) -> None:
+        self.now_ms = self._start_ms = start_ms
+        self._stop_ms = stop_ms
+        self.requests: list[EngineRequest] = []
+        self.turns: list[Turn] = []
+        self.served_by: list[int | None] = []
+
+    def note(self, request: EngineRequest, position: int | None, turn: Turn) -> None:
+        """Note a request that an engine is given."""
+        self.requests.append(request)
+        self.turns.append(turn)
+        self.served_by.append(position)
 
     def pass_time(self, *stages: Stage) -> Calls:
         """Let stages act, in their order, at one moment after the other, until nothing is due."""
@@ -112,6 +133,13 @@ class EngineRun(ABC):
     @abstractmethod
     def check_served(self) -> None:
         """Raise if requests are left for which nothing happens any more."""
+
+    def stalled(self, engines: Iterable[MockEngine], waiting: Iterable[EngineRequest] = ()) -> EngineStalled:
+        """Return the error of engines that are left with requests, and of others that wait."""
+        schedulers = [engine.scheduler for engine in engines]
+        running = tuple(chain.from_iterable(each.running for each in schedulers))
+        queues = chain.from_iterable((each.waiting, each.parked) for each in schedulers)
+        return EngineStalled(self.now_ms, running, tuple(chain.from_iterable((*queues, waiting))), 0)
 
 
 class Passes:
@@ -224,7 +252,7 @@ class Passes:
         """Start a pass on each engine that can, in the order of the seats."""
         idle = self._idle
         while idle:
-            seat = min(idle, key=attrgetter("order"))
+            seat = min(idle, key=_order_of)
             if seat.order >= self._sources > 0 and self.next_ms <= now_ms and self._ends[0][2].order < self._sources:
                 break
             idle.remove(seat)

@@ -11,7 +11,6 @@ from itertools import cycle
 from typing import TYPE_CHECKING, Any, cast
 
 from pytest_kvmock.fleet.arrivals import Arrivals, Turn
-from pytest_kvmock.fleet.engine_state import EngineStalled
 from pytest_kvmock.fleet.handoff import DestinationFirst, Handoff, Handoffs, ReservingHandoffs
 from pytest_kvmock.fleet.passes import EngineRun, Passes
 from pytest_kvmock.fleet.replay_checks import (
@@ -139,7 +138,7 @@ class _Replay(EngineRun):
         stop_ms: float = math.inf,
         objectives: Objectives,
     ) -> None:
-        super().__init__(start_ms)
+        super().__init__(start_ms, start_ms + stop_ms)
         self._engines = engines
         self._prefill = prefill
         self._everyone = [*prefill, *engines]
@@ -147,8 +146,6 @@ class _Replay(EngineRun):
         size = self._ranks = engines[0].args.dp_size if release.ranks_in_lock_step else 1
         named = dict(enumerate(engines)) | {f"prefill {at}": engine for at, engine in enumerate(prefill)}
         self._notes = RunNotes(cast("Any", named), start_ms)
-        self._start_ms = start_ms
-        self._stop_ms = start_ms + stop_ms
         at_once = release.instant_passes_first
         self._passes = Passes(
             self, release, ends_at_once=at_once, sources=len(prefill), ahead=True, end_by=self._stop_ms
@@ -157,14 +154,11 @@ class _Replay(EngineRun):
             self._passes.add(ranks)
         self._next_engine = cycle(at for rank in range(size) for at in range(rank, len(engines), size))
         self._objectives = objectives
-        self._turns: list[Turn] = []
         self._rejected: list[Handoff] = []
         self._arrivals = arrivals
         self._only_between_passes = only_between_passes
         self._turn_of: dict[EngineRequest, Turn] = {}
         self._handoffs = self._make_handoffs()
-        self._order: list[EngineRequest] = []
-        self._served_by: list[int | None] = []
 
     def _make_handoffs(self) -> Handoffs:
         release = self._engines[0].args.release
@@ -213,7 +207,7 @@ class _Replay(EngineRun):
             request = handoff.prefilled
             if request is not None and handoff.request is None:
                 request.status, request.ended_ms = "aborted", None
-                self._note(request, None, handoff.turn)
+                self.note(request, None, handoff.turn)
 
     def _report(self) -> Report:
         release, gpus = self._engines[0].args.release, self._engines[0].args.gpus
@@ -241,28 +235,24 @@ class _Replay(EngineRun):
                 release.destination_first,
             )
         return Report(
-            tuple(self._order),
+            tuple(self.requests),
             RunFacts(
                 self._engines[0].args.block_size,
                 sketches=release.reports_workers,
                 pools=pools,
                 objectives=self._objectives,
-                turns=tuple(self._turns),
+                turns=tuple(self.turns),
             ),
             self._notes.close(self.now_ms),
-            tuple(self._served_by),
-            tuple(self._turns),
+            tuple(self.served_by),
+            tuple(self.turns),
             handoffs=handoffs,
         )
 
     def check_served(self) -> None:
         """Raise if requests are left for which nobody will free blocks."""
-        running = [request for engine in self._everyone for request in engine.scheduler.running]
-        waiting = [request for engine in self._everyone for request in engine.scheduler.waiting]
-        waiting += [request for engine in self._everyone for request in engine.scheduler.parked]
-        waiting += self._handoffs.waiting
-        if running or waiting:
-            raise EngineStalled(self.now_ms, tuple(running), tuple(waiting), 0)
+        if self._handoffs.waiting or any(engine.has_work for engine in self._everyone):
+            raise self.stalled(self._everyone, self._handoffs.waiting)
 
     # --------------------------------------------------------------------------------------------------- passes
 
@@ -292,7 +282,7 @@ class _Replay(EngineRun):
             handoff = self._handoffs.rejected(cast("EngineRequest", request))
             self._rejected.append(handoff)
             if handoff.request is None:
-                self._note(cast("EngineRequest", request), None, handoff.turn)
+                self.note(cast("EngineRequest", request), None, handoff.turn)
                 self._arrivals.done(handoff.turn, now_ms)
                 continue
             self._handoffs.give_back(handoff)
@@ -311,7 +301,7 @@ class _Replay(EngineRun):
             engine = self._engines[position]
             self._passes.touch(engine, now_ms)
             request = engine.dispatch(turn.prompt, turn.trace.output_length, arrival_ms)
-            self._note(request, position, turn)
+            self.note(request, position, turn)
             self._turn_of[request] = turn
         return ()
 
@@ -322,13 +312,8 @@ class _Replay(EngineRun):
         handoff.destination = self._engines[position]
         request = handoff.destination.expect(turn.prompt, turn.trace.output_length, handoff.arrival_ms)
         handoff.request, self._turn_of[request] = request, turn
-        self._note(request, position, turn)
+        self.note(request, position, turn)
         return request
-
-    def _note(self, request: EngineRequest, position: int | None, turn: Turn) -> None:
-        self._order.append(request)
-        self._turns.append(turn)
-        self._served_by.append(position)
 
     def _finished(self, request: EngineRequest) -> None:
         turn = self._turn_of.pop(request)

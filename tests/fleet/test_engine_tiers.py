@@ -521,7 +521,7 @@ def test_what_a_fleet_knows_of_a_host_outlives_a_clear_of_the_device():
     workers[0].clear()
     for _ in known.deliver(100.0):
         pass
-    held = [event for event in known.held_events() if event.storage_tier is StorageTier.HOST_PINNED]
+    held = [event for event in known.reference.dump_events() if event.storage_tier is StorageTier.HOST_PINNED]
     assert [0, 0, 1, 1] == sorted(event.worker_id for event in held)
-    all_of = TrueCaches(dict(enumerate(engines)), known.held_events(), counts_copies=True)
+    all_of = TrueCaches(dict(enumerate(engines)), known.reference.dump_events(), counts_copies=True)
     assert [0, 4] == [all_of.held_blocks(worker) for worker in (0, 1)]
