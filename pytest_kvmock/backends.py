@@ -116,7 +116,19 @@ class BackendSpec:
         Raises:
             ValueError: the backend refuses a manager of one block of its default size.
         """
-        traits: Traits = self._asked.traits
+        return self.traits_at()
+
+    def traits_at(self, block_size: int | None = None, tiers: Tiers | None = None) -> Traits:
+        """Its `traits` where a block has so many tokens, to which the sizes of a hybrid model's other caches are in proportion.
+
+        Args:
+            block_size: tokens; None: `default_block_size`.
+            tiers: below its device, if it takes any.
+
+        Raises:
+            ValueError: the backend refuses blocks of this size; or it takes tiers, and not these.
+        """
+        traits: Traits = self._asked(block_size, tiers if "tiers" in self.options else None).traits
         return traits
 
     @property
@@ -126,10 +138,9 @@ class BackendSpec:
         Raises:
             ValueError: as for `traits`.
         """
-        return tuple(each for each in getattr(self._asked, "prompt_keys", ()) if each != "session_id")
+        return tuple(each for each in getattr(self._asked(), "prompt_keys", ()) if each != "session_id")
 
-    @property
-    def _asked(self) -> Any:
+    def _asked(self, block_size: int | None = None, tiers: Tiers | None = None) -> Any:
         """What brings requests to a manager of it, or the class of that."""
         if self.driver is None:
             from pytest_kvmock.engine.move_driver import MoveDriver
@@ -137,7 +148,9 @@ class BackendSpec:
             return MoveDriver
         from random import Random
 
-        manager = self.make(num_blocks=1, block_size=self.default_block_size, dp_rank=0, sink=None)
+        size = self.default_block_size if block_size is None else block_size
+        below = {} if tiers is None else {"tiers": tiers}
+        manager = self.make(num_blocks=1, block_size=size, dp_rank=0, sink=None, **below)
         return self.driver(manager, True, Random(0))  # noqa: S311 - nothing is drawn
 
     def variant(
@@ -186,8 +199,9 @@ class BackendSpec:
         for option in given:
             if option not in self.options:
                 if option == "tiers":
-                    able = [name for name, spec in BACKENDS.items() if option in spec.options]
-                    raise ValueError(f"backend {self.name!r} takes no tiers; {', '.join(able[:-1])} and {able[-1]} do")
+                    able = [name for name, spec in BACKENDS.items() if option in spec.options and spec.group is None]
+                    shown = f"{', '.join(able)} and hybrid models of vLLM's do"
+                    raise ValueError(f"backend {self.name!r} takes no tiers; {shown}")
                 known = f"it has {', '.join(self.options)}" if self.options else "it has none"
                 hint = did_you_mean(option, self.options, known)
                 raise ValueError(f"backend {self.name!r} has no option {option!r}{hint}")
@@ -334,7 +348,7 @@ BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
                     in_matrix=False,
                     driver=makers.block_pool_driver,
                     chain=makers.hash_chain,
-                    options=(*_VLLM_OPTIONS, *makers.GROUP_SETTINGS),
+                    options=(*_VLLM_OPTIONS, *makers.GROUP_SETTINGS, "tiers"),
                     semantics="1.6.1",
                     default_block_size=default,
                     real_block_size=real,
@@ -373,31 +387,28 @@ BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
 )
 """The built-in backends by name, in the order in which the matrix runs them."""
 
-_known: dict[str, BackendSpec] = dict(BACKENDS)
+_registered: dict[str, BackendSpec] = {}
 
 
-def known_backends() -> Mapping[str, BackendSpec]:
+def known_backends() -> dict[str, BackendSpec]:
     """The built-in backends by name, then those that are registered now, in the order of the matrix."""
-    return MappingProxyType(_known)
+    return {**BACKENDS, **_registered}
 
 
 @contextmanager
 def registered(specs: Mapping[str, BackendSpec]) -> Iterator[None]:
-    """Register these backends by name while the context lasts, in place of others but the built-in ones.
+    """Have backends known beside the built-in ones, for as long as it lasts.
 
     The plugin does this for a run of pytest; what an outer run has registered is not known in an inner one.
     """
-    before = dict(_known)
-    _know({**BACKENDS, **specs})
+    before = dict(_registered)
+    _registered.clear()
+    _registered.update(specs)
     try:
         yield
     finally:
-        _know(before)
-
-
-def _know(specs: Mapping[str, BackendSpec]) -> None:
-    _known.clear()
-    _known.update(specs)
+        _registered.clear()
+        _registered.update(before)
 
 
 def unknown_backend_text(name: object, known: Iterable[str]) -> str:
@@ -416,7 +427,7 @@ def backend_spec(name: str | BackendSpec) -> BackendSpec:
     """
     if isinstance(name, BackendSpec):
         return name
-    spec = _known.get(name)
+    spec = BACKENDS.get(name) or _registered.get(name)
     if spec is None:
         raise ValueError(unknown_backend_text(name, known_backends()))
     return spec
@@ -430,6 +441,21 @@ def speaker_of(dialect: Dialect) -> BackendSpec:
     """
     spec = backend_spec(dialect.backend)
     return spec if dialect.version is None else _of_release(spec, dialect.version)
+
+
+def served_by(dialect: Dialect, model: str) -> BackendSpec:
+    """Return the backend whose engine writes a dialect and serves a model.
+
+    That is the one of the hybrid model of this name, as "gpt-oss" is that of `vllm_gpt_oss`, and of its newest release; for any other
+    model the one of `speaker_of`.
+
+    Raises:
+        ValueError: as `speaker_of`.
+    """
+    spec = speaker_of(dialect)
+    program = "sglang" if spec.scheduler == "sglang" else "vllm"
+    hybrid = BACKENDS.get(f"{program}_{model.lower().replace('-', '_')}")
+    return hybrid if hybrid is not None and hybrid.group == HYBRID and spec.name.startswith(program) else spec
 
 
 def recorded_backend(name: str, models: object) -> BackendSpec:

@@ -350,7 +350,7 @@ class _Replay:
         return stream
 
 
-_ABOUT: Final = ("first_id", "block_size", "num_blocks", "tier_blocks", "residency", "prefix_closed")
+_ABOUT: Final = ("first_id", "block_size", "num_blocks", "tier_blocks", "residency", "prefix_closed", "clears_below")
 """What a line says of a stream; the arguments of `Ledger.open`."""
 
 
@@ -364,8 +364,9 @@ def _check_about(about: Mapping[Any, Any]) -> None:
     for name, least in (("first_id", 0), ("block_size", 1), ("num_blocks", 1)):
         if about.get(name) is not None:
             check_integer(name, about[name], least, ", or null")
-    if not isinstance(about.get("prefix_closed", True), bool):
-        raise ValueError(f"prefix_closed must be true or false, got {about['prefix_closed']!r:.80}")  # noqa: TRY004 - as the others
+    for name in ("prefix_closed", "clears_below"):
+        if not isinstance(about.get(name, True), bool):
+            raise ValueError(f"{name} must be true or false, got {about[name]!r:.80}")  # noqa: TRY004 - as the others
 
 
 def _blocks(value: object) -> list[int]:

@@ -100,7 +100,8 @@ class BlockPoolDriver:
         """Allocate for the first `upto` tokens, and count them as computed; all of them, or nothing changes."""
         manager, hits = self.manager, self._hits(request)
         new = upto - request.num_computed_tokens - len(hits) * manager.block_size
-        if (new > 0 or (hits and not new)) and manager.allocate_slots(request, new, hits) is None:
+        is_due = new > 0 or (hits and not new and not request.computes_last_token)
+        if is_due and manager.allocate_slots(request, new, hits) is None:
             return request.num_computed_tokens
         return upto
 

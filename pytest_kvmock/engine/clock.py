@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Container, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pytest_kvmock.checks import check_time
 
@@ -59,11 +59,9 @@ class Clock(ABC):
         now: the time, in ms.
 
     Attributes:
-        clears_below: whether a Cleared empties the tiers below the device, too.
         parking: the requests of a scheduler that wait for blocks from the host.
     """
 
-    clears_below: ClassVar[bool] = True
     parking: Waits
 
     def __init__(self, driver: Any, now: float) -> None:

@@ -335,6 +335,8 @@ class KvWorker:
         driver = self._make_driver(self._make_manager(sink), self.prefix_caching, self._rng)
         if isinstance(driver, MoveDriver):
             driver.recorder = self._recorder
+        if hasattr(driver, "chunk"):  # what it needs depends on that
+            driver.chunk = self.chunk
         self._recorder.for_requests = not isinstance(driver, MoveDriver)
         now, self._clock = self.now, None
         if getattr(driver.manager, "offload", None) is not None:
@@ -355,11 +357,6 @@ class KvWorker:
     def tiers(self) -> Clock | None:
         """The time of the tiers below the device, for an engine; None: there are none."""
         return self._clock
-
-    @property
-    def clears_below(self) -> bool:
-        """Whether `clear` empties the tiers below the device, too; vLLM's is of the device alone."""
-        return self._clock is None or self._clock.clears_below
 
     @property
     def now(self) -> float:
@@ -460,6 +457,18 @@ class KvWorker:
             return 0 if self._clock is None else self._clock.cached(self.accept(prompt), StorageTier.of(tier))
         return self._driver.lookup(self._driver.open(self.accept(prompt), to_look=True))
 
+    def lacking(self, prompt: Prompt | TokenIds) -> tuple[str, ...]:
+        """The caches of a hybrid model that lack what full attention has of a prompt, so that less of it is reused. Changes nothing.
+
+        Each is named by kind, tokens a block and window, such as "sliding_window 16 (window 128)".
+
+        Raises:
+            ValueError: as for `accept`.
+        """
+        find = getattr(self._driver, "lacking", None)
+        found: tuple[str, ...] = () if find is None else find(self._driver.open(self.accept(prompt), to_look=True))
+        return found
+
     def accept(self, prompt: Prompt | TokenIds) -> Prompt:
         """Return a prompt that this engine can name blocks of, for a driver.
 
@@ -475,7 +484,7 @@ class KvWorker:
     def clear(self) -> bool:
         """Drop all that is cached, and publish Cleared. False, and no event, while requests are open.
 
-        Transfers between tiers are cancelled, and further tiers are emptied too, but for vLLM's (`clears_below`).
+        Transfers between tiers are cancelled, and further tiers are emptied too, but for vLLM's (`Traits.clears_below`).
         """
         self._record(Clear, self.worker_id, self.dp_rank)
         cleared = not self.requests and self._driver.clear()

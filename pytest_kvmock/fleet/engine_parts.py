@@ -108,7 +108,7 @@ def check_worker(args: MockEngineArgs, worker: KvWorker) -> None:
             f"num_g2_blocks={args.num_g2_blocks}, and {worker!r} was made {made}; leave it out, or {else_}"
         )
     _check_links(args, worker, getattr(manager, "offload", None))
-    if tiers is not None and tiers.clears_below and not args.release.takes_tiers:
+    if tiers is not None and worker.traits.clears_below and not args.release.takes_tiers:
         raise ValueError(
             "tiers are for engines that follow the scheduler of 1.2.1, as no later one was recorded with them; got "
             f"semantics={args.scheduler_semantics!r} over {worker!r}"

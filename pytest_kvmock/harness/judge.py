@@ -86,7 +86,6 @@ class Judge:
         pending_recoveries: the answers that routers got from workers, and that are not applied yet.
         first_lost: the first event that a sink kept from the router, without a fault; None: there was none.
         reuse: asks the engines of hybrid models what they would reuse.
-        last_received: the event that was received last, with what was found; None: there was none.
     """
 
     def __init__(
@@ -101,13 +100,14 @@ class Judge:
     ) -> None:
         self.log = log
         self.ledger = Ledger(journal)
+        log.group_of_blocks = self.ledger.attention_group
         self.reference = RadixIndex(semantics=semantics)
         self.under_test = None if index is None else IndexUnderTest.of(index)
         self.book: Book | None = None
         self.index_input_filter: InputFilter | None = None
         self.pending_recoveries: deque[RecoveryAnswer] = deque()
         self.first_lost: Problem | None = None
-        self.last_received: QueuedEvent | None = None
+        self._last: tuple[RouterEvent, int, list[Problem], bool] | None = None  # a QueuedEvent is for those who ask
         self._unpublished: dict[StreamKey, UnpublishedBlocks] = {}
         self.reuse = Reuse()
         self._comparison = None
@@ -127,6 +127,11 @@ class Judge:
         """Whether the index under test is to be awaited."""
         return self.under_test is not None and self.under_test.is_async
 
+    @property
+    def last_received(self) -> QueuedEvent | None:
+        """The event that was received last, with what was found; None: there was none."""
+        return None if self._last is None else QueuedEvent(*self._last)
+
     def open(self, entry: entries.Opened, unpublished: UnpublishedBlocks | None = None) -> None:
         """Open the stream of a worker and rank.
 
@@ -135,6 +140,8 @@ class Judge:
             unpublished: what its engine has without a Stored below the device; it is asked before such a block is removed.
         """
         self.ledger.take(entry)
+        if entry.spec is not None:
+            self.reference.offloads_in_chunks(*entry.key, entry.spec.chunk)
         if self.book is not None:
             self.book.ledger.take(entry)
         if unpublished is not None:
@@ -245,9 +252,9 @@ class Judge:
                 self.reference.apply(ledger.uncounted(event))
             except KvEventError:  # the ledger has found it already
                 refused = True
-        self.last_received = queued = QueuedEvent(event, position, problems, refused)
+        self._last = event, position, problems, refused
         if self._comparison is not None:
-            self._compare_at(queued, self._comparison)
+            self._compare_at(QueuedEvent(event, position, problems, refused), self._comparison)
         if book is not None:
             book.received(delivery)
 
@@ -266,7 +273,7 @@ class Judge:
                     self.reference.apply(event)
                 except KvEventError:  # as in `received`
                     refused = True
-                self.last_received = QueuedEvent(event, self.log.total - 1, [], refused)
+                self._last = event, self.log.total - 1, [], refused
             events = events[len(plain) :]
             if events:
                 self.received(Delivery(events[0]))

@@ -165,10 +165,11 @@ class Recovery:
 
     def _begin(self, key: StreamKey) -> LocalIndex:
         assert self._judge is not None
-        local = self._local[key] = LocalIndex(self._ring)
         ledger = self._judge.ledger
         ledger.take(IdsBegun(key))
         arrived = ledger.streams.get(key)
+        local = LocalIndex(self._ring, clears_below=arrived is None or arrived.spec.clears_below)
+        self._local[key] = local
         self._published.streams[key] = Stream(key) if arrived is None else arrived.fresh()
         self._built[key] = []
         return local

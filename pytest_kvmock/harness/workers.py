@@ -252,10 +252,9 @@ class Workers:
             spec.residency,
             spec.prefix_closed,
             DynamoChain if spec.chain is None else partial(spec.chain, worker.manager),
-            clears_below=worker.clears_below,
+            clears_below=worker.traits.clears_below,
+            chunk=worker.traits.chunk,
         )
-        if tiers is not None and not worker.clears_below:
-            self._judge.reference.offloads_in_chunks(tiers.chunk)
         if worker.traits.promises_more:
             self._judge.reuse.engines[worker_id, dp_rank] = worker
         self._judge.open(Opened((worker_id, dp_rank), 0, about), None if tiers is None else worker.unpublished)

@@ -120,6 +120,8 @@ class FoundChain:
         would be right under another parent.
         """
         blocks, parent = data.block_hashes, data.parent_hash
+        if not data.tokens_hashes:  # of a span some blocks were kept; their names alone are known
+            return False
         if parent is None or parent >= 0:
             rights = sequence_hashes(data.tokens_hashes, parent=parent)
             if tuple(rights) == blocks:  # nearly every Stored of a chain
@@ -156,6 +158,8 @@ class FoundChain:
             data: a Stored that does not show it by itself.
             resident: the blocks that the engine holds.
         """
+        if not data.tokens_hashes:
+            return False
         parent = data.parent_hash
         rights = sequence_hashes(data.tokens_hashes, parent=None if parent is None else parent & _U64)
         is_shown = any(

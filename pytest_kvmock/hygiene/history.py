@@ -10,8 +10,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, repeat
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from pytest_kvmock.events import BlockTokens, Cleared, Removed, RouterEvent, SparseStored, StorageTier, Stored
-from pytest_kvmock.hygiene.content import MOST_PARENTS, sparse
+from pytest_kvmock.events import (
+    BlockTokens,
+    Cleared,
+    Removed,
+    RouterEvent,
+    SparseStored,
+    StorageTier,
+    Stored,
+    block_text,
+)
+from pytest_kvmock.hygiene.content import MOST_PARENTS, BlockFlaw, sparse
 from pytest_kvmock.prompt_keys import block_keys
 
 if TYPE_CHECKING:
@@ -192,6 +201,27 @@ class History:
         before = self.events[self._index()[block]].extra or {}
         return bool(before.get("lora_name") != (event.extra or {}).get("lora_name"))
 
+    def unlike_before(self, event: RouterEvent, data: Stored) -> BlockFlaw | None:
+        """The first block of a Stored that has another parent, or other tokens, than when it was stored last.
+
+        It is what can be judged of an event that does not say what was hashed beside its tokens.
+        """
+        parent = data.parent_hash
+        ids = None if event.token_ids is None or sparse(event, data, self.block_size) is not None else event.token_ids
+        for at, (block, local) in enumerate(zip(data.block_hashes, data.tokens_hashes, strict=True)):
+            if self.was_stored(block):
+                name, known, before = block_text(block), self.tokens(block), self.parent(block)
+                if parent != before:
+                    return BlockFlaw(
+                        block, f"block {name} is stored {_under(parent)}", f"it was stored {_under(before)}"
+                    )
+                if local != self.local_hash(block) if ids is None or known is None else tuple(ids[at]) != known:
+                    return BlockFlaw(
+                        block, f"block {name} is stored with other tokens than before", "a block has one content"
+                    )
+            parent = block
+        return None
+
     def tokens(self, block: int) -> tuple[int, ...] | None:
         """Token ids of a block that was stored; None where they did not come, or not for every block."""
         event = self.events[self._index()[block]]
@@ -340,6 +370,10 @@ class Below:
             level = list(children)
             seen.update(children)
         return level[-1]
+
+
+def _under(parent: int | None) -> str:
+    return "as a root" if parent is None else f"under block {block_text(parent)}"
 
 
 def _stored(event: RouterEvent) -> Stored:

@@ -239,7 +239,7 @@ class Ledger:
         problems = [] if plain else self._unsound(stream, event, data, again)
         if event.token_ids is not None and (flaw := sparse(event, data, spec.block_size)) is not None:
             problems.append(problem_of(SPARSE_TOKENS, stream, flaw.observed, flaw.expected, (flaw.block,), tier=tier))
-        if event.chained and self._judges_hashes:
+        if self._judges_hashes and (event.chained or (not on_device and _hides_keys(event))):
             problems += self._wrong_hash(stream, event, data, problems)
         if again and spec.residency == "unique":
             problems += self._repeated(stream, hashes, again, tier, alone=not problems)
@@ -266,9 +266,19 @@ class Ledger:
                 desync.resynced.add(parent)
         return before + problems if before else problems
 
+    def attention_group(self, key: StreamKey) -> int | None:
+        """The number of a worker's and rank's attention group, -1 where it is not known; None: it has one cache."""
+        stream = self.streams.get(key)
+        if stream is None or not stream.groups:
+            return None
+        return -1 if stream.group_idx is None else stream.group_idx
+
     def _wrong_hash(self, stream: Stream, event: RouterEvent, data: Stored, before: Sequence[Problem]) -> list[Problem]:
         """The wrong_hash of a Stored, if it has one; it follows from a wrong parent among the problems `before`."""
-        flaw = wrong_hash(event, data, stream.spec.block_size, stream.hash_chain, stream.parents_of)
+        if not event.chained and _hides_keys(event):
+            flaw = stream.unlike_before(event, data)
+        else:  # also of a sink whose blocks were found to be a chain later on
+            flaw = wrong_hash(event, data, stream.spec.block_size, stream.hash_chain, stream.parents_of)
         if flaw is None:
             return []
         problem = problem_of(WRONG_HASH, stream, flaw.observed, flaw.expected, (flaw.block,), tier=event.storage_tier)
@@ -610,6 +620,11 @@ class Ledger:
         entries.Injected: _known,
         entries.Attributed: _known,
     }
+
+
+def _hides_keys(event: RouterEvent) -> bool:
+    """Whether an event does not say what was hashed beside its tokens, as those of vLLM's host."""
+    return event.extra is not None and event.extra.get("extra_keys", ()) is None
 
 
 def _several(parts: Sequence[range]) -> str:

@@ -1,4 +1,7 @@
-"""The event log of a test: every event with its verdict, and the errors that the test expects."""
+"""The event log of a test: every event with its verdict, and the errors that the test expects.
+
+One subject: what a test reads of its events.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from pytest_kvmock.hygiene.problem import EventRulesBroken, Problem
 from pytest_kvmock.hygiene.report import expectation_text, problems_text
 from pytest_kvmock.hygiene.rules import RULES, check_rule
 from pytest_kvmock.hygiene.text import worker_text
+from pytest_kvmock.prompt_keys import group_of
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -65,7 +69,7 @@ class EventLog:
     """Every event that arrived, in order, with what was wrong with it.
 
     Iterating gives `LogEntry` objects. `stored`, `removed` and `cleared` are events, `stored_blocks` and
-    `removed_blocks` their blocks in order.
+    `removed_blocks` their blocks in order, of a hybrid model those of its attention group.
 
     Args:
         flush: compares everything that can be compared.
@@ -77,6 +81,7 @@ class EventLog:
         within: those of the `with` blocks that are open, outermost first.
         warnings_fail: a warning fails the test, too, so `check` raises for it.
         waive: returns whether a problem that would fail the test is waived; None: none is.
+        group_of_blocks: returns the number of the attention group of a worker and rank; None: it has one cache.
         total: how many events arrived, those that were taken or cleared too.
         notes: workers that were removed or began anew, and batches of a wire that are missing, in order; they count as no
             events.
@@ -94,6 +99,7 @@ class EventLog:
         self.within: list[Expectation] = []
         self.waive: Callable[[Problem], bool] | None = None
         self.warnings_fail = False
+        self.group_of_blocks: Callable[[StreamKey], int | None] = lambda _: None
         self.total = 0
         self.notes: list[WorkerNote] = []
         self._anew: dict[StreamKey, list[tuple[int, str]]] = {}  # the first positions after ids began anew, and why
@@ -249,13 +255,23 @@ class EventLog:
 
     @property
     def stored_blocks(self) -> list[int]:
-        """Block hashes over all Stored, in order."""
-        return _blocks(self.stored)
+        """Block hashes over all Stored, in order; of a hybrid model those of its attention group, as a worker's `resident()`."""
+        return self._blocks(Stored)
 
     @property
     def removed_blocks(self) -> list[int]:
-        """Block hashes over all Removed, in order."""
-        return _blocks(self.removed)
+        """Block hashes over all Removed, in order; of a hybrid model those of its attention group."""
+        return self._blocks(Removed)
+
+    def _blocks(self, kind: type[Stored | Removed]) -> list[int]:
+        found: list[int] = []
+        for event in (entry.event for entry in self._entries):
+            data = event.event.data
+            if isinstance(data, kind):
+                group = self.group_of_blocks((event.worker_id, event.event.dp_rank))
+                if group is None or group == group_of(event.extra):
+                    found += data.block_hashes
+        return found
 
     @property
     def errors(self) -> list[Problem]:
@@ -280,6 +296,7 @@ class EventLog:
 
         part = EventLog(self._flush, allow=self._allow)
         part.waive, part.warnings_fail = self.waive, self.warnings_fail
+        part.group_of_blocks = self.group_of_blocks
         part._lines = [e for e in self._entries if asked_for(e.event.worker_id, e.event.event.dp_rank)]
         part._made = len(part._lines)
         part.problems = [p for p in self.problems if asked_for(p.worker_id, p.dp_rank)]
@@ -387,7 +404,3 @@ class EventLog:
 def _name(event: RouterEvent) -> tuple[int, int, int]:
     """Worker, rank and event id."""
     return event.worker_id, event.event.dp_rank, event.event.event_id
-
-
-def _blocks(events: list[KvCacheEvent]) -> list[int]:
-    return [block for event in events for block in event.data.block_hashes]  # type: ignore[union-attr]  # a Cleared is in neither list

@@ -44,6 +44,7 @@ class StreamSpec:
         chain: makes the rule by which it names blocks, to judge `wrong_hash` by: each stream has its own, as a chain of hashes
             has a state.
         clears_below: whether a Cleared, which has no tier, empties the tiers below the device, too; vLLM's is of the device alone.
+        chunk: blocks of a chunk below the device, which no event says (`Traits.chunk`).
     """
 
     block_size: int | None = None
@@ -53,6 +54,7 @@ class StreamSpec:
     prefix_closed: bool = True
     chain: Callable[[], Chain] = DynamoChain
     clears_below: bool = True
+    chunk: int | None = None
 
     def capacity(self, tier: StorageTier) -> int | None:
         """How many blocks the engine has in a tier; None: unknown."""

@@ -46,6 +46,8 @@ def publishers(case: Case, harness: RouterHarness, kv_dialect: str) -> Iterator[
             try:
                 check_integer("make_kv_publisher: worker", worker, 0)
                 dialect = find_dialect(backend_name(case.item, kv_dialect, DIALECTS) if given is None else given)
+                if harness.profile.tiers is not None:
+                    dialect.check_host(self_describing=harness.profile.tiers.self_describing)
                 options.setdefault("ranks", harness.profile.dp_size)
                 if "digests" not in options:
                     options["digests"] = _digests(harness, worker, dialect)

@@ -173,7 +173,7 @@ def _test_text(program: Reproduction, name: str, awaited_by: str | None, made_by
     if not program.breach.is_error:
         body.append(f'assert [] == [p for p in kv.judge().warnings if p.rule == "{program.rule}"]')
     index, fixtures = "kv_index", "kv_index" if program.with_index else ""
-    marks, before = [], []
+    marks, before, profile_of = [], [], list[str]()
     of_backend = f'@pytest.mark.parametrize("kv_backend", ["{program.backend}"])'
     if program.with_index and made_by is not None:
         contract, call = made_by
@@ -182,12 +182,16 @@ def _test_text(program: Reproduction, name: str, awaited_by: str | None, made_by
             marks.append(of_backend)
             before = [f"contract = {contract}()", "contract.traits = kv_traits"]
             index, fixtures = f"contract.{call}", "kv_backend, kv_traits"
+            profile_of += _tiers_of(program)
     elif program.with_index:
+        if size != EngineProfile().block_size:  # for a kv_index that reads kv_profile
+            profile_of.append(f"block_size={size}")
         if _traits(program).copies:  # for a kv_index that reads kv_traits: it may have to count them
             marks.append(of_backend)
             fixtures = "kv_index, kv_backend"
-        if size != EngineProfile().block_size:  # for a kv_index that reads kv_profile
-            marks.append(f"@pytest.mark.kvmock(block_size={size})")
+            profile_of += _tiers_of(program)
+    if profile_of:
+        marks.append(f"@pytest.mark.kvmock({', '.join(profile_of)})")
     if program.aflush is not None and awaited_by:
         marks.append(f"@pytest.mark.{awaited_by}")
     with_harness = [
@@ -216,15 +220,20 @@ def _named(public: Sequence[str], text: str) -> list[str]:
     return [name for name in public if re.search(rf"\b{name}[(.)]", text)]
 
 
-def _harness(program: Reproduction, index: str) -> str:
+def profile_text(profile: EngineProfile) -> str:
+    """A profile as it is written in a test: with what is not the default."""
     default = EngineProfile()
     fields = [
-        f"{field.name}={literal(plain_field(program.profile, field.name))}"
+        f"{field.name}={literal(plain_field(profile, field.name))}"
         for field in dataclasses.fields(EngineProfile)
-        if getattr(program.profile, field.name) != getattr(default, field.name)
+        if getattr(profile, field.name) != getattr(default, field.name)
     ]
-    arguments = [f"EngineProfile({', '.join(fields)})"] if fields else []
-    named = "" if fields else "backend="
+    return f"EngineProfile({', '.join(fields)})"
+
+
+def _harness(program: Reproduction, index: str) -> str:
+    arguments = [] if program.profile == EngineProfile() else [profile_text(program.profile)]
+    named = "" if arguments else "backend="
     spec = known_backends().get(program.backend)
     judged_otherwise = spec is not None and (spec.residency == "counted" or not spec.prefix_closed)
     if program.level == "requests" or (judged_otherwise and len(program.sinks) < len(_publishers(program))):
@@ -250,10 +259,15 @@ def plain_field(profile: EngineProfile, name: str) -> Any:
     return value.to_dict() if name == "tiers" and value is not None else value
 
 
+def _tiers_of(program: Reproduction) -> list[str]:
+    """The tiers of its workers, as the marker takes them; none where there are none."""
+    return [] if program.profile.tiers is None else [f"tiers={literal(plain_field(program.profile, 'tiers'))}"]
+
+
 def _traits(program: Reproduction) -> Traits:
     """What is special of the engine; of one that is not registered nothing is known."""
     spec = known_backends().get(program.backend)
-    return Traits() if spec is None else spec.traits
+    return Traits() if spec is None else spec.traits_at(program.profile.block_size, program.profile.tiers)
 
 
 def _publishers(program: Reproduction) -> set[int]:

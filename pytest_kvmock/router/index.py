@@ -169,6 +169,7 @@ class RadixIndex:
             raise ValueError(f'semantics must be None or "e1", got {semantics!r}')
         self._chunk = None if chunk is None else check_integer("chunk", chunk, 1)
         self._has_names = chunk is not None
+        self._chunks: dict[WorkerRank, int] = {}  # of those that offload as vLLM does, where that is known before
         self._clears_below = clears_below
         self._located: dict[
             WorkerRank, Locations
@@ -186,20 +187,29 @@ class RadixIndex:
 
     def new(self) -> RadixIndex:
         """An empty index that is made as this one was."""
-        return type(self)(
+        index = type(self)(
             semantics=self._semantics,
             count_copies=self._copies is not None,
             chunk=self._chunk,
             clears_below=self._clears_below,
         )
+        for key, chunk in self._chunks.items():
+            index.offloads_in_chunks(*key, chunk)
+        return index
 
-    def offloads_in_chunks(self, chunk: int) -> None:
-        """Be as one that was made with this `chunk`, and without `clears_below`; before the first event.
+    def offloads_in_chunks(self, worker_id: int, dp_rank: int, chunk: int | None) -> None:
+        """Be, for one worker and rank, as an index made with this `chunk`, and without `clears_below`; before its first event.
+
+        Args:
+            worker_id: the worker.
+            dp_rank: its rank.
+            chunk: as `Traits.chunk`; None changes nothing.
 
         Raises:
             ValueError: `chunk` is no integer of at least 1.
         """
-        self._chunk, self._has_names, self._clears_below = check_integer("chunk", chunk, 1), True, False
+        if chunk is not None:
+            self._chunks[worker_id, dp_rank], self._has_names = check_integer("chunk", chunk, 1), True
 
     def apply(self, event: RouterEvent) -> None:
         """Apply one event.
@@ -259,7 +269,8 @@ class RadixIndex:
             if unknown is not None and (group is None or group.is_whole):
                 _fail(BlockNotFound, event, unknown)
         elif isinstance(data, Cleared):
-            self._clear(event.worker_id, None if self._clear_all_ranks else inner.dp_rank, below=self._clears_below)
+            below = self._clears_below and key not in self._chunks
+            self._clear(event.worker_id, None if self._clear_all_ranks else inner.dp_rank, below=below)
         else:
             raise TypeError(f"the data of an event is a Stored, Removed, Located or Cleared, got {data!r:.200}")
 
@@ -269,7 +280,7 @@ class RadixIndex:
             return True
         found, rank = self._located.get(key), self._device.ranks.get(key)
         if found is None:
-            if self._chunk is None and not isinstance(data, Located):
+            if self._chunk is None and key not in self._chunks and not isinstance(data, Located):
                 return False
             self._has_names = True
             found = self._located[key] = Locations()
@@ -377,7 +388,7 @@ class RadixIndex:
                     extension[key] = extended.depth - match.depth
             for key, located in self._located.items():
                 depth = matches[key].depth if key in matches else device.get(key, 0)
-                if more := located.extends(tier, hashes, depth, self._chunk or 1):
+                if more := located.extends(tier, hashes, depth, self._chunks.get(key, self._chunk or 1)):
                     matches[key], extension[key] = Match(depth + more, None), more
             if extension:
                 found[tier] = extension

@@ -116,17 +116,19 @@ class LocalIndex:
         ring: how many of its last events it keeps.
         semantics: None: an answer runs to the newest event, whatever end was asked for, and begins at the last
             Cleared in it (kv-router 1.2.1). `"e0"`: from the start to the end, as they were (before dynamo #8021).
+        clears_below: whether a Cleared empties the tiers below the device, too, as in `RadixIndex`.
 
     Raises:
         ValueError: no ring, or `semantics` is something else.
     """
 
-    def __init__(self, ring: int = RING, *, semantics: Literal["e0"] | None = None) -> None:
+    def __init__(self, ring: int = RING, *, semantics: Literal["e0"] | None = None, clears_below: bool = True) -> None:
         if semantics not in (None, "e0"):
             raise ValueError(f'semantics must be None or "e0", got {semantics!r}')
         self._clamps = semantics == "e0"
         self._ring: deque[RouterEvent] = deque(maxlen=ring_size(ring))
-        self._tree = RadixIndex()
+        self._tree = RadixIndex(clears_below=clears_below)
+        self._emptied = tuple(StorageTier) if clears_below else (StorageTier.DEVICE,)
         # Token ids of the blocks, by tier, so that a dump has them too.
         self._tokens: dict[StorageTier, dict[int, Sequence[int]]] = {tier: {} for tier in StorageTier}
 
@@ -181,8 +183,8 @@ class LocalIndex:
             for block in data.block_hashes:
                 tokens.pop(block, None)
         else:
-            for tokens in self._tokens.values():
-                tokens.clear()
+            for tier in self._emptied:
+                self._tokens[tier].clear()
 
     def get_events_in_id_range(self, start: int | None = None, end: int | None = None) -> Answer:
         """Answer a router that misses events.

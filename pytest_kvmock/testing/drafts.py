@@ -208,6 +208,7 @@ def random_traffic(
     numbers: int = 3,
     most_tokens: int = 9,
     most_in_a_burst: int = 0,
+    most_ms: int = 0,
 ) -> Program:
     """Traffic by a seed, without Hypothesis: the same program for the same arguments.
 
@@ -220,11 +221,15 @@ def random_traffic(
         numbers: how many different blocks there are; the fewer, the more is shared.
         most_tokens: tokens of the longest tail, and of the longest decode.
         most_in_a_burst: prompts of the longest `Burst`; 0 for none, and for no prompt that is served again.
+        most_ms: how far a `Tick` moves the time of a worker with tiers at most; 0 for none.
     """
     rng = Random(seed)  # noqa: S311 - mock data
     weighted: Sequence[Kind] = (*("prefill",) * 4, *("decode",) * 3, *("finish",) * 3, "preempt", "resume", "clear")
     if most_in_a_burst:
         weighted = (*weighted, "again", "burst")
+    if most_ms:
+        weighted = (*weighted, *("tick",) * 4)
+    most_of: dict[Kind, int] = {"burst": most_in_a_burst, "tick": most_ms}
 
     def draft() -> Draft:
         kind = rng.choice(weighted)
@@ -233,7 +238,7 @@ def random_traffic(
             rng.randrange(8),
             rng.randrange(workers),
             tuple(rng.randrange(numbers) for _ in range(rng.randint(0, most_blocks))),
-            rng.randint(1, most_in_a_burst) if kind == "burst" else rng.randint(0, most_tokens),
+            rng.randint(1, most_of[kind]) if kind in most_of else rng.randint(0, most_tokens),
             rng.randrange(numbers),
             rng.randrange(ranks) if ranks > 1 else 0,
         )

@@ -5,36 +5,25 @@ One subject, one class: the promises, each a test.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
-import pytest
-
-from pytest_kvmock.backends import BackendSpec
 from pytest_kvmock.events import StorageTier
-from pytest_kvmock.harness.router_harness import RouterHarness
-from pytest_kvmock.programs.operations import Program
-from pytest_kvmock.reduce import NotReduced, reproduce
 from pytest_kvmock.testing.distinct_blocks import DistinctBlocks
-from pytest_kvmock.testing.drafts import Player, random_traffic
+from pytest_kvmock.testing.drafts import random_traffic
 from pytest_kvmock.testing.hybrid_streams import HybridStreams
-from pytest_kvmock.testing.index_driver import IndexDriver, prompt_of
+from pytest_kvmock.testing.index_driver import prompt_of
 from pytest_kvmock.testing.index_load import UnderLoad
-from pytest_kvmock.testing.subject import refuse, takes_argument
+from pytest_kvmock.testing.subject import refuse
+from pytest_kvmock.testing.tiers_below import TiersBelow
 from pytest_kvmock.testing.workers_that_go import WorkersThatGo
-
-_HOST: Final = StorageTier.HOST_PINNED
-_DISK: Final = StorageTier.DISK
 
 _MOST_IN_A_BURST: Final = 100
 
 _HYBRID_MOST: Final = 12
 """Blocks of the longest prompt for an engine of a hybrid model: more than its window has."""
 
-_REDUCED: Final = 20_000
-"""How many steps are replayed at most to cut a failure in live traffic down."""
 
-
-class IndexContract(DistinctBlocks, HybridStreams, WorkersThatGo, UnderLoad):
+class IndexContract(DistinctBlocks, HybridStreams, TiersBelow, WorkersThatGo, UnderLoad):
     """Tests that hold for every index, asked by local hashes or by tokens (see `kv_index` for what it offers).
 
     A subclass defines `make_index`::
@@ -52,8 +41,13 @@ class IndexContract(DistinctBlocks, HybridStreams, WorkersThatGo, UnderLoad):
                 return MyIndex(count_copies=self.traits.copies)
 
     An async index needs a loop of yours to run in: `run`. Where the index has a method `size()`, its number of entries
-    must stay bounded over any number of events. Where it has `find_tiered`, it tells tiers apart, and is asked for each; where
-    it has `match_tokens(tokens, extra)`, for prompts with adapters, salts and multimodal items. A test of what the index
+    must stay bounded over any number of events. Where it has `find_tiered`, it tells tiers apart, and is asked for each: below
+    engines of `backends` that can have a host, over a host of each kind that they can have. One that is told of vLLM's reads how
+    large a chunk is, which no event says, and what a Cleared empties::
+
+        return MyIndex(count_copies=self.traits.copies, chunk=self.traits.chunk, clears_below=self.traits.clears_below)
+
+    Where it has `match_tokens(tokens, extra)`, for prompts with adapters, salts and multimodal items. A test of what the index
     does not have is skipped, and says what was not checked.
 
     Attributes:
@@ -68,6 +62,8 @@ class IndexContract(DistinctBlocks, HybridStreams, WorkersThatGo, UnderLoad):
         bounded: how many blocks an index that forgets keeps at least, of all workers, from 1 to 10,000; None: it forgets
             none. What was stored beyond that it may forget. It must not find what is not held, nor raise on an event that names
             what it forgot.
+        tiers: the hosts below the engines of `backends`, each as `kvmock(tiers=...)` takes it; None: one of Dynamo's, and vLLM's in both
+            forms of its events, in chunks of one block and of two.
         traits: of the engine that the next index is made for.
     """
 
@@ -277,89 +273,11 @@ class IndexContract(DistinctBlocks, HybridStreams, WorkersThatGo, UnderLoad):
         index.expect("abcd", {0: 2})
         index.expect("xy", {})
 
-    def _start_tiered(self) -> IndexDriver:
-        """As `_start`; the test is skipped for an index that does not tell tiers apart."""
-        index = self._start()
-        if index.index.find_tiered is None:
-            pytest.skip(f"{index.index.name} has no find_tiered(local_hashes): tiers below the device were not checked")
-        return index
-
-    def test_a_tier_goes_on_where_the_faster_ones_end(self) -> None:
-        """With `find_tiered`: the blocks of a tier are those by which it extends the match of the faster tiers."""
-        index = self._start_tiered()
-        index.store("ab", 0)
-        index.store("cd", 0, after="ab", tier=_HOST)
-        index.store("ef", 0, after="abcd", tier=_DISK)
-        index.store("ab", 1)
-        index.store("cd", 1, after="ab", tier=_DISK)
-        index.expect_tiers("abcdef", {"device": {0: 2, 1: 2}, "host_pinned": {0: 2}, "disk": {0: 2, 1: 2}})
-        index.expect_tiers("abc", {"device": {0: 2, 1: 2}, "host_pinned": {0: 1}, "disk": {1: 1}})
-        index.expect_tiers("xyz", {})
-
-    def test_a_tier_goes_on_from_the_root_where_the_faster_ones_have_nothing(self) -> None:
-        """With `find_tiered`: a worker whose device has nothing of a prompt may have it in a tier below."""
-        index = self._start_tiered()
-        index.store("abcd", 0, tier=_HOST)
-        index.store("ab", 1, tier=StorageTier.EXTERNAL)
-        index.expect_tiers("abcd", {"host_pinned": {0: 4}, "external": {1: 2}})
-
-    def test_offloaded_blocks_need_no_parent(self) -> None:
-        """With `find_tiered`: offloaded blocks come in the order of their eviction, the last of a chain first."""
-        index = self._start_tiered()
-        index.store("ab")
-        index.store("d", after="abc", tier=_HOST)
-        index.expect_tiers("abcd", {"device": {0: 2}})
-        index.store("c", after="ab", tier=_HOST)
-        index.expect_tiers("abcd", {"device": {0: 2}, "host_pinned": {0: 2}})
-
-    def test_a_block_of_two_tiers_counts_in_the_faster(self) -> None:
-        """With `find_tiered`: what the device has is not found again below; nor is what stands before its end."""
-        index = self._start_tiered()
-        index.store("abc")
-        index.store("abcd", tier=_HOST)
-        index.expect_tiers("abcd", {"device": {0: 3}, "host_pinned": {0: 1}})
-        index.remove("abc")
-        index.expect_tiers("abcd", {"device": {0: 2}, "host_pinned": {0: 2}})
-
-    def test_a_hole_ends_the_match_of_a_tier(self) -> None:
-        """With `find_tiered`: a block behind one that no tier goes on with is not found."""
-        index = self._start_tiered()
-        index.store("ab")
-        index.store("cde", after="ab", tier=_HOST)
-        index.remove("abcd", tier=_HOST)
-        index.expect_tiers("abcde", {"device": {0: 2}, "host_pinned": {0: 1}})
-        index.remove("ab")
-        index.expect_tiers("abcde", {"device": {0: 1}})
-
-    def test_a_removed_takes_blocks_from_its_own_tier(self) -> None:
-        """With `find_tiered`: a Removed of one tier leaves the same block in the others."""
-        index = self._start_tiered()
-        index.store("abc", tier=_HOST)
-        index.store("abc", tier=_DISK)
-        index.remove("abc", "ab", tier=_HOST)
-        index.expect_tiers("abc", {"host_pinned": {0: 1}, "disk": {0: 2}})
-        index.store("bc", after="a", tier=_HOST)
-        index.expect_tiers("abc", {"host_pinned": {0: 3}})
-
-    def test_a_cleared_or_removed_worker_has_nothing_in_any_tier(self) -> None:
-        """With `find_tiered`: a Cleared, and `remove_worker`, empty all tiers of the worker."""
-        index = self._start_tiered()
-        for worker in (0, 1, 2):
-            index.store("ab", worker)
-            index.store("cd", worker, after="ab", tier=_HOST)
-            index.store("abcd", worker, tier=_DISK)
-        index.clear(0)
-        if index.index.remove_worker is not None:
-            index.remove_worker(1)
-        left = [2] if index.index.remove_worker is not None else [1, 2]
-        both = dict.fromkeys(left, 2)
-        index.expect_tiers("abcd", {"device": both, "host_pinned": both})
-
     def test_a_block_is_held_until_its_last_copy_is_removed(self) -> None:
         """A block with copies is found until each is removed, where an engine of `backends` publishes copies."""
         self._start()
         for spec in self._specs():
-            if not spec.traits.copies or spec.traits.promises_more:  # those have several copies of each block
+            if not spec.traits.copies:
                 continue
             with self._harness(spec, num_blocks=3) as harness:
                 for letter in "aabcde":
@@ -393,44 +311,10 @@ class IndexContract(DistinctBlocks, HybridStreams, WorkersThatGo, UnderLoad):
             # A counting filter before an "e1" index counts rank by rank, an index that counts by itself may not.
             several = self.tells_ranks_apart and not (self.index_semantics and spec.residency == "counted")
             ranks = 2 if several else 1
-            # A hybrid model has several groups, some of small blocks.
-            num_blocks, most = (max(64, 16 * self.block_size), _HYBRID_MOST) if spec.traits.promises_more else (8, 5)
+            # Windows slide, and states are kept, in prompts of more blocks.
+            num_blocks, most = (16, _HYBRID_MOST) if spec.traits.promises_more else (8, 5)
             for seed in range(3):
                 program = random_traffic(
                     seed, 60, workers=2, ranks=ranks, most_blocks=most, most_in_a_burst=_MOST_IN_A_BURST
                 )
-                harness = self._harness(spec, num_blocks, 2, ranks)
-                played = Program()
-                try:
-                    with harness:
-                        player = Player(harness)
-                        for step in program:
-                            played = Program(*played, step)
-                            player.do(step)
-                            self._check(harness)
-                except Exception as error:
-                    profile = f"EngineProfile(block_size={self.block_size}, num_blocks={num_blocks}, workers=2, dp_size={ranks})"
-                    error.add_note(self._reproduction(harness, spec))
-                    error.add_note(
-                        f"in traffic over {spec.name}, seed {seed}; play(RouterHarness({profile}, {spec.name!r}, index, "
-                        f"sync='every'), program) shows it, where\nprogram = {played!r}"
-                    )
-                    raise
-
-    def _reproduction(self, harness: RouterHarness, spec: BackendSpec) -> str:
-        """The smallest stream that shows what is wrong in a harness, or why there is none."""
-
-        def made() -> Any:
-            self.traits = spec.traits
-            return self._under_test()
-
-        try:
-            found = reproduce(harness, work=_REDUCED, make_index=made)
-        except NotReduced as reason:
-            return f"no smaller reproduction: {reason}"
-        except Exception as error:  # noqa: BLE001 - of the user's index, replayed; its failure must be reported all the same
-            return f"no smaller reproduction: the search ended in {type(error).__name__}: {error}"
-        name, size = type(self).__name__, str(self.block_size) if takes_argument(self.make_index) else ""
-        text = found.as_test(made_by=(name, f"make_index({size})"))
-        cut = f"cut from {found.cut_from:,} {found.level} to {found.size:,}"
-        return f"the smallest reproduction, {cut}, to be put below {name}:\n{text}"
+                self._follow(spec, self._profile(spec, num_blocks, 2, ranks), program, seed)

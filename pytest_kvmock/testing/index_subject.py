@@ -10,8 +10,15 @@ from pytest_kvmock.checks import is_integer
 from pytest_kvmock.engine.driver import Traits
 from pytest_kvmock.harness.router_harness import RouterHarness
 from pytest_kvmock.harness.under_test import IndexUnderTest
+from pytest_kvmock.programs.operations import Program
+from pytest_kvmock.reduce import NotReduced, reproduce
+from pytest_kvmock.reduce.program import profile_text
+from pytest_kvmock.testing.drafts import Player
 from pytest_kvmock.testing.index_driver import IndexDriver
-from pytest_kvmock.testing.subject import call_with, check_backends, refuse
+from pytest_kvmock.testing.subject import call_with, check_backends, refuse, room_for, takes_argument
+
+_REDUCED: Final = 20_000
+"""How many steps are replayed at most to cut a failure in live traffic down."""
 
 SURVIVED: Final = {"double": "an event that is delivered twice", "restart": "a worker that restarts unannounced"}
 """The faults that a contract may ask an index to survive, and each in words."""
@@ -54,11 +61,59 @@ class OverIndex:
         return check_backends(self, self.backends, self.block_size)
 
     def _harness(self, spec: BackendSpec, num_blocks: int, workers: int = 1, dp_size: int = 1) -> RouterHarness:
-        """A world of a backend, with an index made for it."""
+        """A world of a backend, with room for a prompt of so many blocks, and an index made for it."""
         __tracebackhide__ = True
-        self.traits = spec.traits
-        profile = EngineProfile(self.block_size, num_blocks, workers, dp_size)
+        return self._world(spec, self._profile(spec, num_blocks, workers, dp_size))
+
+    def _profile(self, spec: BackendSpec, num_blocks: int, workers: int, dp_size: int) -> EngineProfile:
+        """Sizes of an engine of a backend, with room for a prompt of so many blocks."""
+        room = room_for(num_blocks, spec.traits_at(self.block_size), self.block_size)
+        return EngineProfile(self.block_size, room, workers, dp_size)
+
+    def _world(self, spec: BackendSpec, profile: EngineProfile) -> RouterHarness:
+        """A world of a backend, of any profile, with an index made for it."""
+        __tracebackhide__ = True
+        self.traits = spec.traits_at(profile.block_size, profile.tiers)
         return RouterHarness(profile, spec, self._under_test(), sync="every", index_semantics=self.index_semantics)
+
+    def _follow(self, spec: BackendSpec, profile: EngineProfile, program: Program, seed: int) -> None:
+        """Play a program in a world of a backend, and compare the index after each step."""
+        __tracebackhide__ = True
+        harness = self._world(spec, profile)
+        played = Program()
+        try:
+            with harness:
+                player = Player(harness)
+                for step in program:
+                    played = Program(*played, step)
+                    player.do(step)
+                    self._check(harness)
+        except Exception as error:
+            error.add_note(self._reproduction(harness))
+            error.add_note(
+                f"in traffic over {spec.name}, seed {seed}; play(RouterHarness({profile_text(profile)}, {spec.name!r}, index, "
+                f"sync='every'), program) shows it, where\nprogram = {played!r}"
+            )
+            raise
+
+    def _reproduction(self, harness: RouterHarness) -> str:
+        """The smallest stream that shows what is wrong in a harness, or why there is none."""
+        traits = self.traits
+
+        def made() -> Any:
+            self.traits = traits
+            return self._under_test()
+
+        try:
+            found = reproduce(harness, work=_REDUCED, make_index=made)
+        except NotReduced as reason:
+            return f"no smaller reproduction: {reason}"
+        except Exception as error:  # noqa: BLE001 - of the user's index, replayed; its failure must be reported all the same
+            return f"no smaller reproduction: the search ended in {type(error).__name__}: {error}"
+        name, size = type(self).__name__, str(self.block_size) if takes_argument(self.make_index) else ""
+        text = found.as_test(made_by=(name, f"make_index({size})"))
+        cut = f"cut from {found.cut_from:,} {found.level} to {found.size:,}"
+        return f"the smallest reproduction, {cut}, to be put below {name}:\n{text}"
 
     def _under_test(self) -> IndexUnderTest:
         """A new index, wrapped with what the contract declares of it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import isqrt
 from typing import TYPE_CHECKING, Any, Final
@@ -28,7 +28,16 @@ _SAME_AS_HOST: Final = "g2"
 _NOT_BUILT: Final = ("disk", "g3", "external", "g4")
 _OF_BOTH: Final = ("host", _SAME_AS_HOST, "gbps", "bytes_per_token")
 _OF_DYNAMO: Final = ("batch",)
-_OF_VLLM: Final = ("chunk", "policy", "self_describing", "prompt_only")
+_OF_VLLM: Final = (
+    "chunk",
+    "policy",
+    "self_describing",
+    "prompt_only",
+    "store_threshold",
+    "max_load_tokens",
+    "max_offload_tokens",
+    "async_scheduling",
+)
 _KNOWN: Final = (*_OF_BOTH, *_OF_DYNAMO, *_OF_VLLM)
 
 
@@ -46,6 +55,10 @@ class Tiers:
         policy: what the host evicts (`eviction_policy`): "lru" or "arc".
         self_describing: whether its events have tokens and parents (`self_describing_kv_events`), or name places alone.
         prompt_only: whether only prompts are stored (`offload_prompt_only`), and not what is generated.
+        store_threshold: how often a chunk must be offered before it is stored; below 2: at once.
+        max_load_tokens: tokens that are loaded for a request at most, as in its `kv_transfer_params`; None: no limit.
+        max_offload_tokens: tokens of a request that are stored at most, likewise.
+        async_scheduling: whether two batches are in flight, as servers have them by default: what one finds done is reported with the next.
 
     Raises:
         ValueError: a value is not what it must be, `chunk` does not divide `host`, or `batch` squared is more than `host`: with so many blocks under way
@@ -60,6 +73,10 @@ class Tiers:
     policy: str = "lru"
     self_describing: bool = False
     prompt_only: bool = True
+    store_threshold: int = 0
+    max_load_tokens: int | None = None
+    max_offload_tokens: int | None = None
+    async_scheduling: bool = False
 
     def __post_init__(self) -> None:
         check_integer("tiers: host", self.host, 1, " (blocks)")
@@ -77,7 +94,11 @@ class Tiers:
             raise ValueError(
                 f"tiers: policy must be {' or '.join(map(repr, EVICTION_ORDERS))}, got {self.policy!r:.80}"
             )
-        for name in ("self_describing", "prompt_only"):
+        check_integer("tiers: store_threshold", self.store_threshold, 0)
+        for name in ("max_load_tokens", "max_offload_tokens"):
+            if getattr(self, name) is not None:
+                check_integer(f"tiers: {name}", getattr(self, name), 0, ", or None")
+        for name in ("self_describing", "prompt_only", "async_scheduling"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"tiers: {name} must be True or False, got {getattr(self, name)!r:.80}")  # noqa: TRY004 - one error
         if self.batch is None:
@@ -140,12 +161,15 @@ class Tiers:
             to_device_gbps=self.gbps,
         )
 
-    def make_native(self, block_size: int, rng: Random) -> tuple[NativeOffload, TimedCopies]:
+    def make_native(
+        self, block_size: int, rng: Random, groups: Sequence[OffloadGroup] = ()
+    ) -> tuple[NativeOffload, TimedCopies]:
         """Make the host of one of vLLM's managers, whose blocks have so many tokens, and the time that its transfers take.
 
         Args:
             block_size: as above.
             rng: shuffles the events of one transfer.
+            groups: its cache groups; empty: one of full attention.
 
         Raises:
             ValueError: they have what only Dynamo's have.
@@ -153,14 +177,17 @@ class Tiers:
         self._check_has(_OF_DYNAMO, "vLLM's native offload has", _OF_VLLM)
         offload = NativeOffload(
             self.host // self.chunk,
-            [OffloadGroup(block_size)],
+            groups or [OffloadGroup(block_size)],
             blocks_per_chunk=self.chunk,
             policy=self.policy,
             prompt_only=self.prompt_only,
+            store_threshold=self.store_threshold,
+            max_load_tokens=self.max_load_tokens,
+            max_offload_tokens=self.max_offload_tokens,
             self_describing=self.self_describing,
             rng=rng,
         )
-        return offload, TimedCopies(self.gbps, self.bytes_per_token * block_size)
+        return offload, TimedCopies(self.gbps, self.bytes_per_token * block_size, reports_late=self.async_scheduling)
 
     def _check_has(self, refused: tuple[str, ...], who: str, own: tuple[str, ...]) -> None:
         wrong = next((name for name in refused if name in self.to_dict()), None)

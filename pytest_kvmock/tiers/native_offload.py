@@ -44,6 +44,8 @@ class NativeOffload:
         prompt_only: whether only prompts are stored, and not what is generated.
         store_threshold: how often a chunk must be offered before it is stored; below 2: at once.
         max_tracker_size: of how many chunks that is counted.
+        max_load_tokens: as `OffloadRequest`, like the next one; of requests that have no limit of their own.
+        max_offload_tokens: as above.
         within_step_tokens: tokens that are loaded within one step at most; longer hits are waited for.
         self_describing: whether events say all that there is to say of a chunk.
         rng: shuffles the events of one transfer, which have the order of a set in the original.
@@ -51,6 +53,7 @@ class NativeOffload:
     Attributes:
         tier: the host's.
         store: what is there.
+        blocks_per_chunk: as above.
         largest_offer: the most chunks that a request has offered at once.
     """
 
@@ -66,11 +69,14 @@ class NativeOffload:
         prompt_only: bool = True,
         store_threshold: int = 0,
         max_tracker_size: int = 64_000,
+        max_load_tokens: int | None = None,
+        max_offload_tokens: int | None = None,
         within_step_tokens: int = 0,
         self_describing: bool = False,
         rng: Random | None = None,
     ) -> None:
         self.store = ChunkStore(num_chunks, policy)
+        self.blocks_per_chunk = blocks_per_chunk
         self.largest_offer = 0
         self._groups = tuple(groups)
         self._dense = [number for number, group in enumerate(groups) if group.window is None]
@@ -79,6 +85,7 @@ class NativeOffload:
         self._prompt_only = prompt_only
         self._threshold = store_threshold
         self._most_counted = max_tracker_size
+        self._limits = max_load_tokens, max_offload_tokens
         self._offers: OrderedDict[ChunkKey, int] = OrderedDict()
         self._budget = self._step_budget = within_step_tokens
         self._events = ChunkEvents(groups, blocks_per_chunk, self_describing, rng or Random(0))  # noqa: S311 - mock data
@@ -100,15 +107,15 @@ class NativeOffload:
     @property
     def num_blocks(self) -> int:
         """Blocks that the host has room for."""
-        return self.store.capacity * self._chunk // self._groups[0].block_size
+        return self.store.capacity * self.blocks_per_chunk
 
     def resident(self) -> list[ChunkKey]:
         """The chunks that can be loaded."""
         return self.store.ready()
 
-    def resident_names(self) -> list[int]:
-        """Hashes of what can be loaded, as its events name it; repeated where two of them do."""
-        return [name for key in self.store.ready() for name in self._events.names_of(key)]
+    def resident_names(self, group: int = 0) -> list[int]:
+        """Hashes of what can be loaded of a group, as its events name it; repeated where two of them do."""
+        return [name for key in self.store.ready() if key[1] == group for name in self._events.names_of(key)]
 
     def shuffle_with(self, rng: Random) -> None:
         """Have another source of the order in which the chunks of one transfer are published."""
@@ -116,13 +123,14 @@ class NativeOffload:
 
     def lookup(self, tokens: HashedTokens, start: int) -> int:
         """Count the tokens of a request that are there, after so many that the device has. Changes nothing."""
-        upto = len(tokens.names) * tokens.block_size // self._chunk * self._chunk
-        ready = (
-            self.store.chunks.get(key) for key, _ in self._chunks(tokens, start // self._chunk * self._chunk, upto)
-        )
-        count = sum(1 for _ in takewhile(lambda chunk: chunk is not None and chunk.is_ready, ready))
-        found = start // self._chunk * self._chunk + count * self._chunk - start
-        return found if found >= self._chunk else 0
+        chunk, ready = self._chunk, {*self.store.ready()}
+        first, end = start // chunk * chunk, len(tokens.names) * tokens.block_size // chunk * chunk
+        for group in self._dense:
+            chunks = self._chunks(tokens, first, end, group)
+            end = first + chunk * sum(1 for _ in takewhile(lambda each: each[0] in ready, chunks))
+        while any(key not in ready for key, _ in self._windows(tokens, first, end)):
+            end -= chunk
+        return end - start if end - start >= chunk else 0
 
     # -------------------------------------------------------------------------------------------------- a step
 
@@ -142,7 +150,13 @@ class NativeOffload:
             max_load_tokens: as `OffloadRequest`, like the next one.
             max_offload_tokens: as above.
         """
-        request = OffloadRequest(tokens, keeps, max_load_tokens, max_offload_tokens)
+        load, offload = self._limits
+        request = OffloadRequest(
+            tokens,
+            keeps,
+            load if max_load_tokens is None else max_load_tokens,
+            offload if max_offload_tokens is None else max_offload_tokens,
+        )
         self._live.add(request)
         return request
 

@@ -10,7 +10,8 @@ from pytest_kvmock.tiers.offload_steps import OffloadPlan, OffloadTransfer
 # Theory of operation
 #
 # A load begins with its step. A store begins with the next one, so as not to delay this one's sampling, or with this one if it is
-# flushed. A step finds what is done by its time, and waits for what is flushed: that lets time pass.
+# flushed. A step finds what is done by its time, and waits for what is flushed: that lets time pass. Where two batches are in flight,
+# the next step is scheduled before that is known, and reports it.
 
 
 class _Direction:
@@ -60,17 +61,20 @@ class TimedCopies:
     Args:
         gbps: bandwidth of the link to the host and of the link back, in GB/s; 0 is infinite.
         block_bytes: bytes of a block.
+        reports_late: whether a step reports what the one before it has found done.
     """
 
-    def __init__(self, gbps: float, block_bytes: int) -> None:
+    def __init__(self, gbps: float, block_bytes: int, *, reports_late: bool = False) -> None:
         self._block_bytes = block_bytes
+        self._reports_late = reports_late
+        self._found: list[int] = []  # and not reported yet
         self._to_host, self._to_device = _Direction(gbps), _Direction(gbps)
         self._not_begun: list[OffloadTransfer] = []
 
     @property
     def waits_for_step(self) -> bool:
-        """Whether something begins with the next step."""
-        return bool(self._not_begun)
+        """Whether something begins, or is reported, with the next step."""
+        return bool(self._not_begun or self._found)
 
     def deadline(self) -> float | None:
         """When the next transfer is done, of those that have begun; None: none has."""
@@ -96,4 +100,7 @@ class TimedCopies:
         awaited = plan.flush | {job.number for job in plan.loads if job.within_step}
         if awaited:
             now = max(self._to_host.last_of(awaited, now), self._to_device.last_of(awaited, now))
-        return now, [job.number for each in (self._to_host, self._to_device) for job in each.finish(now)]
+        done = [job.number for each in (self._to_host, self._to_device) for job in each.finish(now)]
+        if self._reports_late:
+            done, self._found = self._found, done
+        return now, done

@@ -286,6 +286,22 @@ class Dialect:
         """Whether it is written in msgpack, which takes the extra `wire`."""
         return self.form in ("array", "map")
 
+    def check_host(self, *, self_describing: bool) -> None:
+        """Check that it can say what engines with a host below the device publish.
+
+        Args:
+            self_describing: whether the events of the host have tokens, as vLLM's may.
+
+        Raises:
+            ValueError: it does not say where a block is, or is of a vLLM that had no such events.
+        """
+        if self.is_msgpack and not self.media:
+            raise ValueError(
+                f"dialect {self.name!r} does not say where a block is, and engines have a host below the device"
+            )
+        if self_describing and self.models.startswith("vLLM ") and self.form == "array":
+            raise ValueError(f"self-describing events of a host are vLLM's from 0.24 on; got dialect {self.name!r}")
+
     def variant(
         self,
         name: str,

@@ -82,3 +82,17 @@ def test_the_book_of_a_late_fault_holds_what_has_arrived(tmp_path, seed):
 
 def held(stream):
     return {tier: blocks for tier, blocks in stream.tiers.items() if blocks}
+
+
+@pytest.mark.parametrize("described", [False, True])
+def test_a_capture_of_a_host_that_outlives_a_clear_is_judged_as_it_was(tmp_path, described):
+    tiers = {"host": 8, "chunk": 2, "self_describing": described}
+    world = Captured(tmp_path / "a", "vllm", EngineProfile(block_size=4, num_blocks=6, tiers=tiers))
+    worker = world.kv.worker(0)
+    for number in range(6):
+        worker.serve(list(range(100 * number, 100 * number + 17)))
+        worker.tick(worker.now + 5.0)
+        if number == 2:
+            assert worker.clear()
+
+    assert [] == world.found() == world.again()

@@ -138,6 +138,57 @@ def test_what_is_generated_is_stored_too_where_that_is_asked_for():
         assert blocks == len(worker.manager.resident(HOST)), prompt_only
 
 
+def test_a_chunk_is_stored_once_it_was_offered_often_enough():
+    worker, _ = worker_of(store_threshold=2)
+    serve(worker, A)
+    worker.tick(10.0)
+    assert [] == worker.manager.resident(HOST)
+    serve(worker, A)
+    worker.tick(20.0)
+    assert 4 == len(worker.manager.resident(HOST))
+
+
+def test_a_prefill_in_chunks_begins_where_the_device_ends():
+    worker, _ = worker_of(chunk_tokens=8)
+    serve(worker, A)
+    worker.tick(10.0)
+    other = A[:8] + B[:10]
+    assert (8, 0) == serve(worker, other)
+    worker.tick(20.0)
+    assert 6 == len(worker.manager.resident(HOST))
+
+
+def test_a_request_stores_and_loads_no_more_than_it_may():
+    worker, _ = worker_of(max_offload_tokens=11)
+    serve(worker, A)
+    worker.tick(10.0)
+    assert 2 == len(worker.manager.resident(HOST))
+    for limit, loaded in ((7, 4), (0, 0), (100, 8)):
+        worker, _ = worker_of(max_load_tokens=limit)
+        serve(worker, A)
+        worker.tick(10.0)
+        serve(worker, B)
+        worker.tick(30.0)
+        assert (8 + loaded, loaded) == serve(worker, A)
+
+
+def test_with_two_batches_in_flight_a_step_reports_what_the_one_before_it_found():
+    located = [("host", Located, 1)] * 4
+    for is_async in (False, True):
+        worker, events = worker_of(async_scheduling=is_async)
+        serve(worker, A)
+        worker.tick(1.0)
+        events.clear()
+        with worker.prefill(B):  # it takes blocks that are being copied, and waits for that
+            assert 4.0 == worker.now
+            assert ([] if is_async else located) == [each for each in taken(events) if each[0] == "host"]
+            assert (0 if is_async else 4) == len(worker.manager.resident(HOST))
+            worker.tick(4.0)
+            assert (located if is_async else []) == taken(events)
+        worker.tick(50.0)
+        assert 14 == len(worker.manager.resident(HOST))
+
+
 def test_self_describing_events_name_all_blocks_of_a_chunk_with_tokens_and_parent():
     worker, events = worker_of(chunk=2, self_describing=True)
     serve(worker, A)
@@ -166,7 +217,7 @@ def test_a_clear_is_of_the_device_alone_and_the_host_is_emptied_without_a_word()
     worker.tick(10.0)
     events.clear()
     assert worker.clear()
-    assert not worker.clears_below
+    assert not worker.traits.clears_below
     assert [("device", Cleared, 0)] == taken(events)
     assert 16 == worker.cached_tokens(A, HOST)
     worker.cancel_transfers()

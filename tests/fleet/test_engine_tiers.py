@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from recorded_replays import check_summary, recorded, request_of
 
 from pytest_kvmock import create_manager
+from pytest_kvmock.backends import backend_spec
 from pytest_kvmock.engine.args import MockEngineArgs
 from pytest_kvmock.engine.worker import KvWorker, OutOfBlocks
 from pytest_kvmock.events import Removed, StorageTier, Stored
 from pytest_kvmock.fleet import EngineStalled, MockEngine, mock_engine, replay
+from pytest_kvmock.fleet.fleet_events import Heard, TrueCaches
 from pytest_kvmock.sinks import CapturingSink
 from pytest_kvmock.traces import TraceRequest
 
@@ -330,7 +332,9 @@ def test_other_backends_take_no_tiers(backend):
     fields = {"engine_type": "sglang"} if backend == "mocker_sglang_1_6" else {}
     with pytest.raises(ValueError) as caught:
         engine_of(backend=backend, **fields)
-    assert f"backend {backend!r} takes no tiers; lineage, lru, multi_lru and vllm do" == str(caught.value)
+    assert f"backend {backend!r} takes no tiers; lineage, lru, multi_lru, vllm and hybrid models of vLLM's do" == str(
+        caught.value
+    )
 
 
 def test_tiers_are_for_the_scheduler_that_was_recorded_with_them():
@@ -497,3 +501,27 @@ def test_a_parked_request_goes_on_when_the_manager_was_cleared():
     assert engine.worker.manager.clear()
     other.abort()
     assert engine.is_idle
+
+
+def test_what_a_fleet_knows_of_a_host_outlives_a_clear_of_the_device():
+    """vLLM's Cleared is of the device alone, which no event says: indexes that the fleet makes read it from the engine's traits."""
+    args = MockEngineArgs(num_gpu_blocks=8, block_size=4)
+    workers = [
+        KvWorker(
+            lambda sink: create_manager("vllm", num_blocks=8, block_size=4, tiers={"host": 8, "chunk": 2}, sink=sink),
+            driver=backend_spec("vllm").driver,
+        )
+        for _ in range(2)
+    ]
+    engines = [MockEngine(args, worker=worker) for worker in workers]
+    known = Heard(None, dict(enumerate(engines)), 0.0, counts_copies=True)
+    for worker in workers:
+        worker.serve(list(range(17)))
+        worker.tick(100.0)
+    workers[0].clear()
+    for _ in known.deliver(100.0):
+        pass
+    held = [event for event in known.held_events() if event.storage_tier is StorageTier.HOST_PINNED]
+    assert [0, 0, 1, 1] == sorted(event.worker_id for event in held)
+    all_of = TrueCaches(dict(enumerate(engines)), known.held_events(), counts_copies=True)
+    assert [0, 4] == [all_of.held_blocks(worker) for worker in (0, 1)]

@@ -6,6 +6,7 @@ import pytest
 
 from pytest_kvmock import EngineProfile, Prompt, RouterHarness
 from pytest_kvmock.events import Located, StorageTier, Stored
+from pytest_kvmock.tiers.chunk_events import ChunkEvents
 
 HOST = StorageTier.HOST_PINNED
 FORMS = [
@@ -83,3 +84,39 @@ def test_without_prefix_caching_nothing_is_stored():
     kv = harness({}, prefix_caching=False)
     traffic(kv.worker(0), PROMPTS)
     assert [] == kv.worker(0).manager.resident(HOST)
+
+
+def test_engines_of_both_kinds_stand_beside_each_other():
+    kv = harness({}, workers=0)
+    native, moved = kv.worker(0), kv.worker(1, backend="lineage")
+    prompt = PROMPTS[0]
+    for worker in (native, moved):
+        worker.serve(prompt)
+        worker.tick(worker.now + 100)
+        worker.serve(PROMPTS[3])
+        worker.tick(worker.now + 100)
+    assert {"device", "host_pinned"} == {str(tier) for tier in kv.overlap(prompt, tier=None)}
+    assert native.clear()
+    assert moved.clear()
+    assert {HOST: {0: 8}} == kv.overlap(prompt, tier=None)
+    assert (32, 0) == (native.cached_tokens(prompt, HOST), moved.cached_tokens(prompt, HOST))
+    kv.assert_in_sync()
+
+
+def test_a_wrong_event_of_a_salted_block_on_the_host_is_found(monkeypatch):
+    noted = ChunkEvents.note
+
+    def with_another_parent(self, tokens, end, key, *, again=True):
+        noted(self, tokens, end, key, again=again)
+        event = self._noted[key]
+        if event.data.parent_hash is not None:
+            self._noted[key] = event._replace(data=Stored(7, event.data.block_hashes, event.data.tokens_hashes))
+
+    monkeypatch.setattr(ChunkEvents, "note", with_another_parent)
+    kv = harness({"self_describing": True})
+    kv.worker(0).serve(Prompt(PROMPTS[1], cache_salt="x"))
+    kv.worker(0).tick(50.0)
+    assert {"wrong_hash"} == {problem.rule for problem in kv.events.errors}
+    assert {HOST} == {problem.storage_tier for problem in kv.events.errors}
+    assert 4 == len(kv.events.errors)
+    kv.events.take()

@@ -220,3 +220,27 @@ def test_a_copy_and_what_was_recovered_have_the_same_groups(judged):
     stream = other.streams[0, 0]
     assert (1, {0}, 3, {7}) == (stream.group_idx, {*stream.groups}, stream.count(DEVICE), stream.tails)
     assert [2] == stream.leaves()
+
+
+SAID = [[100, 101], [102, 103]]
+"""Tokens of two blocks, which are hashed with a salt that no event of the host has."""
+
+
+@pytest.mark.parametrize(
+    ("data", "tokens", "observed"),
+    [
+        (Stored(1, (2,), (12,)), [[102, 103]], None),
+        (Stored(None, (1, 2), (91, 92)), SAID, None),  # who hashes tokens without the salt finds other local hashes
+        (Stored(7, (8,), (18,)), [[104, 105]], None),  # the device never had it: nothing can be said of it
+        (Stored(None, (2,), (12,)), [[102, 103]], "block 2 is stored as a root"),
+        (Stored(9, (1, 2), (11, 12)), SAID, "block 1 is stored under block 9"),
+        (Stored(1, (2,), (12,)), [[102, 104]], "block 2 is stored with other tokens than before"),
+        (Stored(None, (1, 2), (11, 13)), None, "block 2 is stored with other tokens than before"),
+    ],
+)
+def test_an_event_that_does_not_say_what_is_hashed_is_judged_by_what_the_device_had(data, tokens, observed):
+    judged = Judged(block_size=2)
+    judged.publish(Stored(None, (1, 2), (11, 12)), {"extra_keys": [("salt",), None]}, SAID)
+    judged.publish(Removed((2,)))
+    judged.publish(data, {"extra_keys": None}, tokens, HOST)
+    assert ([] if observed is None else [("wrong_hash", observed)]) == judged.end()

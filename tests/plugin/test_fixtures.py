@@ -253,3 +253,23 @@ def test_a_fixture_kv_router_of_the_users_own_is_like_any_other(nested):
     """It is the name that people give to the router under test; it was that of the harness once."""
     source = "@pytest.fixture\ndef kv_router(): return 1\ndef test(kv_router): assert 1 == kv_router"
     nested(source).assert_outcomes(passed=1)
+
+
+def test_the_traits_of_a_backend_with_tiers_say_what_no_event_does(nested):
+    result = nested(
+        READS_TRAITS
+        + """
+    @pytest.mark.kv_backends("lineage", "vllm")
+    @pytest.mark.kvmock(tiers={"host": 64})
+    def test(kv_worker, kv_traits, kv_backend):
+        assert kv_traits == kv_worker.traits
+        expected = {"lineage": (None, True), "vllm": (1, False)}
+        assert expected[kv_backend] == (kv_traits.chunk, kv_traits.clears_below)
+
+    @pytest.mark.kv_backends("vllm")
+    @pytest.mark.kvmock(tiers={"host": 64, "chunk": 2})
+    def test_chunks(kv_traits, kv_backend): assert (2, False) == (kv_traits.chunk, kv_traits.clears_below)
+    """
+    )
+
+    result.assert_outcomes(passed=3)

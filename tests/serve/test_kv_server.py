@@ -973,3 +973,14 @@ def test_sglangs_own_api():
         assert call(url, "/detokenize", {"tokens": [104, 105]})[1] == {"text": "hi"}
         assert call(url, "/generate", {"sampling_params": {}})[0] == 400
         assert "sglang:num_running_reqs" in call(url, "/metrics")[1]
+
+
+def test_a_dialect_from_before_self_describing_events_is_refused():
+    profile = EngineProfile(num_blocks=12, tiers={"host": 16, "self_describing": True})
+    with (
+        RouterHarness(profile, "vllm") as kv,
+        pytest.raises(
+            ValueError, match=r"^self-describing events of a host are vLLM's from 0\.24 on; got dialect 'vllm-0\.23'$"
+        ),
+    ):
+        KvServer(kv, dialect="vllm-0.23")

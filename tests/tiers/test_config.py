@@ -1,5 +1,7 @@
 """What users say of the tiers below the device."""
 
+from fnmatch import fnmatch
+
 import pytest
 
 from pytest_kvmock import BACKENDS, BackendSpec, EngineProfile, RouterHarness, create_manager
@@ -17,6 +19,10 @@ from pytest_kvmock.tiers.config import Tiers
         (
             {"host": 64, "chunk": 2, "policy": "arc", "self_describing": True, "prompt_only": False},
             Tiers(64, chunk=2, policy="arc", self_describing=True, prompt_only=False),
+        ),
+        (
+            {"host": 64, "store_threshold": 2, "max_load_tokens": 0, "max_offload_tokens": 8, "async_scheduling": True},
+            Tiers(64, store_threshold=2, max_load_tokens=0, max_offload_tokens=8, async_scheduling=True),
         ),
         (Tiers(9), Tiers(9)),
     ],
@@ -36,7 +42,7 @@ def test_tiers_are_read(given, tiers):
             {"hots": 1},
             (
                 "unknown key of tiers 'hots'; did you mean 'host'? known: host, g2, gbps, bytes_per_token, batch, chunk, policy, "
-                "self_describing, prompt_only"
+                "self_describing, prompt_only, store_threshold, max_load_tokens, max_offload_tokens, async_scheduling"
             ),
         ),
         ({"host": 0}, "tiers: host must be an integer of at least 1 (blocks), got 0"),
@@ -58,6 +64,19 @@ def test_tiers_are_read(given, tiers):
         ({"host": 4, "policy": ["lru"]}, "tiers: policy must be 'lru' or 'arc', got ['lru']"),
         ({"host": 4, "self_describing": 1}, "tiers: self_describing must be True or False, got 1"),
         ({"host": 4, "prompt_only": None}, "tiers: prompt_only must be True or False, got None"),
+        ({"host": 4, "async_scheduling": 1}, "tiers: async_scheduling must be True or False, got 1"),
+        (
+            {"host": 4, "store_threshold": -1},
+            "tiers: store_threshold must be an integer of at least 0, got -1",
+        ),
+        (
+            {"host": 4, "max_load_tokens": -1},
+            "tiers: max_load_tokens must be an integer of at least 0, or None, got -1",
+        ),
+        (
+            {"host": 4, "max_offload_tokens": 1.5},
+            "tiers: max_offload_tokens must be an integer of at least 0, or None, got 1.5",
+        ),
         ({"host": 4, "batch": 0}, "tiers: batch must be an integer of at least 1, or None, got 0"),
         (
             {"host": 8, "batch": 3},
@@ -99,7 +118,19 @@ def test_vllm_has_a_host_of_its_own():
     assert None is create_manager("vllm", num_blocks=4).offload
 
 
-@pytest.mark.parametrize("value", [{"chunk": 2}, {"policy": "arc"}, {"self_describing": True}, {"prompt_only": False}])
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"chunk": 2},
+        {"policy": "arc"},
+        {"self_describing": True},
+        {"prompt_only": False},
+        {"store_threshold": 2},
+        {"max_load_tokens": 8},
+        {"max_offload_tokens": 8},
+        {"async_scheduling": True},
+    ],
+)
 def test_dynamo_s_hosts_refuse_what_vllm_s_has_by_name(value):
     (name,) = value
     with pytest.raises(ValueError) as error:
@@ -114,7 +145,7 @@ def test_vllm_s_host_refuses_what_dynamo_s_have_by_name():
         create_manager("vllm", num_blocks=4, tiers={"host": 10, "batch": 2})
     assert (
         "tiers: 'batch' is not for this backend; vLLM's native offload has host, gbps, bytes_per_token, chunk, policy, "
-        "self_describing, prompt_only"
+        "self_describing, prompt_only, store_threshold, max_load_tokens, max_offload_tokens, async_scheduling"
     ) == str(error.value)
 
 
@@ -123,11 +154,30 @@ def test_vllm_s_host_is_that_of_the_release_that_was_recorded():
         create_manager("vllm", num_blocks=4, version="0.19.1", tiers={"host": 10})
 
 
-@pytest.mark.parametrize("backend", ["hash_cache", "vllm_0_19", "vllm_gpt_oss", "sglang", "mocker_sglang_1_6"])
+@pytest.mark.parametrize("backend", ["hash_cache", "vllm_0_19", "sglang", "sglang_gpt_oss", "mocker_sglang_1_6"])
 def test_other_backends_refuse_tiers_in_one_line(backend):
     with pytest.raises(ValueError) as error:
         create_manager(backend, num_blocks=4, tiers={"host": 10})
-    assert f"backend {backend!r} takes no tiers; lineage, lru, multi_lru and vllm do" == str(error.value)
+    able = "lineage, lru, multi_lru, vllm and hybrid models of vLLM's do"
+    assert f"backend {backend!r} takes no tiers; {able}" == str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("backend", "found"),
+    [
+        ("vllm_qwen3_next", "mamba of 16 tokens, mamba of 16 tokens, mamba of 16 tokens, full_attention of 16 tokens"),
+        ("vllm_gemma4", "*"),
+        ("vllm_llama4", "chunked_local_attention of 16 tokens, *"),
+    ],
+)
+def test_hybrid_models_that_were_not_recorded_with_a_host_refuse_it_in_one_line(backend, found):
+    with pytest.raises(ValueError) as error:
+        create_manager(backend, num_blocks=64, tiers={"host": 10})
+    assert fnmatch(
+        str(error.value),
+        "tiers are for cache groups of full attention and sliding windows with blocks of one size, as these alone were recorded; "
+        f"got {found}",
+    )
 
 
 @pytest.mark.parametrize(

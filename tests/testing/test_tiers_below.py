@@ -1,0 +1,57 @@
+"""The part of the contract of an index that is about tiers below the device: a right index passes, each wrong one is found."""
+
+import pytest
+from contract_runs import failure_of
+from tiered_indexes import FOUND_BY, HostIndex, contract_of
+
+from pytest_kvmock.testing import IndexContract
+
+
+class TestARightIndex(contract_of(HostIndex)):
+    pass
+
+
+@pytest.mark.parametrize("subject", FOUND_BY, ids=lambda subject: subject.__name__)
+def test_a_wrong_index_is_found(subject):
+    contract = contract_of(subject)
+    assert [] == [name for name in FOUND_BY[subject] if failure_of(contract, name) is None]
+
+
+@pytest.mark.parametrize(
+    ("backends", "tiers", "message"),
+    [
+        (("vllm",), 64, r"tiers must be a tuple or list of hosts such as {'host': 64}, or None, got 64"),
+        (("vllm",), ({"host": 65, "chunk": 2},), r"tiers has .*: tiers: host must be whole chunks of 2 blocks, got 65"),
+        (("lru",), ({"host": 64, "chunk": 2},), r"tiers has .*: tiers: 'chunk' is not for this backend; a host that"),
+        (("sglang",), ({"host": 64},), r"tiers has .*: none of backends takes tiers"),
+    ],
+)
+def test_hosts_that_no_engine_has_are_refused(backends, tiers, message):
+    contract = contract_of(HostIndex)
+    contract.backends, contract.tiers = backends, tiers
+    with pytest.raises(pytest.fail.Exception, match=message):
+        contract().test_a_tier_goes_on_where_the_faster_ones_end()
+
+
+def test_a_contract_may_name_the_hosts():
+    contract = contract_of(HostIndex)
+    contract.backends, contract.tiers = ("vllm",), ({"host": 64},)
+    contract().test_what_the_device_lets_go_of_is_where_it_was_located()
+    with pytest.raises(pytest.skip.Exception, match="backends and tiers name no vLLM with chunks of 2 on its host"):
+        contract().test_part_of_a_chunk_is_worth_nothing()
+    contract.tiers = ()
+    with pytest.raises(pytest.skip.Exception, match="backends and tiers name no vLLM with chunks of 1"):
+        contract().test_a_cleared_leaves_a_host_that_is_a_copy()
+
+
+def test_an_index_of_the_device_alone_is_not_asked():
+    class Device(IndexContract):
+        backends = ("vllm",)
+
+        def make_index(self):
+            index = HostIndex(self.traits)
+            index.find_tiered = None
+            return index
+
+    with pytest.raises(pytest.skip.Exception, match=r"has no find_tiered\(local_hashes\)"):
+        Device().test_it_follows_traffic_over_a_host()

@@ -1,0 +1,219 @@
+"""A tier-aware router index, written from the rules of the documentation alone, and wrong ones, each with a fault that routers have."""
+
+from collections import Counter
+
+from pytest_kvmock import Removed, StorageTier, Stored
+from pytest_kvmock.events import Located
+from pytest_kvmock.testing import IndexContract
+
+DEVICE = StorageTier.DEVICE
+
+
+class HostIndex:
+    """A right one: `names` of blocks by parent and local hash, and how often each is where, by worker and rank.
+
+    Args:
+        traits: of the engine.
+    """
+
+    def __init__(self, traits):
+        self.counts, self.clears_below = traits.copies, traits.clears_below
+        self.chunk = traits.chunk or 1
+        self.names, self.held = {}, {}
+
+    def apply(self, event):
+        key, tier, data = (event.worker_id, event.event.dp_rank), event.storage_tier, event.event.data
+        held = self.held.setdefault(key, {each: Counter() for each in StorageTier})
+        self.names.setdefault(key, {})
+        if isinstance(data, Stored):
+            self.store(key, tier, data)
+        elif isinstance(data, Located):
+            self.locate(key, tier, data)
+        elif isinstance(data, Removed):
+            self.remove(key, tier, data)
+        else:
+            for each in StorageTier if self.clears_below else (DEVICE,):
+                held[each].clear()
+
+    def add(self, key, tier, blocks):
+        held = self.held[key][tier]
+        for block in blocks:
+            held[block] = held[block] + 1 if self.counts else 1
+
+    def store(self, key, tier, data):
+        parent = data.parent_hash
+        for block, local in zip(data.block_hashes, data.tokens_hashes, strict=True):
+            self.names[key][parent, local] = parent = block
+        self.add(key, tier, data.block_hashes)
+
+    def locate(self, key, tier, data):
+        self.add(key, tier, data.block_hashes)
+
+    def remove(self, key, tier, data):
+        for block in data.block_hashes:
+            self.held[key][tier][block] -= 1
+            if self.held[key][tier][block] <= 0:
+                del self.held[key][tier][block]
+
+    def chain(self, key, local_hashes):
+        parent, chain = None, []
+        for local in local_hashes:
+            parent = self.names[key].get((parent, local))
+            if parent is None:
+                break
+            chain.append(parent)
+        return chain
+
+    def end_below(self, held, chain, depth):
+        end = depth // self.chunk * self.chunk
+        while end + self.chunk <= len(chain) and held[chain[end + self.chunk - 1]]:
+            end += self.chunk
+        return end if end - depth >= self.chunk else depth
+
+    def find_tiered(self, local_hashes):
+        found = {tier: {} for tier in StorageTier}
+        for key, held in self.held.items():
+            chain, depth = self.chain(key, local_hashes), 0
+            while depth < len(chain) and held[DEVICE][chain[depth]]:
+                depth += 1
+            found[DEVICE][key] = depth
+            for tier in list(StorageTier)[1:]:
+                end = self.end_below(held[tier], chain, depth)
+                found[tier][key], depth = end - depth, end
+        return found
+
+    def find_matches(self, local_hashes):
+        return self.find_tiered(local_hashes)[DEVICE]
+
+    def remove_worker(self, worker_id):
+        for table in (self.names, self.held):
+            for key in [key for key in table if key[0] == worker_id]:
+                del table[key]
+
+
+class RemovedIsRemovedEverywhere(HostIndex):
+    def remove(self, key, tier, data):
+        for each in StorageTier:
+            super().remove(key, each, data)
+
+
+class CountsCpuAsGpu(HostIndex):
+    def add(self, key, tier, blocks):
+        super().add(key, DEVICE, blocks)
+
+    def remove(self, key, tier, data):
+        super().remove(key, DEVICE, data)
+
+
+class IgnoresCpuRemoved(HostIndex):
+    def remove(self, key, tier, data):
+        if tier is DEVICE:
+            super().remove(key, tier, data)
+
+
+class DropsPlaceholders(HostIndex):
+    def locate(self, key, tier, data):
+        pass
+
+
+class PlaceholderIsARoot(HostIndex):
+    def locate(self, key, tier, data):
+        self.names[key] = {edge: block for edge, block in self.names[key].items() if block not in data.block_hashes}
+        super().locate(key, tier, data)
+
+
+class ForgetsTokensWithTheDevice(HostIndex):
+    def remove(self, key, tier, data):
+        super().remove(key, tier, data)
+        gone = {block for block in data.block_hashes if not any(held[block] for held in self.held[key].values())}
+        self.names[key] = {edge: block for edge, block in self.names[key].items() if block not in gone}
+
+
+class WantsTheParentFirst(HostIndex):
+    def store(self, key, tier, data):
+        if data.parent_hash is None or self.held[key][tier][data.parent_hash]:
+            super().store(key, tier, data)
+
+
+class NoCopies(HostIndex):
+    def __init__(self, traits):
+        super().__init__(traits)
+        self.counts = False
+
+
+class NoCopiesBelow(HostIndex):
+    """It looks at each block of a chunk that was described, and counts none."""
+
+    def __init__(self, traits):
+        super().__init__(traits)
+        self.described = set()
+
+    def store(self, key, tier, data):
+        super().store(key, tier, data)
+        if tier is not DEVICE:
+            self.described.update(data.block_hashes)
+            self.held[key][tier] = Counter(set(self.held[key][tier]))
+
+    def end_below(self, held, chain, depth):
+        end = super().end_below(held, chain, depth)
+        return end if all(held[block] for block in chain[depth:end] if block in self.described) else depth
+
+
+class AnyHole(HostIndex):
+    def end_below(self, held, chain, depth):
+        return depth + sum(bool(held[block]) for block in chain[depth:])
+
+
+class BlocksForChunks(HostIndex):
+    def __init__(self, traits):
+        super().__init__(traits)
+        self.chunk = 1
+
+
+class ClearsTheDeviceOnly(HostIndex):
+    def __init__(self, traits):
+        super().__init__(traits)
+        self.clears_below = False
+
+
+class ClearsAllTiers(HostIndex):
+    def __init__(self, traits):
+        super().__init__(traits)
+        self.clears_below = True
+
+
+FOUND_BY = {
+    RemovedIsRemovedEverywhere: (
+        "test_what_the_device_lets_go_of_is_where_it_was_located",
+        "test_it_follows_traffic_over_a_host",
+    ),
+    CountsCpuAsGpu: ("test_what_is_located_is_not_on_the_device", "test_a_tier_goes_on_where_the_faster_ones_end"),
+    IgnoresCpuRemoved: ("test_a_host_removes_its_own_copies", "test_a_hole_ends_the_match_of_a_tier"),
+    DropsPlaceholders: (
+        "test_what_the_device_lets_go_of_is_where_it_was_located",
+        "test_a_location_may_come_before_what_it_is_of",
+    ),
+    PlaceholderIsARoot: ("test_what_is_located_is_not_on_the_device",),
+    ForgetsTokensWithTheDevice: ("test_a_location_may_come_after_the_device_has_let_go",),
+    WantsTheParentFirst: ("test_chunks_come_in_any_order", "test_offloaded_blocks_need_no_parent"),
+    NoCopies: ("test_a_block_that_is_loaded_again_is_a_copy",),
+    NoCopiesBelow: ("test_copies_of_a_host_are_counted",),
+    AnyHole: ("test_a_host_is_read_from_where_the_device_ends_and_there_is_no_way_back",),
+    BlocksForChunks: ("test_part_of_a_chunk_is_worth_nothing",),
+    ClearsTheDeviceOnly: ("test_a_cleared_or_removed_worker_has_nothing_in_any_tier",),
+    ClearsAllTiers: ("test_a_cleared_leaves_a_host_that_is_a_copy",),
+}
+"""Each wrong one, with the tests of the contract that are about its fault."""
+
+
+def contract_of(subject):
+    """The contract over an index of Dynamo's tiers and of vLLM's."""
+
+    class Tiered(IndexContract):
+        backends = ("lru", "vllm")
+
+        def make_index(self):
+            return subject(self.traits)
+
+    Tiered.__name__ = subject.__name__
+    return Tiered
