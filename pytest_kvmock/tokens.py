@@ -135,13 +135,20 @@ def block_hashes(
     seed = hash_seed(lora_name, cache_namespace)
     data = _token_bytes(tokens)
     width = 4 * block_size
+    if not eagle and not mm_hashes:
+        return _packed_hashes(data, block_size, seed)
     if eagle:
         chunks: Sequence[bytes] = [data[i : i + width + 4] for i in range(0, len(data) - width, width)]
     else:
-        count = len(data) // width
-        chunks = _splitter(width, count).unpack_from(data)
+        chunks = _splitter(width, len(data) // width).unpack_from(data)
     if mm_hashes:
         chunks = [*map(_with_objects, chunks, mm_hashes), *chunks[len(mm_hashes) :]]
+    return list(map(xxh3_64_intdigest, chunks, repeat(seed)))
+
+
+def _packed_hashes(data: bytes, block_size: int, seed: int = SEED) -> list[int]:
+    """As `block_hashes`, of tokens that are words already."""
+    chunks = _splitter(4 * block_size, len(data) // (4 * block_size)).unpack_from(data)
     return list(map(xxh3_64_intdigest, chunks, repeat(seed)))
 
 
@@ -349,7 +356,7 @@ class Prompt:
             prompt; or a name, salt or items beside `hashes`, which have them in them.
     """
 
-    __slots__ = ("_given", "_kept", "keys", "num_tokens", "tokens")
+    __slots__ = ("_given", "_kept", "_packed", "keys", "num_tokens", "tokens")
 
     keys: PromptKeys | None
     """What it carries beside its tokens; None: nothing."""
@@ -379,13 +386,14 @@ class Prompt:
             self.keys = keys if keys.given else None
         self._kept: dict[Any, Any] = {}
         self._given: list[int] | None = None
+        self._packed: bytes | None = None  # the tokens as words, until they are hashed
         if tokens is not None:
             if num_tokens is not None:
                 raise TypeError("num_tokens goes with hashes=; tokens have a length of their own")
             if hasattr(tokens, "__next__"):
                 tokens = tuple(tokens)
             if not isinstance(tokens, CheckedTokens):
-                _token_bytes(tokens)
+                self._packed = _token_bytes(tokens)
             self.tokens = tuple(tokens)
             self.num_tokens = len(self.tokens)
             if self.keys is not None:
@@ -512,7 +520,11 @@ class Prompt:
             local = self._given
             if local is None:
                 assert self.tokens is not None
-                local = keyed_block_hashes(self.tokens, block_size, self.keys)
+                if self._packed is not None and self.keys is None:
+                    local = _packed_hashes(self._packed, check_block_size(block_size))
+                else:
+                    local = keyed_block_hashes(self.tokens, block_size, self.keys)
+                self._packed = None
             else:
                 check_block_size(block_size)
             found = self._kept[block_size] = _Hashes(local)

@@ -98,7 +98,7 @@ class ActiveSequence:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.keys = prompt.keys
-        self._tokens: list[int] | None = None if prompt.tokens is None else list(prompt.tokens)
+        self._tokens: tuple[int, ...] | list[int] | None = prompt.tokens  # a list, once it grows
         self.emit_token_ids = emit_token_ids and enable_prefix_caching and self._tokens is not None
         self.generated_tokens = 0
         self.num_allocated_tokens = 0
@@ -268,7 +268,7 @@ class ActiveSequence:
             ValueError: it is below 0 or above 2**32 - 1.
         """
         if self._tokens is not None:
-            self._tokens.append(_checked(token))
+            self._growing(self._tokens).append(_checked(token))
         self.generated_tokens += 1
         if (self.num_input_tokens + self.generated_tokens) % self.block_size != 1:
             return []
@@ -280,6 +280,12 @@ class ActiveSequence:
         moves.append(Use([partial]))
         return moves
 
+    def _growing(self, tokens: tuple[int, ...] | list[int]) -> list[int]:
+        """The tokens, as a list that grows; until then they are the prompt's own."""
+        if isinstance(tokens, tuple):
+            tokens = self._tokens = list(tokens)
+        return tokens
+
     def fill(self, tokens: Sequence[int]) -> None:
         """Add tokens that all belong to the last block, so that there are no moves.
 
@@ -290,7 +296,7 @@ class ActiveSequence:
         if len(tokens) > -len(self) % self.block_size:
             raise ValueError(f"the last block takes {-len(self) % self.block_size} tokens, got {len(tokens)}")
         if self._tokens is not None:
-            self._tokens.extend(map(_checked, tokens))
+            self._growing(self._tokens).extend(map(_checked, tokens))
         self.generated_tokens += len(tokens)
 
     def _promote_last(self) -> Promote:
@@ -343,7 +349,7 @@ class ActiveSequence:
         if not len(self) % self.block_size and not isinstance(self.unique_blocks[-1], UUID):
             raise ValueError("the last token belongs to a block that was promoted; pop takes back a token just pushed")
         if self._tokens is not None:
-            self._tokens.pop()
+            self._growing(self._tokens).pop()
         self.generated_tokens -= 1
         if not len(self) % self.block_size:
             self.unique_blocks.pop()

@@ -179,7 +179,8 @@ class Ledger:
             stream.last, stream.next_id = taken[-1], taken[-1].event_id + 1
             self.position += count
             if self.journal is not None:
-                self.journal += taken
+                for event in taken:  # one by one: a journal may write down what it is given
+                    self.journal.append(event)
         return count
 
     def _take(self, entry: entries.Entry, arm: Callable[[Any, Any], _Answer]) -> list[Problem]:

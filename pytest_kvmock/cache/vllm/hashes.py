@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-import sys
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from struct import Struct
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -279,9 +279,9 @@ class VllmHasher:
                 before = digest(self._dump((before, tuple(tokens[end - block_size : end]), keys)))
                 out.append(before)
             return out
-        begins, head = self._begins, _head(_ARRAY, block_size)
+        begins, head, least = self._begins, _head(_ARRAY, block_size), min(tokens, default=0)
         for end in ends:
-            before = digest(begins + before + head + _encoded(tokens[end - block_size : end]) + _NULL)
+            before = digest(begins + before + head + _encoded(tokens[end - block_size : end], least) + _NULL)
             out.append(before)
         return out
 
@@ -323,32 +323,53 @@ class _Tokens(dict[int, bytes]):
 
 
 _TOKENS: Final = _Tokens()
-_FEW: Final = 8
 _FULL_HEAD: Final = _head(_UNSIGNED, 2**32 - 1)[:1]
 
 
-def _encoded(tokens: Sequence[int]) -> bytes:
+class _Heads(dict[int, bytes]):
+    """What stands before the lower two bytes of a token id from 256 on, by its higher two."""
+
+    def __missing__(self, high: int) -> bytes:
+        head = self[high] = _head(_UNSIGNED, max(high << 16, 256))[:-2]
+        return head
+
+
+_HEADS: Final = _Heads()
+
+
+@lru_cache(maxsize=64)
+def _packer(count: int) -> tuple[Callable[..., bytes], Callable[[bytes], tuple[Any, ...]]]:
+    """Writes so many ids as words, and takes these apart: the higher two bytes as a number, the lower two."""
+    return Struct(f">{count}I").pack, Struct(">" + "H2s" * count).unpack
+
+
+def _encoded(tokens: Sequence[int], least: int) -> bytes:
     """Token ids as CBOR, one after the other.
 
-    Two kinds of made ones need no look at each: one id again and again, as Dynamo's loader of traces has it, and ids above any
-    vocabulary, as engines generate them: all of these are a head and four bytes. Where one kind follows the other, halves are.
+    Few need a look at each: not one id again and again, as Dynamo's loader of traces has it, nor ids above any vocabulary, as
+    engines generate them, which are a head and four bytes; and all but the first 256 end in two bytes as they are.
+
+    Args:
+        tokens: the ids of one block.
+        least: none of them is below this.
     """
     last, count = tokens[-1], len(tokens)
     if last == tokens[0] and tokens.count(last) == count:
         return _TOKENS[last] * count
-    if last < _Tokens.KEPT:
-        return b"".join(map(_TOKENS.__getitem__, tokens))
-    if min(tokens) >= 2**16 and max(tokens) < 2**32:
-        plain = array("I", tokens)
-        if sys.byteorder == "little":
-            plain.byteswap()
-        digits, out = plain.tobytes(), bytearray(5 * count)
+    if least < 2**8:
+        least = min(tokens)
+    if least >= 2**8 and max(tokens) < 2**32:
+        write, split = _packer(count)
+        words = write(*tokens)
+        if least < 2**16:
+            parts = [*split(words)]
+            parts[::2] = map(_HEADS.__getitem__, parts[::2])
+            return b"".join(parts)
+        out = bytearray(5 * count)
         out[::5] = _FULL_HEAD * count
         for place in range(4):
-            out[place + 1 :: 5] = digits[place::4]
+            out[place + 1 :: 5] = words[place::4]
         return bytes(out)
-    if count > _FEW:
-        return _encoded(tokens[: count // 2]) + _encoded(tokens[count // 2 :])
     return b"".join(map(_TOKENS.__getitem__, tokens))
 
 
