@@ -10,6 +10,7 @@ from test_reusable import HYBRID, harness_of
 
 from pytest_kvmock import EventRulesBroken, RadixIndex
 from pytest_kvmock.backends import backend_spec
+from pytest_kvmock.cache import CacheGroup
 from pytest_kvmock.testing import play, traffic
 from pytest_kvmock.tokens import block_hashes
 
@@ -125,11 +126,14 @@ def test_a_cleared_prompts_tail_is_no_chain_to_look_up(caplog):
     assert [] == caplog.records  # nothing failed within the harness
 
 
+FULL, WINDOW = CacheGroup("full_attention", 4), CacheGroup("sliding_window", 4, window=5)
+FULL_FIRST = backend_spec("vllm").variant("vllm_full_first", groups=(FULL, WINDOW))
+
 NAIVE = {  # over which model traffic finds it
     hybrid_readers.OneMap: "vllm_gpt_oss",
     hybrid_readers.AnyGroup: "vllm_gpt_oss",
     hybrid_readers.MinimumOverGroups: "vllm_gpt_oss",
-    hybrid_readers.DividesTheSpanByItsHashes: "vllm_deepseek_v4",  # elsewhere the attention group corrects it at once
+    hybrid_readers.DividesTheSpanByItsHashes: FULL_FIRST,  # elsewhere the attention group mostly corrects it at once
     hybrid_readers.LooksUpParentsAcrossGroups: "vllm_kimi_k3",
     hybrid_readers.TakesGroupZero: "vllm_qwen3_next",
     hybrid_readers.TakesTailsForBlocks: "vllm_deepseek_v4",  # prompts' tails have names there

@@ -73,6 +73,11 @@ class LlmdClient:
         self._process.stdout.close()
         self._process.stderr.close()
 
+    @property
+    def has_ended(self):
+        """Whether the process has ended by itself."""
+        return self._process.poll() is not None
+
     def _read_log(self):
         for line in self._process.stderr:
             self._logged.append(line)

@@ -207,3 +207,38 @@ def test_the_ranks_of_a_pod_are_one_cache_to_it(fleet, client, kv_prompt):
     publisher.settle(lambda: client.answer(marker), {0: 1}, PATIENCE)
     assert {(0, 0): 2} == fleet.harness.overlap(prompt)  # rank 0 has it
     assert {} == client.answer(prompt)
+
+
+# ------------------------------------------------------------------------------------------------- hybrid models
+
+HYBRID = [dialect for dialect in WITH_INTEGERS if dialect == "vllm-0.33"]
+of_hybrid_models = pytest.mark.skipif(not HYBRID, reason=f"{RELEASE} does not read vllm-0.33")
+
+
+@of_hybrid_models
+@pytest.mark.kv_dialects(*HYBRID)
+@pytest.mark.kv_backends("vllm_gpt_oss", "vllm_qwen3_next")
+@pytest.mark.kvmock(workers=2, num_blocks=400)
+def test_a_stored_that_kept_nothing_ends_its_process(fleet, client, kv_prompt):
+    fleet.subscribe(client)
+    worker, prompt = fleet.harness.worker(0), kv_prompt(blocks=20, tail=1)
+    worker.serve(prompt)
+    fleet.publishers[0].settle(lambda: client.answer(prompt), {0: 20}, PATIENCE)
+    worker.serve(prompt, 20)  # of a block that output fills, windows and states keep nothing
+    fleet.publishers[0].settle(lambda: client.has_ended, timeout=PATIENCE)
+    fleet.publishers[0].settle(lambda: "index out of range [0] with length 0" in client.log_text(), timeout=PATIENCE)
+
+
+@of_hybrid_models
+@pytest.mark.kv_dialects(*HYBRID)
+@pytest.mark.kv_backends("vllm_qwen3_next")
+@pytest.mark.kvmock(workers=2, num_blocks=400)
+def test_it_finds_blocks_that_the_attention_group_has_lost(fleet, client, kv_prompt):
+    fleet.subscribe(client)
+    worker, prompt, marker = fleet.harness.worker(0), kv_prompt(blocks=20, tail=1), kv_prompt(blocks=1, tail=1)
+    worker.serve(prompt)
+    while fleet.harness.overlap(prompt) == {0: 20}:
+        worker.serve(kv_prompt(blocks=5, tail=1))
+    worker.serve(marker)
+    fleet.publishers[0].settle(lambda: client.answer(marker), {0: 1}, PATIENCE)
+    assert fleet.harness.overlap(prompt)[0] < client.answer(prompt)[0]
