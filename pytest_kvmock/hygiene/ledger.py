@@ -243,10 +243,10 @@ class Ledger:
 
     def _wrong_hash(self, stream: Stream, event: RouterEvent, data: Stored, before: Sequence[Problem]) -> list[Problem]:
         """The wrong_hash of a Stored, if it has one; it follows from a wrong parent among the problems `before`."""
-        if event.chained:
-            flaw = wrong_hash(event, data, stream.spec.block_size, stream.hash_chain, stream.parents_of)
-        else:
+        if event.storage_tier is not StorageTier.DEVICE and _hides_keys(event):
             flaw = stream.unlike_before(event, data)
+        else:
+            flaw = wrong_hash(event, data, stream.spec.block_size, stream.hash_chain, stream.parents_of)
         if flaw is None:
             return []
         problem = problem_of(WRONG_HASH, stream, flaw.observed, flaw.expected, (flaw.block,), tier=event.storage_tier)
