@@ -116,15 +116,19 @@ class BackendSpec:
         Raises:
             ValueError: the backend refuses a manager of one block of its default size.
         """
-        return self.traits_with(None)
+        return self.traits_at()
 
-    def traits_with(self, tiers: Tiers | None) -> Traits:
-        """The traits of its engine, with these tiers below it, if it takes any.
+    def traits_at(self, block_size: int | None = None, tiers: Tiers | None = None) -> Traits:
+        """Its `traits` where a block has so many tokens, to which the sizes of a hybrid model's other caches are in proportion.
+
+        Args:
+            block_size: tokens; None: `default_block_size`.
+            tiers: below its device, if it takes any.
 
         Raises:
-            ValueError: as for `traits`; or it takes tiers, and not these.
+            ValueError: the backend refuses blocks of this size; or it takes tiers, and not these.
         """
-        traits: Traits = self._asked(tiers if "tiers" in self.options else None).traits
+        traits: Traits = self._asked(block_size, tiers if "tiers" in self.options else None).traits
         return traits
 
     @property
@@ -134,9 +138,9 @@ class BackendSpec:
         Raises:
             ValueError: as for `traits`.
         """
-        return tuple(each for each in getattr(self._asked(None), "prompt_keys", ()) if each != "session_id")
+        return tuple(each for each in getattr(self._asked(), "prompt_keys", ()) if each != "session_id")
 
-    def _asked(self, tiers: Tiers | None) -> Any:
+    def _asked(self, block_size: int | None = None, tiers: Tiers | None = None) -> Any:
         """What brings requests to a manager of it, or the class of that."""
         if self.driver is None:
             from pytest_kvmock.engine.move_driver import MoveDriver
@@ -144,8 +148,9 @@ class BackendSpec:
             return MoveDriver
         from random import Random
 
+        size = self.default_block_size if block_size is None else block_size
         below = {} if tiers is None else {"tiers": tiers}
-        manager = self.make(num_blocks=1, block_size=self.default_block_size, dp_rank=0, sink=None, **below)
+        manager = self.make(num_blocks=1, block_size=size, dp_rank=0, sink=None, **below)
         return self.driver(manager, True, Random(0))  # noqa: S311 - nothing is drawn
 
     def variant(
@@ -392,7 +397,7 @@ def known_backends() -> dict[str, BackendSpec]:
 
 @contextmanager
 def registered(specs: Mapping[str, BackendSpec]) -> Iterator[None]:
-    """Register these backends by name while the context lasts, in place of others but the built-in ones.
+    """Have backends known beside the built-in ones, for as long as it lasts.
 
     The plugin does this for a run of pytest; what an outer run has registered is not known in an inner one.
     """
@@ -436,6 +441,21 @@ def speaker_of(dialect: Dialect) -> BackendSpec:
     """
     spec = backend_spec(dialect.backend)
     return spec if dialect.version is None else _of_release(spec, dialect.version)
+
+
+def served_by(dialect: Dialect, model: str) -> BackendSpec:
+    """Return the backend whose engine writes a dialect and serves a model.
+
+    That is the one of the hybrid model of this name, as "gpt-oss" is that of `vllm_gpt_oss`, and of its newest release; for any other
+    model the one of `speaker_of`.
+
+    Raises:
+        ValueError: as `speaker_of`.
+    """
+    spec = speaker_of(dialect)
+    program = "sglang" if spec.scheduler == "sglang" else "vllm"
+    hybrid = BACKENDS.get(f"{program}_{model.lower().replace('-', '_')}")
+    return hybrid if hybrid is not None and hybrid.group == HYBRID and spec.name.startswith(program) else spec
 
 
 def recorded_backend(name: str, models: object) -> BackendSpec:

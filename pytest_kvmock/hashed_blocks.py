@@ -13,14 +13,16 @@ if TYPE_CHECKING:
 class HashedBlocks(list[tuple[int, ...]]):
     """Token ids of complete blocks, as they travel with an event, and what an engine made of them.
 
-    Who judges the event does not hash them again where the arrays in it are the very ones that were made here (`proves`): what
-    was changed on its way has others. A copy is a plain list.
+    Who judges the event does not hash them again where the hashes in it are those that were made here (`proves`): what was
+    changed on its way has others. A copy is a plain list.
 
     Args:
         tokens: of each block.
-        data: the Stored of these blocks, whose hashes were made of them.
-        digests: what the names of the blocks are taken from.
-        hasher: makes these of tokens.
+        parent: the name of the block before the first; None: it is a root.
+        names: of the blocks.
+        local_hashes: of the blocks.
+        digests: what the names are taken from; none where these are Dynamo's.
+        hasher: makes the digests of tokens; None where the names are Dynamo's.
     """
 
     __slots__ = ("_given", "digests", "hasher", "local_hashes", "names", "parent")
@@ -28,27 +30,44 @@ class HashedBlocks(list[tuple[int, ...]]):
     def __init__(
         self,
         tokens: Iterable[tuple[int, ...]],
-        data: Stored,
-        digests: Sequence[bytes],
-        hasher: object,
+        parent: int | None,
+        names: tuple[int, ...],
+        local_hashes: tuple[int, ...],
+        *,
+        digests: Sequence[bytes] = (),
+        hasher: object = None,
     ) -> None:
         super().__init__(tokens)
         self._given = tuple(self)
-        self.parent, self.names, self.local_hashes = data.parent_hash, data.block_hashes, data.tokens_hashes
+        self.parent, self.names, self.local_hashes = parent, names, local_hashes
         self.digests, self.hasher = digests, hasher
 
     def proves(self, data: Stored, block_size: int | None) -> bool:
         """Whether the hashes of a Stored were made of these tokens, after the parent that it has."""
         return (
-            data.block_hashes is self.names
-            and data.tokens_hashes is self.local_hashes
+            data.block_hashes == self.names
+            and data.tokens_hashes == self.local_hashes
             and data.parent_hash == self.parent
             and tuple(self) == self._given
             and len(self._given[0]) == block_size
         )
 
+    def part(self, start: int, end: int) -> HashedBlocks:
+        """Return some of the blocks, as they were given."""
+        if not start and end >= len(self._given):
+            return self
+        parent = self.names[start - 1] if start else self.parent
+        places = slice(start, end)
+        names, local_hashes, digests = self.names[places], self.local_hashes[places], self.digests[places]
+        return HashedBlocks(self._given[places], parent, names, local_hashes, digests=digests, hasher=self.hasher)
+
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         return list, (list(self),)
+
+
+def part_of(token_ids: BlockTokens, start: int, end: int) -> list[Any]:
+    """Return the token ids of some blocks; of those that an engine has hashed, with what it made of them."""
+    return token_ids.part(start, end) if type(token_ids) is HashedBlocks else list(token_ids[start:end])
 
 
 def own_blocks(

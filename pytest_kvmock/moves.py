@@ -12,6 +12,7 @@ from typing import TypeAlias
 from uuid import UUID
 
 from pytest_kvmock.events import value_text
+from pytest_kvmock.plh import LineageHashes
 
 Block: TypeAlias = int | UUID
 """A full block (its sequence hash, u64) or a partial one (a UUID)."""
@@ -30,6 +31,8 @@ class _Move:
         shown = []
         for field in fields(self):  # type: ignore[arg-type]  # all are dataclasses
             value = getattr(self, field.name)
+            if isinstance(value, LineageHashes):
+                value = list(value)
             shown.append(f"{field.name}={repr(value) if field.name == 'token_ids' else value_text(value)}")
         return f"{type(self).__name__}({', '.join(shown)})"
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterator, Sequence
+from typing import Final, overload
 
 MAX_POSITION: Final = 2**24 - 1
 """The last position that a lineage hash can name."""
@@ -63,6 +63,8 @@ def lineage_hashes(sequence_hashes: Sequence[int], *, parent: int | None = None,
     plhs: list[int] = []
     before = parent or 0
     for first, last, mode, bits, own_bits in _STRETCHES:
+        if first >= end:
+            break
         low, high = max(first, start), min(last, end)
         if low >= high:
             continue
@@ -75,6 +77,71 @@ def lineage_hashes(sequence_hashes: Sequence[int], *, parent: int | None = None,
         plhs += [position + (above << bits) + current for position, above, current in rows]
         before = sequence_hashes[high - start - 1]
     return plhs
+
+
+class LineageHashes(Sequence[int]):
+    """The lineage hashes of consecutive blocks, which are made when somebody looks at them. Compares as a list of them.
+
+    Args:
+        names: sequence hashes of the blocks; not to be changed.
+        parent: that of the block before the first; None: it is a root.
+        start: the position of the first.
+    """
+
+    __slots__ = ("_made", "_names", "_parent", "_start")
+
+    def __init__(self, names: list[int], parent: int | None = None, start: int = 0) -> None:
+        self._names, self._parent, self._start = names, parent, start
+        self._made: list[int] | None = None
+
+    def _all(self) -> list[int]:
+        if self._made is None:
+            self._made = lineage_hashes(self._names, parent=self._parent, start=self._start)
+        return self._made
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    @overload
+    def __getitem__(self, place: int) -> int: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[int]: ...
+
+    def __getitem__(self, place: int | slice) -> int | list[int]:
+        if self._made is None and isinstance(place, int) and 0 <= place < len(self._names):
+            parent = self._names[place - 1] if place else self._parent
+            return lineage_hash(self._names[place], parent, self._start + place)
+        return self._all()[place]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._all())
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, (list, LineageHashes)):
+            return NotImplemented
+        return self._all() == list(other)
+
+    __hash__ = None  # type: ignore[assignment]  # as a list
+
+    def __repr__(self) -> str:
+        return repr(self._all())
+
+    def part(self, start: int, end: int) -> LineageHashes:
+        """Those of some of the blocks."""
+        parent = self._names[start - 1] if start else self._parent
+        return LineageHashes(self._names[start:end], parent, self._start + start)
+
+    def are_of(self, names: Sequence[int], parent: int | None, start: int) -> bool:
+        """Whether they were asked for of these blocks; they may be the same all the same."""
+        return self._names == names and self._parent == parent and self._start == start
+
+
+def are_lineage(plhs: Sequence[int], names: list[int], *, parent: int | None = None, start: int = 0) -> bool:
+    """Whether these are the lineage hashes of consecutive blocks; see `lineage_hashes`."""
+    if type(plhs) is LineageHashes and plhs.are_of(names, parent, start):
+        return True
+    return lineage_hashes(names, parent=parent, start=start) == list(plhs)
 
 
 def lineage_position(plh: int) -> int:

@@ -103,9 +103,15 @@ def _shape_of(given: GivenSink, what: str) -> tuple[int, bool]:
         raise TypeError(f"{what} must have a method {_SHAPES}, or be such a function; got {given!r:.80}")
     is_function = not callable(publish)
     call: Callable[..., object] = given if is_function else publish  # type: ignore[assignment]  # one of them is callable
+    method = call.__func__ if isinstance(call, MethodType) and isinstance(call.__func__, FunctionType) else None
+    if method is not None and method in _TAKEN:
+        return _TAKEN[method], is_function
     name = f"{what} {given!r:.80}" if is_function else f"{what}: {type(given).__name__}.publish"
     _check_runs(call, name)
-    return _count_arguments(call, name, unknown=1 if is_function else 3), is_function
+    takes = _count_arguments(call, name, unknown=1 if is_function else 3)
+    if method is not None:
+        _TAKEN[method] = takes
+    return takes, is_function
 
 
 def _check_runs(call: Callable[..., object], name: str) -> None:
@@ -128,9 +134,6 @@ _KNOWN: Final = ("event", "storage_tier", "tier", "token_ids", "extra")
 
 def _count_arguments(call: Callable[..., object], name: str, unknown: int) -> int:
     """How many positional arguments a sink is called with: 1, 2 or 3; `unknown` for one without a signature."""
-    method = call.__func__ if isinstance(call, MethodType) and isinstance(call.__func__, FunctionType) else None
-    if method is not None and method in _TAKEN:
-        return _TAKEN[method]
     try:
         wanted = signature(call)
     except (TypeError, ValueError):
@@ -153,13 +156,11 @@ def _count_arguments(call: Callable[..., object], name: str, unknown: int) -> in
         takes = 0
     if not takes or (takes == 2 and names[1] in ("storage_tier", "tier")):
         raise TypeError(f"{name} takes {wanted}; a sink is called as {_SHAPES}")
-    if method is not None:
-        _TAKEN[method] = takes
     return takes
 
 
 _TAKEN: Final[WeakKeyDictionary[FunctionType, int]] = WeakKeyDictionary()
-"""How many arguments methods take: each worker and manager of a class of sinks would read its signature again."""
+"""How many arguments methods take that were looked at: each worker and manager of a class of sinks would do it again."""
 
 
 class AdaptedSink:

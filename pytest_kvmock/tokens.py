@@ -26,7 +26,7 @@ from typing import Any, Final, NoReturn, TypeAlias, TypeVar
 from xxhash import xxh3_64_intdigest
 
 from pytest_kvmock.checks import check_integer
-from pytest_kvmock.plh import lineage_hash, lineage_hashes
+from pytest_kvmock.plh import LineageHashes, lineage_hash, lineage_hashes
 from pytest_kvmock.prompt_keys import MultimodalItem, PromptKeys
 
 T = TypeVar("T")
@@ -495,8 +495,8 @@ class Prompt:
         """Sequence hashes of the complete blocks. Hashed once; do not change the list."""
         return self._hashes(block_size).sequence
 
-    def lineage_hashes(self, block_size: int) -> list[int]:
-        """Lineage hashes of the complete blocks. Hashed once; do not change the list."""
+    def lineage_hashes(self, block_size: int) -> LineageHashes:
+        """Lineage hashes of the complete blocks. Made once, when somebody looks at them."""
         return self._hashes(block_size).lineage
 
     def kept(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -527,7 +527,7 @@ class _Hashes:
     def __init__(self, local: list[int]) -> None:
         self.local = local
         self._sequence: list[int] | None = None
-        self._lineage: list[int] | None = None
+        self._lineage: LineageHashes | None = None
 
     @property
     def sequence(self) -> list[int]:
@@ -536,7 +536,7 @@ class _Hashes:
         return self._sequence
 
     @property
-    def lineage(self) -> list[int]:
+    def lineage(self) -> LineageHashes:
         if self._lineage is None:
-            self._lineage = lineage_hashes(self.sequence)
+            self._lineage = LineageHashes(self.sequence)
         return self._lineage

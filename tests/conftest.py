@@ -5,6 +5,7 @@ import gc
 import gzip
 import json
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from depth import examples
 from hypothesis import HealthCheck, settings
 
 HERE = Path(__file__).parent
+BEGAN = pytest.StashKey[float]()
 
 # pytester takes out of sys.modules what a test within a test has imported first. Imported a second time, pyzmq has two
 # classes `Again`: one that its core raises, and one that is caught.
@@ -50,6 +52,11 @@ def pytest_addoption(parser):
         action="store_true",
         help="of each test of a room (a folder here but plugin) run the first parameters only",
     )
+    parser.addoption(
+        "--cpu",
+        action="store_true",
+        help="say at the end where the CPU time went: by room (a folder here), by file, by test; with -n as well",
+    )
 
 
 @pytest.hookimpl(trylast=True)
@@ -66,6 +73,46 @@ def pytest_collection_modifyitems(config, items):
         seen.add(test)
     config.hook.pytest_deselected(items=left)
     items[:] = kept
+
+
+def cpu_s():
+    """CPU seconds of this process and of the ones that it started and that have ended."""
+    return sum(os.times()[:4])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    item.stash[BEGAN] = cpu_s()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if call.when == "teardown":
+        report.cpu_s = cpu_s() - item.stash[BEGAN]  # a worker of xdist sends it with the report
+    return report
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if not config.getoption("--cpu"):
+        return
+    by_room, by_file, by_test = Counter(), Counter(), Counter()
+    for report in terminalreporter.getreports("passed") + terminalreporter.getreports(""):
+        if hasattr(report, "cpu_s"):
+            path, _, name = report.nodeid.partition("::")
+            folders = path.split("/")[:-1]
+            for counter, key in (
+                (by_room, "/".join(folders[:2])),
+                (by_file, path),
+                (by_test, f"{path}::{name.partition('[')[0]}"),
+            ):
+                counter[key] += report.cpu_s
+    terminalreporter.section(f"CPU time, {sum(by_room.values()):.0f} s in all")
+    for title, counter, most in (("room", by_room, None), ("file", by_file, 25), ("test", by_test, 40)):
+        terminalreporter.write_line(f"   s  {title}")
+        for key, seconds in counter.most_common(most):
+            terminalreporter.write_line(f"{seconds:6.1f}  {key}")
 
 
 @pytest.fixture(scope="session")

@@ -1,10 +1,11 @@
 """What a prompt carries beside its tokens: its hashes by the recordings, its refusals, and what travels with events."""
 
 import pytest
+from hybrid_sizes import EACH, sized
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_kvmock import BACKENDS, EngineProfile, EventRulesBroken, RadixIndex, RouterHarness
+from pytest_kvmock import EngineProfile, EventRulesBroken, RadixIndex, RouterHarness
 from pytest_kvmock.cache.vllm.hashes import VERSIONS
 from pytest_kvmock.events import KvCacheEvent, RouterEvent, Stored
 from pytest_kvmock.prompt_keys import (
@@ -161,29 +162,28 @@ def test_it_travels_under_the_names_of_the_wire():
     assert [None, None] == PromptKeys(cache_salt="s").carried(1, 3, 4)["extra_keys"]
 
 
-ENGINES = [
-    name for name, spec in BACKENDS.items() if name not in ("hash_cache", "sglang") and spec.group is None
-]  # these have none: refused, or a name alone
+ENGINES = [name for name in EACH if name != "hash_cache" and not name.startswith("sglang")]
+"""Those have no numbers for adapters: refused, or a name alone."""
 
 
 def ids_of(worker, events, *names):
     """The numbers of adapters beside what a worker stores, each for a prompt of its own."""
     ids = []
     for name in names:
-        worker.serve(Prompt(range(1, 18), lora_name=name))
+        worker.serve(Prompt(range(1, 4 * worker.manager.block_size + 2), lora_name=name))
         ids.append(events[-1].extra["lora_id"])
     return ids
 
 
 @pytest.mark.parametrize("backend", ENGINES)
 def test_adapters_count_from_1_in_the_order_of_first_use_by_engine(backend):
-    with RouterHarness(EngineProfile(block_size=4, num_blocks=64, workers=2), backend) as kv:
+    with RouterHarness(sized(EngineProfile(block_size=4, num_blocks=64, workers=2), backend), backend) as kv:
         stored = []
         kv.add_sink(stored.append)
         first, second = kv.worker(0), kv.worker(1)
         assert [1, 2] == ids_of(first, stored, "a", "b")
         assert [1, 2, 3] == ids_of(second, stored, "b", "a", "c")
-        first.serve(Prompt(range(100, 117), lora_name="a"))
+        first.serve(Prompt(range(1000, 1001 + 4 * first.manager.block_size), lora_name="a"))
         assert 1 == stored[-1].extra["lora_id"]
         first.clear()
         assert [2, 1] == ids_of(first, stored, "b", "a")
@@ -193,7 +193,7 @@ def test_adapters_count_from_1_in_the_order_of_first_use_by_engine(backend):
 
 @pytest.mark.parametrize("backend", ENGINES)
 def test_an_adapter_counts_though_its_request_stores_nothing(backend):
-    with RouterHarness(EngineProfile(block_size=4, num_blocks=64), backend) as kv:
+    with RouterHarness(sized(EngineProfile(block_size=4, num_blocks=64), backend), backend) as kv:
         stored = []
         kv.add_sink(stored.append)
         kv.worker(0).serve(Prompt((1, 2), lora_name="short"))

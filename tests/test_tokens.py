@@ -11,6 +11,8 @@ from xxhash import xxh3_64_intdigest
 
 from pytest_kvmock.plh import (
     MAX_POSITION,
+    LineageHashes,
+    are_lineage,
     lineage_fragment,
     lineage_hash,
     lineage_hashes,
@@ -175,6 +177,22 @@ def test_lineage_hashes_are_those_of_each_block(chain, start, parent):
     parents = [parent, *chain]
     expected = [lineage_hash(own, parents[i], start + i) for i, own in enumerate(chain)]
     assert expected == lineage_hashes(chain, parent=parent, start=start)
+
+
+def test_lineage_hashes_that_are_made_late_are_the_same():
+    names = sequence_hashes([10, 20, 30, 40])
+    late, made = LineageHashes(names), lineage_hashes(names)
+    assert [made[0], made[3], made[-1]] == [late[0], late[3], late[-1]]
+    assert late == made == [*late] == late[:] == LineageHashes(names)
+    assert repr(made) == repr(late)
+    assert late != made[:3]
+    assert 2 == len(late.part(1, 3))
+    assert made[1:3] == late.part(1, 3)
+    assert are_lineage(late.part(1, 3), names[1:3], parent=names[0], start=1)
+    assert are_lineage(made[1:3], names[1:3], parent=names[0], start=1)
+    assert not are_lineage(late.part(1, 3), names[1:3], parent=names[0], start=2)
+    with pytest.raises(IndexError):
+        late[4]
 
 
 @pytest.mark.parametrize("position", [-1, MAX_POSITION + 1])

@@ -21,7 +21,12 @@ import pytest_kvmock.router  # noqa: F401 - all of these
 
 HERE = Path(__file__).parent
 BUGS = sorted(HERE.glob("bug_*.py"))
-BACKENDS = {"bug_01_arrays_then_maps": "vllm", "bug_09_match_over_a_hole": "lru"}
+BACKENDS = {
+    "bug_01_arrays_then_maps": "vllm",
+    "bug_09_match_over_a_hole": "lru",
+    "bug_23_least_of_all_groups": "vllm_kimi_k3",
+    "bug_24_span_divided_by_hashes": "vllm_deepseek_v4",
+}
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda path: path.stem)

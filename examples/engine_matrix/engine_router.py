@@ -1,7 +1,7 @@
 """A router for engines of any make, which is what `test_engine_matrix.py` tests.
 
-It differs in one thing from one for Dynamo's engines alone: vLLM stores several copies of one block and removes each by
-itself, so it counts them.
+It differs in two things from one for Dynamo's engines alone. vLLM stores several copies of one block and removes each by
+itself, so it counts them. And of a hybrid model vLLM publishes each cache group by itself, of which it follows one.
 """
 
 from __future__ import annotations
@@ -11,22 +11,33 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from pytest_kvmock import Removed, RouterEvent, Stored
+from pytest_kvmock.events import SparseStored
 
 Place: TypeAlias = int
 """Where a block stands: the hash of all local hashes up to its own."""
 
 ROOT: Place = 0
 
+ATTENTION = ("full_attention", "mla_attention")
+
 
 class EngineIndex:
-    """Which worker has which prefix, by the local hashes in the events of the workers."""
+    """Which worker has which prefix, by the local hashes in the events of the workers.
 
-    def __init__(self) -> None:
+    Args:
+        block_size: tokens a block.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._groups: dict[int, int] = {}  # of each worker: the number of its attention group
         self._places: dict[int, dict[int, Place]] = {}  # of each worker: where its blocks stand
         self._copies: dict[int, Counter[Place]] = {}  # of each worker: how many copies it has of what stands there
 
     def apply(self, event: RouterEvent) -> None:
         """Take one event of a worker."""
+        if not self._is_of_blocks(event):
+            return
         places = self._places.setdefault(event.worker_id, {})
         copies = self._copies.setdefault(event.worker_id, Counter())
         data = event.event.data
@@ -38,12 +49,25 @@ class EngineIndex:
                 copies[place] += 1
         elif isinstance(data, Removed):
             for block in data.block_hashes:
+                if block not in places:  # a prompt's tail
+                    continue
                 copies[places[block]] -= 1
                 if not copies[places[block]]:
                     del copies[places[block]], places[block]
         else:
             places.clear()
             copies.clear()
+
+    def _is_of_blocks(self, event: RouterEvent) -> bool:
+        """Whether an event is about whole blocks of the attention group: of an engine with one cache, every one is."""
+        data, extra = event.event.data, event.extra or {}
+        group = extra.get("group_idx", 0)
+        if isinstance(data, Stored):
+            if isinstance(data, SparseStored) or extra.get("kv_cache_spec_kind", ATTENTION[0]) not in ATTENTION:
+                return False
+            self._groups[event.worker_id] = group
+            return not event.token_ids or len(event.token_ids[0]) == self._block_size
+        return not isinstance(data, Removed) or group == self._groups.get(event.worker_id, 0)
 
     def find_matches(self, local_hashes: Sequence[int]) -> dict[int, int]:
         """How many leading blocks of a prompt each worker has; who has none is absent."""

@@ -2,7 +2,9 @@
 
     pytest examples/engine_matrix
 
-The marker names the engines; the tests are the same for all. `kv_worker.traits` has where engines differ by nature.
+The marker names the engines; the tests are the same for all. `kv_worker.traits` has where engines differ by nature: an
+engine that serves a hybrid model may reuse less than its events promise, as `promises_more` says, and its caches share the
+blocks, so that there are more.
 """
 
 import pytest
@@ -12,15 +14,12 @@ from pytest_kvmock import EngineProfile
 from pytest_kvmock.backends import BACKENDS
 from pytest_kvmock.traces import MOONCAKE_BLOCK_SIZE
 
-# Hybrid models have examples of their own (`examples/routing`): their events promise more than a request can use.
-PLAIN = [name for name, spec in BACKENDS.items() if spec.group is None]
-
-pytestmark = [pytest.mark.kv_backends(*PLAIN), pytest.mark.kvmock(workers=2)]
+pytestmark = [pytest.mark.kv_backends(*BACKENDS), pytest.mark.kvmock(workers=2)]
 
 
 @pytest.fixture
-def kv_index():
-    return EngineIndex()
+def kv_index(kv_profile):
+    return EngineIndex(kv_profile.block_size)
 
 
 @pytest.fixture
@@ -28,7 +27,8 @@ def router(kv_index, kv_harness):
     return EngineRouter(kv_index, list(kv_harness.workers))
 
 
-def test_the_next_turn_of_a_chat_goes_where_the_last_one_was(router, kv_harness, kv_worker, kv_profile, kv_prompt):
+@pytest.mark.kvmock(num_blocks=1024)
+def test_the_next_turn_of_a_chat_goes_where_the_last_one_was(router, kv_harness, kv_traits, kv_profile, kv_prompt):
     """However the engine publishes the answer: by the next turn the router knows all whole blocks of it."""
     size = kv_profile.block_size
     question = kv_prompt(blocks=3)
@@ -41,11 +41,14 @@ def test_the_next_turn_of_a_chat_goes_where_the_last_one_was(router, kv_harness,
         request.decode(answer[size:])
 
     followup = kv_prompt(blocks=1, after=(*question.tokens, *answer))
-    assert {first: 5} == kv_harness.overlap(followup)
+    known = kv_harness.overlap(followup)[first]
+    assert 5 == known or (kv_traits.promises_more and 5 > known)  # of output whose state is gone, SGLang keeps nothing
     assert first == router.route(followup.block_hashes(size))
-    assert 5 * size == kv_harness.worker(first).cached_tokens(followup)
+    reused = kv_harness.worker(first).cached_tokens(followup)
+    assert 5 * size == reused or (kv_traits.promises_more and known * size >= reused)
 
 
+@pytest.mark.kvmock(num_blocks=1024)
 def test_a_prompt_asked_again_is_reused_but_for_what_the_engine_recomputes(router, kv_harness, kv_profile, kv_prompt):
     size = kv_profile.block_size
     prompt = kv_prompt(blocks=4)
@@ -53,10 +56,11 @@ def test_a_prompt_asked_again_is_reused_but_for_what_the_engine_recomputes(route
     worker.serve(prompt)
 
     assert {worker.worker_id: 4} == kv_harness.overlap(prompt)
-    assert (4 - worker.traits.recomputes_last_token) * size == worker.serve(prompt).cached_tokens
+    most, reused = (4 - worker.traits.recomputes_last_token) * size, worker.serve(prompt).cached_tokens
+    assert most == reused or (worker.traits.promises_more and most > reused)
 
 
-@pytest.mark.kvmock(workers=1, num_blocks=8)
+@pytest.mark.kvmock(workers=1, num_blocks=512)
 def test_a_block_of_which_there_are_copies_is_known_until_the_last_goes(kv_harness, kv_worker, kv_prompt):
     """An engine that computes the last token again has the last block twice (vLLM). Then the older copy is evicted."""
     prompt = kv_prompt(blocks=3)
@@ -75,9 +79,11 @@ class TestTrace:
     """The synthetic trace, or `pytest examples --kv-trace FILE`."""
 
     @pytest.fixture
-    def kv_base_profile(self, pytestconfig):
+    def kv_base_profile(self, pytestconfig, kv_backend):
         """Small for the short prompts of the synthetic trace, so that the engines evict, or as large as real."""
-        num_blocks = 48 if pytestconfig.getoption("kv_trace") is None else 4096
+        groups = BACKENDS[kv_backend].traits_at(MOONCAKE_BLOCK_SIZE).groups
+        caches = sum(MOONCAKE_BLOCK_SIZE // group.block_size for group in groups) or 1
+        num_blocks = caches * (48 if pytestconfig.getoption("kv_trace") is None else 4096)
         return EngineProfile(block_size=MOONCAKE_BLOCK_SIZE, num_blocks=num_blocks)
 
     def test_a_trace_is_served(self, router, kv_harness, kv_events, kv_trace, kv_backend, capsys):

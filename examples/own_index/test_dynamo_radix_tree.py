@@ -1,7 +1,8 @@
 """The index of Dynamo's router itself, plugged in: events go to it as the JSON that it reads.
 
 It needs `pip install -e '.[interop]'`, on Linux; without it this module is skipped. Up to 1.3, a Cleared is about
-all ranks of its worker, and tests say so: `index_semantics="e1"`.
+all ranks of its worker, and tests say so: `index_semantics="e1"`. That JSON has no cache groups, so hybrid models are left to
+the indexes beside it.
 """
 
 from importlib import metadata

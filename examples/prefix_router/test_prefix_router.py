@@ -2,7 +2,8 @@
 
 `kv_index` is overridden with the router's own index. From then on every event that a mock engine publishes goes to that
 index, is checked, and what the index answers is compared with what is right; a test has to say only what is special
-about it. Each test runs once for each eviction backend.
+about it. Each test runs once for each eviction backend. (Of hybrid models several cache groups publish: an index that
+follows one of them is in `examples/own_index` and `examples/engine_matrix`.)
 """
 
 import pytest

@@ -168,16 +168,21 @@ class HashedTokens:
         if self.tokens is None:
             return None
         size, tokens = self.block_size, self.tokens
-        return [tuple(tokens[at : at + size]) for at in range(start * size, end * size, size)]
+        rows = [tuple(tokens[at : at + size]) for at in range(start * size, end * size, size)]
+        if self.keys is not None or self._hasher is None:
+            return rows
+        parent = self.names[start - 1] if start else None
+        names, local_hashes = tuple(self.names[start:end]), tuple(self.local_hashes[start:end])
+        digests = self._digests[start:end]
+        return HashedBlocks(rows, parent, names, local_hashes, digests=digests, hasher=self._hasher)
 
     def stored(self, start: int, end: int) -> tuple[Stored, BlockTokens | None]:
         """The Stored of the complete blocks from `start` to `end`, and their token ids, as they travel with it."""
-        parent = self.names[start - 1] if start else None
-        data = Stored(parent, tuple(self.names[start:end]), tuple(self.local_hashes[start:end]))
         tokens = self.block_tokens(start, end)
-        if tokens is not None and self.keys is None:
-            tokens = HashedBlocks(tokens, data, self._digests[start:end], self._hasher)
-        return data, tokens
+        if type(tokens) is HashedBlocks:
+            return Stored(tokens.parent, tokens.names, tokens.local_hashes), tokens
+        parent = self.names[start - 1] if start else None
+        return Stored(parent, tuple(self.names[start:end]), tuple(self.local_hashes[start:end])), tokens
 
     def carried(self, start: int, end: int, lora_ids: LoraIds | None = None) -> dict[str, Any] | None:
         """What travels beside an event that stores the blocks from `start` to `end`; None for nothing. See `PromptKeys.carried`."""

@@ -9,7 +9,8 @@ A folder a dialect, with
 - `capture.jsonl`: the same events as a capture, which `check` reads.
 
 In folders inside it more sets, of the same files: `ranks`, of engines with two data-parallel ranks, `near`, of hashes that
-agree in a part, and `keys`, of prompts with what the dialect can carry of an adapter, a salt and multimodal items.
+agree in a part, `keys`, of prompts with what the dialect can carry of an adapter, a salt and multimodal items, and of vLLM's newest
+one for each hybrid model.
 
 One subject: a set of vectors, from its traffic to its files.
 """
@@ -27,6 +28,8 @@ from typing import Any, Final
 from pytest_kvmock.backends import BackendSpec, EngineProfile, speaker_of
 from pytest_kvmock.capture.capture_file import CaptureFile
 from pytest_kvmock.capture.capturing_journal import CapturingJournal
+from pytest_kvmock.capture.hybrid_vectors import PROFILE as HYBRID_PROFILE
+from pytest_kvmock.capture.hybrid_vectors import about_engine, hybrid_engines, hybrid_steps
 from pytest_kvmock.capture.lines import CaptureError, header, version
 from pytest_kvmock.capture.near_vectors import NamedBlocks, near_steps
 from pytest_kvmock.capture.payload_file import write_payloads
@@ -79,6 +82,12 @@ Folders in it have further sets of these files; `sets` of `index.json` lists the
   what vLLM hashes beside its tokens, as on the wire: the adapter, [identifier, offset] of each multimodal item, in the first
   block the salt. Prompts of other keys share no block. Dialects without such a field have no such set.
 
+- `vllm_gpt_oss`, `vllm_qwen3_next`, `vllm_kimi_k3`, `full_first`: engines of hybrid models, with several cache groups. Each group
+  publishes a Stored of its own; `groups` of the set in `index.json` lists them, beside `hash_unit` and `alignment`, which no event
+  has. `overlap` of a query has the leading blocks that the attention group holds, and `reusable` the tokens that each engine
+  would reuse. An index is right that answers for each worker at most `overlap`, and at least `reusable` divided by `block_size`,
+  rounded down; one that is exact answers that. Every prompt ends within a block.
+
 Copies count: where an engine stores a block twice and removes it once, the block is still there.
 """
 
@@ -91,11 +100,13 @@ class Query:
         after: how many batches have arrived.
         prompt: what is asked for.
         blocks: its leading blocks by worker and rank.
+        reusable: of a hybrid model, tokens that each worker would reuse.
     """
 
     after: int
     prompt: Prompt
     blocks: dict[tuple[int, int], int]
+    reusable: dict[Any, int] | None = None
 
     def line(self, block_size: int, *, ranks: bool, keyed: bool) -> dict[str, Any]:
         """The query as its file has it.
@@ -113,6 +124,8 @@ class Query:
         local = self.prompt.block_hashes(block_size)
         line: dict[str, Any] = {"after": self.after, "tokens": list(self.prompt.tokens or ()), "local_hashes": local}
         line["overlap"] = overlap
+        if self.reusable is not None:
+            line["reusable"] = {str(worker): tokens for worker, tokens in sorted(self.reusable.items())}
         if ranks:
             line["by_rank"] = by_rank
         if keyed:
@@ -131,12 +144,14 @@ class _Set:
         ranks: data-parallel ranks of each engine.
         keys: what prompts may carry.
         near: two engines that publish hashes which agree in a part.
+        engine: a hybrid model's, in place of the one that writes the dialect.
     """
 
     name: str = ""
     ranks: int = 1
     keys: tuple[str, ...] = ()
     near: bool = False
+    engine: BackendSpec | None = None
 
 
 class _Collector:
@@ -214,17 +229,19 @@ def _write_dialect(home: Path, dialect: Dialect, seed: int) -> dict[str, Any]:
     about = {"name": dialect.name, "models": dialect.models, "engine": spec.models, "hashes": dialect.hashes}
     about |= _write_set(home, _Set(), spec, dialect, seed)
     others = [_Set("ranks", ranks=_RANKS), _Set("near", near=True)] + [_Set("keys", keys=keys)] * bool(keys)
+    others += [_Set(name, engine=each) for name, each in hybrid_engines(dialect).items()]
     sets = []
     for each in others:
-        found = _write_set(home / each.name, each, spec, dialect, seed)
-        sets.append({"name": each.name, **found, **({"keys": list(keys)} if each.keys else {})})
+        found = _write_set(home / each.name, each, each.engine or spec, dialect, seed)
+        more = {"keys": list(keys)} if each.keys else {} if each.engine is None else about_engine(each.engine)
+        sets.append({"name": each.name, **found, **more})
     return {**about, "sets": sets}
 
 
 def _write_set(home: Path, which: _Set, spec: BackendSpec, dialect: Dialect, seed: int) -> dict[str, Any]:
     """Write a set into its folder; return which files it has, and how much is in them."""
     engine = {"backend": spec.name, "models": spec.models, "dialect": dialect.name}
-    profile = _PROFILE.replace(seed=seed, dp_size=which.ranks)
+    profile = (_PROFILE if which.engine is None else HYBRID_PROFILE).replace(seed=seed, dp_size=which.ranks)
     with CaptureFile(home / "capture.jsonl", header(engine, seed)) as file:
         harness = RouterHarness(profile, None, name="vectors", journal=CapturingJournal(file, lambda _: spec.name))
         wires: dict[int, KvWire] = {}
@@ -239,7 +256,10 @@ def _write_set(home: Path, which: _Set, spec: BackendSpec, dialect: Dialect, see
         else:
             harness.use_backend(spec)
             name = f"vectors:{seed}:{which.name}" if which.name else f"vectors:{seed}"
-            queries = _traffic(harness, collectors, arrivals, Random(name), which)  # noqa: S311 - mock data
+            if which.engine is not None:
+                queries = _hybrid_traffic(harness, collectors, arrivals, name)
+            else:
+                queries = _traffic(harness, collectors, arrivals, Random(name), which)  # noqa: S311 - mock data
         harness.assert_no_event_errors()
     suffix = ".msgpack" if dialect.is_msgpack else ".jsonl"
     places = {}
@@ -347,6 +367,29 @@ def _near_traffic(
             scores = harness.reference.find_matches(prompt.block_hashes(size)).scores
             queries.append(Query(len(arrivals), prompt, {key: blocks for key, blocks in scores.items() if blocks}))
     return queries
+
+
+def _hybrid_traffic(
+    harness: RouterHarness, collectors: Sequence[_Collector], arrivals: Sequence[Any], seed: str
+) -> list[Query]:
+    """Have engines of a hybrid model serve; ask after each step what is held, and what would be reused."""
+    size = harness.profile.block_size
+    queries: dict[tuple[object, ...], Query] = {}
+    for step in hybrid_steps(seed):
+        worker = harness.worker(step.worker)
+        requests = [worker.prefill(prompt) for prompt in step.prompts]
+        for request in requests:
+            request.decode(step.outputs)
+            request.finish()
+        if not requests:
+            worker.clear()
+        collectors[step.worker].flush()
+        for prompt in step.asked:
+            scores = harness.reference.find_matches(prompt.block_hashes(size)).scores
+            held = {key: blocks for key, blocks in scores.items() if blocks}
+            query = Query(len(arrivals), prompt, held, harness.reusable(prompt))
+            queries.setdefault((query.after, prompt.tokens), query)
+    return [*queries.values()]
 
 
 def _serve_twice(worker: KvWorker, ask: Callable[[Prompt], None], prompt: Prompt, rng: Random) -> None:

@@ -11,6 +11,7 @@ from pytest_kvmock.tokens import Prompt
 
 if TYPE_CHECKING:
     from pytest_kvmock.cache.manager import KvManager
+    from pytest_kvmock.cache.vllm.groups import CacheGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,11 @@ class Traits:
         chunks: it takes blocks chunk by chunk where a profile has a `chunk`; else for the whole prompt at once.
         promises_more: its events promise more than a request can use: it serves a hybrid model, whose windows or states may
             be gone where blocks are cached.
+        publishes_groups: each cache group of its hybrid model publishes blocks of its own (vLLM), of which a router's are those
+            of the attention group; else blocks are of one kind.
+        takes_hashes: it takes prompts that are known by hashes only; else prompts must have tokens.
+        groups: the caches of its hybrid model with the sizes in force: tokens of blocks, windows and chunks; none of an engine
+            with one cache. In SGLang a block of a state is how far apart states are.
         chunk: of an engine that copies what it computes to a host of its own, as vLLM does, blocks of a chunk there, which no event
             says; None: what the device evicts goes to its host, or it has none.
         clears_below: whether a Cleared, which has no tier, empties the tiers below the device, too; vLLM's is of the device alone.
@@ -40,6 +46,9 @@ class Traits:
     cleared_first: bool = False
     chunks: bool = True
     promises_more: bool = False
+    publishes_groups: bool = False
+    takes_hashes: bool = True
+    groups: tuple[CacheGroup, ...] = ()
     chunk: int | None = None
     clears_below: bool = True
 
@@ -92,7 +101,8 @@ class Driver(Protocol):
 
     A prompt may carry more than tokens (`Prompt.keys`). A driver whose engine names blocks by that has the names in
     `prompt_keys`, such as `("lora_name", "cache_salt")`; without the attribute, prompts that have any are refused before they
-    come to it. Where its manager does not say what travels beside a Stored, a driver may have a method `extra_of(stored)`.
+    come to it. Where its manager does not say what travels beside a Stored, a driver may have a method `extra_of(stored)`. One that
+    has an attribute `chunk` is told there how many tokens its worker prefills at once, or None.
 
     What `open` returns is the driver's own: it has `blocks` (in order; a partial one is a UUID) and a length (tokens of
     prompt and output so far).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -36,7 +37,17 @@ class HybridPoolDriver:
         ValueError: the manager is another.
     """
 
-    traits = Traits(recomputes_last_token=True, stores_when="full", copies=True, removed_first=True, promises_more=True)
+    traits = Traits(
+        recomputes_last_token=True,
+        stores_when="full",
+        copies=True,
+        removed_first=True,
+        promises_more=True,
+        publishes_groups=True,
+    )
+    chunk: int | None = None
+    """Tokens that its worker prefills at once: where chunks end, more states are held for a while; None: the whole prompt."""
+
     prompt_keys = PROMPT_KEYS
     admits_whole = True
     """As vLLM since 0.19, where `scheduler_reserve_full_isl` is on by default."""
@@ -50,12 +61,14 @@ class HybridPoolDriver:
         if not isinstance(manager, HybridManager):
             raise ValueError(f"a HybridPoolDriver drives a HybridManager, got {manager!r:.80}")  # noqa: TRY004 - one error
         self.manager = manager
+        geometry = manager.geometry
+        self.traits = replace(self.traits, takes_hashes=not manager.needs_tokens, groups=geometry.groups)
         self._rng = rng
         self._in_pass = False
         if not prefix_caching:
             manager.turn_caching_off()
         # What several steps may need beyond the count for one: states before and behind the running one, and copies.
-        self._spare = sum(4 + group.speculative_blocks for group in manager.geometry.groups if group.kind == STATE)
+        self._spare = sum(4 + group.speculative_blocks for group in geometry.groups if group.kind == STATE)
 
     def open(self, prompt: Prompt, *, to_look: bool = False) -> GroupRequest:
         """A request that has no block yet."""
@@ -64,6 +77,10 @@ class HybridPoolDriver:
     def lookup(self, request: GroupRequest) -> int:
         """Tokens of the request that all groups can resume from, generated ones included; its last one never counts."""
         return self.manager.get_computed_blocks(request).num_tokens
+
+    def lacking(self, request: GroupRequest) -> tuple[str, ...]:
+        """The groups that cannot resume where full attention can, by their sizes. Changes nothing."""
+        return self.manager.missing_groups(self.manager.get_computed_blocks(request))[1]
 
     def room(self) -> int:
         """Blocks in the queue."""
@@ -90,7 +107,11 @@ class HybridPoolDriver:
             return most
         copy, copied = manager.rehearsal(request, most)
         before = copy.num_free_blocks
-        left = [*_prefill(copy, copied, upto), *_decode(copy, copied, tokens)]
+        left: list[int] = []
+        chunk = self.chunk or max(upto, 1)
+        for end in range(chunk, upto + chunk, chunk):
+            left += _prefill(copy, copied, min(end, upto))
+        left += _decode(copy, copied, tokens)
         return before - min(left, default=before)
 
     def admit(self, request: GroupRequest, upto: int) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from pytest_kvmock.cache.sglang.hybrid_cache import HybridCacheManager
 from pytest_kvmock.cache.sglang.hybrid_request import HybridRequest
+from pytest_kvmock.cache.vllm.groups import CacheGroup
 from pytest_kvmock.engine.page_cache_driver import PageCacheDriver
 
 if TYPE_CHECKING:
@@ -37,6 +38,17 @@ class HybridRadixDriver(PageCacheDriver[HybridCacheManager, HybridRequest]):
         if not isinstance(manager, HybridCacheManager):
             raise ValueError(f"a HybridRadixDriver drives a HybridCacheManager, got {manager!r:.80}")  # noqa: TRY004 - one error
         super().__init__(manager, prefix_caching, rng)
+        geometry, page = manager.geometry, manager.block_size
+        groups = [CacheGroup("full_attention", page)]
+        if geometry.window is not None:
+            groups.append(CacheGroup("sliding_window", page, window=geometry.window))
+        if geometry.states is not None:
+            groups.append(CacheGroup("mamba", geometry.grid(page)))
+        self.traits = replace(self.traits, groups=tuple(groups))
+
+    def lacking(self, request: HybridRequest) -> tuple[str, ...]:
+        """The parts that are not there where full attention ends, by their sizes. Changes nothing."""
+        return self.manager.missing_parts(request)[1]
 
     def need(self, request: HybridRequest, upto: int, tokens: Sequence[int] = ()) -> int:
         """Pages. Where pages of windows or slots of states run short, as many more than there is room for as lack of those.

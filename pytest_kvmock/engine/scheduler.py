@@ -42,6 +42,7 @@ class ScheduledRequest:
         generated_tokens: how many it has generated.
         reused_tokens: the most tokens of it that one admission found cached (Dynamo: the maximum over admissions).
         first_reused_tokens: those that its first admission found cached.
+        lacking: before a hybrid model, how many tokens of it full attention had then, and the caches that could not resume there.
         onboarded_tokens: tokens that came back from the host for it, before its first admission.
         admitted_ms: start of the pass that first gave it blocks; None before.
         admissions: each admission: the start of its pass, and how many tokens it found cached.
@@ -61,6 +62,7 @@ class ScheduledRequest:
         "first_reused_tokens",
         "generated_tokens",
         "keeps_blocks",
+        "lacking",
         "max_output_tokens",
         "onboarded_tokens",
         "opened",
@@ -86,6 +88,7 @@ class ScheduledRequest:
         self.generated_tokens = 0
         self.reused_tokens = 0
         self.first_reused_tokens = 0
+        self.lacking: tuple[int, tuple[str, ...]] = (0, ())
         self.onboarded_tokens = 0
         self.admitted_ms: float | None = None
         self.admissions: list[tuple[float, int]] = []
@@ -106,11 +109,33 @@ class ScheduledRequest:
         """Whether it still waits or runs."""
         return self.status in ("waiting", "running", "preempted")
 
+    @property
+    def ttft_ms(self) -> float | None:
+        """From its arrival to its first token; None where there was none, and so the others."""
+        return self.token_ms[0] - self.arrival_ms if self.token_ms else None
+
+    @property
+    def ttst_ms(self) -> float | None:
+        """From its first token to its second."""
+        return self.token_ms[1] - self.token_ms[0] if len(self.token_ms) > 1 else None
+
+    @property
+    def itl_ms(self) -> float | None:
+        """Between its tokens, on the mean."""
+        tokens = self.token_ms
+        return (tokens[-1] - tokens[0]) / (len(tokens) - 1) if len(tokens) > 1 else None
+
+    @property
+    def e2e_ms(self) -> float | None:
+        """From its arrival to its last token."""
+        return self.token_ms[-1] - self.arrival_ms if self.token_ms else None
+
     def admit(self, now_ms: float, reused_tokens: int) -> None:
         """Note an admission that found so many tokens cached."""
         if self.admitted_ms is None:
             self.admitted_ms = now_ms
             self.first_reused_tokens = reused_tokens
+            self.lacking = getattr(self.state, "short", self.lacking)
         self.reused_tokens = max(self.reused_tokens, reused_tokens)
         self.admissions.append((now_ms, reused_tokens))
 
@@ -415,23 +440,18 @@ class Scheduler(ABC):
         """Run one forward pass from this moment; its requests' `token_ms` are set, its events published."""
 
     @abstractmethod
-    def plan(self, now_ms: float, until_ms: float) -> list[float]:
+    def plan(self, now_ms: float, until_ms: float, *, ahead: bool = False) -> list[float]:
         """Return when passes end that only decode and touch no block, as long as each starts before a moment.
 
         Nothing is done yet. Nobody can tell one of these passes from the next: no event, no first token, no end. So who drives
         several engines may look away until the last of them, and cut the list where a request arrives before.
+
+        Args:
+            now_ms: when the first one starts.
+            until_ms: the moment.
+            ahead: nobody receives events, or looks at the block manager, so that passes may open and fill blocks too.
         """
 
     @abstractmethod
-    def run_plan(self, ends: list[float]) -> None:
-        """Run passes that were planned, the first of them or all; nothing happened here since."""
-
-    def run_ahead(self, now_ms: float, until_ms: float) -> list[float]:
-        """Run passes that only decode, as long as each starts before a moment, and return when they end.
-
-        Where nobody receives the events of the engine; they may open and fill blocks.
-        """
-        ends = self.plan(now_ms, until_ms)
-        if ends:
-            self.run_plan(ends)
-        return ends
+    def run_plan(self, ends: list[float], *, ahead: bool = False) -> None:
+        """Run passes that were planned, the first of them or all; nothing but arrivals happened here since."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from random import Random
-from typing import Literal
+from typing import Any, Literal
 from uuid import UUID
 
 from pytest_kvmock.checks import check_integer
+from pytest_kvmock.hashed_blocks import HashedBlocks
 from pytest_kvmock.moves import Block, Deref, Destroy, Move, Promote, Use
-from pytest_kvmock.plh import lineage_hash
+from pytest_kvmock.plh import LineageHashes, lineage_hash
 from pytest_kvmock.tokens import Prompt, TokenIds, chained_hash, keyed_block_hashes
 
 
@@ -43,7 +44,6 @@ class ActiveSequence:
     Attributes:
         unique_blocks: all blocks in order: sequence hashes, and at most one UUID, at the end.
         block_hashes: local hash of each full block.
-        positional_lineage_hashes: lineage hash of each full block.
         num_input_tokens: length of the prompt.
         generated_tokens: tokens pushed since.
         num_allocated_tokens: tokens for which blocks were committed; in e0 those of the last creation signal, 0 until it is
@@ -58,6 +58,7 @@ class ActiveSequence:
     """
 
     __slots__ = (
+        "_plhs",
         "_rng",
         "_tokens",
         "block_hashes",
@@ -69,7 +70,6 @@ class ActiveSequence:
         "max_output_tokens",
         "num_allocated_tokens",
         "num_input_tokens",
-        "positional_lineage_hashes",
         "semantics",
         "unique_blocks",
     )
@@ -106,14 +106,14 @@ class ActiveSequence:
 
         self.block_hashes = list(prompt.block_hashes(block_size))
         self.unique_blocks: list[Block]
-        self.positional_lineage_hashes: list[int]
+        self._plhs: LineageHashes | list[int] | None  # None: of blocks that were generated since, not made yet
         if enable_prefix_caching:
             self.unique_blocks = list(prompt.sequence_hashes(block_size))
-            self.positional_lineage_hashes = list(prompt.lineage_hashes(block_size))
+            self._plhs = prompt.lineage_hashes(block_size)
         else:
             full = range(len(self.block_hashes))
             self.unique_blocks = [self._random_u64() for _ in full]
-            self.positional_lineage_hashes = [lineage_hash(self._random_u64(), None, i) for i in full]
+            self._plhs = [lineage_hash(self._random_u64(), None, i) for i in full]
         if self.num_input_tokens % block_size:
             self.unique_blocks.append(self._new_partial())
 
@@ -140,6 +140,14 @@ class ActiveSequence:
             f"<ActiveSequence of {self.num_input_tokens} + {self.generated_tokens} tokens, "
             f"{len(self.unique_blocks)} blocks>"
         )
+
+    @property
+    def positional_lineage_hashes(self) -> LineageHashes | list[int]:
+        """Lineage hash of each full block; made when somebody looks at them."""
+        if self._plhs is None:
+            names: list[Any] = self.unique_blocks[: len(self.block_hashes)]
+            self._plhs = LineageHashes(names)
+        return self._plhs
 
     @property
     def is_empty(self) -> bool:
@@ -184,10 +192,17 @@ class ActiveSequence:
         return Use(
             blocks[start:end],
             self.block_hashes[start:end],
-            self.positional_lineage_hashes[start:end],
+            self._plhs_of(start, min(end, len(self.block_hashes))),
             self._token_ids(start, min(end, len(self.block_hashes))),
             blocks[start - 1] if start else None,
         )
+
+    def _plhs_of(self, start: int, end: int) -> Sequence[int]:
+        """Lineage hashes of the full blocks from `start` to `end`."""
+        plhs = self.positional_lineage_hashes
+        if start == 0 and end == len(plhs):
+            return plhs.copy() if isinstance(plhs, list) else plhs
+        return plhs[start:end] if isinstance(plhs, list) else plhs.part(start, end)
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
@@ -196,7 +211,14 @@ class ActiveSequence:
         """Token ids of the complete blocks from `start` to `end`; None if they are not to be published."""
         if not self.emit_token_ids or start >= end:
             return None
-        return [self._block_tokens(i) for i in range(start, end)]
+        assert self._tokens is not None
+        size, tokens, blocks = self.block_size, self._tokens, self.unique_blocks
+        rows = [tuple(tokens[at : at + size]) for at in range(start * size, end * size, size)]
+        if self.keys is not None:
+            return rows
+        names: tuple[Any, ...] = tuple(blocks[start:end])  # the one before a block is full
+        parent: Any = blocks[start - 1] if start else None
+        return HashedBlocks(rows, parent, names, tuple(self.block_hashes[start:end]))
 
     def _block_tokens(self, index: int) -> tuple[int, ...]:
         assert self._tokens is not None
@@ -287,7 +309,10 @@ class ActiveSequence:
             plh = lineage_hash(self._random_u64(), None, index)
         self.unique_blocks.append(block)
         self.block_hashes.append(local)
-        self.positional_lineage_hashes.append(plh)
+        if isinstance(self._plhs, list):
+            self._plhs.append(plh)
+        else:
+            self._plhs = None
         tokens = self._block_tokens(index) if self.emit_token_ids else None
         return Promote(partial, block, parent, local, plh, tokens)
 

@@ -335,6 +335,8 @@ class KvWorker:
         driver = self._make_driver(self._make_manager(sink), self.prefix_caching, self._rng)
         if isinstance(driver, MoveDriver):
             driver.recorder = self._recorder
+        if hasattr(driver, "chunk"):  # what it needs depends on that
+            driver.chunk = self.chunk
         self._recorder.for_requests = not isinstance(driver, MoveDriver)
         now, self._clock = self.now, None
         if getattr(driver.manager, "offload", None) is not None:
@@ -454,6 +456,18 @@ class KvWorker:
         if tier is not StorageTier.DEVICE and StorageTier.of(tier) is not StorageTier.DEVICE:
             return 0 if self._clock is None else self._clock.cached(self.accept(prompt), StorageTier.of(tier))
         return self._driver.lookup(self._driver.open(self.accept(prompt), to_look=True))
+
+    def lacking(self, prompt: Prompt | TokenIds) -> tuple[str, ...]:
+        """The caches of a hybrid model that lack what full attention has of a prompt, so that less of it is reused. Changes nothing.
+
+        Each is named by kind, tokens a block and window, such as "sliding_window 16 (window 128)".
+
+        Raises:
+            ValueError: as for `accept`.
+        """
+        find = getattr(self._driver, "lacking", None)
+        found: tuple[str, ...] = () if find is None else find(self._driver.open(self.accept(prompt), to_look=True))
+        return found
 
     def accept(self, prompt: Prompt | TokenIds) -> Prompt:
         """Return a prompt that this engine can name blocks of, for a driver.

@@ -9,15 +9,10 @@ from pytest_kvmock.fleet.arrivals import FleetRequest
 from pytest_kvmock.fleet.engine_request import EngineRequest
 from pytest_kvmock.fleet.engine_state import EngineMetrics, EngineStalled
 from pytest_kvmock.fleet.fleet import Fleet
-from pytest_kvmock.fleet.fleet_report import FleetReport
 from pytest_kvmock.fleet.incidents import Moment
 from pytest_kvmock.fleet.mock_engine import MockEngine
-from pytest_kvmock.fleet.regret import Regret
 from pytest_kvmock.fleet.replay import replay
-from pytest_kvmock.fleet.report import EngineReport, ReplayReport
-from pytest_kvmock.fleet.report_compared import Comparison
 from pytest_kvmock.fleet.router_calls import RouterError, RouterStalled
-from pytest_kvmock.fleet.run_notes import PassSample, Pick, PickRecord
 from pytest_kvmock.fleet.scheduler_cases import (
     SCHEDULER_CASES,
     SchedulerCase,
@@ -25,17 +20,19 @@ from pytest_kvmock.fleet.scheduler_cases import (
     make_scheduler_requests,
 )
 from pytest_kvmock.fleet.sweep import Sweep, SweepRun, sweep
+from pytest_kvmock.report.comparison import Comparison
+from pytest_kvmock.report.regret import Regret
+from pytest_kvmock.report.report import Report
+from pytest_kvmock.report.rows import PassSample, Pick, PickRecord
 
 __all__ = [
     "SCHEDULER_CASES",
     "CallableModel",
     "Comparison",
     "EngineMetrics",
-    "EngineReport",
     "EngineRequest",
     "EngineStalled",
     "Fleet",
-    "FleetReport",
     "FleetRequest",
     "ForwardPass",
     "InterpolatedModel",
@@ -49,7 +46,7 @@ __all__ = [
     "PolynomialModel",
     "ReasoningConfig",
     "Regret",
-    "ReplayReport",
+    "Report",
     "RouterError",
     "RouterStalled",
     "ScheduledRequest",

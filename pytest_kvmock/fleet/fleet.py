@@ -15,17 +15,15 @@ from pytest_kvmock.backends import BACKENDS
 from pytest_kvmock.checks import check_integer, check_number, unknown_text
 from pytest_kvmock.fleet.arrivals import Arrivals
 from pytest_kvmock.fleet.fleet_events import EventDelay, Heard, Knowledge, TrueCaches
-from pytest_kvmock.fleet.fleet_report import FleetReport, RoutedRun
 from pytest_kvmock.fleet.fleet_run import FleetRun, LoadSource
 from pytest_kvmock.fleet.incidents import NEXT_WORKER, Incident, Moment
-from pytest_kvmock.fleet.later_report import LaterReplayReport, Objectives, WorkerCount
 from pytest_kvmock.fleet.mock_engine import MockEngine
-from pytest_kvmock.fleet.ranks import RankedWorker, seats_of
 from pytest_kvmock.fleet.replay_checks import check_sizes, turns_of
-from pytest_kvmock.fleet.report import ReplayReport
 from pytest_kvmock.fleet.router_calls import RouterCalls
 from pytest_kvmock.fleet.run_notes import Recorder
 from pytest_kvmock.long_runs import long_run
+from pytest_kvmock.report.report import Report
+from pytest_kvmock.report.rows import Happened, Objectives, Pools, RunFacts, WorkerCount
 from pytest_kvmock.router.routing import id_of
 from pytest_kvmock.router.selection import DynamoRouter
 
@@ -65,7 +63,7 @@ class Fleet:
         pick_timeout_s: how long an async method of the router may take, in seconds of real time.
         plans: run passes that only decode in one go; the results are the same without.
         seed: of the router that stands in where none is given.
-        record: keep a sample of each real pass and the candidates of each pick, as they truly were, for `FleetReport.regret` and pages.
+        record: keep a sample of each real pass and the candidates of each pick, as they truly were, for `Report.regret` and pages.
         slo_ttft_ms: a request counts as good whose first token takes no longer, in milliseconds; None: however long.
         slo_itl_ms: likewise the mean time between its tokens.
         slo_e2e_ms: likewise the time to its last token.
@@ -101,7 +99,7 @@ class Fleet:
         slo_ttft_ms: float | None = None,
         slo_itl_ms: float | None = None,
         slo_e2e_ms: float | None = None,
-        knowledge: Knowledge | None = None,
+        knowledge: Knowledge[Any] | None = None,
     ) -> None:
         named = _named(engines)
         self.engines = dict(named)
@@ -133,7 +131,7 @@ class Fleet:
         self._speedup = arrival_speedup
         self._trace_block_size = trace_block_size
         self._stop_ms = stop_ms
-        self.report: FleetReport | None = None
+        self.report: Report | None = None
         self._plans = plans
         self._ranks = args.dp_size
         if not callable(event_delay_ms):
@@ -148,7 +146,7 @@ class Fleet:
         if knowledge is None:
             knowledge = Heard(index, self.engines, event_delay_ms, counts_copies=copies)
         self._knowledge = knowledge
-        held = knowledge.held_events() if record else ()
+        held = knowledge.reference.dump_events() if record else ()
         self._caches = TrueCaches(self.engines, held, counts_copies=copies) if record else None
         self._incidents: list[Incident] = []
         self._run: FleetRun | None = None  # while it serves
@@ -180,7 +178,7 @@ class Fleet:
         """
         run = self._run
         past = self._incidents if run is None else run.happened
-        known = {id_of(each) for each in (self.engines if run is None else run.seats)}
+        known = {id_of(each) for each in (self.engines if run is None else run.engines)}
         known.update(each.worker for each in past)
         if incident.kind == "join":
             incident = self._joining(incident, known)
@@ -211,7 +209,7 @@ class Fleet:
         if engine is not None:
             if not isinstance(engine, MockEngine):
                 raise TypeError(f"Fleet.at: join takes a MockEngine, got {engine!r:.80}")
-            if not isinstance(self._knowledge, Heard):
+            if not self._knowledge.takes_engines:
                 raise TypeError("Fleet.at: join of a fleet of a harness makes the engine itself; leave engine out")
             if self._ranks > 1:
                 raise ValueError("Fleet.at: workers have ranks, whose engines join makes itself; leave engine out")
@@ -225,7 +223,7 @@ class Fleet:
             )
         return incident
 
-    def run(self, trace: Iterable[TraceRequest | FleetRequest], *, name: str | None = None) -> FleetReport:
+    def run(self, trace: Iterable[TraceRequest | FleetRequest], *, name: str | None = None) -> Report:
         """Serve a trace.
 
         Args:
@@ -259,7 +257,7 @@ class Fleet:
         """How many requests of the run under way have arrived; 0 without one."""
         return 0 if self._run is None else self._run.arrived
 
-    async def arun(self, trace: Iterable[TraceRequest | FleetRequest], *, name: str | None = None) -> FleetReport:
+    async def arun(self, trace: Iterable[TraceRequest | FleetRequest], *, name: str | None = None) -> Report:
         """Serve a trace, and await what the router returns where that is awaitable; else as `run`."""
         with long_run():
             run, finish = self._begin(trace, name)
@@ -290,15 +288,15 @@ class Fleet:
         self._trace = name, tuple(turns)
         managers = [engine.worker.manager for engine in engines if engine.args.enable_prefix_caching]
         self._held_before = sum(each.num_active_blocks + each.num_inactive_blocks for each in managers)
-        seats = seats_of(self.engines, in_lock_step=self._ranks > 1 and self._release.ranks_in_lock_step)
         self._start_ms = start_ms
         run = FleetRun(
-            seats,
+            self.engines,
             self._calls,
             self._knowledge,
             arrivals,
             loads=self._loads,
             loads_every_ms=self._loads_every_ms,
+            in_lock_step=self._ranks > 1 and self._release.ranks_in_lock_step,
             start_ms=start_ms,
             stop_ms=math.inf if self._stop_ms is None else start_ms + self._stop_ms,
             plans=self._plans,
@@ -313,54 +311,39 @@ class Fleet:
         def finish() -> None:
             self._knowledge.end()
             self._run = None
-            for seat in run.seats.values():
-                if isinstance(seat.driven, RankedWorker):
-                    seat.driven.close()
+            run.close()
 
         return run, finish
 
-    def _report(self, run: FleetRun) -> FleetReport:
-        engines = [seat.engine for seat in run.seats.values()]
+    def _report(self, run: FleetRun) -> Report:
+        engines = list(run.engines.values())
         self.engines = run.staying
-        services = tuple(run.notes.close(run.now_ms))
-        passes = sum(each.passes for each in services)
-        order, served_by = tuple(run.requests), tuple(run.served_by)
-        args = engines[0].args
-        if args.release.reports_workers:
-            replay: ReplayReport = LaterReplayReport(
-                order,
-                passes,
-                served_by,
-                clock_ms=run.now_ms - self._start_ms,
-                decode=WorkerCount(len(engines) // self._ranks, args.gpus),
-                prefill_tokens=sum(each.prompt_tokens_computed for each in services),
-                objectives=self._objectives,
-                turns=tuple(run.turns),
-                names_sessions=self._names_sessions,
-                ranks=self._ranks,
-            )
-        else:
-            replay = ReplayReport(order, passes, served_by)
-        name, trace = self._trace
-        noted = RoutedRun(
-            self._calls.name,
-            name,
-            trace,
+        args, name, trace = engines[0].args, *self._trace
+        later = args.release.reports_workers
+        workers = WorkerCount(len(engines) // self._ranks, args.gpus)
+        clock_ms = run.now_ms - self._start_ms
+        facts = RunFacts(
             args.block_size,
-            run.arrived,
-            tuple(run.numbers),
-            tuple(run.turns),
-            services,
-            self._objectives,
-            self._held_before,
-            self._loads_every_ms if self._loads == "engine" else None,
+            sketches=later,
+            pools=Pools(clock_ms, workers, names_sessions=self._names_sessions, ranks=self._ranks) if later else None,
+            router=self._calls.name,
+            trace=name,
+            turns=trace,
+            objectives=self._objectives,
+            arrived=run.arrived,
+            held_before=self._held_before,
+            loads_every_ms=self._loads_every_ms if self._loads == "engine" else None,
         )
-        self.report = FleetReport.of(
-            replay,
-            noted,
+        self.report = Report(
+            tuple(run.requests),
+            facts,
+            tuple(run.notes.close(run.now_ms)),
+            tuple(run.served_by),
+            tuple(run.turns),
+            tuple(run.numbers),
             picks=tuple(run.notes.picks),
             incidents=tuple(run.notes.happened),
-            missed=run.missed,
+            missed=tuple(Happened(each.ms, each.kind, each.worker) for each in run.missed),
             event_errors=self._knowledge.event_errors,
             marks=tuple(self._knowledge.marks),
             recorder=run.notes.recorder,

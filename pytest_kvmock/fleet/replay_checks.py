@@ -12,8 +12,8 @@ from typing import Any
 from pytest_kvmock.checks import check_integer, is_integer
 from pytest_kvmock.fleet.arrivals import FleetRequest, Turn
 from pytest_kvmock.fleet.engine_state import EngineSize, RequestTooLarge
-from pytest_kvmock.fleet.later_report import Objectives
 from pytest_kvmock.fleet.mock_engine import MockEngine
+from pytest_kvmock.report.rows import Objectives
 from pytest_kvmock.tokens import Prompt
 from pytest_kvmock.traces import TraceRequest
 

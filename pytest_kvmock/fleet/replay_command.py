@@ -79,8 +79,8 @@ def _read_json(path: str) -> Any:
 
 def _write_pages(found: Sweep, path: Path, before: Any) -> None:
     """Write a page for each run, with all others beside it: the first at the path, the others by their numbers after it."""
-    from pytest_kvmock.fleet.fleet_page import beside
     from pytest_kvmock.pages import render, write_page
+    from pytest_kvmock.report.page_data import beside
 
     runs = [(run, run.page) for run in found.runs if run.page is not None]
     parts = [(run.trace, run.backend, run.router) for run, _ in runs]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Generator, Sequence
 from inspect import isawaitable, iscoroutine, iscoroutinefunction, signature
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from pytest_kvmock.fleet.routing_figures import aligned
 from pytest_kvmock.fleet.sent import SentBlocks
 from pytest_kvmock.hygiene.text import event_text
+from pytest_kvmock.report.regret import candidates_table
+from pytest_kvmock.report.rows import BELIEFS
 from pytest_kvmock.router.routing import Candidate
 
 if TYPE_CHECKING:
@@ -21,26 +22,8 @@ HOOKS: Final = (
 )
 """The methods that a router may have beside `pick`."""
 
-BELIEFS: Final[Mapping[str, tuple[str, ...]]] = {
-    "loads": (),
-    "overlap": ("request",),
-    "believed": ("request",),
-    "workers": (),
-}
-"""The methods of a router that say what it believes, and what each is asked with."""
-
-BELIEFS_TEXT: Final = ", ".join(f"{name}({', '.join(arguments)})" for name, arguments in BELIEFS.items())
-""""loads(), overlap(request) ...", for messages."""
-
 Calls: TypeAlias = Generator["Awaitable[Any]", Any, Any]
 """What awaits in an async run, and is run to its end in another."""
-
-
-def candidates_table(candidates: Sequence[Candidate]) -> str:
-    """Return the candidates as a table, for messages."""
-    columns = ("worker", "overlap", "prefill_tokens", "decode_blocks", "new_blocks", "active_requests", "waiting")
-    rows = [columns, *([str(getattr(each, name)) for name in columns] for each in candidates)]
-    return aligned(rows)
 
 
 class RouterError(RuntimeError):
@@ -115,31 +98,6 @@ def believing(router: object) -> dict[str, Any]:
             ) from None
         found[name] = method
     return found
-
-
-class Belief(NamedTuple):
-    """A wrong belief of a router, at the first pick where it was wrong.
-
-    Attributes:
-        rule: "load_drift", "overlap_drift" or "worker_drift".
-        ms: when, in virtual milliseconds.
-        number: the request that was picked for, by the order of arrival.
-        worker: the first worker that it is about.
-        observed: what the router said, and after which hook it parted from what is right.
-        expected: what is right, by what the router was told.
-        follows: whether it may follow from one before it: prefill tokens of a wrong overlap, loads of a worker that it does not know.
-    """
-
-    rule: str
-    ms: float
-    number: int
-    worker: Worker
-    observed: str
-    expected: str
-    follows: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.rule}: {self.observed}; expected {self.expected}"
 
 
 class RouterCalls:
@@ -266,14 +224,14 @@ class RouterCalls:
         return answer
 
     def apply(
-        self, event: RouterEvent, now_ms: float, story: Callable[[], str] = str, *, may_be_refused: bool = False
+        self, event: RouterEvent, now_ms: float, story: Callable[[RouterEvent], str], *, may_be_refused: bool = False
     ) -> Calls:
         """Give the router an event.
 
         Args:
             event: the event.
             now_ms: when, in virtual milliseconds.
-            story: says what became of the block that the event goes on from, for the message.
+            story: says of an event what became of the block that it goes on from, for the message.
             may_be_refused: whether the router may raise, as the reference index does: some engines publish a Stored below a
                 block that they have removed.
 
@@ -286,7 +244,7 @@ class RouterCalls:
                 yield from self._call("apply", hook, None, (), event, now_ms=now_ms)
             except RouterError as error:
                 text = f"{error.problem} at {' '.join(event_text(event).split())}"
-                text += "".join(f"; {each}" for each in (story(), self._gone(event)) if each)
+                text += "".join(f"; {each}" for each in (story(event), self._gone(event)) if each)
                 if not may_be_refused or isinstance(error.__cause__, TimeoutError):
                     raise RouterError(text, now_ms) from error.__cause__
                 self.excused.append(text)

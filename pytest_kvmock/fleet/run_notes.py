@@ -1,4 +1,4 @@
-"""What a run of a fleet notes for its report, as it goes: picks, who was there when, incidents; and with `record` much more.
+"""What a run notes for its report, as it goes: picks, who was there when, incidents; and with `record` much more.
 
 One note a pick and a request, nothing a pass. With `record` an array has a sample a real pass, and the candidates of each pick
 are kept as they truly were: loads by the load book, overlaps by an index that hears every event as it is published.
@@ -9,9 +9,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from pytest_kvmock.fleet.routing_figures import Choice
+from pytest_kvmock.report.rows import Happened, PassSample, Pick, PickRecord, WorkerRow
 from pytest_kvmock.router.routing import Candidate
 
 if TYPE_CHECKING:
@@ -20,84 +20,8 @@ if TYPE_CHECKING:
     from pytest_kvmock.router.routing import RouterRequest, Worker
 
 
-class Pick(NamedTuple):
-    """One choice of the router.
-
-    Attributes:
-        ms: when, in virtual milliseconds.
-        number: the request, by the order of arrival, from 0.
-        worker: who was picked.
-        overlap: blocks of the prompt that the worker held when the request arrived at the router, by the events delivered by then: what
-            Dynamo's router counts and reports, also where the request has waited.
-        best_overlap: the most that any candidate held then.
-        held: blocks of the prompt that the worker held at the pick, by the events delivered: what the router was shown.
-        best_held: the most that any candidate held at the pick.
-        waited_ms: how long the request had waited in the router.
-        attempt: 1, or one more for each time that it was sent anew.
-        believed: blocks of the prompt that the router believed to be there, by its `believed(request)`; None: it does not say.
-    """
-
-    ms: float
-    number: int
-    worker: Worker
-    overlap: int
-    best_overlap: int
-    held: int
-    best_held: int
-    waited_ms: float = 0.0
-    attempt: int = 1
-    believed: int | None = None
-
-    @property
-    def choice(self) -> Choice:
-        """What it gave away, at the pick."""
-        return Choice(self.worker, self.held, self.best_held)
-
-
-class Happened(NamedTuple):
-    """An incident that happened.
-
-    Attributes:
-        ms: when, in virtual milliseconds.
-        kind: "crash", "restart", "leave" or "join".
-        worker: to whom, by the id.
-        lost: how many requests it lost.
-    """
-
-    ms: float
-    kind: str
-    worker: int
-    lost: int = 0
-
-
-class Service(NamedTuple):
-    """What one worker did in a run.
-
-    Attributes:
-        worker: its name.
-        position: its place among the engines, by which `served_by` names it.
-        since_ms: when it came.
-        until_ms: when it crashed, left, or the run ended.
-        passes: forward passes that it ran.
-        prompt_tokens_computed: tokens of prompts that it computed, and with them what it computed again.
-        blocks_evicted: blocks on the device that it published as removed.
-        preemptions: how often it preempted a request.
-        open_requests: its open requests at the picks that it was a candidate of, summed over these.
-        picks: how many picks these were.
-        recomputes_last_token: whether its engine computes the last token of a prompt though it is cached.
-    """
-
-    worker: Worker
-    position: int
-    since_ms: float
-    until_ms: float
-    passes: int
-    prompt_tokens_computed: int
-    blocks_evicted: int
-    preemptions: int
-    open_requests: int
-    picks: int
-    recomputes_last_token: bool
+# Of a row, what an engine counts over all its runs.
+_COUNTED = ("passes", "prompt_tokens_computed", "blocks_evicted", "preemptions")
 
 
 class _Term:
@@ -107,15 +31,11 @@ class _Term:
 
     def __init__(self, engine: MockEngine, since: tuple[float, int]) -> None:
         self.engine = engine
-        self.before = _counters(engine)
+        self.before = engine.row
         self.since = since
         self.until_ms: float | None = None
         self.last_pick: int | None = None  # how many picks there were when it was a candidate no more
         self.open = 0
-
-
-def _counters(engine: MockEngine) -> tuple[int, int, int, int]:
-    return engine.passes, engine.prefill_tokens, engine.worker.removed_blocks, engine.metrics.preemptions
 
 
 class RunNotes:
@@ -178,72 +98,29 @@ class RunNotes:
             elif self.recorder is not None and kind in ("crash", "restart"):
                 self.recorder.caches.remove(each)
 
-    def close(self, now_ms: float) -> list[Service]:
+    def close(self, now_ms: float) -> list[WorkerRow]:
         """End the notes; what each worker did, in the order in which they came."""
         for request in list(self._open):
             self.ended(request)
         found = []
         for position, (worker, term) in enumerate(self._terms.items()):
-            until_ms = now_ms if term.until_ms is None else term.until_ms
-            passes, computed, evicted, preempted = (
-                now - before for now, before in zip(_counters(term.engine), term.before, strict=True)
-            )
-            picks = (len(self.picks) if term.last_pick is None else term.last_pick) - term.since[1]
+            row, before = term.engine.row, term.before
+            did: dict[str, Any] = {name: getattr(row, name) - getattr(before, name) for name in _COUNTED}
             found.append(
-                Service(
-                    worker,
-                    position,
-                    term.since[0],
-                    until_ms,
-                    passes,
-                    computed,
-                    evicted,
-                    preempted,
-                    term.open,
-                    picks,
-                    term.engine.worker.traits.recomputes_last_token,
+                row._replace(
+                    worker=worker,
+                    position=position,
+                    since_ms=term.since[0],
+                    until_ms=now_ms if term.until_ms is None else term.until_ms,
+                    open_requests=term.open,
+                    picks=(len(self.picks) if term.last_pick is None else term.last_pick) - term.since[1],
+                    **did,
                 )
             )
         return found
 
 
 # ---------------------------------------------------------------------------------------------------------- record
-
-
-class PassSample(NamedTuple):
-    """One worker at the end of a real pass; of passes that were run in one go, at the end of the last.
-
-    Attributes:
-        ms: when, in virtual milliseconds.
-        position: the worker, by its place among the engines.
-        running: requests that run.
-        waiting: requests that wait.
-        active_blocks: blocks in use.
-        prompt_tokens_computed: tokens of prompts that its engine has computed by then.
-    """
-
-    ms: float
-    position: int
-    running: int
-    waiting: int
-    active_blocks: int
-    prompt_tokens_computed: int
-
-
-class PickRecord(NamedTuple):
-    """A pick with all that truly was.
-
-    Attributes:
-        request: the request, as it was when it was picked for; `overlaps` are the true ones on its arrival.
-        chosen: who was picked.
-        candidates: the workers, with true overlaps and true loads, whatever the router was shown.
-        shown: the overlaps that the router was shown, in the same order.
-    """
-
-    request: RouterRequest
-    chosen: Worker
-    candidates: tuple[Candidate, ...]
-    shown: tuple[int, ...]
 
 
 # Of a candidate, in its order: what stands before its usage, and `held_blocks`, which is its last.
@@ -316,7 +193,7 @@ class Recorder:
         return len(self._requests)
 
     def pick(self, at: int) -> PickRecord:
-        """Return a pick by its place in `FleetReport.picks`, with the candidates as they truly were."""
+        """Return a pick by its place in `Report.picks`, with the candidates as they truly were."""
         now_ms, attempt, chosen, overlaps = self._at[at]
         request = copy(self._requests[at])
         request.now_ms, request.attempt, request.overlaps, request.status = now_ms, attempt, overlaps, "waiting"

@@ -20,32 +20,25 @@ from pytest_kvmock.fleet.engine_state import EngineStalled
 from pytest_kvmock.fleet.fleet import Fleet
 from pytest_kvmock.fleet.mock_engine import MockEngine
 from pytest_kvmock.fleet.named_routers import MakeRouter, make_router
-from pytest_kvmock.fleet.report_compared import Compared, Comparison, figure_text
-from pytest_kvmock.fleet.router_calls import Belief, RouterError, RouterStalled
-from pytest_kvmock.fleet.routing_figures import aligned
+from pytest_kvmock.fleet.router_calls import RouterError, RouterStalled
 from pytest_kvmock.long_runs import long_run
+from pytest_kvmock.report.comparison import Compared, Comparison
+from pytest_kvmock.report.figures import figure_columns, folded
+from pytest_kvmock.report.rows import Belief
 from pytest_kvmock.traces import MOONCAKE_BLOCK_SIZE, TraceRequest, read_mooncake
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
-    from pytest_kvmock.fleet.fleet_report import FleetReport
+    from pytest_kvmock.report.report import Report
 
 Trace: TypeAlias = "str | os.PathLike[str] | Sequence[TraceRequest]"
 """A file in the Mooncake format, or requests."""
 
-_COLUMNS: Final = {
-    "hit_ratio": "hit",
-    "of_ideal": "of ideal",
-    "of_best": "of best",
-    "ttft_p50": "ttft p50",
-    "ttft_p95": "ttft p95",
-    "itl_p95": "itl p95",
-    "e2e_p95": "e2e p95",
-    "goodput": "goodput",
-    "balance_requests": "max : mean",
-    "preemptions": "preempted",
-}
+_COLUMNS: Final = (
+    *("hit_ratio", "of_ideal", "of_best", "ttft_p50", "ttft_p95", "itl_p95", "e2e_p95", "goodput", "balance_requests"),
+    "preemptions",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +120,10 @@ class SweepRun:
         trace: name of the trace.
         backend: of the engines.
         router: name of the router.
-        report: what `FleetReport.to_json()` returned; None: it failed.
+        report: what `Report.to_json()` returned; None: it failed.
         text: the report, as it is printed; "" where it failed.
         error: why it failed, in one line; "" where it did not.
-        page: the data of its page (`FleetReport.page_data`); None where none is wanted.
+        page: the data of its page (`Report.page_data`); None where none is wanted.
     """
 
     trace: str
@@ -148,11 +141,11 @@ class SweepRun:
 
     @property
     def drifts(self) -> list[Belief]:
-        """What the router believed wrongly, the first of each kind; see `FleetReport.beliefs`."""
+        """What the router believed wrongly, the first of each kind; see `Report.beliefs`."""
         return [] if self.report is None else [Belief(**row) for row in self.report["fleet"]["beliefs"] or ()]
 
     def figure(self, name: str) -> float | None:
-        """Return one figure of all workers together (see `FleetReport`); None: there is none.
+        """Return one figure of all workers together (see `Report`); None: there is none.
 
         Raises:
             ValueError: no figure has this name.
@@ -191,17 +184,12 @@ class Sweep:
 
     def __str__(self) -> str:
         good = [run for run in self.runs if run.report is not None]
-        rows = [Compared.of(run.report).figures() for run in good]
-        columns = [name for name in _COLUMNS if any(row.get(name) is not None for row in rows)]
-        lines = [["trace", "backend", "router", *(_COLUMNS[name] for name in columns)]]
-        for run, row in zip(good, rows, strict=True):
-            lines.append([run.trace, run.backend, run.router, *(figure_text(row.get(name)) for name in columns)])
         drifted = self.drifted
+        named = [[what, *(getattr(run, what) for run in good)] for what in ("trace", "backend", "router")]
         if drifted:
-            lines[0].append("drift")
-            for run, line in zip(good, lines[1:], strict=True):
-                line.append(", ".join(each.rule for each in run.drifts) or "-")
-        parts = [aligned(lines)] if good else []
+            named.append(["drift", *(", ".join(each.rule for each in run.drifts) or "-" for run in good)])
+        columns = figure_columns([Compared.of(run.report).figures() for run in good], _COLUMNS)
+        parts = [folded(named, columns)] if good else []
         parts += [f"{run.name}: {each}" for run in drifted for each in run.drifts]
         return "\n".join([*parts, *(f"{run.name}: {run.error}" for run in self.errors)])
 
@@ -294,7 +282,7 @@ def run_case(case: SweepCase, watch: Callable[[Fleet], None] | None = None) -> S
             fleet = case.fleet()
             if watch is not None:
                 watch(fleet)
-            report: FleetReport = fleet.run(case.requests(), name=case.trace[0])
+            report: Report = fleet.run(case.requests(), name=case.trace[0])
         except (RouterError, RouterStalled, EngineStalled, OutOfBlocks, ValueError, TypeError, OSError) as error:
             return SweepRun(*names, error=_one_line(error))
         return SweepRun(*names, report.to_json(), str(report), page=report.page_data() if case.settings.pages else None)

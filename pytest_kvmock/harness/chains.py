@@ -76,7 +76,7 @@ class Chains:
             removed = set(data.block_hashes)
             touched = [b for b in data.block_hashes if stream.was_stored(b) and stream.parent(b) not in removed]
         else:
-            touched = list(stream.emptied)
+            touched = [block for block in stream.emptied if stream.was_stored(block)]  # a prompt's tail is on no chain
         chain = None
         for block in touched:
             chain = self._through(stream, block)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.backends import BackendSpec
     from pytest_kvmock.engine.scheduler import ForwardPass
     from pytest_kvmock.engine.worker import KvWorker
-    from pytest_kvmock.fleet.report import EngineReport
+    from pytest_kvmock.report.report import Report
     from pytest_kvmock.tokens import Prompt
 
 
@@ -57,7 +57,7 @@ class HarnessEngine(MockEngine):
         self._check_driver("step")
         return super().step()
 
-    def run(self, until_ms: float | None = None) -> EngineReport:
+    def run(self, until_ms: float | None = None) -> Report:
         """As `MockEngine.run`.
 
         Raises:

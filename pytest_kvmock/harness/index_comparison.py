@@ -355,8 +355,9 @@ class IndexComparison:
         if too_many and (what := self._never_stored((worker, rank), shortest)):
             on = f"for {what}"
         stream = self._ledger.streams.get((worker, rank))
-        if stream is not None and stream.groups and (what := misread(stream, block, too_many=too_many)):
-            on += f"; {what}"
+        if stream is not None and stream.groups:
+            first = block if too_many or shortest.negative else shortest.blocks[got]
+            on += misread(stream, first, too_many=too_many)
         if queued is not None and queued.key == (worker, rank) and self._left_a_copy(queued.event, block):
             on += "; this Removed took one copy of it, and the engine has another"
         on_device = tier is StorageTier.DEVICE

@@ -100,6 +100,7 @@ class Judge:
     ) -> None:
         self.log = log
         self.ledger = Ledger(journal)
+        log.group_of_blocks = self.ledger.attention_group
         self.reference = RadixIndex(semantics=semantics)
         self.under_test = None if index is None else IndexUnderTest.of(index)
         self.book: Book | None = None
@@ -256,6 +257,27 @@ class Judge:
             self._compare_at(QueuedEvent(event, position, problems, refused), self._comparison)
         if book is not None:
             book.received(delivery)
+
+    def takes_row(self) -> bool:
+        """Whether `received_row` may be called: nobody looks at events one by one."""
+        return self.book is None and self._comparison is None and not self.pending_recoveries and not self._unpublished
+
+    def received_row(self, events: Sequence[RouterEvent]) -> None:
+        """Receive events of one worker and rank, each a Removed of one block, of which nearly all are as they should be."""
+        while events:
+            plain = events[: self.ledger.take_leaves(events)]
+            self.log.extend(plain)
+            for event in plain:
+                refused = False
+                try:
+                    self.reference.apply(event)
+                except KvEventError:  # as in `received`
+                    refused = True
+                self._last = event, self.log.total - 1, [], refused
+            events = events[len(plain) :]
+            if events:
+                self.received(Delivery(events[0]))
+                events = events[1:]
 
     def watched(self, event: RouterEvent) -> None:
         """Judge an event that is not published, by the rules of the ledger alone: no index is given it."""

@@ -127,12 +127,7 @@ class Publisher:
     def publish(self, event: RouterEvent) -> None:
         """Publish an event of a worker."""
         with self.lock:
-            inner = event.event
-            key = (event.worker_id, inner.dp_rank)
-            due = self.next_ids.get(key)
-            if inner.event_id > (due or 0):
-                self._judge.ledger.take(Skipped(key, due, inner.event_id))
-            self.next_ids[key] = inner.event_id + 1
+            self._note_id(event)
             if self._recovery is not None:
                 self._recovery.keep(event)
             if self._before and not self._publish_to(self._before, event, missed=True):
@@ -153,6 +148,26 @@ class Publisher:
                     return
             if self._after:
                 self._publish_to(self._after, event, missed=False)
+
+    def takes_row(self) -> bool:
+        """Whether events may be published in a row: nothing is between workers and judge, and he hears them alone."""
+        is_plain = self._injector is None and self._recovery is None and self.transport is None and self.gate is None
+        return is_plain and not self._before and not self._after and self._judge.takes_row()
+
+    def publish_row(self, events: Sequence[RouterEvent]) -> None:
+        """Publish events of one worker and rank, with ids that follow on each other, at once; see `takes_row`."""
+        with self.lock:
+            self._note_id(events[0])
+            self.next_ids[events[0].key] = events[-1].event_id + 1
+            self._judge.received_row(events)
+
+    def _note_id(self, event: RouterEvent) -> None:
+        """Note the id of an event that is published."""
+        key = event.worker_id, event.event.dp_rank
+        due, event_id = self.next_ids.get(key), event.event.event_id
+        if event_id > (due or 0):
+            self._judge.ledger.take(Skipped(key, due, event_id))
+        self.next_ids[key] = event_id + 1
 
     def deliver(self, delivery: Delivery) -> None:
         """Deliver to the judge what arrives, at once or when it is due."""

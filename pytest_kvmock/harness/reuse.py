@@ -6,10 +6,10 @@ less, but not less than the engine would reuse.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
-from pytest_kvmock.events import Removed, SparseStored, Stored, StreamKey
+from pytest_kvmock.events import Removed, SparseStored, Stored, StreamKey, block_text
 from pytest_kvmock.harness.chains import QueriedChain
 from pytest_kvmock.hygiene.stream import Stream
 from pytest_kvmock.prompt_keys import FULL_ATTENTION, EventExtra, group_kind, hash_options
@@ -121,31 +121,51 @@ def misread(stream: Stream, block: int, *, too_many: bool) -> str:
         too_many: whether it is counted and must not be; else it is not counted and must be.
 
     Returns:
-        In words, to go on with after a semicolon; empty where they show nothing.
+        In words, after a semicolon; empty where they show nothing.
     """
+    clues = _of_counted(stream, block) if too_many else _of_not_counted(stream, block)
+    return next((f"; {clue}" for clue in clues), "")
+
+
+def _of_counted(stream: Stream, block: int) -> Iterator[str]:
+    """What may have led an index to count a block that is not held, the likeliest first."""
     main = "no group" if stream.group_idx is None else _called(stream)
-    if too_many:
+    for part in stream.groups.values():
+        if block in part.device:
+            stored = part.events[part.stored_at[block]].event.event_id
+            yield f"{_called(part)} has it by event {stored}, and that is no block of {main}, the attention group"
+    parents = {None, *stream.chain(block)} if stream.was_stored(block) else {None}
+    for event in reversed(stream.events):
+        data = event.event.data
+        if isinstance(data, Stored) and stream.tails.intersection(data.block_hashes) and data.parent_hash in parents:
+            yield f"event {event.event.event_id} of {main} names a part of a block, a prompt's tail, which is none"
+    for part in stream.groups.values():
+        for event in reversed(part.events):
+            data = event.event.data
+            if isinstance(data, SparseStored) and block not in data.block_hashes and data.parent_hash in parents:
+                yield f"event {event.event.event_id} of {_called(part)} has a span and names {_named(data)} of it"
+
+
+def _of_not_counted(stream: Stream, block: int) -> Iterator[str]:
+    """What may have led an index to count no more, as of a block that is held, the likeliest first."""
+    main = "no group" if stream.group_idx is None else _called(stream)
+    parent = stream.parent(block) if stream.was_stored(block) else None
+    for each, it in ((block, "it"), (parent, "its parent")):
         for part in stream.groups.values():
-            if block in part.device:
-                stored = part.events[part.stored_at[block]].event.event_id
-                return f"{_called(part)} has it by event {stored}, and that is no block of {main}, the attention group"
-        parents = {None, *stream.chain(block)} if stream.was_stored(block) else {None}
-        for part in stream.groups.values():
-            for event in reversed(part.events):
-                data = event.event.data
-                if isinstance(data, SparseStored) and block not in data.block_hashes and data.parent_hash in parents:
-                    return f"event {event.event.event_id} of {_called(part)} has a span and names {_named(data)} of it"
-        return ""
-    removed = [(part.removed_at[block], part) for part in stream.groups.values() if block in part.removed_at]
-    for place, part in removed:
-        inner = part.events[place].event
-        if isinstance(inner.data, Removed) and block not in part.device:
-            took = f"event {inner.event_id} removed it from {_called(part)} alone"
-            return f"{took}, and {main}, the attention group, has it"
+            if each in part.removed_at and each not in part.device and each in stream.device:
+                inner = part.events[part.removed_at[each]].event
+                if isinstance(inner.data, Removed):
+                    took = f"event {inner.event_id} removed {it} from {_called(part)} alone"
+                    yield f"{took}, and {main}, the attention group, has it"
+    for part in stream.groups.values():
+        for event in reversed(part.events):
+            data = event.event.data
+            if isinstance(data, SparseStored) and parent in data.block_hashes[:-1]:
+                names = f"names {_named(data)} of it, its parent {block_text(parent)} among them"
+                yield f"event {event.event.event_id} of {_called(part)} has a span and {names}; these need not be its first"
     for part in stream.groups.values():
         if block not in part.device:
-            return f"{_called(part)} does not have it, which takes nothing from {main}, the attention group"
-    return ""
+            yield f"{_called(part)} does not have it, which takes nothing from {main}, the attention group"
 
 
 def _named(data: SparseStored) -> str:

@@ -73,11 +73,14 @@ class DynamoChain:
     @staticmethod
     def expected(
         data: Stored,
-        token_ids: BlockTokens | None,  # noqa: ARG004 - the signature of Chain
-        block_size: int | None,  # noqa: ARG004 - likewise
-        extra: EventExtra | None = None,  # noqa: ARG004 - local hashes have it in them
+        token_ids: BlockTokens | None,
+        block_size: int | None,
+        extra: EventExtra | None = None,
     ) -> Sequence[int]:
         """As `Chain.expected`."""
+        own = own_blocks(data, token_ids, block_size, extra)
+        if own is not None and own.hasher is None:
+            return own.names
         parent = data.parent_hash
         return sequence_hashes(data.tokens_hashes, parent=None if parent is None else parent & _U64)
 
@@ -117,6 +120,8 @@ class FoundChain:
         would be right under another parent.
         """
         blocks, parent = data.block_hashes, data.parent_hash
+        if not data.tokens_hashes:  # of a span some blocks were kept; their names alone are known
+            return False
         if parent is None or parent >= 0:
             rights = sequence_hashes(data.tokens_hashes, parent=parent)
             if tuple(rights) == blocks:  # nearly every Stored of a chain
@@ -153,6 +158,8 @@ class FoundChain:
             data: a Stored that does not show it by itself.
             resident: the blocks that the engine holds.
         """
+        if not data.tokens_hashes:
+            return False
         parent = data.parent_hash
         rights = sequence_hashes(data.tokens_hashes, parent=None if parent is None else parent & _U64)
         is_shown = any(

@@ -158,6 +158,30 @@ class Ledger:
                 self.journal.note(problems)
         return problems
 
+    def take_leaves(self, events: Sequence[RouterEvent]) -> int:
+        """Take events of one stream as they come, as long as each needs no judging; return how many those are.
+
+        They are Removed of the device of one block each, with ids that follow on each other; vLLM's stream has hardly any
+        others. One needs no judging where its id is due, and it names a block that is held without a child.
+        """
+        first = events[0]
+        stream = self.streams.get(first.key)
+        if stream is None or stream.groups or not stream.is_plain or stream.next_id not in (None, first.event_id):
+            return 0
+        count = 0
+        for event in events:
+            if not stream.drop_leaf(event.event.data.block_hashes[0]):  # type: ignore[union-attr]  # they are Removed
+                break
+            count += 1
+        if count:
+            taken = events[:count]
+            stream.events += taken
+            stream.last, stream.next_id = taken[-1], taken[-1].event_id + 1
+            self.position += count
+            if self.journal is not None:
+                self.journal += taken
+        return count
+
     def _take(self, entry: entries.Entry, arm: Callable[[Any, Any], _Answer]) -> list[Problem]:
         found, is_kept = arm(self, entry)
         for problem in found:
@@ -241,11 +265,18 @@ class Ledger:
                 desync.resynced.add(parent)
         return before + problems if before else problems
 
+    def attention_group(self, key: StreamKey) -> int | None:
+        """The number of a worker's and rank's attention group, -1 where it is not known; None: it has one cache."""
+        stream = self.streams.get(key)
+        if stream is None or not stream.groups:
+            return None
+        return -1 if stream.group_idx is None else stream.group_idx
+
     def _wrong_hash(self, stream: Stream, event: RouterEvent, data: Stored, before: Sequence[Problem]) -> list[Problem]:
         """The wrong_hash of a Stored, if it has one; it follows from a wrong parent among the problems `before`."""
-        if event.storage_tier is not StorageTier.DEVICE and _hides_keys(event):
+        if not event.chained and _hides_keys(event):
             flaw = stream.unlike_before(event, data)
-        else:
+        else:  # also of a sink whose blocks were found to be a chain later on
             flaw = wrong_hash(event, data, stream.spec.block_size, stream.hash_chain, stream.parents_of)
         if flaw is None:
             return []
@@ -304,13 +335,9 @@ class Ledger:
         hashes, tier = data.block_hashes, event.storage_tier
         on_device = tier is StorageTier.DEVICE
         held = stream.device if on_device else stream.held(tier)
-        if len(hashes) == 1 and on_device and stream.is_plain:
-            # vLLM's stream is these: one block a Removed, and nothing to look up for it but the block and its child.
-            child = held.get(hashes[0])
-            if child is not None and (child == LAST or (child < LAST and child not in held)):
-                del held[hashes[0]]
-                stream.events.append(event)
-                return []
+        if len(hashes) == 1 and on_device and stream.is_plain and stream.drop_leaf(hashes[0]):
+            stream.events.append(event)
+            return []
         after = stream.remove(tier, held, hashes)
         first = after[0] if after else LAST
         # Tail first, as all engines do it, each block is the child of the next: one comparison for all of them.
@@ -501,8 +528,10 @@ class Ledger:
         filters so before its indexer: dynamo #8012.)
         """
         data = event.event.data
+        if not isinstance(data, Removed):
+            return event
         stream = self.streams.get((event.worker_id, event.event.dp_rank))
-        if stream is None or stream.spec.residency == "unique" or not isinstance(data, Removed):
+        if stream is None or stream.spec.residency == "unique":
             return event
         held = stream.part(group_of(event.extra)).held(event.storage_tier)
         blocks = data.block_hashes

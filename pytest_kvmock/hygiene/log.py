@@ -1,9 +1,13 @@
-"""The event log of a test: every event with its verdict, and the errors that the test expects."""
+"""The event log of a test: every event with its verdict, and the errors that the test expects.
+
+One subject: what a test reads of its events.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from pytest_kvmock.checks import check_integer
@@ -14,6 +18,7 @@ from pytest_kvmock.hygiene.problem import EventRulesBroken, Problem
 from pytest_kvmock.hygiene.report import expectation_text, problems_text
 from pytest_kvmock.hygiene.rules import RULES, check_rule
 from pytest_kvmock.hygiene.text import worker_text
+from pytest_kvmock.prompt_keys import group_of
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -64,7 +69,7 @@ class EventLog:
     """Every event that arrived, in order, with what was wrong with it.
 
     Iterating gives `LogEntry` objects. `stored`, `removed` and `cleared` are events, `stored_blocks` and
-    `removed_blocks` their blocks in order.
+    `removed_blocks` their blocks in order, of a hybrid model those of its attention group.
 
     Args:
         flush: compares everything that can be compared.
@@ -76,6 +81,7 @@ class EventLog:
         within: those of the `with` blocks that are open, outermost first.
         warnings_fail: a warning fails the test, too, so `check` raises for it.
         waive: returns whether a problem that would fail the test is waived; None: none is.
+        group_of_blocks: returns the number of the attention group of a worker and rank; None: it has one cache.
         total: how many events arrived, those that were taken or cleared too.
         notes: workers that were removed or began anew, and batches of a wire that are missing, in order; they count as no
             events.
@@ -93,13 +99,15 @@ class EventLog:
         self.within: list[Expectation] = []
         self.waive: Callable[[Problem], bool] | None = None
         self.warnings_fail = False
+        self.group_of_blocks: Callable[[StreamKey], int | None] = lambda _: None
         self.total = 0
         self.notes: list[WorkerNote] = []
         self._anew: dict[StreamKey, list[tuple[int, str]]] = {}  # the first positions after ids began anew, and why
         self._missing: tuple[WorkerNote, int] | None = (
             None  # the last note of missing batches, and of how many gaps it is
         )
-        self._counts: Counter[tuple[int, int, type[EventData]]] = Counter()  # events by worker, rank and kind
+        self._counts: Counter[tuple[int, int, type[EventData]]] = Counter()  # see `_count`
+        self._counted = 0  # so many lines are in it
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -120,9 +128,20 @@ class EventLog:
         position = self.total
         self.total += 1
         self._lines.append(event)
-        inner = event.event
-        self._counts[event.worker_id, inner.dp_rank, type(inner.data)] += 1
         return position
+
+    def extend(self, events: Sequence[RouterEvent]) -> None:
+        """Add events that arrived, in order."""
+        self.total += len(events)
+        self._lines += events
+
+    def _count(self) -> Mapping[tuple[int, int, type[EventData]], int]:
+        """How many events arrived, by worker, rank and kind; events are counted when somebody asks, or they go."""
+        for line in islice(self._lines, self._counted, None):
+            event: RouterEvent = line.event if type(line) is LogEntry else line
+            self._counts[event.worker_id, event.event.dp_rank, type(event.event.data)] += 1
+        self._counted = len(self._lines)
+        return self._counts
 
     @property
     def _entries(self) -> list[LogEntry]:
@@ -236,13 +255,23 @@ class EventLog:
 
     @property
     def stored_blocks(self) -> list[int]:
-        """Block hashes over all Stored, in order."""
-        return _blocks(self.stored)
+        """Block hashes over all Stored, in order; of a hybrid model those of its attention group, as a worker's `resident()`."""
+        return self._blocks(Stored)
 
     @property
     def removed_blocks(self) -> list[int]:
-        """Block hashes over all Removed, in order."""
-        return _blocks(self.removed)
+        """Block hashes over all Removed, in order; of a hybrid model those of its attention group."""
+        return self._blocks(Removed)
+
+    def _blocks(self, kind: type[Stored | Removed]) -> list[int]:
+        found: list[int] = []
+        for event in (entry.event for entry in self._entries):
+            data = event.event.data
+            if isinstance(data, kind):
+                group = self.group_of_blocks((event.worker_id, event.event.dp_rank))
+                if group is None or group == group_of(event.extra):
+                    found += data.block_hashes
+        return found
 
     @property
     def errors(self) -> list[Problem]:
@@ -257,7 +286,7 @@ class EventLog:
     @property
     def counts(self) -> EventCounts:
         """How many events of each kind were valid, or not, and how many warnings came."""
-        return EventCounts(self._counts, self.problems)
+        return EventCounts(self._count(), self.problems)
 
     def for_worker(self, worker_id: int, dp_rank: int | None = None) -> EventLog:
         """The part of the log that is about one worker, or about one rank of it."""
@@ -267,14 +296,15 @@ class EventLog:
 
         part = EventLog(self._flush, allow=self._allow)
         part.waive, part.warnings_fail = self.waive, self.warnings_fail
+        part.group_of_blocks = self.group_of_blocks
         part._lines = [e for e in self._entries if asked_for(e.event.worker_id, e.event.event.dp_rank)]
         part._made = len(part._lines)
         part.problems = [p for p in self.problems if asked_for(p.worker_id, p.dp_rank)]
         part.notes = [
             n for n in self.notes if n.worker_id == worker_id and (None in (dp_rank, n.dp_rank) or n.dp_rank == dp_rank)
         ]
-        part._counts.update({key: count for key, count in self._counts.items() if asked_for(key[0], key[1])})
-        part.total = part._counts.total()
+        part._counts.update({key: count for key, count in self._count().items() if asked_for(key[0], key[1])})
+        part._counted, part.total = len(part._lines), part._counts.total()
         return part
 
     def take(self) -> list[RouterEvent]:
@@ -285,15 +315,17 @@ class EventLog:
 
     def keep_last(self, events: int) -> None:
         """Clear all events from the log but so many."""
+        self._count()
         gone = max(0, len(self._lines) - events)
         del self._lines[:gone]
-        self._made, self._first = max(0, self._made - gone), self._first + gone
+        self._made, self._first, self._counted = max(0, self._made - gone), self._first + gone, self._counted - gone
         self.notes = [note for note in self.notes if note.at >= self._first]
 
     def clear(self) -> None:
         """Clear the events from the log; their problems stay on record, and the ledger keeps what workers hold."""
+        self._count()
         self._lines.clear()
-        self._made, self._first = 0, self.total
+        self._made, self._first, self._counted = 0, self.total, 0
         self.notes.clear()
 
     # ------------------------------------------------------------------------------------------------ judging
@@ -372,7 +404,3 @@ class EventLog:
 def _name(event: RouterEvent) -> tuple[int, int, int]:
     """Worker, rank and event id."""
     return event.worker_id, event.event.dp_rank, event.event.event_id
-
-
-def _blocks(events: list[KvCacheEvent]) -> list[int]:
-    return [block for event in events for block in event.data.block_hashes]  # type: ignore[union-attr]  # a Cleared is in neither list

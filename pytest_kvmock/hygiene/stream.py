@@ -162,10 +162,9 @@ class Stream(History):
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing is known of it but what it holds: no copies, no fault, and nothing that the next event may undo."""
+        """Whether nothing is known of it but what it holds: no fault, and nothing that the next event may undo."""
         return not (
-            self.copies
-            or self.unpublished
+            self.unpublished
             or self.restored
             or self.removed_but_resident
             or self.drifted
@@ -279,6 +278,17 @@ class Stream(History):
             held[parent] = FORK
             self.unmarked.discard(parent)
 
+    def drop_leaf(self, block: int) -> bool:
+        """Remove a block from the device, if one copy of it is held there and no child of it; return whether it was."""
+        held = self.device
+        child = held.get(block)
+        if child is None or not (child == LAST or (child < LAST and child not in held)):
+            return False
+        if self.copies and block in self.copies.get(StorageTier.DEVICE, ()):
+            return False
+        del held[block]
+        return True
+
     def remove(self, tier: StorageTier, held: dict[int, int], blocks: tuple[int, ...]) -> tuple[int | None, ...]:
         """Remove blocks from a tier, or one copy of each; return what `held` had of each: None if it was not there."""
         if self.second_names and tier is StorageTier.DEVICE:
@@ -302,7 +312,7 @@ class Stream(History):
             child: what `device` had of it.
         """
         held = self.device
-        if block in held:
+        if block in held or (block not in self.forks and child not in held):
             return []
         children = self.forks.pop(block, set())
         self.unmarked.discard(block)

@@ -11,20 +11,33 @@ const PREEMPTED = ["preempted", 1];
 const state = { worker: "", session: "", outcome: "", row: null };
 let END = 1;
 for (let row = 0; row < COUNT; row++) END = Math.max(END, ends(row));
-let START = COUNT ? REQ.arrival_ms.reduce((a, b) => Math.min(a, b)) : 0;
+const START = COUNT ? REQ.arrival_ms.reduce((a, b) => Math.min(a, b)) : 0;
+// Axes of time go to the last arrival: one long answer would make everything before it narrow. The timeline goes on to the end.
+const LAST = COUNT ? Math.max(START + 1, REQ.arrival_ms.reduce((a, b) => Math.max(a, b))) : 1;
 
 // ---------------------------------------------------------------------------------------------------- findings
 
-const LABELS = {
-  requests: "requests", completed: "completed", hit_ratio: "hit ratio", of_best: "of best", overlap_regret: "overlap regret", promised_not_found: "not found", believed_not_found: "believed, not found",
-  prompt_tokens_computed: "tokens computed", blocks_evicted: "blocks evicted", preemptions: "preempted", router_wait_ms: "router wait ms",
-  engine_wait_ms: "engine wait ms", ttft_p50: "TTFT p50 ms", ttft_p95: "TTFT p95 ms", tpot_p50: "TPOT p50 ms", e2e_p95: "e2e p95 ms", goodput: "goodput",
-};
 const workers = DATA.figures.slice(1), all = DATA.figures[0];
 
 function greatest(name) {
   const rows = workers.filter((row) => row[name] !== null && row[name] !== undefined);
   return rows.length ? rows.reduce((a, b) => (b[name] > a[name] ? b : a)) : null;
+}
+
+// When a worker had most work beyond the mean of all: of stretches of an eighth of the time the one with most tokens computed.
+function hottest(name) {
+  const of = DATA.workers.indexOf(name), beyond = Array(PARTS).fill(0), wide = PARTS / 8;
+  for (let row = 0; row < COUNT; row++) {
+    if (at("engine_ms", row) === null) continue;
+    beyond[partOf(at("arrival_ms", row))] += (at("prompt_tokens", row) - at("cached_tokens", row)) * ((at("worker", row) === of) - 1 / DATA.workers.length);
+  }
+  let best = 0, most = -Infinity;
+  for (let part = 0; part + wide <= PARTS; part++) {
+    const sum = beyond.slice(part, part + wide).reduce((a, b) => a + b, 0);
+    if (sum > most) [best, most] = [part, sum];
+  }
+  const ms = (part) => START + part / PARTS * (LAST - START);
+  return `, most of it beyond the others' from ${seconds(ms(best))} to ${seconds(ms(best + wide))}`;
 }
 
 function findings() {
@@ -33,7 +46,7 @@ function findings() {
     const hot = DATA.most_work, slow = greatest("ttft_p95"), wait = greatest("engine_wait_ms");
     if (hot) {
       const much = `worker ${hot.worker}, ${number(hot.times)} times the mean of the prompt tokens computed, ${number(workers.find((row) => row.worker === hot.worker).requests)} of ${number(all.requests)} requests`;
-      items.push(hot.is_even ? `The work is balanced: most has ${much}.` : `Most work: ${much}.`);
+      items.push(hot.is_even ? `The work is balanced: most has ${much}.` : `Most work: ${much}${hottest(hot.worker)}.`);
     }
     if (wait && wait.engine_wait_ms) items.push(`Longest waits in the engine: worker ${wait.worker}, ${number(wait.engine_wait_ms)} ms on the mean.`);
     if (slow) items.push(`Slowest first tokens: worker ${slow.worker}, TTFT p95 ${number(slow.ttft_p95)} ms (all: ${number(all.ttft_p95)} ms).`);
@@ -53,24 +66,26 @@ function findings() {
 }
 
 function figures() {
-  const columns = Object.keys(LABELS).filter((name) => DATA.figures.some((row) => row[name] !== null && row[name] !== undefined));
+  const titles = Object.fromEntries(DATA.columns);
+  const columns = Object.keys(titles).filter((name) => DATA.figures.some((row) => row[name] !== null && row[name] !== undefined));
   const most = Object.fromEntries(columns.map((name) => [name, workers.length > 1 ? greatest(name) : null]));
   const rows = DATA.figures.map((row) => ({
     cells: [row.worker === "all" ? "all" : `worker ${row.worker}`, ...columns.map((name) => number(row[name]))],
     most: new Set(columns.flatMap((name, i) => (most[name] === row && most[name][name] > 0 ? [i + 1] : []))),
   }));
   return el("section", {}, el("h2", {}, "Figures"), el("p", { class: "soft" }, "The greatest of the workers is marked in each column. Times are virtual."),
-    table(["worker", ...columns.map((name) => LABELS[name])], rows, { label: "figures by worker" }));
+    table(["worker", ...columns.map((name) => titles[name])], rows, { label: "figures by worker" }));
 }
 
 // --------------------------------------------------------------------------------------------------- over time
 
 const shownWorker = () => (state.worker === "" ? null : Number(state.worker));
 const marks = () => DATA.marks;
-const rangeX = () => [START, END];
+const rangeX = () => [START, LAST];
 
 const PARTS = 120;
-const partOf = (ms) => Math.max(0, Math.min(PARTS - 1, Math.floor((ms - START) / (END - START || 1) * PARTS)));
+const partOf = (ms) => Math.max(0, Math.min(PARTS - 1, Math.floor((ms - START) / (LAST - START) * PARTS)));
+const middleOf = (part) => START + (part + 0.5) / PARTS * (LAST - START);
 
 // Share of the prompts' tokens that was found cached, by stretches of time.
 function hitRatios() {
@@ -89,10 +104,10 @@ function greatestOf(name) {
   return DATA.samples.map((of, worker) => {
     const [since, until] = DATA.there[worker].map(partOf);
     const cells = Array(PARTS).fill(null);
-    of.ms.forEach((ms, i) => { const part = partOf(ms); cells[part] = Math.max(cells[part] || 0, of[name][i]); });
+    of.ms.forEach((ms, i) => { if (ms <= LAST) cells[partOf(ms)] = Math.max(cells[partOf(ms)] || 0, of[name][i]); });
     let seen = null;
     for (let part = 0, i = 0; part < PARTS; part++) {
-      while (i < of.ms.length && partOf(of.ms[i]) <= part) seen = of[name][i++];
+      while (i < of.ms.length && of.ms[i] <= LAST && partOf(of.ms[i]) <= part) seen = of[name][i++];
       if (cells[part] === null) cells[part] = seen;
       if (part < since || part > until) cells[part] = null;
     }
@@ -103,13 +118,12 @@ function greatestOf(name) {
 // Bands show who is busy when; lines show how much. Both have the same values.
 function overTimeChart(title, values, y, most) {
   const faint = (worker) => shownWorker() !== null && shownWorker() !== worker;
-  const strips = bands({ title, marks, x0: START, x1: END, y, most, rows: () => DATA.workers.map((name, worker) => ({ name, cells: values[worker], faint: faint(worker) })) });
-  const x = (part) => START + (part + 0.5) / PARTS * (END - START);
+  const strips = bands({ title, marks, x0: START, x1: LAST, y, most, rows: () => DATA.workers.map((name, worker) => ({ name, cells: values[worker], faint: faint(worker) })) });
   const lines = chart({
     title, rangeX, marks, y, maxY: most,
     series: () => DATA.workers.map((name, worker) => ({
       name, at: worker, faint: faint(worker), strong: shownWorker() === worker,
-      points: values[worker].flatMap((value, part) => (value === null ? [] : [[x(part), value]])),
+      points: values[worker].flatMap((value, part) => (value === null ? [] : [[middleOf(part), value]])),
     })),
   });
   strips.classList.add("as-bands");
@@ -117,11 +131,41 @@ function overTimeChart(title, values, y, most) {
   return el("div", {}, strips, lines);
 }
 
+// Arrivals, output tokens and the router's queue of the whole fleet, by stretches of time. Of a thinned timeline each request stands for several.
+function wholeOverTime() {
+  const each = COUNT ? (all.requests || COUNT) / COUNT : 1, seconds = (LAST - START) / PARTS / 1000;
+  const arrivals = Array(PARTS).fill(0), tokens = Array(PARTS).fill(0), queue = Array(PARTS).fill(0), steps = [];
+  for (let row = 0; row < COUNT; row++) {
+    const came = at("arrival_ms", row), first = ttft(row);
+    arrivals[partOf(came)] += each / seconds;
+    steps.push([came, each], [came + (at("router_ms", row) || 0), -each]);
+    if (first === null) continue;
+    // Tokens come evenly from the first to the last.
+    const from = came + first, until = from + (at("decode_ms", row) || 0), rate = each * at("output_tokens", row) / seconds;
+    if (from > LAST) continue;
+    for (let part = partOf(from); part <= partOf(until); part++) {
+      const low = Math.max(from, START + part * seconds * 1000), high = Math.min(until, START + (part + 1) * seconds * 1000);
+      tokens[part] += until > from ? rate * Math.max(0, high - low) / (until - from) : rate;
+    }
+  }
+  steps.sort((a, b) => a[0] - b[0] || a[1] - b[1]);
+  let waiting = 0, next = 0;
+  for (let part = 0; part < PARTS; part++) {
+    queue[part] = waiting;
+    for (; next < steps.length && (partOf(steps[next][0]) <= part && steps[next][0] <= LAST); next++) {
+      waiting += steps[next][1];
+      if (next + 1 === steps.length || steps[next + 1][0] > steps[next][0]) queue[part] = Math.max(queue[part], waiting);
+    }
+  }
+  const line = (title, values) => chart({ title, rangeX, marks, series: () => [{ name: title, at: 0, points: values.map((value, part) => [middleOf(part), value]) }] });
+  return [line("Arrivals, requests/s", arrivals), line("Throughput, output tokens/s", tokens), line("Requests in the router's queue", queue.map(Math.round))];
+}
+
 function overTime() {
   const section = el("section", { class: "over-time bands" }, el("h2", {}, "Over time"));
   if (!COUNT) return section;
   const percent = (share) => `${Math.round(share * 100)} %`;
-  const grid = el("div", { class: "grid" }, overTimeChart("Hit ratio", hitRatios(), percent, 1));
+  const grid = el("div", { class: "grid" }, ...wholeOverTime(), overTimeChart("Hit ratio", hitRatios(), percent, 1));
   if (DATA.samples) {
     for (const [name, title] of [["active_blocks", "Blocks in use"], ["waiting", "Requests in the engine's queue"], ["running", "Running requests"]]) {
       grid.append(overTimeChart(title, greatestOf(name), number));
@@ -136,7 +180,7 @@ function overTime() {
     redraws.forEach((draw) => draw());
   });
   section.append(
-    el("div", { class: "controls" }, toggle, el("span", { class: "soft" }, `A row a worker, in ${PARTS} stretches of time; of each the greatest value, and the share of tokens for the hit ratio.`)),
+    el("div", { class: "controls" }, toggle, el("span", { class: "soft" }, `Up to the last arrival. A row a worker, in ${PARTS} stretches of time; of each the greatest value, and the share of tokens for the hit ratio.`)),
     el("div", { class: "as-lines" }, legend(() => DATA.workers.map((name, worker) => ({ name: `worker ${name}`, at: worker })))), grid);
   if (DATA.marks.length) section.append(el("p", { class: "soft" }, "Vertical lines: what is listed above with its time."));
   return section;
@@ -144,35 +188,49 @@ function overTime() {
 
 // ------------------------------------------------------------------------------------------------------ TTFT
 
+const LATENCIES = [["ttft", "TTFT", "Time to the first token"], ["tpot", "ITL", "Time between tokens, the mean of a request"], ["e2e", "E2E", "Time to the last token"]];
+
 function latencies() {
   const reports = DATA.reports, names = reports.map((each, i) => (i ? `${each.name} (${i + 1})` : each.name));
-  const section = el("section", {}, el("h2", {}, "Time to the first token"));
+  const limit = (key) => (DATA.slo[key] === undefined ? [] : [`SLO ${number(DATA.slo[key])} ms`]);
+  const section = el("section", {}, el("h2", {}, "Latencies"));
   const grid = el("div", { class: "grid" },
     chart({
       title: "TTFT over time", rangeX: COUNT ? rangeX : undefined, marks, y: (ms) => number(ms),
       hint: "A dot a request that finished, in milliseconds by its arrival; those above the 99.5th percentile are at the top.",
       series: () => reports.map((each, i) => ({ name: names[i], at: i, dots: 3, points: each.ttft_over_time })),
-      get maxY() { return Math.max(1, ...reports.map((each) => quantile(each.ttft, 0.995))); },
+      guides: limit("ttft").map((text) => ({ y: DATA.slo.ttft, text, kind: "bad" })),
+      get maxY() { return Math.max(1, (DATA.slo.ttft || 0) * 1.1, ...reports.map((each) => quantile(each.curves.ttft, 0.995))); },
     }),
-    chart({
-      title: "Distribution of TTFT", label: "milliseconds, logarithmic", y: (share) => `${Math.round(share * 100)} %`, maxY: 1, silent: true,
-      x: (x) => number(Math.round(10 ** x)), ticks: (low, high) => decades(low, high), hint: "Share of the requests that had their first token by then.",
-      series: () => reports.map((each, i) => ({ name: names[i], at: i, points: each.ttft.map(([share, ms]) => [Math.log10(Math.max(ms, 0.1)), share]) })),
-    }));
+    ...LATENCIES.map(([key, short, title]) => chart({
+      title, label: "milliseconds, logarithmic", y: (share) => `${Math.round(share * 100)} %`, maxY: 1, silent: true,
+      x: (x) => number(Number((10 ** x).toPrecision(3))), ticks: (low, high) => decades(low, high), hint: `Share of the requests whose ${short} is no longer; the lines are those of ${names[0]}.`,
+      guides: [
+        ...limit(key).map((text) => ({ x: logarithm(DATA.slo[key]), text, kind: "bad" })),
+        ...(reports[0].curves[key].length ? SHARES : []).map(([name, share]) => ({ x: logarithm(quantile(reports[0].curves[key], share)), text: `${name} ${number(quantile(reports[0].curves[key], share))}` })),
+      ],
+      rangeX: () => {
+        const ends = [...reports.flatMap((each) => each.curves[key].map(([, ms]) => ms)), ...(DATA.slo[key] === undefined ? [] : [DATA.slo[key]])].map(logarithm);
+        return [ends.reduce((a, b) => Math.min(a, b), ends[0] || 0), ends.reduce((a, b) => Math.max(a, b), ends[0] || 0)];
+      },
+      series: () => reports.map((each, i) => ({ name: names[i], at: i, points: each.curves[key].map(([share, ms]) => [logarithm(ms), share]) })),
+    })));
   section.append(legend(() => names.map((name, i) => ({ name, at: i }))), grid);
-  const points = ["0.5", "0.75", "0.9", "0.95", "0.99"];
-  section.append(table(["report", "TTFT p50 ms", "p75", "p90", "p95", "p99", "tokens/s", "requests/s"],
-    reports.map((each, i) => ({ cells: [names[i], ...points.map((p) => (each.ttft.length ? number(quantile(each.ttft, Number(p))) : "–")), number(each.throughput), number(each.requests_per_s)] })),
+  section.append(table(["report", ...LATENCIES.flatMap(([, short]) => SHARES.map(([name]) => `${short} ${name} ms`)), "tokens/s", "requests/s"],
+    reports.map((each, i) => ({ cells: [names[i], ...LATENCIES.flatMap(([key]) => SHARES.map(([, share]) => (each.curves[key].length ? number(quantile(each.curves[key], share)) : "–"))), number(each.throughput), number(each.requests_per_s)] })),
     { label: "reports beside each other" }));
   if (reports.length > 1) {
-    section.append(el("h2", {}, "Throughput and latency"), el("div", { class: "grid" }, ...[["ttft", "TTFT"], ["e2e", "End-to-end latency"]].map(([key, title]) => chart({
+    section.append(el("h2", {}, "Throughput and latency"), el("div", { class: "grid" }, ...LATENCIES.filter(([key]) => key !== "tpot").map(([key, , title]) => chart({
       title: `${title}, p95 in ms, by output tokens/s`, label: "output tokens/s", x: number, silent: true, rangeX: () => around(reports.map((each) => each.throughput)),
-      maxY: 1.3 * Math.max(1, ...reports.map((each) => quantile(each[key], 0.95))),
-      series: () => reports.map((each, i) => ({ name: names[i], at: i, dots: 10, text: names[i], points: each[key].length ? [[each.throughput, quantile(each[key], 0.95)]] : [] })),
+      maxY: 1.3 * Math.max(1, ...reports.map((each) => quantile(each.curves[key], 0.95))),
+      series: () => reports.map((each, i) => ({ name: names[i], at: i, dots: 10, text: names[i], points: each.curves[key].length ? [[each.throughput, quantile(each.curves[key], 0.95)]] : [] })),
     }))));
   }
   return section;
 }
+
+const SHARES = [["p50", 0.5], ["p95", 0.95], ["p99", 0.99]];
+const logarithm = (ms) => Math.log10(Math.max(ms, 0.1));
 
 // A range with room beside the values.
 function around(values) {
@@ -440,7 +498,7 @@ function errors() {
 
 PAGE.append(...[heading, findings(), figures(), overTime(), latencies(), timeline(), errors()].filter((each) => each));
 view.from = START;
-view.to = END > START ? END : START + 1;
+view.to = LAST;
 arrange();
 if (COUNT) filtered();
 Object.assign(window, { openRequest: open, zoomRequests: zoom, wholeRun: whole });

@@ -99,7 +99,8 @@ function ticks(low, high, most) {
   return found;
 }
 
-// {title, label, series: () => [{name, at, points, dots, bars}], x, y: formats, marks: () => [{ms, kind}], maxY}
+// {title, label, series: () => [{name, at, points, dots, bars}], x, y: formats, marks: () => [{ms, kind}], maxY,
+// guides: [{x or y, text, kind}]: lines at a value, "bad" where it is a limit}
 function chart(options) {
   const canvas = el("canvas", { role: "img", "aria-label": options.title, tabindex: "0" });
   const readout = el("output", {}, options.hint || "");
@@ -168,6 +169,26 @@ function chart(options) {
       pen.beginPath(); pen.moveTo(px(mark.ms), 0); pen.lineTo(px(mark.ms), height - bottom); pen.stroke();
       pen.setLineDash([]);
     }
+    (options.guides || []).forEach((guide, i) => {
+      const across = guide.y !== undefined, at = across ? py(guide.y) : px(guide.x);
+      if (across ? guide.y > y1 : guide.x < x0 || guide.x > x1) return;
+      pen.strokeStyle = pen.fillStyle = ink(guide.kind || "soft");
+      pen.setLineDash(guide.kind ? [] : [2, 3]);
+      pen.lineWidth = guide.kind ? 2 : 1;
+      pen.beginPath();
+      if (across) { pen.moveTo(left, at); pen.lineTo(width - right, at); } else { pen.moveTo(at, 0); pen.lineTo(at, height - bottom); }
+      pen.stroke();
+      pen.setLineDash([]);
+      pen.textBaseline = across ? "bottom" : "top";
+      const wide = pen.measureText(guide.text).width + 4;
+      // Texts of lines that are near each other stand above each other, at the bottom, where a distribution leaves room.
+      const x = across ? left + 4 : at + 4 + wide > width - right ? at - wide : at + 4, y = across ? at - 2 : height - bottom - 1.1 * (i + 1) * unit;
+      pen.fillStyle = ink("back");
+      pen.fillRect(x - 2, across ? y - unit : y, wide, unit);
+      pen.fillStyle = ink(guide.kind || "soft");
+      pen.textAlign = "left";
+      pen.fillText(guide.text, x, y);
+    });
     pen.restore();
     frame = { series, x0, x1, left, width: width - left - right };
   }

@@ -20,6 +20,7 @@ from pytest_kvmock.plugin.settings import SETTINGS
 
 if TYPE_CHECKING:
     from pytest_kvmock.backends import BackendSpec, EngineProfile
+    from pytest_kvmock.engine.driver import Traits
     from pytest_kvmock.fleet.scheduler_cases import SchedulerCase
     from pytest_kvmock.harness import RouterHarness
     from pytest_kvmock.hygiene.problem import Problem
@@ -143,6 +144,14 @@ def backend_name(
         hint = did_you_mean(name, known, f"known: {', '.join(known)}")
         pytest.fail(f"kvmock: {axis.fixture} is {name!r}{hint}", pytrace=False)
     return name
+
+
+def traits_of(item: pytest.Item, spec: BackendSpec, profile: EngineProfile) -> Traits:
+    """The traits of a test's backend, at the sizes of its profile."""
+    try:
+        return spec.traits_at(profile.sized_for(spec).block_size, profile.tiers)
+    except ValueError as error:
+        fail_in_one_line(item, f"backend {spec.name}: {error} ({_place(item, 'block_size')})")
 
 
 def _speaker(item: pytest.Item, ask: Callable[[str], Any] | None) -> BackendSpec | None:

@@ -237,22 +237,25 @@ def kv_profile(request: pytest.FixtureRequest, kv_base_profile: EngineProfile) -
     return effective_profile(request.node, kv_base_profile)
 
 
-@pytest.fixture
-def kv_traits(request: pytest.FixtureRequest, kv_profile: EngineProfile) -> Traits:
-    """The traits of the test's backend: a `kv_index` reads from them whether to count copies, and how large chunks below the device are.
-
-    It does not bring in the matrix. In a test without a backend they are those of what `kv_sink` judges.
-    """
+def _traits(request: pytest.FixtureRequest, base: EngineProfile) -> Traits:
     if AXIS in request.fixturenames:
         from pytest_kvmock.backends import backend_spec
-        from pytest_kvmock.plugin.case import backend_name
+        from pytest_kvmock.plugin.case import backend_name, effective_profile, traits_of
 
-        return backend_spec(
-            backend_name(request.node, request.getfixturevalue(AXIS), ask=request.getfixturevalue)
-        ).traits_with(kv_profile.tiers)
+        name = backend_name(request.node, request.getfixturevalue(AXIS), ask=request.getfixturevalue)
+        return traits_of(request.node, backend_spec(name), effective_profile(request.node, base))
     from pytest_kvmock.engine.driver import Traits
 
     return Traits()  # a sink takes each block for published once, unless the test sets it otherwise
+
+
+@pytest.fixture
+def kv_traits(request: pytest.FixtureRequest, kv_base_profile: EngineProfile) -> Traits:
+    """The traits of the test's backend at the test's sizes: a `kv_index` reads from them whether to count copies, and how large chunks below the device are.
+
+    It does not bring in the matrix. In a test without a backend they are those of what `kv_sink` judges.
+    """
+    return _traits(request, kv_base_profile)
 
 
 @pytest.fixture
@@ -484,7 +487,10 @@ def kv_prompt(_kvmock_case: Case) -> Callable[..., Prompt]:
 
 @pytest.fixture
 def kv_trace(request: pytest.FixtureRequest, kv_base_profile: EngineProfile) -> Sequence[TraceRequest]:
-    """The requests of the trace that `--kv-trace` names, else of a synthetic one; `kvmock(trace_tokens=True)` gives them tokens."""
+    """The requests of the trace that `--kv-trace` names, else of a synthetic one.
+
+    `kvmock(trace_tokens=True)` gives them tokens, and they have tokens where the test's backend takes no hashes.
+    """
     from dataclasses import replace
 
     from pytest_kvmock.plugin.case import effective_profile, fail_in_one_line
@@ -498,6 +504,8 @@ def kv_trace(request: pytest.FixtureRequest, kv_base_profile: EngineProfile) -> 
     seed = effective_profile(request.node, kv_base_profile).seed
     source = (path, limit) if path else (limit, seed)
     with_tokens = resolve_trace_tokens(settings.command_line, marker_values(request.node), settings.ini)
+    if not with_tokens and AXIS in request.fixturenames:
+        with_tokens = not _traits(request, kv_base_profile).takes_hashes
     traces = config.stash.setdefault(_TRACES, {})
     if (source, with_tokens) not in traces:
         try:

@@ -131,7 +131,8 @@ def matrix_of(config: pytest.Config, marks: tuple[pytest.Mark, ...], axis: Axis 
 
     settings = config.stash[SETTINGS]
     key = f"{axis.what}s"
-    return resolve_matrix(axis.known(), axis.default(), settings.command_line, marks, settings.ini, key=key)
+    default = axis.default(settings.command_line.get(key, ()))
+    return resolve_matrix(axis.known(), default, settings.command_line, marks, settings.ini, key=key)
 
 
 def deselect(config: pytest.Config, items: list[pytest.Item]) -> None:

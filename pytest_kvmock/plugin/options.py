@@ -5,7 +5,7 @@ One subject: what a user can set.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
@@ -225,11 +225,16 @@ def backends_of(group: str) -> list[str]:
     return [name for name, spec in backends.known_backends().items() if spec.group == group]
 
 
-def default_backends() -> tuple[str, ...]:
-    """Names of the backends that tests run over by default."""
+def default_backends(chosen: Collection[str] = ()) -> tuple[str, ...]:
+    """Names of the backends that tests run over by default, and of each group of which the command line chose all."""
     from pytest_kvmock import backends
 
-    return tuple(name for name, spec in backends.known_backends().items() if spec.in_matrix)
+    known = backends.known_backends()
+    groups = {spec.group for name, spec in known.items() if name in chosen}
+    groups -= {None, *(spec.group for name, spec in known.items() if name not in chosen)}
+    if known.keys() <= {*chosen}:  # `all` is no restriction, and no choice
+        groups.clear()
+    return tuple(name for name, spec in known.items() if spec.in_matrix or spec.group in groups)
 
 
 def known_dialects(*, default: bool = False) -> tuple[str, ...]:
@@ -240,8 +245,8 @@ def known_dialects(*, default: bool = False) -> tuple[str, ...]:
     return tuple(name for name, dialect in dialects if dialect.in_matrix or not default)
 
 
-def default_dialects() -> tuple[str, ...]:
-    """Names of the dialects that tests run over by default."""
+def default_dialects(_chosen: Collection[str] = ()) -> tuple[str, ...]:
+    """Names of the dialects that tests run over by default, whatever the command line chose."""
     return known_dialects(default=True)
 
 
@@ -257,7 +262,7 @@ class Axis(NamedTuple):
         marker: the marker that names values.
         what: one value, in messages; the setting of its names has an s after it.
         known: returns the names of all values, in order.
-        default: returns those that tests run over by default.
+        default: returns those that tests run over by default; it is given those that the command line chose.
     """
 
     fixture: str
@@ -265,7 +270,7 @@ class Axis(NamedTuple):
     marker: str
     what: str
     known: Callable[[], tuple[str, ...]]
-    default: Callable[[], tuple[str, ...]]
+    default: Callable[[Collection[str]], tuple[str, ...]]
 
     @property
     def nothing(self) -> str:

@@ -26,7 +26,8 @@ def header(config: pytest.Config) -> str:
     """Return the header: one line of what differs from the default, or, with -v, of everything."""
     settings = config.stash[SETTINGS]
     known = known_backends()
-    matrix = resolve_matrix(known, default_backends(), settings.command_line, (), settings.ini)
+    chosen = settings.command_line.get("backends", ())
+    matrix = resolve_matrix(known, default_backends(chosen), settings.command_line, (), settings.ini)
     policy = resolve_policy(settings.command_line, (), settings.ini)
     parts = [f"backends={','.join(matrix) or 'none'} (of {len(known)})"]
     parts.append(f"event errors={policy.event_errors}")
@@ -37,7 +38,6 @@ def header(config: pytest.Config) -> str:
     if settings.get("trace") is not None:
         parts.append(f"trace={settings.get('trace')}")
     line = f"kvmock: {', '.join(parts)}"
-    chosen = settings.command_line.get("backends", ())
     if len(chosen) < len(known) and (others := [name for name in chosen if name not in matrix]):
         line += (
             f"\nkvmock: {', '.join(others)}: only where a test names it; "
@@ -56,7 +56,8 @@ def backend_lines(settings: Settings, plugins: Mapping[str, str]) -> str:
     from pytest_kvmock import backends
 
     known = backends.known_backends()
-    matrix = resolve_matrix(tuple(known), default_backends(), settings.command_line, (), settings.ini)
+    default = default_backends(settings.command_line.get("backends", ()))
+    matrix = resolve_matrix(tuple(known), default, settings.command_line, (), settings.ini)
     width = max(map(len, known))
     lines = []
     for name, spec in known.items():
@@ -92,10 +93,20 @@ def add_log(case: Case, phase: str, around: Problem | None = None) -> None:
 
     events = case.harness.events
     if len(events):
-        text = log_text(events, around=around)
+        text = _engine_text(case) + log_text(events, around=around)
         if unused := case.harness.publisher.unused_faults:
             text += f"\n{_UNUSED}: {', '.join(unused)}"
         case.item.add_report_section(phase, "kvmock events", text)
+
+
+def _engine_text(case: Case) -> str:
+    """A line with the sizes in force of a hybrid model's caches; empty for an engine with one."""
+    groups = next((worker.traits.groups for worker in case.harness.workers.values()), ())
+    if not groups:
+        return ""
+    from pytest_kvmock.cache.vllm.groups import groups_text  # for those who have such an engine
+
+    return f"{case.backend}, tokens a block: {groups_text(groups)}\n"
 
 
 _SPENT: Final = pytest.StashKey[float]()

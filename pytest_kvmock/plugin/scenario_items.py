@@ -93,9 +93,10 @@ class ScenarioFile(pytest.File):
                 except ValueError as error:
                     raise self.CollectError(f"{scenario.engine_at}: engine: {error}") from None
             mark = None if scenario.backends is None else pytest.mark.kv_backends(*scenario.backends).mark
-            ini = self.config.stash[SETTINGS].ini
+            settings = self.config.stash[SETTINGS]
+            default = default_backends(settings.command_line.get("backends", ()))
             # Those that the command line leaves out are made, too, so that pytest counts them as deselected.
-            everything = resolve_matrix(known, default_backends(), {}, () if mark is None else (mark,), ini)
+            everything = resolve_matrix(known, default, {}, () if mark is None else (mark,), settings.ini)
             wanted = matrix_of(self.config, () if mark is None else (mark,))
             for name in everything:
                 yield ScenarioItem.from_parent(

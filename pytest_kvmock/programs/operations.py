@@ -440,7 +440,7 @@ class ServeNear(OnWorker):
         return token_pair(block_size, self.kept) if by_tokens else hash_pair(self.kept)
 
     def do(self, doer: Doer) -> Any:
-        size, by_tokens = doer.block_size, doer.by_tokens
+        size, by_tokens = doer.block_size, doer.by_tokens or not self.owner(doer).traits.takes_hashes
         sink = doer.harness.make_sink(chained=False)
         for data, tokens in self.published(size, by_tokens=by_tokens):
             sink.publish(data, token_ids=tokens)

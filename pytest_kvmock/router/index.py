@@ -8,7 +8,8 @@ one node with several holders. The rules are those of Dynamo's `RadixTree` (kv-r
 
 * a Removed takes its blocks from one holder and does not follow their children. A node without holders loses its
   children; its orphans stay in the holder's table, where a later Stored can find them and link them again. The node
-  itself stays under its parent, for the next Stored of that place, until the parent loses its children too;
+  itself stays under its parent, for the next Stored of that place, until the parent loses its children too; here also
+  until there are many, of those that nothing else leads to: a new one would be no other;
 * the node under a parent is looked for by local hash first, and only then by sequence hash: two sequence hashes for
   one place share a node, one sequence hash in two places is one node with two parents. So this is a graph, it can
   have cycles, and nothing here may walk it without a bound;
@@ -26,9 +27,9 @@ sent it (`semantics="e1"` brings the older rule back). Its dump does not end on 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NoReturn
+from typing import ClassVar, Literal, NoReturn, TypeAlias
 
 from pytest_kvmock.checks import check_integer
 from pytest_kvmock.events import (
@@ -51,6 +52,10 @@ from pytest_kvmock.router.lower_tier import LowerTier, Match
 from pytest_kvmock.router.tree import Tree, WorkerRank
 
 # The three errors bear Dynamo's names, which its users look for.
+
+
+Edge: TypeAlias = tuple[int | None, int, int]
+"""A block where it is: the parent's sequence hash, None for a root, its own, and its local hash."""
 
 
 class KvEventError(ValueError):
@@ -398,18 +403,27 @@ class RadixIndex:
         does, one of them may be missing. Below the device all blocks are there, in the order in which they were stored; of an
         engine that publishes locations, those whose tokens are known, and what stands in the middle of a chunk may be missing.
         """
-        found: list[tuple[StorageTier, WorkerRank, tuple[int | None, int, int]]] = []
-        for key, rank in self._device.ranks.items():
-            found += [(StorageTier.DEVICE, key, edge) for edge in self._device.edges(rank)]
-        for tier, lower in self._lower.items():
-            for key, edges in lower.ranks.items():
-                found += [(tier, key, edge) for edge in edges]
-        for key, located in self._located.items():
-            found += [(tier, key, edge) for tier, edge in located]
         return [
             RouterEvent(key[0], KvCacheEvent(place, Stored(parent, (block,), (local,)), key[1]), tier)
-            for place, (tier, key, (parent, block, local)) in enumerate(found)
+            for place, (tier, key, (parent, block, local)) in enumerate(self.edges())
         ]
+
+    def edges(self, worker_id: int | None = None) -> Iterator[tuple[StorageTier, WorkerRank, Edge]]:
+        """Yield what `dump_events` makes events of, in the same order: tier, worker and rank, and the block.
+
+        Args:
+            worker_id: of which worker; None: of all.
+        """
+        for key, rank in self._device.ranks.items():
+            if worker_id in (None, key[0]):
+                yield from ((StorageTier.DEVICE, key, edge) for edge in self._device.edges(rank))
+        for tier, lower in self._lower.items():
+            for key, edges in lower.ranks.items():
+                if worker_id in (None, key[0]):
+                    yield from ((tier, key, edge) for edge in edges)
+        for key, located in self._located.items():
+            if worker_id in (None, key[0]):
+                yield from ((tier, key, edge) for tier, edge in located)
 
     def remove_worker(self, worker_id: int) -> None:
         """Forget a worker with all its ranks and tiers; an unknown one is none."""

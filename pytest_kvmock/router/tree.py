@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from pytest_kvmock.events import Stored
 
 WorkerRank: TypeAlias = tuple[int, int]
 """`(worker_id, dp_rank)`: one engine's one data-parallel rank, which has a cache of its own."""
+
+
+_U64: Final = 2**64 - 1
+_DEAD: Final = 256
+"""So many nodes without holders may wait until they are forgotten; in a large tree an eighth of those with one."""
 
 
 class Node:
@@ -130,6 +137,10 @@ class Tree:
         # for one place can do that) keeps the bit for ever, as it keeps the worker in 1.2.1.
         self.bits: dict[WorkerRank, int] = {}
         self.keys: dict[int, WorkerRank] = {}
+        self._in_places: set[Node] = set()  # the nodes that were linked more than once
+        self._gone: dict[Node, array[int]] = {}  # where nodes were forgotten: the local hashes, in order
+        self._dead = 0  # nodes without holders that their parents still have, about
+        self._most_dead = _DEAD
 
     def __deepcopy__(self, memo: dict[int, object]) -> Tree:
         """A tree of nodes of its own. What a query noted as runs is left out, it is found again."""
@@ -148,6 +159,9 @@ class Tree:
         copy = Tree()
         copy.root = nodes[self.root]
         copy.bits, copy.keys = self.bits.copy(), self.keys.copy()
+        copy._in_places = {nodes[node] for node in self._in_places if node in nodes}
+        copy._gone = {nodes[node]: gone for node, gone in self._gone.items() if node in nodes}
+        copy._dead, copy._most_dead = self._dead, self._most_dead
         for key, rank in self.ranks.items():
             twin_rank = copy.ranks[key] = Rank(key, rank.bit)
             twin_rank.blocks = {block: nodes[node] for block, node in rank.blocks.items()}
@@ -185,7 +199,10 @@ class Tree:
             elif node.others is not None and local in node.others:
                 child = node.others[local]
             else:
-                child = blocks.get(block_hash) or Node()
+                known = None if self._gone and self._is_gone(node, local) else blocks.get(block_hash)
+                if known is not None:
+                    self._in_places.add(known)
+                child = known or Node()
                 node.link(local, child)
             if child is node:
                 return block_hash
@@ -224,7 +241,7 @@ class Tree:
     def remove(self, rank: Rank, block_hashes: Iterable[int]) -> int | None:
         """Remove the blocks; return the first sequence hash that the rank does not hold, if there is one."""
         blocks, without = rank.blocks, ~rank.bit
-        unknown = None
+        unknown, dead = None, self._dead
         for block_hash in block_hashes:
             node = blocks.pop(block_hash, None)
             if node is None:
@@ -234,11 +251,42 @@ class Tree:
             if node.run is not None:
                 node.run.change(node)
             node.holders &= without
-            if not node.holders and node.local is not None:
-                node.local = None
-                del node.child
-                node.others = None
+            if not node.holders:
+                dead += 1
+                if node.local is not None:
+                    dead -= 1 if node.others is None else 1 + len(node.others)
+                    node.local = None
+                    del node.child
+                    node.others = None
+                if self._gone:
+                    self._gone.pop(node, None)
+        self._dead = max(dead, 0)  # of a node that is lost, some children may have holders
+        if dead > self._most_dead:
+            self._forget_dead()
         return unknown
+
+    def _forget_dead(self) -> None:
+        """Forget nodes without holders, children and names, but for their places: a new one would be no other."""
+        kept = self._in_places.union(*(rank.blocks.values() for rank in self.ranks.values()))
+        for parent in (self.root, *kept):
+            children = list(parent.children())
+            gone = {
+                local for local, child in children if not child.holders and child not in kept and 0 <= local <= _U64
+            }
+            if gone:
+                self._gone[parent] = array("Q", sorted(gone.union(self._gone.get(parent, ()))))
+                parent.local, parent.others = None, None
+                del parent.child
+                for local, child in children:
+                    if local not in gone:
+                        parent.link(local, child)
+        self._dead, self._most_dead = 0, max(_DEAD, len(kept) // 8)
+
+    def _is_gone(self, parent: Node, local: int) -> bool:
+        """Whether the node of a place was forgotten: the next Stored makes a new one there, whatever it names."""
+        gone = self._gone.get(parent, ())
+        place = bisect_left(gone, local)
+        return place < len(gone) and gone[place] == local
 
     def clear(self, rank: Rank) -> None:
         """Remove all that a rank holds."""

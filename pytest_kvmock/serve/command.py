@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_kvmock.backends import EngineProfile, speaker_of
+from pytest_kvmock.backends import EngineProfile, served_by
 from pytest_kvmock.capture.capture_file import check_replaceable
 from pytest_kvmock.capture.harness_capture import HarnessCapture
 from pytest_kvmock.capture.lines import CaptureError
@@ -44,7 +44,8 @@ def add_parsers(
     )
     serve.add_argument("--workers", metavar="N", type=int, default=1, help="how many engines (default: 1)")
     serve.add_argument("--ranks", metavar="N", type=int, default=1, help="data-parallel ranks of each (default: 1)")
-    serve.add_argument("--block-size", metavar="N", type=int, default=16, help="tokens a block (default: 16)")
+    serve.add_argument("--block-size", metavar="N", type=int, help="tokens a block (default: 16, or the model's least)")
+    serve.add_argument("--real-sizes", action="store_true", help="of a hybrid model: blocks of the model's own size")
     serve.add_argument("--num-blocks", metavar="N", type=int, default=2048, help="blocks of each rank (default: 2048)")
     serve.add_argument(
         "--host-blocks", metavar="N", type=int, help="blocks of each rank's host, for vLLM's native offload"
@@ -52,7 +53,12 @@ def add_parsers(
     serve.add_argument(
         "--self-describing", action="store_true", help="with a host: its events have tokens, and name no places alone"
     )
-    serve.add_argument("--model", metavar="NAME", default="mock-model", help="name of the model (default: mock-model)")
+    serve.add_argument(
+        "--model",
+        metavar="NAME",
+        default="mock-model",
+        help="name of the model; that of a hybrid one is served with its cache groups: gpt-oss, qwen3-next ... (default: mock-model)",
+    )
     serve.add_argument("--adapter", metavar="NAME", action="append", default=[], help="a LoRA adapter; repeatable")
     serve.add_argument("--max-model-len", metavar="N", type=int, help="default: what the blocks hold")
     serve.add_argument("--max-queued", metavar="N", type=int, help="answer 503 while so many requests of a worker wait")
@@ -137,14 +143,17 @@ def serve_engines(given: argparse.Namespace) -> int:
         raise ValueError(f"--workers must be at least 1, got {given.workers}")
     token = None if given.token_file is None else _read_token(given.token_file)
     dialect = find_dialect(given.dialect)
+    spec = served_by(dialect, given.model)
+    size = {} if given.block_size is None else {"block_size": given.block_size}
     profile = EngineProfile(
-        block_size=given.block_size,
+        **size,
+        real_sizes=given.real_sizes,
         num_blocks=given.num_blocks,
         workers=given.workers,
         dp_size=given.ranks,
         seed=given.seed,
         tiers=_tiers_of(given),
-    )
+    ).sized_for(spec)
     end = _asked_to_end()
     capture = None
     with ExitStack() as undo:
@@ -157,7 +166,7 @@ def serve_engines(given: argparse.Namespace) -> int:
         harness = RouterHarness(profile, None, name="serve", journal=journal)
         if capture is not None:
             capture.of(harness)
-        harness.use_backend(speaker_of(dialect))
+        harness.use_backend(spec)
         server = KvServer(
             harness,
             dialect,

@@ -184,7 +184,7 @@ class KvServer(Controls, RouterChecks):
         self._described = Model(
             model,
             release,
-            profile.block_size,
+            int(profile.block_size),  # one that was not given is a number of its own kind
             room if max_model_len is None else max_model_len,
             tuple(adapters),
             ranks,
@@ -249,6 +249,16 @@ class KvServer(Controls, RouterChecks):
             raise ValueError(
                 f"KvServer: dialect {self.dialect.name!r} is spoken by engines of type {wanted!r}, worker {worker} is one of "
                 f"type {engine.args.engine_type!r} over {engine.worker.backend!r}"
+            )
+        without = (
+            "no cache groups"
+            if not self.dialect.has_groups
+            else "bytes as hashes, which vLLM's groups are not mocked with"
+        )
+        if engine.worker.traits.publishes_groups and (not self.dialect.has_groups or self.dialect.hashes == "bytes"):
+            raise ValueError(
+                f"KvServer: {engine.worker.backend!r} serves a hybrid model, whose events are of cache groups; "
+                f"dialect {self.dialect.name!r} has {without}"
             )
         if engine.driver is not None:
             raise ValueError(f"KvServer: {engine!r} is driven by {engine.driver} already")

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pytest_kvmock.fleet.routing_figures import (
-    Choice,
-    assert_at_least,
-    assert_balanced,
-    check_share,
-    max_to_mean,
-    of_best,
-    share,
-    worst_choice,
-)
+from pytest_kvmock.report.figures import Rows
+from pytest_kvmock.report.routing_figures import Choice, assert_at_least, assert_balanced, check_share, worst_choice
+from pytest_kvmock.report.rows import RunFacts, WorkerRow
 
 if TYPE_CHECKING:
     from pytest_kvmock.router.routing import Worker
@@ -73,7 +66,7 @@ class ServedRequest:
 
 
 class Routing:
-    """What the routing of the requests so far was worth, in the words of `FleetReport`.
+    """What the routing of the requests so far was worth, in the words of `Report`.
 
     Args:
         requests: the requests.
@@ -83,11 +76,17 @@ class Routing:
 
     def __init__(self, requests: Iterable[ServedRequest], workers: Iterable[int], block_size: int) -> None:
         self._requests = list(requests)
-        self._choices = [each.choice for each in self._requests]
-        self._block_size = block_size
-        self.requests_by_worker: dict[Worker, float] = dict.fromkeys(workers, 0)
-        for each in self._requests:
-            self.requests_by_worker[each.worker] = self.requests_by_worker.get(each.worker, 0) + 1
+        count = len(self._requests)
+        names = dict.fromkeys((*workers, *(each.worker for each in self._requests)))
+        self._rows = Rows(
+            RunFacts(block_size, router="the router"),
+            picks=self._requests,
+            workers=[WorkerRow(worker, picks=count) for worker in names],
+            arrived=count,
+            done=[each for each in self._requests if each.cached_tokens is not None],
+        )
+        counts = Counter(each.worker for each in self._requests)
+        self.requests_by_worker: dict[Worker, float] = {worker: counts[worker] for worker in names}
 
     def __repr__(self) -> str:
         return f"<Routing {self.to_json()}>"
@@ -100,35 +99,28 @@ class Routing:
     @property
     def hit_ratio(self) -> float | None:
         """Tokens of prompts that were cached as a share of all, of the requests that were admitted; None where there are none."""
-        admitted = [each for each in self._requests if each.cached_tokens is not None]
-        cached = sum(each.cached_tokens or 0 for each in admitted)
-        return share(cached, sum(each.prompt_tokens for each in admitted))
+        return self._rows.figure("hit_ratio")
 
     @property
     def of_best(self) -> float | None:
         """Blocks that the chosen workers held as a share of those that the best ones did; None where no worker held any."""
-        return of_best(self._choices)
+        return self._rows.figure("of_best")
 
     @property
     def elsewhere(self) -> int:
         """Requests that were sent to a worker while another one held more of the prompt."""
-        return sum(each.regret > 0 for each in self._choices)
+        return int(self._rows.figure("elsewhere") or 0)
 
     @property
     def balance(self) -> float | None:
         """Requests of the worker with the most, over the mean; None where there are none."""
-        return max_to_mean(self.requests_by_worker)
+        return self._rows.figure("balance_requests")
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures."""
-        return {
-            "requests": self.requests,
-            "hit_ratio": self.hit_ratio,
-            "of_best": self.of_best,
-            "elsewhere": self.elsewhere,
-            "balance": self.balance,
-            "requests_by_worker": {str(worker): count for worker, count in self.requests_by_worker.items()},
-        }
+        names = ("requests", "hit_ratio", "of_best", "elsewhere", "balance")
+        by_worker = {str(worker): count for worker, count in self.requests_by_worker.items()}
+        return {name: getattr(self, name) for name in names} | {"requests_by_worker": by_worker}
 
     def assert_hit_ratio(self, at_least: float | None = None, *, of_best: float | None = None) -> None:
         """Fail where less was cached than must be.
@@ -144,10 +136,9 @@ class Routing:
         __tracebackhide__ = True
         if at_least is None and of_best is None:
             raise ValueError("assert_hit_ratio takes at_least=, of_best= or both, got neither")
-        if at_least is not None:
-            assert_at_least("hit_ratio", self.hit_ratio, check_share("at_least", at_least), self._worst())
-        if of_best is not None:
-            assert_at_least("of_best", self.of_best, check_share("of_best", of_best), self._worst())
+        for name, argument, least in (("hit_ratio", "at_least", at_least), ("of_best", "of_best", of_best)):
+            if least is not None:
+                assert_at_least(name, self._rows.figure(name), check_share(argument, least), self._worst())
 
     def assert_balanced(self, within: float | None = None) -> None:
         """Fail where one worker has more than so many times the mean of requests; one worker is balanced.
@@ -163,7 +154,7 @@ class Routing:
         assert_balanced("requests", self.requests_by_worker, within)
 
     def _worst(self) -> str:
-        at = worst_choice(self._choices)
+        at = worst_choice([each.choice for each in self._requests])
         if at is None:
             return "no request was sent elsewhere than to a worker that held most of it"
         each = self._requests[at]

@@ -66,9 +66,13 @@ class Truth:
     def expect(self, prompt: Prompt) -> dict[str, Any]:
         """Return what a router should know; see `KvServer.expect`."""
         with self._harness.publisher.lock:
-            scores = sorted(self._scores(prompt).items())
-            blocks = [{"worker": worker, "rank": rank, "blocks": count} for (worker, rank), count in scores]
-            return {"blocks": blocks, "last_batch": self.last_batches(), "tokens": list(prompt.tokens or ())}
+            rows: list[dict[str, int]] = []
+            for (worker, rank), count in sorted(self._scores(prompt).items()):
+                engine, more = self._harness.worker(worker, rank), {}
+                if engine.traits.promises_more:
+                    more = {"reusable": min(engine.cached_tokens(prompt), count * self._harness.profile.block_size)}
+                rows.append({"worker": worker, "rank": rank, "blocks": count, **more})
+            return {"blocks": rows, "last_batch": self.last_batches(), "tokens": list(prompt.tokens or ())}
 
     def last_batches(self) -> list[dict[str, int]]:
         """Return of each worker and rank the number of its last batch."""
@@ -104,10 +108,13 @@ class Truth:
         if numbers is not None and (text := self._outdated(numbers, published)):
             return Difference(about, text, is_outdated=True)
         true = _by_rank(expected["blocks"], "blocks")
+        size = self._harness.profile.block_size
+        least = {key: tokens // size for key, tokens in _by_rank(expected["blocks"], "reusable").items()}
         text = "; ".join(
             f"worker {key[0]} rank {key[1]}: the router knows {known.get(key, 0)} blocks, {true.get(key, 0)} are held"
+            + (f", and {least[key]} would be reused" if key in least else "")
             for key in sorted(known.keys() | true.keys())
-            if known.get(key, 0) != true.get(key, 0)
+            if not least.get(key, true.get(key, 0)) <= known.get(key, 0) <= true.get(key, 0)
         )
         return Difference(about, text)
 
@@ -157,7 +164,7 @@ def _checked(name: str, rows: object, value: str, least: int) -> dict[tuple[int,
 
 
 def _by_rank(rows: Sequence[Mapping[str, int]], value: str) -> dict[tuple[int, int], int]:
-    return {(row["worker"], row.get("rank", 0)): row[value] for row in rows}
+    return {(row["worker"], row.get("rank", 0)): row[value] for row in rows if value in row}
 
 
 def prompt_of(prompt: Prompt | TokenIds | str) -> Prompt:
@@ -187,7 +194,8 @@ class RouterChecks:
         """Return what a router should know of a prompt once it has applied what was published so far.
 
         Returns:
-            `blocks`: of each worker and rank that holds any, how many leading blocks; `last_batch`: of each worker and rank the number
+            `blocks`: of each worker and rank that holds any, how many leading blocks, and of a hybrid model how many tokens it would
+            reuse: a router may know less than is held there, down to that; `last_batch`: of each worker and rank the number
             of its last batch, -1 where there was none; `tokens`: the prompt's tokens.
         """
         return self.truth.expect(prompt_of(prompt))

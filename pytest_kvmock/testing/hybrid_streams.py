@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_kvmock.backends import HYBRID
 from pytest_kvmock.testing.index_driver import IndexDriver
 from pytest_kvmock.testing.index_subject import OverIndex
 
@@ -20,10 +19,12 @@ class HybridStreams(OverIndex):
     """
 
     def _start_hybrid(self) -> IndexDriver:
-        """As `_start`; the test is skipped where no engine of `backends` has cache groups."""
+        """As `_start`; the test is skipped where no engine of `backends` publishes cache groups."""
         index = self._start()
-        if not any(spec.group == HYBRID and spec.traits.copies for spec in self._specs()):
-            pytest.skip("backends names no hybrid model of vLLM: cache groups were not checked")
+        if not any(spec.traits.publishes_groups for spec in self._specs()):
+            pytest.skip(
+                "backends names no engine that publishes cache groups (vLLM's hybrid models): they were not checked"
+            )
         return index
 
     def test_a_sparse_group_that_lacks_blocks_hides_none(self) -> None:
@@ -60,17 +61,21 @@ class HybridStreams(OverIndex):
         index.expect("abcd", {0: 4}, least={})
 
     def test_the_attention_group_may_have_any_number(self) -> None:
-        """It is told by its kind: a window may be group 0, or come after it."""
+        """It is told by its kind: a window may be group 0, or come after it. Groups publish in the order of their numbers."""
         for full, window in ((0, 1), (2, 0), (1, 3)):
             index = self._start_hybrid()
             of_full, of_window = (full, FULL[1], None), (window, *WINDOW[1:])
-            index.store_kept("abcd", "cd", of_window)
-            index.store("abcd", group=of_full)
-            index.expect("abcd", {0: 4})
-            index.remove("abcd", group=of_window)
-            index.expect("abcd", {0: 4}, least={})
-            index.remove("abcd", group=of_full)
-            index.expect("abcd", {0: 3}, least={})
+            for letters, kept, after in (("abcd", "cd", ""), ("efg", "fg", "abcd")):
+                if full < window:
+                    index.store(letters, after=after, group=of_full)
+                index.store_kept(letters, kept, of_window, after=after)
+                if full > window:
+                    index.store(letters, after=after, group=of_full)
+                index.expect(after + letters, {0: len(after + letters)})
+            index.remove("abcdefg", group=of_window)
+            index.expect("abcdefg", {0: 7}, least={0: 4})
+            index.remove("abcdefg", group=of_full)
+            index.expect("abcdefg", {0: 6}, least={0: 4})
 
     def test_parents_are_those_of_the_same_group(self) -> None:
         """A span may begin behind a block that its group does not have: that refuses nothing, and makes nothing known."""

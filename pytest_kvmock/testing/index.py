@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Final
 
-from pytest_kvmock.backends import EngineProfile
 from pytest_kvmock.events import StorageTier
 from pytest_kvmock.testing.distinct_blocks import DistinctBlocks
 from pytest_kvmock.testing.drafts import random_traffic
@@ -278,7 +277,7 @@ class IndexContract(DistinctBlocks, HybridStreams, TiersBelow, WorkersThatGo, Un
         """A block with copies is found until each is removed, where an engine of `backends` publishes copies."""
         self._start()
         for spec in self._specs():
-            if not spec.traits.copies or spec.traits.promises_more:  # those have several copies of each block
+            if not spec.traits.copies:
                 continue
             with self._harness(spec, num_blocks=3) as harness:
                 for letter in "aabcde":
@@ -312,10 +311,10 @@ class IndexContract(DistinctBlocks, HybridStreams, TiersBelow, WorkersThatGo, Un
             # A counting filter before an "e1" index counts rank by rank, an index that counts by itself may not.
             several = self.tells_ranks_apart and not (self.index_semantics and spec.residency == "counted")
             ranks = 2 if several else 1
-            # A hybrid model has several groups, some of small blocks.
-            num_blocks, most = (max(64, 16 * self.block_size), _HYBRID_MOST) if spec.traits.promises_more else (8, 5)
+            # Windows slide, and states are kept, in prompts of more blocks.
+            num_blocks, most = (16, _HYBRID_MOST) if spec.traits.promises_more else (8, 5)
             for seed in range(3):
                 program = random_traffic(
                     seed, 60, workers=2, ranks=ranks, most_blocks=most, most_in_a_burst=_MOST_IN_A_BURST
                 )
-                self._follow(spec, EngineProfile(self.block_size, num_blocks, 2, ranks), program, seed)
+                self._follow(spec, self._profile(spec, num_blocks, 2, ranks), program, seed)

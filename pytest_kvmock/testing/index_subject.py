@@ -15,7 +15,7 @@ from pytest_kvmock.reduce import NotReduced, reproduce
 from pytest_kvmock.reduce.program import profile_text
 from pytest_kvmock.testing.drafts import Player
 from pytest_kvmock.testing.index_driver import IndexDriver
-from pytest_kvmock.testing.subject import call_with, check_backends, refuse, takes_argument
+from pytest_kvmock.testing.subject import call_with, check_backends, refuse, room_for, takes_argument
 
 _REDUCED: Final = 20_000
 """How many steps are replayed at most to cut a failure in live traffic down."""
@@ -61,14 +61,19 @@ class OverIndex:
         return check_backends(self, self.backends, self.block_size)
 
     def _harness(self, spec: BackendSpec, num_blocks: int, workers: int = 1, dp_size: int = 1) -> RouterHarness:
-        """A world of a backend, with an index made for it."""
+        """A world of a backend, with room for a prompt of so many blocks, and an index made for it."""
         __tracebackhide__ = True
-        return self._world(spec, EngineProfile(self.block_size, num_blocks, workers, dp_size))
+        return self._world(spec, self._profile(spec, num_blocks, workers, dp_size))
+
+    def _profile(self, spec: BackendSpec, num_blocks: int, workers: int, dp_size: int) -> EngineProfile:
+        """Sizes of an engine of a backend, with room for a prompt of so many blocks."""
+        room = room_for(num_blocks, spec.traits_at(self.block_size), self.block_size)
+        return EngineProfile(self.block_size, room, workers, dp_size)
 
     def _world(self, spec: BackendSpec, profile: EngineProfile) -> RouterHarness:
         """A world of a backend, of any profile, with an index made for it."""
         __tracebackhide__ = True
-        self.traits = spec.traits_with(profile.tiers)
+        self.traits = spec.traits_at(profile.block_size, profile.tiers)
         return RouterHarness(profile, spec, self._under_test(), sync="every", index_semantics=self.index_semantics)
 
     def _follow(self, spec: BackendSpec, profile: EngineProfile, program: Program, seed: int) -> None:

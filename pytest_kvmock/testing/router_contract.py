@@ -10,11 +10,11 @@ import pytest
 from pytest_kvmock.backends import BackendSpec
 from pytest_kvmock.checks import check_integer
 from pytest_kvmock.fleet import Fleet, FleetRequest, MockEngine, MockEngineArgs, RouterError, RouterStalled
-from pytest_kvmock.fleet.fleet_report import FleetReport
-from pytest_kvmock.fleet.regret import check_selector
-from pytest_kvmock.fleet.router_calls import BELIEFS, RouterCalls
-from pytest_kvmock.fleet.run_notes import Pick
+from pytest_kvmock.fleet.router_calls import RouterCalls
 from pytest_kvmock.hygiene.rules import LOAD_DRIFT, OVERLAP_DRIFT, WORKER_DRIFT
+from pytest_kvmock.report.regret import check_selector
+from pytest_kvmock.report.report import Report
+from pytest_kvmock.report.rows import BELIEFS, Pick
 from pytest_kvmock.router.routing import Worker
 from pytest_kvmock.testing.subject import call_with, check_backends, refuse
 from pytest_kvmock.tokens import Prompt
@@ -44,7 +44,7 @@ class RouterContract:
     Attributes:
         block_size: tokens a block.
         backend: of the engines, by name or as a `BackendSpec`; None: the default one.
-        selector: says what a request costs on a worker, as for `FleetReport.regret`: every pick must be among the cheapest by it.
+        selector: says what a request costs on a worker, as for `Report.regret`: every pick must be among the cheapest by it.
             None: which picks are good is not checked.
         packs: the policy fills one worker before it uses another, on purpose: that each gets some is not checked.
         first_of_equals: of workers that are alike the policy takes the first, on purpose, as `LeastLoaded` does: that an idle fleet is
@@ -148,8 +148,7 @@ class RouterContract:
         where = f"a crash of worker 1 at {_LATER_MS:g} ms, between two turns of its sessions"
         report = self._played(lambda fleet: fleet.at(_LATER_MS).crash(1), rows=self._sessions())
         self._judge(where, report)
-        assert report.run is not None
-        sessions = {number: turn.session for number, turn in zip(report.run.numbers, report.run.turns, strict=True)}
+        sessions = {number: turn.session_name for number, turn in zip(report.numbers, report.asked, strict=True)}
         left = {sessions[pick.number] for pick in report.picks if pick.ms < _LATER_MS and pick.worker == 1}
         if len(left) < 10:  # who draws may send so few to one worker
             pytest.skip(
@@ -295,7 +294,7 @@ class RouterContract:
         num_blocks: int = 400,
         rows: Sequence[TraceRequest | FleetRequest] | None = None,
         **options: Any,
-    ) -> FleetReport:
+    ) -> Report:
         """Play a trace on a fleet behind a new router."""
         __tracebackhide__ = True
         check_integer(f"{type(self).__name__}: block_size", self.block_size, 1)
@@ -314,14 +313,14 @@ class RouterContract:
             happens(fleet)
         trace = self._rows() if rows is None else rows
         try:
-            report: FleetReport = self.run(fleet.arun(trace)) if is_async else fleet.run(trace)
+            report: Report = self.run(fleet.arun(trace)) if is_async else fleet.run(trace)
         except (RouterError, RouterStalled) as error:
             problem = str(error)
         if problem is not None:
             self._fail(problem)
         return report
 
-    def _judge(self, where: str, report: FleetReport) -> None:
+    def _judge(self, where: str, report: Report) -> None:
         __tracebackhide__ = True
         left = report.arrived - len(report.completed)
         if left:
@@ -351,7 +350,7 @@ class RouterContract:
     def _each_is_picked(
         self,
         where: str,
-        report: FleetReport,
+        report: Report,
         workers: Sequence[Worker],
         of: Callable[[Pick], bool] = lambda _: True,
     ) -> None:

@@ -12,10 +12,12 @@ import pytest
 
 from pytest_kvmock.backends import BackendSpec, EngineProfile, backend_spec, known_backends
 from pytest_kvmock.cache.manager import KvManager, protocol_mismatch
+from pytest_kvmock.cache.vllm.groups import STATE
 from pytest_kvmock.checks import integer_text, is_integer
 from pytest_kvmock.harness.router_harness import RouterHarness
 
 if TYPE_CHECKING:
+    from pytest_kvmock.engine.driver import Traits
     from pytest_kvmock.sinks import Sink
 
 T = TypeVar("T")
@@ -25,6 +27,22 @@ def refuse(contract: object, why: str) -> NoReturn:
     """Fail the test, in one line: a contract is applied to something of another kind."""
     __tracebackhide__ = True
     pytest.fail(f"{type(contract).__name__}: {why}", pytrace=False)
+
+
+def room_for(blocks: int, traits: Traits, block_size: int) -> int:
+    """Blocks of a pool in which a prompt of so many just fits: one each; of a hybrid model whose caches share it, one in each.
+
+    Args:
+        blocks: of the prompt.
+        traits: of the engine, at this block size.
+        block_size: tokens a block.
+    """
+    if not traits.publishes_groups:
+        return blocks
+    sizes = [None if group.kind == STATE else group.block_size for group in traits.groups]
+    return sum(
+        2 if size is None else blocks * block_size // size for size in sizes
+    )  # a state is held with that before it
 
 
 def check_offers(contract: object, subject: object, protocol: type, made_by: str) -> None:

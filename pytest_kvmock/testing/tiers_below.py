@@ -43,7 +43,7 @@ class TiersBelow(OverIndex):
                 try:
                     host = Tiers.of(tiers)
                     spec.make(num_blocks=8, block_size=self.block_size, dp_rank=0, sink=None, tiers=host)
-                    is_native = spec.traits_with(host).chunk is not None
+                    is_native = spec.traits_at(self.block_size, host).chunk is not None
                 except ValueError as error:
                     wrong = str(error)
                     continue
@@ -61,7 +61,7 @@ class TiersBelow(OverIndex):
         """
         __tracebackhide__ = True
         if traits is None:
-            known = [spec.traits_with(host) for spec, host in self._hosts()]
+            known = [spec.traits_at(self.block_size, host) for spec, host in self._hosts()]
             kinds = [each for each in known if each.chunk in (None, 1)]
             if known and not kinds:
                 pytest.skip("tiers has chunks of several blocks alone: tiers of single blocks were not checked")
@@ -75,7 +75,7 @@ class TiersBelow(OverIndex):
     def _start_native(self, chunk: int = 1) -> IndexDriver:
         """As `_start_tiered`, for an engine that copies to its host in such chunks; skipped where `backends` names none."""
         __tracebackhide__ = True
-        found = (spec.traits_with(host) for spec, host in self._hosts())
+        found = (spec.traits_at(self.block_size, host) for spec, host in self._hosts())
         traits = next((each for each in found if each.chunk == chunk), None)
         if traits is None:
             pytest.skip(
@@ -162,7 +162,7 @@ class TiersBelow(OverIndex):
     def test_it_follows_traffic_over_a_host(self) -> None:
         """With `find_tiered`: the index answers as the reference index does, tier by tier, for engines with each of the hosts."""
         hosts = self._hosts()
-        self._start_tiered(hosts[0][0].traits_with(hosts[0][1]) if hosts else None)
+        self._start_tiered(hosts[0][0].traits_at(self.block_size, hosts[0][1]) if hosts else None)
         for spec, host in hosts:
             # A block takes a millisecond, so that some are under way while others are served.
             tiers = Tiers.of({"gbps": 1.0, "bytes_per_token": 1_000_000 // self.block_size, **host.to_dict()})

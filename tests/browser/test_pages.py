@@ -74,7 +74,9 @@ def long_page(tmp_path_factory, fleet_page):
         "session": [str(at % 50) for at in range(LONG)],
     }
     requests["worker"] = [rng.randrange(8) for _ in range(LONG)]
-    data |= {"workers": [str(at) for at in range(8)], "samples": None, "figures": [data["figures"][0]] * 9}
+    of_all, of_one, *_ = data["figures"]
+    figures = [of_all, *({**of_one, "worker": str(at)} for at in range(8))]
+    data |= {"workers": [str(at) for at in range(8)], "samples": None, "figures": figures}
     write_page(path, render("fleet", data.pop("title"), data))
     return path
 
@@ -116,6 +118,16 @@ def test_text_scales_and_nothing_is_wider_than_a_narrow_window(visit, request, n
     page.evaluate("document.documentElement.style.fontSize = '24px'")
     page.evaluate("dispatchEvent(new Event('resize'))")
     assert page.evaluate("document.documentElement.scrollWidth") <= 480
+
+
+def test_no_column_of_a_fleet_is_beyond_the_edge_of_a_usual_window(visit, fleet_page):
+    page = visit(fleet_page)
+    page.set_viewport_size({"width": 1400, "height": 900})
+    tables = page.evaluate(
+        "[...document.querySelectorAll('.scroll')].map((each) => [each.scrollWidth, each.clientWidth])"
+    )
+    assert tables
+    assert all(wide <= room for wide, room in tables)
 
 
 def test_the_theme_is_switched(visit, fleet_page):

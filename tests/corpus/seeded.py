@@ -23,7 +23,7 @@ from random import Random
 
 HERE = Path(__file__).parent
 TESTS = HERE.parent
-sys.path += [str(TESTS / part) for part in ("interop", "wire", "faults", "testing", "reduce")]
+sys.path += [str(TESTS / part) for part in (".", "interop", "wire", "faults", "testing", "reduce")]
 
 import faulty_worlds as of_reduce  # noqa: E402 - as above
 import payloads  # noqa: E402 - the paths come first

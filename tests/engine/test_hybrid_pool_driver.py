@@ -6,7 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_kvmock import KvWorker, MockEngine, MockEngineArgs, OutOfBlocks, create_manager
+from pytest_kvmock import (
+    EngineProfile,
+    KvWorker,
+    MockEngine,
+    MockEngineArgs,
+    OutOfBlocks,
+    RouterHarness,
+    create_manager,
+)
 from pytest_kvmock.backends import BACKENDS
 from pytest_kvmock.cache import CacheGroup
 from pytest_kvmock.engine.hybrid_pool_driver import HybridPoolDriver
@@ -201,6 +209,25 @@ def test_a_prompt_for_all_of_whose_groups_there_are_never_blocks_is_rejected(bac
     large, small = engine.submit(range((ROOM.get(backend, 22) - 2) * size), 4), engine.submit(range(size), 4)
     engine.run()
     assert ("rejected", "finished") == (large.status, small.status)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7])
+@pytest.mark.parametrize("backend", ["vllm_gpt_oss", "vllm_kimi_k3"])
+def test_a_prompt_that_is_taken_chunk_by_chunk_fits_or_is_refused(backend, chunk):
+    """Where chunks end, a model that exports states holds more of them for a while than in one go."""
+    refused = 0
+    for num_blocks in range(8, 20):
+        with RouterHarness(EngineProfile(block_size=4, num_blocks=num_blocks, chunk=chunk), backend) as kv:
+            for length in (21, 5, 13, 30, 21, 9):
+                worker = kv.worker(0)
+                before = sorted(worker.manager.resident())
+                try:
+                    worker.prefill(kv.prompt(length // 4, tail=length % 4)).finish()
+                except OutOfBlocks:
+                    refused += 1
+                    assert before == sorted(worker.manager.resident())
+                assert 0 == worker.manager.num_active_blocks
+    assert refused
 
 
 @pytest.mark.parametrize("backend", MODELS)

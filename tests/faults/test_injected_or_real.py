@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import pytest
-from depth import few
+from depth import examples, few
 from fault_worlds import PROFILE, Traffic
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pytest_kvmock import RadixIndex, RouterHarness
@@ -25,7 +25,7 @@ def script(kv, rng, kind):
         "clear": lambda: faults.clear(rng.randrange(2)),
         "salt": lambda: faults.salt(lora_name="l", worker=rng.randrange(2)),
         "late_join": faults.late_join,
-        "block_size": lambda: faults.block_size(8),
+        "block_size": lambda: faults.block_size(2 * kv.profile.block_size),  # any engine has blocks twice as large
         "signed": lambda: None,  # it changes no stream
     }
     fault = own_words.get(kind, getattr(faults, kind))()
@@ -50,6 +50,7 @@ def root_of(problem):
 
 
 @pytest.mark.parametrize("backend", few(BACKENDS, 3))
+@settings(max_examples=examples(40))  # of each of some forty backends
 @given(seed=st.integers(0, 2**32), rates=rates, with_index=st.booleans(), flushed=st.booleans())
 @example(seed=4366, rates={"lose": 0.02}, with_index=True, flushed=True)  # multi_lru's own warning
 @example(seed=4366, rates={"lose": 0.1}, with_index=False, flushed=True)  # it is hidden by a fault
@@ -66,6 +67,7 @@ def test_every_problem_of_a_faithful_engine_is_injected(backend, seed, rates, wi
 
 
 @pytest.mark.parametrize("backend", few(BACKENDS, 3))
+@settings(max_examples=examples(40))
 @given(seed=st.integers(0, 2**32), kinds=st.lists(st.sampled_from(list(FAULTS)), min_size=1, max_size=4))
 def test_so_it_is_with_faults_by_hand(backend, seed, kinds):
     traffic = Traffic(backend, seed, router_of(backend))

@@ -21,7 +21,7 @@ from pytest_kvmock.fleet import (
     replay,
     sweep,
 )
-from pytest_kvmock.fleet.report import statistics
+from pytest_kvmock.report.statistics import statistics
 from pytest_kvmock.router import Candidate, DynamoRouter, LeastLoaded, MostCached, RoundRobin, RouterRequest
 from pytest_kvmock.traces import TraceRequest, synthetic_trace
 
@@ -328,6 +328,19 @@ def test_with_and_without_plans_all_is_the_same(backend, concurrency):
     assert serve(True) == serve(False)
 
 
+@pytest.mark.parametrize("backend", ["lineage", "vllm", "mocker_sglang_1_6"])
+def test_passes_that_take_no_time_are_not_planned(backend):
+    kind = "sglang" if "sglang" in backend else "vllm"
+    args = MockEngineArgs(num_gpu_blocks=96, block_size=4, engine_type=kind, performance_model=(10.0, 0.0))
+
+    def serve(plans):
+        return Fleet(engines(2, args, backend), RoundRobin(), plans=plans).run(trace(12, output_tokens=(4, 20)))
+
+    each_pass, planned = serve(False), serve(True)
+    assert len(planned.completed) == 12
+    assert each_pass.per_request() == planned.per_request()
+
+
 KINDS = {  # of engines: every scheduler of every release, with what it waits for between two prefills
     "1.2.1": ("lineage", {"semantics": "1.2.1"}),
     "1.6.1": ("vllm", {}),
@@ -434,12 +447,12 @@ def test_explain_draws_nothing_and_names_the_cheapest():
 
 def test_statistics_of_many_values_are_those_of_their_sorted_list():
     values = [value * 0.37 for value in Random(3).choices(range(500), k=120_000)]
-    counted = statistics("x", values)
+    counted = statistics(values)
     ordered = sorted(values)
-    assert (ordered[0], ordered[-1]) == (counted["min_x"], counted["max_x"])
+    assert (ordered[0], ordered[-1]) == (counted["min"], counted["max"])
     for key, share in (("median", 0.5), ("p75", 0.75), ("p90", 0.9), ("p95", 0.95), ("p99", 0.99)):
-        assert ordered[math.floor((len(values) - 1) * share + 0.5)] == counted[f"{key}_x"]
-    assert pstdev(values) == pytest.approx(counted["std_x"], rel=1e-12)
+        assert ordered[math.floor((len(values) - 1) * share + 0.5)] == counted[key]
+    assert pstdev(values) == pytest.approx(counted["std"], rel=1e-12)
 
 
 def test_requests_without_output_end_beside_those_that_generate():

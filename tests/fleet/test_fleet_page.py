@@ -5,7 +5,8 @@ import json
 import pytest
 
 from pytest_kvmock import EngineProfile, Removed, RouterHarness
-from pytest_kvmock.fleet import Fleet, FleetRequest, MockEngine, MockEngineArgs, fleet_page
+from pytest_kvmock.fleet import Fleet, FleetRequest, MockEngine, MockEngineArgs, replay
+from pytest_kvmock.report import page_data
 from pytest_kvmock.router import DynamoRouter, MostCached, RadixIndex, RoundRobin
 from pytest_kvmock.traces import synthetic_trace
 
@@ -110,9 +111,9 @@ def test_samples_are_of_their_worker():
 
 
 def test_what_is_thinned_is_said(monkeypatch):
-    monkeypatch.setattr(fleet_page, "MOST_POINTS", 5)
-    monkeypatch.setattr(fleet_page, "MOST_REQUESTS", 10)
-    monkeypatch.setattr(fleet_page, "MOST_PICKS", 2)
+    monkeypatch.setattr(page_data, "MOST_POINTS", 5)
+    monkeypatch.setattr(page_data, "MOST_REQUESTS", 10)
+    monkeypatch.setattr(page_data, "MOST_PICKS", 2)
     data = report(RoundRobin(), record=True).page_data()
     assert 10 == len(data["requests"]["number"])
     assert 2 == len(data["picks"])
@@ -128,18 +129,37 @@ def test_compared_are_a_report_and_the_json_of_one(tmp_path):
     names = [each["name"] for each in data_of(tmp_path / "a.html")["reports"]]
     assert ["DynamoRouter", "RoundRobin", "RoundRobin"] == names
     _, live, read = data_of(tmp_path / "a.html")["reports"]
-    at = dict(map(tuple, live["ttft"]))
-    for share, ms in read["ttft"]:
-        assert pytest.approx(ms, abs=0.01) == at[share]
+    for what in ("ttft", "tpot", "e2e"):
+        at = dict(map(tuple, live["curves"][what]))
+        assert {0.0, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0} == {share for share, _ in read["curves"][what]}
+        for share, ms in read["curves"][what]:
+            assert pytest.approx(ms, abs=0.01) == at[share]
     assert pytest.approx(read["throughput"], rel=1e-3) == live["throughput"]
     assert 2 == len(found.page_data(compare=other)["reports"])
 
 
 @pytest.mark.parametrize("other", [3, {}, [None]])
 def test_what_is_no_report_cannot_be_beside_it(tmp_path, other):
-    with pytest.raises(TypeError, match="must be a FleetReport"):
+    with pytest.raises(TypeError, match="must be a Report"):
         report().to_html(tmp_path / "a.html", compare=other)
     assert [] == [*tmp_path.iterdir()]
+
+
+def test_latencies_are_distributions_beside_the_limits_of_the_fleet():
+    found = report(slo_ttft_ms=30, slo_e2e_ms=200)
+    data = found.page_data()
+    assert {"ttft": 30, "e2e": 200} == data["slo"]
+    curves = data["reports"][0]["curves"]
+    for what in ("ttft", "tpot", "e2e"):
+        points = dict(map(tuple, curves[what]))
+        assert pytest.approx(found.figure(f"{what}_p95"), abs=0.01) == points[0.95]
+    assert {} == report().page_data()["slo"]
+
+
+def test_what_no_router_served_has_a_page():
+    data = replay(TRACE, [MockEngine(ARGS) for _ in range(2)]).page_data()
+    assert ("no router", ["0", "1"]) == (data["router"], data["workers"])
+    assert 40 == len(data["requests"]["number"])
 
 
 def test_a_selector_must_be_one(tmp_path):
@@ -207,7 +227,7 @@ def test_faults_and_errors_of_events_are_marks(monkeypatch):
     assert 3 == len(faults)
     assert all(each["text"].startswith("lose, event ") and each["ms"] >= 0 for each in faults)
     assert sorted(data["marks"], key=lambda each: each["ms"]) == data["marks"]
-    monkeypatch.setattr(fleet_page, "MOST_MARKS", 2)
+    monkeypatch.setattr(page_data, "MOST_MARKS", 2)
     data = run().page_data()
     assert 2 == len(data["marks"])
     assert any("the first 2 are marked" in note for note in data["notes"])

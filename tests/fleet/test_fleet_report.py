@@ -1,6 +1,7 @@
 """The report of a fleet: figures by worker and in all, by hand on traces that one can read; compared, recorded, required."""
 
 import json
+import re
 from itertools import pairwise
 from random import Random
 
@@ -9,10 +10,10 @@ from depth import few, seeds
 
 from pytest_kvmock import EngineProfile, Prompt, RouterHarness
 from pytest_kvmock.engine.nested_args import SglangArgs
-from pytest_kvmock.fleet import Fleet, FleetReport, FleetRequest, MockEngine, MockEngineArgs
-from pytest_kvmock.fleet.fleet_figures import FIGURES
-from pytest_kvmock.fleet.report import statistics
-from pytest_kvmock.fleet.routing_figures import Choice, assert_balanced, jain, max_to_mean, of_best
+from pytest_kvmock.fleet import Fleet, FleetRequest, MockEngine, MockEngineArgs, Report, replay
+from pytest_kvmock.report.figures import FIGURES, PRINTED, names_of
+from pytest_kvmock.report.routing_figures import Choice, assert_balanced, jain, max_to_mean, of_best
+from pytest_kvmock.report.statistics import statistics
 from pytest_kvmock.router import DynamoRouter, LeastLoaded, MostCached, RoundRobin
 from pytest_kvmock.testing import RightRouter
 from pytest_kvmock.traces import TraceRequest, synthetic_trace
@@ -175,7 +176,7 @@ def test_what_was_evicted_counts_by_worker():
 def test_open_requests_at_picks():
     """Worker 0 has one open at the second pick and two at the third; then nothing more is picked."""
     report = fleet(Fixed(0, 0, 1)).run([request(0, [each], 20) for each in range(3)])
-    assert {0: 3, 1: 0} == {each.worker: each.open_requests for each in report.run.services}
+    assert {0: 3, 1: 0} == {each.worker: each.open_requests for each in report.services}
     assert 2.0 == report.figure("balance_open_requests")
 
 
@@ -229,11 +230,23 @@ def test_json_has_the_keys_of_dynamo_and_its_own_under_one():
     report = fleet(Fixed(0, 1, 0)).run([request(0, [1, 2, 3]), request(500, [1, 2, 4]), request(1000, [1, 2, 5])])
     whole = json.loads(json.dumps(report.to_json()))
     routed = whole.pop("fleet")
-    assert report.replay.to_json() == whole
+    assert {"fleet": routed} == {name: value for name, value in report.to_json().items() if name not in whole}
     assert "Fixed" == routed["router"]
     assert 0.5 == routed["all"]["of_best"]
     assert [0, 1] == [row["worker"] for row in routed["workers"]]
     assert report.figure("ttft_p95", 1) == routed["workers"][1]["ttft_p95"]
+
+
+def test_a_figure_that_a_recorded_report_may_have_keeps_its_key():
+    routed = fleet(RoundRobin()).run(trace()).to_json()["fleet"]
+    counts = "requests completed hit_ratio overlap_selected overlap_best overlap_regret of_best promised_not_found believed_not_found"
+    work = "found_not_promised prompt_tokens_computed blocks_evicted preemptions router_wait_ms engine_wait_ms goodput"
+    balance = [f"{how}_{of}" for how in ("balance", "jain") for of in ("requests", "prompt_tokens", "open_requests")]
+    assert {*counts.split(), *work.split(), "ideal_hit_ratio", "of_ideal", *balance} <= set(routed["all"])
+    points = [
+        f"{what}_{at}" for what in ("ttft", "tpot", "e2e") for at in ("mean", "p50", "p75", "p90", "p95", "p99", "max")
+    ]
+    assert {*counts.split(), *work.split(), *points, "worker", "since_ms", "until_ms"} <= set(routed["workers"][0])
 
 
 def test_an_engine_by_itself_has_the_percentiles_of_its_release():
@@ -246,7 +259,7 @@ def test_an_engine_by_itself_has_the_percentiles_of_its_release():
             engine.submit(Prompt(hashes=each.hash_ids), each.output_length, each.timestamp)
         alone = engine.run().to_json()
         gaps = [later - token for done in engine.requests for token, later in pairwise(done.token_ms)]
-        exact = statistics("itl_ms", gaps)["p90_itl_ms"]
+        exact = statistics(gaps)["p90"]
         assert differ == (exact != alone["p90_itl_ms"])
         names = ("itl_ms", "output_token_throughput_per_user", "ttft_ms", "e2e_latency_ms")
         served = Fleet([MockEngine(args, backend=engine.worker.backend)], RoundRobin()).run(rows).to_json()
@@ -258,19 +271,63 @@ def test_an_engine_by_itself_has_the_percentiles_of_its_release():
 def test_every_figure_has_a_value_by_its_name():
     report = fleet(slo_ttft_ms=100).run(trace())
     row = report.row()
-    assert set(FIGURES) == set(row)
-    assert row == {name: report.figure(name) for name in FIGURES}
+    assert set(names_of("all", "worker", "latency")) == set(row)
+    assert row == {name: report.figure(name) for name in row}
+    assert {each.name for each in FIGURES.values() if each.shown == "asked"}.isdisjoint(row)
     summary = report.to_json()
     assert (summary["p95_itl_ms"], summary["median_ttft_ms"]) == (row["itl_p95"], row["ttft_p50"])
+
+
+def test_every_figure_is_explained():
+    """By its name, or by what its name begins with."""
+    explained = set(re.findall(r"`(\w+?)(?:_\.\.\.)?`", Report.__doc__))
+    names = {name: {name, name.partition("_")[0]} for name in names_of("all", "worker", "latency")}
+    assert [] == [name for name, known in names.items() if explained.isdisjoint(known)]
 
 
 def test_a_report_is_printed_as_a_table():
     one = fleet(RoundRobin())
     one.at(30).crash(1)
     lines = str(one.run(trace(), name="small")).splitlines()
-    assert "FleetReport: RoundRobin on small" == lines[0]
-    assert ["all", "0", "1"] == [line.split()[0] for line in lines[2:5]]
-    assert lines[6].startswith("30 ms: crash of worker 1")
+    assert "Report: RoundRobin on small" == lines[0]
+    assert ["worker", "all", "0", "1"] * 2 == [line.split()[0] for line in lines[1:9]]
+    assert lines[10].startswith("30 ms: crash of worker 1")
+
+
+def test_a_printed_table_is_no_wider_than_a_terminal():
+    """What has no room goes on below, and each part names its rows."""
+    engines = {(worker, 0): MockEngine(ARGS) for worker in (10, 2000)}
+    report = Fleet(engines, RightRouter(list(engines)), slo_ttft_ms=20).run(trace(), name="small")
+    lines = report.table(report.rows()).splitlines()
+    assert 120 >= max(map(len, lines))
+    heads = [line.split()[1:] for line in lines if line.split()[0] == "worker"]
+    titles = [FIGURES[name].title for name in PRINTED if report.figure(name) is not None]
+    assert " ".join(titles).split() == [word for head in heads for word in head]
+    assert ["worker", "all", "(10, 0)", "(2000, 0)"] * len(heads) == [line[:9].strip() for line in lines]
+
+
+def test_what_no_router_served_is_a_report_too():
+    engine = MockEngine(ARGS)
+    served = replay(trace(), [engine, MockEngine(ARGS)])
+    assert str(served).startswith(
+        f"Report: {len(served.completed)} of {len(served.requests)} requests finished\nworker"
+    )
+    assert [0, 1] == served.workers
+    assert engine.prefill_tokens == served.figure("prompt_tokens_computed", 0)
+    assert served.figure("hit_ratio") == served.figure("first_admission_prefix_cache_reused_ratio") > 0
+    assert (None, None) == (served.figure("of_best"), served.figure("promised_not_found"))
+    with pytest.raises(ValueError, match="of_best has no value here"):
+        served.assert_hit_ratio(of_best=0.5)
+    served.assert_slo(ttft_ms=served.figure("ttft_max"), at=1.0)
+    alone = engine.report
+    assert (engine.passes, len(engine.requests)) == (alone.passes, alone.figure("completed"))
+
+
+def test_a_figure_of_dynamo_has_the_name_of_its_key():
+    report = fleet(slo_ttft_ms=100).run(trace())
+    keys = {each.name: each.key for each in FIGURES.values() if each.key is not None and not each.is_long}
+    whole = report.to_json()
+    assert {key: whole[key] for key in keys.values()} == {key: report.figure(name) for name, key in keys.items()}
 
 
 @pytest.mark.parametrize("semantics", ["1.2.1", "1.6.1"])
@@ -279,13 +336,10 @@ def test_the_repr_of_a_report_is_a_line(semantics):
     report = fleet(RoundRobin(), args=args, stop_ms=400, record=True).run(trace(), name="mine")
     done = len(report.completed)
     assert 0 < done < report.arrived < 40
-    assert f"<FleetReport: RoundRobin on mine, {done} of {len(report.requests)} requests finished>" == repr(report)
-    kind = "LaterReplayReport" if semantics == "1.6.1" else "ReplayReport"
-    assert f"<{kind}: {done} of {len(report.requests)} requests finished>" == repr(report.replay)
-    assert len(repr(report.run)) < 1000
+    assert f"<Report: RoundRobin on mine, {done} of {len(report.requests)} requests finished>" == repr(report)
     engine = MockEngine(args)
     engine.submit([1, 2, 3], 2)
-    assert f"<{kind.replace('Replay', 'Engine')}: 1 of 1 requests finished>" == repr(engine.run())
+    assert "<Report: 1 of 1 requests finished>" == repr(engine.run())
 
 
 def test_a_worker_that_came_late_counts_by_its_time():
@@ -413,7 +467,7 @@ def test_before_1_6_a_prefill_of_sglang_reads_at_most_one_chunk_of_a_prefix(sema
     rows = [request(0, range(16)), request(5000, range(16))]
     report = Fleet([MockEngine(args, backend=backend)], Fixed(0, 0)).run(rows)
     assert reused / 64 == report.figure("of_ideal")
-    assert "at most one chunk" in " ".join(FleetReport.assert_hit_ratio.__doc__.split())
+    assert "at most one chunk" in " ".join(Report.assert_hit_ratio.__doc__.split())
 
 
 REUSES = ["lineage", "multi_lru", "hash_cache", "vllm", "sglang", "mocker_sglang_1_6"]
@@ -454,6 +508,19 @@ def test_compare_has_both_values_and_is_a_table():
     assert dict(compared) == dict(one.compare(json.loads(json.dumps(other.to_json()))))
 
 
+def test_a_comparison_says_what_is_better_and_what_is_noise():
+    one, other = fleet(MostCached()).run(trace()), fleet(RoundRobin()).run(trace())
+    compared = one.compare(other)
+    assert ("better", "") == (compared.verdict("hit_ratio"), compared.verdict("overlap_selected"))
+    assert "worse" == other.compare(one).verdict("hit_ratio")
+    assert "better" == next(line for line in str(compared).splitlines() if line.split()[0] == "hit_ratio").split()[-1]
+    near = json.loads(json.dumps(one.to_json()))
+    near["fleet"]["all"]["hit_ratio"] *= 1.09
+    assert "within noise" == one.compare(near).verdict("hit_ratio")
+    near["fleet"]["all"]["hit_ratio"] *= 1.09
+    assert "worse" == one.compare(near).verdict("hit_ratio")
+
+
 def test_equal_reports_compare_as_equal():
     one, other = (fleet(DynamoRouter(tie="first")).run(trace()) for _ in range(2))
     assert "DynamoRouter and DynamoRouter: all figures are equal" == str(one.compare(other))
@@ -492,7 +559,7 @@ def test_two_traces_are_noted():
 
 @pytest.mark.parametrize("other", [None, 3, {}, {"fleet": {}}])
 def test_what_is_no_report_cannot_be_compared(other):
-    with pytest.raises(TypeError, match="other must be a FleetReport, or what its to_json"):
+    with pytest.raises(TypeError, match="other must be a Report, or what its to_json"):
         fleet().run(trace()).compare(other)
 
 
@@ -728,7 +795,7 @@ def test_times_must_be_a_pair_with_a_report():
     report = fleet().run(trace())
     with pytest.raises(TypeError, match=r"assert_hit_ratio: times must be \(factor, report\), got 1.5"):
         report.assert_hit_ratio(times=1.5)
-    with pytest.raises(TypeError, match=r"assert_hit_ratio: times\[1\]: other must be a FleetReport"):
+    with pytest.raises(TypeError, match=r"assert_hit_ratio: times\[1\]: other must be a Report"):
         report.assert_hit_ratio(times=(1.0, 2.0))
 
 

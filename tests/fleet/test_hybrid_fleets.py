@@ -12,6 +12,24 @@ from pytest_kvmock.traces import TraceRequest
 HYBRID = [name for name, spec in BACKENDS.items() if spec.group == "hybrid"]
 
 
+def test_a_report_says_which_cache_lacked_what_was_promised_and_not_found():
+    """Three prompts share a beginning: of the second, the window is gone there; of plain engines nothing lacks."""
+    trace = [TraceRequest(1000.0 * n, 49 * 4, 1, (*range(32), *range(100 * n, 100 * n + 17))) for n in (1, 2, 3)]
+    for backend, window in (
+        ("vllm_gpt_oss", "sliding_window 4 (window 32)"),
+        ("sglang_gpt_oss", "sliding_window 4 (window 31)"),
+    ):
+        with RouterHarness(EngineProfile(4, 600), backend) as kv:
+            report = kv.fleet(DynamoRouter(), trace_block_size=4).run(trace)
+        assert (32, {window: 32}) == (report.figure("promised_not_found"), report.lacking()) == (32, report.lacking(0))
+        assert f"of 32 blocks promised and not found the attention group had 32: {window} lacked 32" in str(report)
+        assert {window: 32} == report.to_json()["fleet"]["lacking"]
+    with RouterHarness(EngineProfile(4, 600), "vllm") as kv:
+        report = kv.fleet(DynamoRouter(), trace_block_size=4).run(trace)
+    assert (0, {}) == (report.figure("promised_not_found"), report.lacking())
+    assert "lacked" not in str(report)
+
+
 def requests(rng, size):
     """Some that share beginnings, some that go on with what was asked before, at random times."""
     ids, asked, now = iter(range(10**9)), [], 0.0

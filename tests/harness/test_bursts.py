@@ -5,6 +5,7 @@ from contextlib import suppress
 
 import pytest
 from faulty_indexes import Async, ForgetsOneRemoved, Queued, RaisesOnce, Sound
+from hybrid_sizes import EACH, block_size_of, blocks_a_block
 
 from pytest_kvmock import BACKENDS, RadixIndex, RouterHarness, reproduce
 from pytest_kvmock.events import Removed, Stored
@@ -52,14 +53,13 @@ def churn(kv, prompts):
         kv.worker(0).serve([number] * kv.profile.block_size)
 
 
-@pytest.mark.parametrize(
-    "backend", [name for name, spec in BACKENDS.items() if not (spec.group and spec.scheduler == "vllm")]
-)
+@pytest.mark.parametrize("backend", EACH)
 def test_a_queue_that_overflows_is_found_in_a_burst_and_not_after_each_event(make_kv, backend):
     found = {}
     for sync in ("every", "auto", "burst"):
         index = Overflows(64, count_copies=BACKENDS[backend].traits.copies)
-        kv = make_kv(backend, index, sync=sync, block_size=4, num_blocks=16)
+        size = block_size_of(backend, 4)
+        kv = make_kv(backend, index, sync=sync, block_size=size, num_blocks=max(16, blocks_a_block(backend, size)))
         churn(kv, 16)
         kv.flush()
         churn(kv, 100)

@@ -2,9 +2,9 @@
 
 import pytest
 from depth import seeds
+from hybrid_sizes import EACH, sized
 
 from pytest_kvmock import EngineProfile, KvCacheEvent, Removed, RouterEvent, RouterHarness, Stored
-from pytest_kvmock.backends import BACKENDS
 from pytest_kvmock.reduce import NotReduced, reproduce
 
 PROFILE = EngineProfile(num_blocks=8, block_size=4, workers=2)
@@ -24,18 +24,16 @@ def sizes(kv):
     )
 
 
-@pytest.mark.parametrize(
-    "backend", [name for name, spec in BACKENDS.items() if not (spec.group and spec.scheduler == "vllm")]
-)
+@pytest.mark.parametrize("backend", EACH)
 def test_what_is_kept_does_not_grow(backend):
-    with RouterHarness(PROFILE, backend) as kv:
-        found = []
+    profile, found = sized(PROFILE, backend), []
+    with RouterHarness(profile, backend) as kv:
         for _ in range(4):
             serve(kv, 20)
             kv.forget_history(events=10)
             found.append(sizes(kv))
         assert all(events <= 10 and not operations for events, operations, _ in found)
-        assert max(each[2] for each in found) <= 2 * PROFILE.num_blocks
+        assert max(each[2] for each in found) <= 2 * profile.num_blocks
         assert kv.events.total > 40
         assert [each.position for each in kv.events] == [*range(kv.events.total - len(kv.events), kv.events.total)]
 

@@ -1,12 +1,15 @@
 """An index under test over hybrid backends: between what engines would reuse and what their attention groups hold."""
 
+import hybrid_readers
 import pytest
 from depth import examples
-from hypothesis import given, settings
+from hybrid_readers import UnderTest, about_manager
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from test_reusable import HYBRID, harness_of
 
-from pytest_kvmock import RadixIndex
+from pytest_kvmock import EventRulesBroken, RadixIndex
+from pytest_kvmock.backends import backend_spec
 from pytest_kvmock.testing import play, traffic
 from pytest_kvmock.tokens import block_hashes
 
@@ -52,16 +55,21 @@ def over_engines(backend, change=lambda reused, held: reused, answers="reusable"
     return kv
 
 
+def read_by(kind, backend, **options):
+    """A harness whose index reads the events of a model of vLLM, and asks nobody."""
+    index = UnderTest(kind, None)
+    kv = harness_of(backend, index, **options)
+    index.about = about_manager(kv.worker(0).manager)
+    return kv
+
+
 @pytest.mark.parametrize("backend", HYBRID)
 @settings(max_examples=examples(6))
 @given(data=st.data())
 def test_right_indexes_raise_no_alarm(backend, data):
     program = data.draw(traffic(most_blocks=12, most_steps=20, most_in_a_burst=20, near_hashes=False))
-    for kv in (
-        harness_of(backend, Dense(), sync="every"),
-        over_engines(backend),
-        over_engines(backend, answers="held"),
-    ):
+    exact = read_by(hybrid_readers.Exact, backend) if backend.startswith("vllm") else over_engines(backend)
+    for kv in (harness_of(backend, Dense(), sync="every"), exact, over_engines(backend, answers="held")):
         with kv:
             play(kv, program)
 
@@ -107,3 +115,36 @@ def test_on_plain_engines_an_answer_below_what_is_held_is_drift(backend):
             return {key: blocks - 1 for key, blocks in super().find_matches(local_hashes).items()}
 
     assert drifts(harness_of(backend, Less()), blocks=4)
+
+
+def test_a_cleared_prompts_tail_is_no_chain_to_look_up(caplog):
+    kimi = backend_spec("vllm_kimi_k3").variant("kimi", match_unit=2)  # a hash for each half of a block
+    with over_engines(kimi) as kv:
+        kv.worker(0).serve(kv.prompt(1, tail=3))
+        assert kv.worker(0).clear()
+    assert [] == caplog.records  # nothing failed within the harness
+
+
+NAIVE = {  # over which model traffic finds it
+    hybrid_readers.OneMap: "vllm_gpt_oss",
+    hybrid_readers.AnyGroup: "vllm_gpt_oss",
+    hybrid_readers.MinimumOverGroups: "vllm_gpt_oss",
+    hybrid_readers.DividesTheSpanByItsHashes: "vllm_deepseek_v4",  # elsewhere the attention group corrects it at once
+    hybrid_readers.LooksUpParentsAcrossGroups: "vllm_kimi_k3",
+    hybrid_readers.TakesGroupZero: "vllm_qwen3_next",
+    hybrid_readers.TakesTailsForBlocks: "vllm_deepseek_v4",  # prompts' tails have names there
+}
+
+
+@pytest.mark.parametrize("kind", hybrid_readers.NAIVE)
+def test_traffic_finds_naive_indexes_within_200_examples(kind):
+    model = NAIVE[kind]
+
+    @settings(max_examples=200, derandomize=True, database=None, phases=[Phase.generate])
+    @given(traffic(near_hashes=False))
+    def drive(program):
+        with read_by(kind, model, num_blocks=640 if model == "vllm_deepseek_v4" else 16) as kv:
+            play(kv, program)
+
+    with pytest.raises(EventRulesBroken, match="index_drift"):
+        drive()

@@ -5,6 +5,7 @@ import dataclasses
 
 import pytest
 from depth import examples
+from hybrid_sizes import EACH, block_size_of, sized
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,15 +25,10 @@ from pytest_kvmock.backends import BACKENDS
 from pytest_kvmock.cache.vllm.hashes import VERSIONS
 from pytest_kvmock.engine.driver import PROMPT_KEYS
 from pytest_kvmock.events import StorageTier
-from pytest_kvmock.prompt_keys import hash_options
+from pytest_kvmock.prompt_keys import group_extra, hash_options, is_attention_group
 
 BY_NAMESPACE = BACKENDS["sglang"].variant("sglang_dynamo", dynamo_kv_event_format=True)
-# Of a hybrid model several groups publish, and what a window has dropped is promised and not served.
-ENGINES = [
-    spec
-    for name, spec in BACKENDS.items()
-    if name not in ("hash_cache", "sglang") and not (spec.group and spec.scheduler == "vllm")
-]
+ENGINES = [BACKENDS[name] for name in EACH if name not in ("hash_cache", "sglang")]
 ENGINES.append(BY_NAMESPACE)
 IMAGE = ("00000000deadbeef" + "0" * 48, 2, 4)
 KEYS = (
@@ -47,8 +43,15 @@ KEYS = (
 
 
 def stored_by(kv):
-    """The events that stored, as they arrived."""
-    return [entry.event for entry in kv.events if isinstance(entry.event.event.data, Stored)]
+    """The events that stored, as they arrived; of several caches those of the attention group, and whole blocks alone."""
+    stored = [entry.event for entry in kv.events if isinstance(entry.event.event.data, Stored)]
+    whole = [event for event in stored if all(len(ids) == kv.profile.block_size for ids in event.token_ids)]
+    return [event for event in whole if is_attention_group(event.extra)]
+
+
+def beside(event):
+    """What travels beside an event, but for what says which cache it is of."""
+    return {name: value for name, value in (event.extra or {}).items() if name not in group_extra(1, "", 1)}
 
 
 def named_by(spec):
@@ -136,20 +139,20 @@ def test_prompts_share_blocks_where_they_carry_the_same_and_overlap_is_what_the_
     asked = st.tuples(st.sampled_from("ab"), st.integers(1, 5), carried, st.integers(0, 6))
     # What is evicted from the middle of a prompt is a matter of its own: there, everything has room.
     num_blocks = 24 if spec.prefix_closed else 200
-    with RouterHarness(EngineProfile(block_size=4, num_blocks=num_blocks), spec) as kv:
-        worker, names = kv.worker(0), {}
+    with RouterHarness(sized(EngineProfile(block_size=4, num_blocks=num_blocks), spec), spec) as kv:
+        worker, names, size = kv.worker(0), {}, kv.profile.block_size
         for letter, blocks, keys, output in data.draw(st.lists(asked, min_size=1, max_size=12)):
-            tokens = [*range(12), *[ord(letter)] * (4 * blocks)]
+            tokens = [*range(3 * size), *[ord(letter)] * (size * blocks)]
             prompt = Prompt(tokens, **keys)
             # One token more, which is computed anyway: so whole blocks are all there is to share.
             longer = prompt.followed_by([7])
-            promised, usable = kv.overlap(longer).get(0, 0) * 4, worker.cached_tokens(longer)
+            promised, usable = kv.overlap(longer).get(0, 0) * size, worker.cached_tokens(longer)
             assert promised == usable or (spec.traits.promises_more and promised > usable)
             with worker.prefill(prompt) as request:
-                for block in request.blocks[: len(tokens) // 4]:
+                for block in request.blocks[: len(tokens) // size]:
                     assert keys == names.setdefault(block, keys)
                 request.decode(output)
-            promised, usable = kv.overlap(longer).get(0, 0) * 4, worker.cached_tokens(longer)
+            promised, usable = kv.overlap(longer).get(0, 0) * size, worker.cached_tokens(longer)
             if spec.traits.promises_more:
                 assert len(tokens) >= promised >= usable
             else:
@@ -158,13 +161,17 @@ def test_prompts_share_blocks_where_they_carry_the_same_and_overlap_is_what_the_
 
 @engines
 def test_a_session_is_in_no_name(spec):
-    with RouterHarness(EngineProfile(block_size=4), spec) as kv:
-        worker = kv.worker(0)
-        worker.serve(Prompt(range(12), session_id="x"))
-        assert 12 == worker.cached_tokens(Prompt(range(13))) == worker.cached_tokens(Prompt(range(13), session_id="y"))
-        assert {"session_id": "x"} == stored_by(kv)[0].extra
-        worker.serve(Prompt(range(50, 58)))
-        assert None is stored_by(kv)[-1].extra
+    size = block_size_of(spec, 4)
+    with RouterHarness(EngineProfile(block_size=size, num_blocks=512), spec) as kv:
+        worker, longer = kv.worker(0), range(3 * size + 1)
+        worker.serve(Prompt(longer[:-1], session_id="x"))
+        assert {0: 3} == kv.overlap(Prompt(longer)) == kv.overlap(Prompt(longer, session_id="y"))
+        reused = worker.cached_tokens(Prompt(longer))
+        assert 3 * size == reused or (spec.traits.promises_more and reused == 2 * size)
+        assert reused == worker.cached_tokens(Prompt(longer, session_id="y"))
+        assert {"session_id": "x"} == beside(stored_by(kv)[0])
+        worker.serve(Prompt(range(50, 50 + 2 * size)))
+        assert {} == beside(stored_by(kv)[-1])
 
 
 def test_a_prompt_after_another_carries_what_that_does(make_kv):
@@ -203,8 +210,9 @@ def test_vllm_0_19_takes_a_salt_for_an_adapter_of_that_name_and_later_ones_do_no
 
 @engines
 def test_every_stored_travels_with_what_its_request_carries(spec):
-    with RouterHarness(EngineProfile(block_size=4), spec) as kv:
-        prompts = [Prompt(range(15), session_id="x", **keys) for keys in named_by(spec)]
+    size = block_size_of(spec, 4)
+    with RouterHarness(EngineProfile(block_size=size, num_blocks=2048), spec) as kv:
+        prompts = [Prompt(range(4 * size - 1), session_id="x", **keys) for keys in named_by(spec)]
         for prompt in prompts:
             seen = len(stored_by(kv))
             kv.worker(0).serve(prompt, 6)  # completes a block that the prompt began, with its items
@@ -215,10 +223,10 @@ def test_every_stored_travels_with_what_its_request_carries(spec):
                 h
                 for event in stored
                 for h in block_hashes(
-                    [token for ids in event.token_ids for token in ids], 4, **hash_options(event.extra)
+                    [token for ids in event.token_ids for token in ids], size, **hash_options(event.extra)
                 )
             ]
-            assert tuple(range(15)) == tuple(tokens[:15])
+            assert tuple(range(4 * size - 1)) == tuple(tokens[: 4 * size - 1])
             assert {"x"} == {event.extra["session_id"] for event in stored}
             for name in ("lora_name", "cache_salt"):
                 assert {getattr(prompt.keys, name)} == {event.extra.get(name) for event in stored}

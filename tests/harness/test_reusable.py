@@ -11,8 +11,9 @@ from pytest_kvmock.testing import play, traffic
 HYBRID = [name for name, spec in BACKENDS.items() if spec.group == "hybrid"]
 
 
-def harness_of(backend, index=None, *, num_blocks=40, workers=1, **options):
-    size = 64 if backend == "vllm_deepseek_v4" else 4
+def harness_of(backend, index=None, *, num_blocks=None, workers=1, **options):
+    size, blocks = (64, 320) if backend == "vllm_deepseek_v4" else (4, 40)  # a group of it has blocks of one token then
+    num_blocks = num_blocks or blocks
     return RouterHarness(EngineProfile(size, num_blocks, workers), backend, index, **options)
 
 
@@ -40,9 +41,19 @@ def test_no_engine_reuses_more_than_its_events_promise(backend, data):
                 promised = {worker: blocks * size for worker, blocks in held.items()}
                 whole = {worker: min(each, (len(tokens) - 1) // size * size) for worker, each in promised.items()}
                 assert found in (promised, {worker: each for worker, each in whole.items() if each})
+            for worker in kv.lacking(tokens):  # who lacks something of it reuses less than all of it
+                assert found.get(worker, 0) < held[worker] * size, (worker, tokens)
 
 
-@pytest.mark.parametrize("backend", ["vllm_gpt_oss", "vllm_qwen3_next", "sglang_gpt_oss", "sglang_qwen3_next"])
+LACKED = {
+    "vllm_gpt_oss": "sliding_window 4 (window 32)",
+    "vllm_qwen3_next": "mamba 4",
+    "sglang_gpt_oss": "sliding_window 4 (window 31)",
+    "sglang_qwen3_next": "mamba 4",
+}
+
+
+@pytest.mark.parametrize("backend", LACKED)
 def test_the_second_prompt_with_a_prefix_is_promised_what_it_cannot_reuse_and_the_third_reuses_it(backend):
     with harness_of(backend, num_blocks=200) as kv:
         size = kv.profile.block_size
@@ -52,6 +63,8 @@ def test_the_second_prompt_with_a_prefix_is_promised_what_it_cannot_reuse_and_th
         served = []
         for _ in range(3):
             prompt = kv.prompt(16, after=shared, tail=1)
+            lacking = kv.lacking(prompt)
+            assert lacking == ({0: (LACKED[backend],)} if len(served) == 1 else {})
             assert kv.overlap(prompt) == ({0: 32} if served else {})
             assert kv.reusable(prompt).get(0, 0) == worker.cached_tokens(prompt)
             served.append(worker.serve(prompt).cached_tokens)

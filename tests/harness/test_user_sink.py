@@ -5,6 +5,7 @@ import re
 from contextlib import suppress
 
 import pytest
+from hybrid_sizes import EACH, sized
 
 from pytest_kvmock import (
     BACKENDS,
@@ -909,12 +910,12 @@ def test_a_wrong_parent_of_a_right_hash_is_named_in_every_engines_chain(make_kv,
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("backend", [name for name, spec in BACKENDS.items() if spec.group is None])
+@pytest.mark.parametrize("backend", EACH)
 def test_a_sink_that_is_given_a_workers_events_finds_what_is_found_of_the_worker(backend, seed):
     """A worker's hashes are known to be a chain; of those of a sink it is found out."""
-    spec, size, rng = BACKENDS[backend], {"block_size": 4, "num_blocks": 16}, random.Random(seed)
-    theirs, own = RouterHarness(EngineProfile(**size, seed=seed), backend), RouterHarness(EngineProfile(**size), None)
-    sink = own.make_sink(num_blocks=16, residency=spec.residency, prefix_closed=spec.prefix_closed)
+    spec, profile = BACKENDS[backend], sized(EngineProfile(block_size=4, num_blocks=16, seed=seed), backend)
+    rng, theirs, own = random.Random(seed), RouterHarness(profile, backend), RouterHarness(profile, None)
+    sink = own.make_sink(num_blocks=profile.num_blocks, residency=spec.residency, prefix_closed=spec.prefix_closed)
     sink.compare(theirs.worker(0).manager.resident)
     shared = [theirs.prompt(rng.randint(1, 3)) for _ in range(4)]
     running = []

@@ -6,7 +6,8 @@ from client_table import TABLE, does
 from clients import PATIENCE, SetIndex
 from peer import dynamo_core, release
 
-from pytest_kvmock import Prompt
+from pytest_kvmock import Prompt, Removed, Stored
+from pytest_kvmock.prompt_keys import group_of
 
 core = dynamo_core("1.3", "1.6")
 RELEASE = release()
@@ -125,6 +126,66 @@ async def test_of_batches_with_bytes_as_hashes_it_reads_none_and_asks_for_them_a
 
         await publishers[0].asettle(asked, [0, 0], PATIENCE)
         assert [{}] * 3 == [await service.answer(prompt) for prompt in prompts]
+
+
+# ------------------------------------------------------------------------------------------------- hybrid models
+
+
+@pytest.mark.kv_dialects("vllm-0.33")
+@pytest.mark.kv_backends("vllm_gpt_oss", "vllm_qwen3_next", "vllm_kimi_k3", "vllm_deepseek_v4")
+@pytest.mark.kvmock(workers=2, num_blocks=2000)
+async def test_of_a_hybrid_model_it_answers_what_the_attention_group_holds(publishers, kv_harness, kv_prompt):
+    document = kv_prompt(blocks=9)
+    prompts = [kv_prompt(blocks=1 + number % 3, after=document, tail=1) for number in range(6)]
+    async with Service() as service:
+        for worker, publisher in enumerate(publishers):
+            await service.add(worker, publisher, kv_harness.profile.block_size)
+        for number, prompt in enumerate(prompts):
+            with publishers[number % 2].step():
+                kv_harness.worker(number % 2).serve(prompt, 20)  # windows and states name nothing of what output fills
+
+        async def answers():
+            return [
+                {worker: blocks for (worker, _), blocks in (await service.answer(each)).items()} for each in prompts
+            ]
+
+        await publishers[0].asettle(answers, [kv_harness.overlap(prompt) for prompt in prompts], PATIENCE)
+    assert all(kv_harness.reusable(document).get(worker) != 9 * kv_harness.profile.block_size for worker in (0, 1))
+
+
+def of_attention(kv_harness, kind):
+    """The events of this kind that are of the attention group."""
+    group = kv_harness.streams[0, 0].group_idx
+    events = [each.event for each in kv_harness.events]
+    return [each.event.data for each in events if isinstance(each.event.data, kind) and group_of(each.extra) == group]
+
+
+@pytest.mark.kv_dialects("vllm-0.33")
+@pytest.mark.kv_backends("vllm_gpt_oss", "vllm_qwen3_next")
+@pytest.mark.kvmock(workers=1, num_blocks=110)
+async def test_it_counts_no_copies_and_hybrid_models_make_them_where_they_compute_again_what_they_hold(
+    make_kv_publisher, kv_harness, kv_prompt
+):
+    publisher, worker, size = make_kv_publisher(0), kv_harness.worker(0), kv_harness.profile.block_size
+    document = kv_prompt(blocks=16)
+    async with Service() as service:
+        await service.add(0, publisher, size)
+        for _ in range(2):  # the second computes the document again, and stores a copy
+            with publisher.step():
+                worker.serve(kv_prompt(blocks=1, after=document, tail=1))
+        asked = kv_prompt(blocks=1, after=document, tail=1)
+        assert {0: 16 * size} == kv_harness.reusable(asked)
+        last = of_attention(kv_harness, Stored)[0].block_hashes[15]
+        while not any(last in data.block_hashes for data in of_attention(kv_harness, Removed)):
+            with publisher.step():
+                worker.serve(kv_prompt(blocks=2, tail=1))
+
+        async def answer():
+            return (await service.answer(asked)).get((0, 0), 0) < 16
+
+        await publisher.asettle(answer, timeout=PATIENCE)
+        assert {0: 16} == kv_harness.overlap(asked)
+        assert {0: 16 * size} == kv_harness.reusable(asked)  # it would be reused, and the service does not know
 
 
 # ------------------------------------------------------------------------------------- vLLM's native offload

@@ -1,7 +1,7 @@
 """`kv_router`, `kv_fleet` and `make_kv_fleet` in a test: verdict, matrix, faults, and the reproduction of what fails."""
 
 TRACE = """
-from pytest_kvmock.fleet import Fleet, FleetReport
+from pytest_kvmock.fleet import Fleet, Report
 from pytest_kvmock.router import DynamoRouter, RadixIndex, RoundRobin
 from pytest_kvmock.traces import synthetic_trace
 
@@ -23,7 +23,7 @@ def kv_router(): return Last()
 {SMALL}
 def test(kv_fleet):
     report = kv_fleet.run(trace())
-    assert isinstance(kv_fleet, Fleet) and isinstance(report, FleetReport)
+    assert isinstance(kv_fleet, Fleet) and isinstance(report, Report)
     assert {{2}} == {{pick.worker for pick in report.picks}}
 """
     nested(source).assert_outcomes(passed=3)

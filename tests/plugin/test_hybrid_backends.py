@@ -62,6 +62,46 @@ def test_a_size_that_a_model_has_not_is_refused_in_one_line(nested):
     result.assert_outcomes(errors=1)
 
 
+def test_traits_and_the_log_of_a_failure_have_the_sizes_in_force(nested):
+    result = nested(
+        """
+        from pytest_kvmock.cache import CacheGroup
+
+        @pytest.mark.kv_backends("vllm_gemma4", "sglang_gpt_oss", "lru")
+        @pytest.mark.kvmock(block_size=32)
+        def test(kv_backend, kv_traits, kv_worker):
+            full = CacheGroup("full_attention", block_size=32)
+            assert kv_traits.groups == {
+                "vllm_gemma4": (*5 * [CacheGroup("sliding_window", block_size=16, window=1024)], full),
+                "sglang_gpt_oss": (full, CacheGroup("sliding_window", block_size=32, window=255)),
+                "lru": (),
+            }[kv_backend]
+            assert kv_traits == kv_worker.traits
+            kv_worker.serve(range(40))
+            assert False
+        """
+    )
+    result.assert_outcomes(failed=3)
+    shown = [line for line in result.outlines if "tokens a block:" in line]
+    assert [
+        "vllm_gemma4, tokens a block: 5 x sliding_window 16 (window 1024); full_attention 32",
+        "sglang_gpt_oss, tokens a block: full_attention 32; sliding_window 32 (window 255)",
+    ] == shown
+
+
+def test_traits_at_a_size_that_a_model_has_not_are_refused_in_one_line(nested):
+    source = """
+        @pytest.mark.kv_backends("vllm_deepseek_v4")
+        @pytest.mark.kvmock(block_size=16)
+        def test(kv_backend, kv_traits): pass
+    """
+    result = nested(source)
+    result.stdout.fnmatch_lines(
+        ["*backend vllm_deepseek_v4: block_size: the blocks of*got 16 (*kvmock(block_size=16)*"]
+    )
+    result.assert_outcomes(errors=1)
+
+
 def test_a_profile_that_has_no_size_takes_that_of_the_backend():
     spec = BACKENDS["vllm_deepseek_v4"]
     assert EngineProfile().sized_for(spec).block_size == 64

@@ -34,6 +34,8 @@ def test_a_group_stands_for_its_backends_in_markers_and_on_the_command_line(ids)
     marker = "@pytest.mark.kv_backends('hybrid', 'lru', exclude=['sglang_gpt_oss'])"
     assert [f"test[{name}]" for name in left] == ids(f"{marker}\n{USES}", "--kv-backend", "hybrid")
     assert [f"test[{name}]" for name in HYBRID] == ids(USES, "-o", "kvmock_backends=hybrid")
+    assert [f"test[{name}]" for name in HYBRID] == ids(USES, "--kv-backend", "hybrid")
+    assert [] == ids(USES, "--kv-backend", "hybrid", "-o", "kvmock_backends=lru")
 
 
 # ---------------------------------------------------------------------------------------------------- who is in
@@ -223,7 +225,7 @@ def test_every_way_to_say_the_backend(nested, row):
         (["--kv-backend", "lru", "--kv-backend", "lineage"], ["lineage", "lru"]),
         (["--kv-backend", "all"], ALL),
         (["--kv-backend", "lru", "--kv-backend", "all"], ALL),
-        (["--kv-backend", "lru", "--kv-backend", "hybrid"], ["lru"]),
+        (["--kv-backend", "lru", "--kv-backend", "hybrid"], ["lru", *HYBRID]),
     ],
 )
 def test_the_command_line_narrows_the_matrix(nested, args, expected):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import xml.etree.ElementTree as ET
 
 import pytest
-from depth import DEEP
+from depth import few
 
 FAIL = "(--kv-event-warnings=fail makes them fail)"
 
@@ -182,10 +182,16 @@ def test_the_line_says_what_was_judged(nested, source, line):
 
 
 # Workers send what each test counted, which is added up as in one process. Each run starts two processes more.
-QUICK_UNDER_XDIST = ("several rules",)
+UNDER_XDIST = (
+    "several rules",
+    "backends in the order of the list",
+    "a test that failed, one that was expected to, one without events",
+    "sinks whose engine was compared",
+    "faults at random that were never injected",
+)
 
 
-@pytest.mark.parametrize("name", RUNS if DEEP else QUICK_UNDER_XDIST)
+@pytest.mark.parametrize("name", few(UNDER_XDIST))
 def test_the_line_is_the_same_under_xdist(nested, name):
     source, line = RUNS[name]
 

@@ -162,6 +162,17 @@ def test_what_cannot_be_served_leaves_no_capture(tmp_path):
     assert not file.exists()
 
 
+def test_a_hybrid_model_is_served_with_its_cache_groups():
+    process = Process("--model", "qwen3-next", "--real-sizes", "--num-blocks", "64")
+    (worker,), control = process.ready["workers"], process.ready["control"]
+    assert (process.ready["model"], process.ready["block_size"]) == ("qwen3-next", 544)
+    for tail in ("x", "y"):
+        complete(worker["http"], "abcd" * 272 + tail * 600)  # two blocks, and more than one
+    _, known = call(control, "/expect", {"prompt": "abcd" * 272 + "z"})
+    assert known["blocks"] == [{"worker": 0, "rank": 0, "blocks": 2, "reusable": 1088}]
+    assert process.ended() == (0, "", "")
+
+
 @pytest.mark.parametrize(
     ("args", "text"),
     [
@@ -200,6 +211,15 @@ def test_what_cannot_be_served_leaves_no_capture(tmp_path):
             "serve: tiers are those of vLLM 0.33.0; got version '0.28.0'",
         ),
         (["--dialect", "sglang-0.5.23", "--host-blocks", "8"], "serve: backend 'sglang' takes no tiers; "),
+        (["--model", "gpt-oss", "--host-blocks", "8"], "serve: backend 'vllm_gpt_oss' takes no tiers; "),
+        (
+            ["--model", "gpt-oss", "--dialect", "vllm-0.19"],
+            "serve: KvServer: 'vllm_gpt_oss' serves a hybrid model, whose events are of cache groups; dialect 'vllm-0.19' has no ",
+        ),
+        (
+            ["--model", "deepseek-v4", "--block-size", "16"],
+            "serve: block_size: the blocks of deepseek_v4 have multiples of 64 tokens in its attention group",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_one_line(args, text, capsys):

@@ -5,16 +5,15 @@ from contextlib import suppress
 from threading import Event, current_thread, main_thread
 from typing import ClassVar
 
+import hybrid_readers
 from bounded_indexes import BoundedIndex, HangsUnderTheRootWhatItForgot, RemovesNothingOnceItIsFull
 from contract_runs import Mutants
 from tiered_indexes import FOUND_BY, contract_of
 from truncating_indexes import HashIndex, KeyedTokenIndex, TokenIndex
 
 from pytest_kvmock import BACKENDS, Cleared, KvEventError, RadixIndex, Removed, RouterEvent, StorageTier, Stored
-from pytest_kvmock.events import SparseStored
 from pytest_kvmock.router import BlockNotFound
 from pytest_kvmock.testing import IndexContract
-from pytest_kvmock.tokens import block_hashes
 
 INDEXES = Mutants(IndexContract)
 
@@ -956,137 +955,49 @@ class ByNumber(KeyedTokenIndex):
 
 # ------------------------------------------------------------------------------------------------- cache groups
 
-HYBRID = ("vllm_gpt_oss", "vllm_gemma4")
+
+class MisreadsGroups(IndexContract):
+    """The contract over a naive reader of cache groups."""
+
+    backends = ("vllm_gpt_oss", "vllm_gemma4")
+
+    def make_index(self, block_size):
+        return hybrid_readers.UnderTest(self.Reader, {"block_size": block_size})
 
 
-class GroupsRadix(Radix):
-    """The contract over the `Subject` of a mutant, with the cache groups of hybrid models."""
-
-    backends = HYBRID
-
-
-def without_group(event):
-    return RouterEvent(event.worker_id, event.event, event.storage_tier, event.token_ids)
-
-
-class TreeOfEachGroup:
-    """A tree for each cache group and worker, which knows nothing of the others; `over` is what it makes of their answers."""
-
-    over = max
-
-    def __init__(self):
-        self.trees = {}
-
-    def apply(self, event):
-        group = (event.extra or {}).get("group_idx", 0)
-        groups = [group] if not isinstance(event.event.data, Cleared) else list(self.trees)
-        for each in groups:
-            tree = self.trees.setdefault(each, RadixIndex(count_copies=True))
-            with suppress(KvEventError):
-                if not isinstance(event.event.data, SparseStored):
-                    tree.apply(without_group(event))
-
-    def find_matches(self, local_hashes):
-        found = [tree.find_matches(local_hashes).scores for tree in self.trees.values()]
-        keys = {key for scores in found for key in scores}
-        return {key: type(self).over([scores.get(key, 0) for scores in found]) for key in keys}
-
-    def remove_worker(self, worker_id):
-        for tree in self.trees.values():
-            tree.remove_worker(worker_id)
-
-
-@INDEXES.breaks(
-    "test_what_a_sparse_group_removes_stays_with_the_attention_group",
-    "test_what_a_sparse_group_alone_has_is_not_found",
-)
-class HasOneMapForAllGroups(GroupsRadix):
-    class Subject(Tree):
-        def apply(self, event):
-            if not isinstance(event.event.data, SparseStored):
-                with suppress(KvEventError):
-                    super().apply(without_group(event))
+@INDEXES.breaks("test_what_a_sparse_group_removes_stays_with_the_attention_group")
+class HasOneMapForAllGroups(MisreadsGroups):
+    Reader = hybrid_readers.OneMap
 
 
 @INDEXES.breaks("test_what_a_sparse_group_alone_has_is_not_found")
-class CountsAnyGroup(GroupsRadix):
-    class Subject(TreeOfEachGroup):
-        over = max
+class CountsAnyGroup(MisreadsGroups):
+    Reader = hybrid_readers.AnyGroup
 
 
 @INDEXES.breaks("test_a_sparse_group_that_lacks_blocks_hides_none", "test_it_follows_live_traffic")
-class CountsTheMinimumOverGroups(GroupsRadix):
-    class Subject(TreeOfEachGroup):
-        over = min
-
-
-@INDEXES.breaks("test_what_a_sparse_group_alone_has_is_not_found")
-class DividesTheSpanByItsHashes(GroupsRadix):
-    class Subject(Tree):
-        def apply(self, event):
-            data = event.event.data
-            if isinstance(data, SparseStored):
-                tokens = [token for block in event.token_ids for token in block]
-                if not data.block_hashes:
-                    return
-                local = block_hashes(tokens, len(tokens) // len(data.block_hashes))[: len(data.block_hashes)]
-                event = with_data(event, Stored(data.parent_hash, data.block_hashes, local))
-            with suppress(KvEventError):
-                super().apply(without_group(event))
-
-
-@INDEXES.breaks("test_parents_are_those_of_the_same_group")
-class LooksUpParentsAcrossGroups(GroupsRadix):
-    class Subject(Tree):
-        def __init__(self):
-            super().__init__()
-            self.known = set()
-
-        def apply(self, event):
-            data = event.event.data
-            if isinstance(data, Stored):
-                if data.parent_hash is not None and data.parent_hash not in self.known:
-                    return
-                self.known.update(data.block_hashes)
-            elif isinstance(data, Removed):
-                self.known.difference_update(data.block_hashes)
-            super().apply(event)
+class CountsTheMinimumOverGroups(MisreadsGroups):
+    Reader = hybrid_readers.MinimumOverGroups
 
 
 @INDEXES.breaks("test_the_attention_group_may_have_any_number")
-class TakesGroupZeroForTheAttentionGroup(GroupsRadix):
-    class Subject(TreeOfEachGroup):
-        def find_matches(self, local_hashes):
-            return self.trees[0].find_matches(local_hashes).scores if 0 in self.trees else {}
+class DividesTheSpanByItsHashes(MisreadsGroups):
+    Reader = hybrid_readers.DividesTheSpanByItsHashes
+
+
+@INDEXES.breaks("test_parents_are_those_of_the_same_group")
+class LooksUpParentsAcrossGroups(MisreadsGroups):
+    Reader = hybrid_readers.LooksUpParentsAcrossGroups
+
+
+@INDEXES.breaks("test_the_attention_group_may_have_any_number")
+class TakesGroupZeroForTheAttentionGroup(MisreadsGroups):
+    Reader = hybrid_readers.TakesGroupZero
 
 
 @INDEXES.breaks("test_a_prompts_tail_is_no_block")
-class TakesTailsForBlocks(GroupsRadix):
-    class Subject:
-        def __init__(self):
-            self.tokens, self.children = {}, {}
-
-        def apply(self, event):
-            data, worker = event.event.data, event.worker_id
-            if (event.extra or {}).get("kv_cache_spec_kind") or isinstance(data, SparseStored):
-                return
-            if isinstance(data, Stored):
-                parent = data.parent_hash
-                for block, tokens in zip(data.block_hashes, event.token_ids or (), strict=False):
-                    self.children.setdefault((worker, parent), {})[block] = tuple(tokens)
-                    parent = block
-
-        def match_tokens(self, tokens):
-            out = {}
-            for worker in {key[0] for key in self.children}:
-                parent, place, out[worker] = None, 0, 0
-                while True:
-                    below = self.children.get((worker, parent), {})
-                    step = next((b for b, t in below.items() if tuple(tokens[place : place + len(t)]) == t), None)
-                    if step is None:
-                        break
-                    place, parent, out[worker] = place + len(below[step]), step, out[worker] + 1
-            return out
+class TakesTailsForBlocks(MisreadsGroups):
+    Reader = hybrid_readers.TakesTailsForBlocks
 
 
 for subject, tests in FOUND_BY.items():

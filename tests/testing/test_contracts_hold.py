@@ -4,6 +4,8 @@ from collections import Counter
 from threading import Lock
 
 from bounded_indexes import BoundedIndex
+from depth import takes_long
+from hybrid_sizes import EACH
 from truncating_indexes import KeyedTokenIndex
 
 from pytest_kvmock import BACKENDS, RadixIndex, create_manager
@@ -130,6 +132,44 @@ class TestSglangDeepseekV4Worker(WorkerContract):
     backend = "sglang_deepseek_v4"
 
 
+class TestVllmGptOssWorker(WorkerContract):
+    backend = "vllm_gpt_oss"
+
+
+@takes_long
+class TestVllmGemma3Worker(WorkerContract):
+    backend = "vllm_gemma3"
+
+
+class TestVllmGemma4Worker(WorkerContract):
+    backend = "vllm_gemma4"
+
+
+class TestVllmQwen3NextWorker(WorkerContract):
+    backend = "vllm_qwen3_next"
+
+
+@takes_long
+class TestVllmKimiLinearWorker(WorkerContract):
+    backend = "vllm_kimi_linear"
+
+
+@takes_long
+class TestVllmKimiK3Worker(WorkerContract):
+    backend = "vllm_kimi_k3"
+
+
+@takes_long
+class TestVllmDeepseekV4Worker(WorkerContract):
+    backend = "vllm_deepseek_v4"
+    block_size = 64
+
+
+@takes_long
+class TestVllmLlama4Worker(WorkerContract):
+    backend = "vllm_llama4"
+
+
 class TestMockerSglangWorker(WorkerContract):
     backend = "mocker_sglang_1_6"
 
@@ -144,8 +184,7 @@ class TestLargeBlocks(WorkerContract):
     block_size = 16
 
 
-PLAIN = tuple(name for name, spec in BACKENDS.items() if spec.group is None)
-OF_SMALL_BLOCKS = tuple(name for name in BACKENDS if name != "vllm_deepseek_v4")  # whose blocks have 64 tokens at least
+OF_SMALL_BLOCKS = tuple(name for name in EACH if name != "vllm_deepseek_v4")  # whose blocks have 64 tokens at least
 
 
 class TestRadixIndex(IndexContract):
@@ -258,7 +297,7 @@ class NoticesRepeats(RadixIndex):
 
 
 class TestAnIndexThatNoticesRepeats(IndexContract):
-    backends = PLAIN
+    backends = OF_SMALL_BLOCKS
     survives = ("double", "restart")
 
     def make_index(self):
@@ -359,4 +398,4 @@ def under(contract):
 def test_no_backend_is_left_out():
     managers = {name: create_manager(name, num_blocks=1) for name in BACKENDS}
     assert {name for name, made in managers.items() if not isinstance(made, RequestLevel)} <= under(ManagerContract)
-    assert {name for name, spec in BACKENDS.items() if spec.group is None} <= under(WorkerContract)
+    assert {*BACKENDS} <= under(WorkerContract)

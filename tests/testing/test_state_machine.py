@@ -4,13 +4,14 @@ import re
 
 import pytest
 from depth import examples, few
+from hybrid_sizes import EACH, block_size_of
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 from mutants_indexes import IgnoresRemoved
 from mutants_managers import Spoilt
 from mutants_policies import GivesOneAtMost
 
-from pytest_kvmock import BACKENDS, RadixIndex
+from pytest_kvmock import RadixIndex
 from pytest_kvmock.backends import BackendSpec
 from pytest_kvmock.testing import KvStateMachine
 
@@ -24,11 +25,10 @@ QUICK = settings(
 )
 
 
-@pytest.mark.parametrize(
-    "backend", [name for name in BACKENDS if name != "vllm_deepseek_v4"]
-)  # whose blocks are larger
+@pytest.mark.parametrize("backend", EACH)
 def test_a_sound_backend_passes(backend):
-    machine = KvStateMachine.for_backend(backend, workers=2, make_index=lambda: RadixIndex(count_copies=True))
+    sizes = {"workers": 2, "block_size": block_size_of(backend, 2)}
+    machine = KvStateMachine.for_backend(backend, **sizes, make_index=lambda: RadixIndex(count_copies=True))
     run_state_machine_as_test(machine, settings=settings(QUICK, max_examples=examples(30)))
 
 

@@ -70,7 +70,7 @@ def test_a_failure_over_a_host_has_a_reproduction_that_a_right_index_passes():
         contract().test_it_follows_traffic_over_a_host()
     text = error.value.__notes__[0].partition(":\n")[2]
     assert re.search(r"^@pytest.mark.kvmock\(tiers={.*'chunk': 2.*}\)$".replace("'", '"'), text, re.MULTILINE)
-    traits = backend_spec("vllm").traits_with(Tiers(8, chunk=2))
+    traits = backend_spec("vllm").traits_at(tiers=Tiers(8, chunk=2))
     for subject, fails in ((BlocksForChunks, True), (HostIndex, False)):
         found = {"BlocksForChunks": contract_of(subject)}
         exec(text, found)

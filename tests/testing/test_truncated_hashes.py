@@ -3,6 +3,7 @@
 import pytest
 from contract_runs import failure_of, names_of_tests
 from depth import examples, few
+from hybrid_sizes import block_size_of, sized
 from hypothesis import Phase, given, seed, settings
 from truncating_indexes import KEPT, HashIndex, TokenIndex
 
@@ -104,7 +105,7 @@ def is_found(make, seed_of_hypothesis, backend="lineage", most=100):
     @settings(max_examples=most, database=None, phases=(Phase.generate,))
     @given(traffic(workers=2))
     def run(program):
-        with RouterHarness(SIZES, backend, make()) as kv:
+        with RouterHarness(sized(SIZES, backend), backend, make()) as kv:
             play(kv, program)
 
     try:
@@ -121,22 +122,21 @@ def test_traffic_finds_an_index_that_keeps_a_part_of_a_hash(kind, of, kept):
     assert is_found(lambda: kind(kept, of), 1)
 
 
-PLAIN = [name for name, spec in BACKENDS.items() if spec.group is None]
-
-
-@pytest.mark.parametrize("backend", few(PLAIN, 2))
+@pytest.mark.parametrize("backend", few(BACKENDS, 3))
 @each_kind
 def test_an_index_that_keeps_all_of_a_hash_passes_in_traffic_over_every_backend(kind, backend):
-    counts = backend_spec(backend).traits.copies
-    assert not is_found(lambda: kind(counts=counts), 1, backend, most=20)
+    counts, size = backend_spec(backend).traits.copies, block_size_of(backend, 4)
+    assert not is_found(lambda: kind(counts=counts, size=size), 1, backend, most=20)
 
 
 @each_truncation
 @of_which
 @each_kind
-@pytest.mark.parametrize("backend", few(PLAIN, 2))
+@pytest.mark.parametrize("backend", few(BACKENDS, 3))
 def test_one_step_is_enough_over_every_backend(backend, kind, of, kept):
-    with pytest.raises(EventRulesBroken), RouterHarness(SIZES.replace(workers=1), backend, kind(kept, of)) as kv:
+    sizes = sized(SIZES.replace(workers=1), backend)
+    index = kind(kept, of, size=sizes.block_size)
+    with pytest.raises(EventRulesBroken), RouterHarness(sizes, backend, index) as kv:
         play(kv, Program(ServeNear(kept)))
 
 

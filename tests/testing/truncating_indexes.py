@@ -3,12 +3,16 @@
 from collections import Counter
 from itertools import takewhile
 
+from players import player
+
 from pytest_kvmock import Cleared, StorageTier, Stored
 from pytest_kvmock.programs.near_hashes import TRUNCATIONS, truncated
 from pytest_kvmock.tokens import block_hashes
 
 KEPT = ["low32", "high32", "float53", "low53", "low63"]
 assert sorted(KEPT) == sorted(TRUNCATIONS)
+
+AttentionGroup = player("../examples/own_index/attention_group.py").AttentionGroup
 
 
 class HashIndex:
@@ -18,10 +22,12 @@ class HashIndex:
         kept: which part of a hash it keeps; None: all of it.
         of: of which hashes, "local" or "block".
         counts: whether it counts copies.
+        size: tokens a block, for hybrid models: it follows their attention group; None: it takes what comes.
     """
 
-    def __init__(self, kept=None, of=None, counts=False):
+    def __init__(self, kept=None, of=None, counts=False, size=None):
         self.kept, self.of, self.counts, self.ranks = kept, of, counts, {}
+        self.group = None if size is None else AttentionGroup(size)
 
     def block(self, value):
         return truncated(value, self.kept) if self.of == "block" else value
@@ -34,6 +40,8 @@ class HashIndex:
 
     def apply(self, event):
         key, data = (event.worker_id, event.event.dp_rank), event.event.data
+        if self.group is not None and not self.group.has(event):
+            return
         if isinstance(data, Cleared):
             self.ranks.pop(key, None)
         elif event.storage_tier is StorageTier.DEVICE:
@@ -67,7 +75,7 @@ class TokenIndex(HashIndex):
     find_matches = None
 
     def __init__(self, kept=None, of=None, counts=False, size=4):
-        super().__init__(kept, of, counts)
+        super().__init__(kept, of, counts, size)
         self.size = size
 
     def hashed(self, tokens):

@@ -15,6 +15,7 @@ from pytest_kvmock.cache.dynamo.names import Names
 from pytest_kvmock.cache.dynamo.pool import BlockPool, Used
 from pytest_kvmock.cache.dynamo.runs import Runs
 from pytest_kvmock.events import value_text
+from pytest_kvmock.hashed_blocks import part_of
 from pytest_kvmock.moves import Block, Promote, Use
 
 # Theory of operation
@@ -201,7 +202,7 @@ class CachedSlots:
         used.stored.extend(names)  # type: ignore[arg-type]  # as above
         used.local_hashes.extend(local_hashes)
         if move.token_ids:
-            used.token_ids.extend(move.token_ids[start : start + count])
+            used.token_ids = part_of(move.token_ids, start, start + count)
         self.references += count
         pool.match_hashes_requested += count + used.refused
         used.served += count

@@ -15,6 +15,7 @@ from pytest_kvmock.cache.dynamo.names import Names
 from pytest_kvmock.checks import check_integer, is_integer
 from pytest_kvmock.events import block_text, value_text
 from pytest_kvmock.moves import Block, MoveError, Promote, Use
+from pytest_kvmock.plh import LineageHashes
 
 _U64 = 2**64 - 1
 _PLH_END = 3 << 126
@@ -96,10 +97,14 @@ def check_use(move: Use) -> int:
         MoveError: the Use breaks a rule.
     """
     blocks, plhs, local_hashes, token_ids = move.blocks, move.plhs, move.local_hashes, move.token_ids
-    if type(blocks) is type(plhs) is type(local_hashes) is list and len(plhs) == len(blocks) == len(local_hashes):
+    if (
+        type(blocks) is type(local_hashes) is list
+        and (type(plhs) is list or type(plhs) is LineageHashes)
+        and len(plhs) == len(blocks) == len(local_hashes)
+    ):
         # Nearly every Use, with fewer calls.
-        is_sound = token_ids is None and (move.parent is None or is_full(move.parent))
-        if is_sound and _are_u64(blocks) and _are_u64(local_hashes):
+        is_sound = token_ids is None or (isinstance(token_ids, list) and len(token_ids) == len(blocks))
+        if is_sound and (move.parent is None or is_full(move.parent)) and _are_u64(blocks) and _are_u64(local_hashes):
             return len(blocks)
     leading, num_full = check_names(move)
     if len(plhs) != num_full:

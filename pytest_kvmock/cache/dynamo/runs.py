@@ -13,8 +13,9 @@ from uuid import UUID
 from pytest_kvmock.cache.dynamo.eviction.policy import Slot
 from pytest_kvmock.cache.dynamo.move_checks import are_plhs
 from pytest_kvmock.cache.dynamo.pool import BlockPool, Used
+from pytest_kvmock.hashed_blocks import part_of
 from pytest_kvmock.moves import Block, Promote, Use
-from pytest_kvmock.plh import MAX_POSITION, lineage_hash, lineage_hashes, lineage_position
+from pytest_kvmock.plh import MAX_POSITION, LineageHashes, are_lineage, lineage_hash, lineage_hashes, lineage_position
 
 # Theory of operation
 #
@@ -163,6 +164,7 @@ class Runs:
         """Count the leading blocks that are in use by this name, or cached under this lineage hash."""
         count, most = 0, min(len(blocks), len(plhs))
         last: ChainRun | None = None
+        are_known = type(plhs) is LineageHashes and plhs.are_of(blocks[:most], None, 0)  # type: ignore[arg-type]  # full ones
         while count < most:  # run by run, as in `use`
             name = blocks[count]
             run = None if isinstance(name, UUID) else self._runs.get(name & _BITS)
@@ -173,7 +175,7 @@ class Runs:
             parent = None if last is None else last.names[-1]
             if blocks[count:end] != names:
                 break
-            if plhs[count:end] != lineage_hashes(names, parent=parent, start=run.position):
+            if not are_known and plhs[count:end] != lineage_hashes(names, parent=parent, start=run.position):
                 break
             count, last = end, run
         while count < most:
@@ -310,7 +312,7 @@ class Runs:
         below = self._below(parent) if names else (None, 0)
         if below is None or below[1] + leading > MAX_POSITION:
             return None
-        if lineage_hashes(names, parent=parent, start=below[1]) != list(move.plhs):
+        if not are_lineage(move.plhs, names, parent=parent, start=below[1]):
             return None
         runs = self._runs
         held: list[ChainRun] = []
@@ -356,7 +358,7 @@ class Runs:
                 used.stored = new
                 used.local_hashes = list(move.local_hashes[hits:served]) or [0] * len(new)
                 if move.token_ids:
-                    used.token_ids = list(move.token_ids[hits:served])
+                    used.token_ids = part_of(move.token_ids, hits, served)
         used.served = hits + len(new)
         if partial is not None and (partial in self._partials or self._allocate(1, used.removed)):
             self._partials.setdefault(partial, Slot())

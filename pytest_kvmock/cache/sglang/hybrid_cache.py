@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Final
 from pytest_kvmock.cache.hashed import HashedTokens
 from pytest_kvmock.cache.sglang.geometry import Geometry
 from pytest_kvmock.cache.sglang.hybrid_request import BigramTokens, HybridRequest
-from pytest_kvmock.cache.sglang.hybrid_tree import Evicted, HybridTree
+from pytest_kvmock.cache.sglang.hybrid_tree import Evicted, HybridTree, TreeMatch
 from pytest_kvmock.cache.sglang.page_cache import PageCache
 from pytest_kvmock.tokens import Prompt
 
@@ -123,6 +123,19 @@ class HybridCacheManager(PageCache[HybridRequest, HybridTree]):
         """Count the pages of it that full attention has: what its events promise. Changes nothing."""
         return self._tree.depth(request.tokens.names, self._reusable(request), request.namespace)
 
+    def missing_parts(self, request: HybridRequest) -> tuple[int, tuple[str, ...]]:
+        """How many tokens full attention has of it, and the parts that are not there, by their sizes. Changes nothing."""
+        names, count = request.tokens.names, self._reusable(request)
+        return self._missing_parts(self._tree.look(names, count, request.namespace))
+
+    def _missing_parts(self, found: TreeMatch) -> tuple[int, tuple[str, ...]]:
+        page, short = self.block_size, []
+        if not found.has_window:
+            short.append(f"sliding_window {page} (window {self.geometry.window})")
+        if not found.has_state:
+            short.append(f"mamba {self.geometry.grid(page)}")
+        return found.depth * page, tuple(short)
+
     def find(self, request: HybridRequest, upto: int | None = None) -> int:
         """Match all of a request but its last token, which is computed anyway, for `admit`.
 
@@ -139,6 +152,7 @@ class HybridCacheManager(PageCache[HybridRequest, HybridTree]):
             count = min(count, upto // size)
         found = self._tree.find(request.tokens.names, count, request.namespace)
         request.node, request.found = found.node, found.usable
+        request.short = self._missing_parts(found)
         depth = found.depth * size
         request.branch = depth if found.usable < found.depth and self.window is not None else None
         request.state_branch = None

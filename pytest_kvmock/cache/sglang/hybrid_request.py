@@ -76,10 +76,15 @@ class HybridRequest(RadixRequest):
         state_branch: the same on the grid of states; None for none.
         tracked: tokens of which it keeps the state for its next checkpoint; None for none.
         slots: of states that it has.
+        short: of its last match, how many of its units full attention had, and the parts that were not there, by their sizes.
         steps: tokens that it has generated.
     """
 
-    __slots__ = ("branch", "dead", "lock", "slots", "state_branch", "steps", "tracked")
+    __slots__ = ("branch", "dead", "lock", "short", "slots", "state_branch", "steps", "tracked")
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.short: tuple[int, tuple[str, ...]] = (0, ())
 
     def retract(self) -> None:
         """Forget what it has: it begins anew, with the tokens that it has."""

@@ -26,11 +26,15 @@ class TreeMatch(NamedTuple):
         node: the deepest node that all parts accept; the root for none.
         usable: pages that lead to its end.
         depth: pages that full attention has; at least as many.
+        has_window: whether the window is there where full attention ends.
+        has_state: whether a state is.
     """
 
     node: TreeNode
     usable: int
     depth: int
+    has_window: bool = True
+    has_state: bool = True
 
 
 class Lock:
@@ -115,7 +119,11 @@ class HybridTree(RadixTree):
 
     def lookup(self, names: Sequence[int], count: int, namespace: Hashable = None) -> int:
         """Leading pages, of the first `count`, that can be used. Changes nothing."""
-        return self._walk(names, count, namespace, splits=False).usable
+        return self.look(names, count, namespace).usable
+
+    def look(self, names: Sequence[int], count: int, namespace: Hashable = None) -> TreeMatch:
+        """Look pages up, and change nothing."""
+        return self._walk(names, count, namespace, splits=False)
 
     def depth(self, names: Sequence[int], count: int, namespace: Hashable = None) -> int:
         """Leading pages, of the first `count`, that full attention has. Changes nothing."""
@@ -156,6 +164,7 @@ class HybridTree(RadixTree):
         node, at = root, 0
         usable, used = root, 0
         run: float = inf  # pages since the last tombstone
+        has_window = has_state = True
         while at < count:
             child = node.children.get(names[at] if at or namespace is None else (namespace, names[0]))
             if child is None:
@@ -164,20 +173,20 @@ class HybridTree(RadixTree):
             is_whole = at + pages <= count and names[at + pages - 1] == child.names[-1]
             if not is_whole:
                 pages = shared_pages(child.names, names, at, count)
-            accepted = states is None or (is_whole and child.state.there)
+            has_state = states is None or (is_whole and child.state.there)
             if window is not None:
                 run = run + pages if child.window.there else 0
-                accepted &= run >= window.pages or not (child.window.there or window.gates)
+                has_window = run >= window.pages or not (child.window.there or window.gates)
             if not is_whole and splits:
                 child.last = tick
                 child = self._split(child, pages)
             node = child
             at += pages
-            if accepted:
+            if has_state and has_window:
                 usable, used = node, at
             if not is_whole:
                 break
-        return TreeMatch(usable, used, at)
+        return TreeMatch(usable, used, at, has_window, has_state)
 
     # ------------------------------------------------------------------------------------------------ inserts
 

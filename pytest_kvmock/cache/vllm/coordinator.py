@@ -62,25 +62,26 @@ class Coordinator:
     def lookup(self, request: GroupRequest) -> ComputedBlocks:
         """The longest hit that all groups can resume from. Changes nothing."""
         policies, tokens = self.policies, request.tokens
-        hit, reached = 0, dict[int, int]()
+        hit, reached, short = 0, dict[int, int](), dict[int, None]()
         if self.geometry.caching and not request.skip_reading_prefix_cache:
-            hit, reached = self._longest(request, tokens.num_tokens - request.computes_last_token)
+            hit, reached, short = self._longest(request, tokens.num_tokens - request.computes_last_token)
         if not hit:
             nothing: tuple[list[int], ...] = tuple([] for _ in policies)
-            return ComputedBlocks(0, nothing, self._junction(reached, 0))
+            return ComputedBlocks(0, nothing, self._junction(reached, 0), tuple(short))
         blocks = tuple(policy.found(request, hit, reached.get(policy.number, 0)) for policy in policies)
-        return ComputedBlocks(hit, blocks, self._junction(reached, hit))
+        return ComputedBlocks(hit, blocks, self._junction(reached, hit), tuple(short))
 
     def _junction(self, reached: dict[int, int], hit: int) -> int:
         longest = max(reached.values(), default=0)
         return longest if self._several and longest > hit else 0
 
-    def _longest(self, request: GroupRequest, limit: int) -> tuple[int, dict[int, int]]:
-        """The longest hit, and the longest that each group had on the way."""
+    def _longest(self, request: GroupRequest, limit: int) -> tuple[int, dict[int, int], dict[int, None]]:
+        """The longest hit; the longest that each group had on the way; and the first group of each other family that shortened it."""
         tokens, caches = request.tokens, self.pool.cached
         hashed = len(tokens.names) * tokens.block_size
         looks = [Lookup(tokens, [caches[number] for number in family]) for family in self.geometry.families]
         reached: dict[int, int] = {}
+        short: dict[int, None] = {}
         dropped: set[int] = set()  # families that need not drop a unit again, as the limit is one below theirs
         while True:
             length = limit
@@ -97,11 +98,13 @@ class Coordinator:
                     dropped.add(first)
                 elif found < length:
                     dropped.clear()
+                if found < length and not isinstance(policy, FullPolicy):
+                    short[first] = None
                 length = found
                 for number in family:
                     reached[number] = max(found, reached.get(number, 0))
             if length >= limit or self._in_one_pass or not length:
-                return length, reached
+                return length, reached, short
             limit = length
 
     # ------------------------------------------------------------------------------------------------ allocation

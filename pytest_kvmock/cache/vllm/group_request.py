@@ -73,11 +73,13 @@ class ComputedBlocks(NamedTuple):
         num_tokens: tokens that need not be computed.
         blocks: of each group by position, null where it needs none; empty where there is no hit.
         junction: tokens that one group has, where that is more than all of them can resume from; else 0.
+        short: one of the groups of each spec that cannot resume from what full attention has.
     """
 
     num_tokens: int
     blocks: tuple[list[int], ...]
     junction: int = 0
+    short: tuple[int, ...] = ()
 
 
 class GroupRequest:
@@ -95,6 +97,8 @@ class GroupRequest:
         num_in_flight_tokens: how many of these the model has not answered yet, under async scheduling.
         junction: how many of its tokens another request has in common with it, as far as the attention group has them, where
             nobody could resume as far as that when it was admitted; 0: there is no such place.
+        short: at its last admission, how many of its tokens the attention group had, and the other groups that could not resume
+            there, by their sizes.
         skip_reading_prefix_cache: it computes everything itself, as requests for prompt logprobs do.
         computes_last_token: its last token is computed whatever is cached, as its output is needed.
     """
@@ -106,6 +110,7 @@ class GroupRequest:
         "junction",
         "num_computed_tokens",
         "num_in_flight_tokens",
+        "short",
         "skip_reading_prefix_cache",
         "tables",
         "tokens",
@@ -115,6 +120,7 @@ class GroupRequest:
         self.tokens = tokens
         self.tables = [GroupTable() for _ in range(num_groups)]
         self.num_computed_tokens = self.num_in_flight_tokens = self.junction = 0
+        self.short: tuple[int, tuple[str, ...]] = (0, ())
         self.skip_reading_prefix_cache = False
         self.computes_last_token = True
         self._main = main

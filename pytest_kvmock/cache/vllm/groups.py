@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import gcd, lcm
 from typing import Any, Final, Literal, TypeAlias
 
@@ -32,9 +33,9 @@ Retention: TypeAlias = int | None
 so many tokens; None: all that a hit may use."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class CacheGroup:
-    """The layers that share one block table.
+    """The layers that share one block table. Its repr leaves out what it has not.
 
     Attributes:
         kind: one of `KINDS`.
@@ -81,6 +82,14 @@ class CacheGroup:
         if self.kind != STATE and given != (None, 0, "align"):
             raise ValueError(f"{where}checkpoint, speculative_blocks and mode are for groups of kind {STATE!r}")
 
+    def __repr__(self) -> str:
+        given = [
+            (each.name, getattr(self, each.name))
+            for each in fields(self)[1:]
+            if getattr(self, each.name) != each.default
+        ]
+        return f"CacheGroup({self.kind!r}, {', '.join(f'{name}={value!r}' for name, value in given)})"
+
     @property
     def cacheable(self) -> bool:
         """Whether blocks of it can be found again."""
@@ -103,6 +112,17 @@ class CacheGroup:
             self.speculative_blocks,
             self.mode,
         )
+
+
+def groups_text(groups: Iterable[CacheGroup]) -> str:
+    """The sizes of cache groups, in words: tokens of a block, of a window and of a chunk, once for groups of one spec."""
+    counts = Counter(groups)
+    return "; ".join(
+        (f"{count} x " if count > 1 else "")
+        + f"{group.kind} {group.block_size}"
+        + "".join(f" ({name} {size})" for name in ("window", "chunk") if (size := getattr(group, name)) is not None)
+        for group, count in counts.items()
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from pytest_kvmock.cache.cache_trace import TRACE_LEVEL, trace
 from pytest_kvmock.cache.vllm.block_pool import BlockPoolManager
 from pytest_kvmock.cache.vllm.coordinator import Coordinator
 from pytest_kvmock.cache.vllm.group_request import ComputedBlocks, GroupRequest, Span
-from pytest_kvmock.cache.vllm.groups import FULL, CacheGroup, GroupGeometry, Retention, checked_groups
+from pytest_kvmock.cache.vllm.groups import FULL, CacheGroup, GroupGeometry, Retention, checked_groups, groups_text
 from pytest_kvmock.cache.vllm.hashes import ExtraKeys
 from pytest_kvmock.cache.vllm.named_pool import NamedPool
 from pytest_kvmock.cache.vllm.state_groups import ChunkEnds
@@ -206,17 +206,18 @@ class HybridManager(VllmManager):
         """
         prompt, main = Prompt.of(prompt), self.geometry.groups[self._main].block_size
         unit = self.geometry.hash_unit if self.enable_caching else main
-        if (
-            prompt.tokens is None
-            and self.enable_caching
-            and {each.block_size for each in self.geometry.groups} != {unit}
-        ):
+        if prompt.tokens is None and self.enable_caching and self.needs_tokens:
             raise ValueError(
                 f"a prompt of hashes has no tokens: this engine has blocks of several sizes, and hashes {unit} tokens at a time"
             )
         request = GroupRequest(self._hashed(prompt, unit, rng, keys), len(self.geometry.groups), (self._main, main))
         request.skip_reading_prefix_cache = skip_reading_prefix_cache
         return request
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether blocks are named by tokens, as its groups have blocks of several sizes: prompts of hashes are refused."""
+        return {each.block_size for each in self.geometry.groups} != {self.geometry.hash_unit}
 
     def another(self, request: GroupRequest) -> GroupRequest:
         """A request of the same tokens, without a block."""
@@ -232,6 +233,12 @@ class HybridManager(VllmManager):
         if found is None or found[:2] != (changes, length):
             found = request._found = changes, length, self._coordinator.lookup(request)  # noqa: SLF001 - as above
         return found[2]
+
+    def missing_groups(self, found: ComputedBlocks) -> tuple[int, tuple[str, ...]]:
+        """How many tokens full attention has of a prompt that was looked up, and the groups that cannot resume there, by their sizes."""
+        groups = self.geometry.groups
+        short = tuple(groups_text([groups[each]]) for each in found.short) if found.short else ()
+        return max(found.num_tokens, found.junction), short
 
     def chunk_tokens(self, request: GroupRequest, most: int, new_computed_blocks: ComputedBlocks | None = None) -> int:
         """Tokens of the next chunk of a request: fewer than fit where states are cached at its end.
@@ -321,6 +328,8 @@ class HybridManager(VllmManager):
         if coordinator.missing(request, span, new_computed_blocks, self._uncapped, asks=False) > len(free):
             return None
         self._lora_ids.use(request.tokens.keys)
+        if new_computed_blocks is not None:
+            request.short = self.missing_groups(new_computed_blocks)
         taken = coordinator.fill(request, span, new_computed_blocks)
         request.num_computed_tokens = upto
         if not delay_cache_blocks:

@@ -138,10 +138,12 @@ def test_the_chain_of_a_stream_finds_a_name_that_is_not_that_of_its_tokens():
     chain = HashChain(hasher)
     first = Stored(None, tokens.names[:1], tokens.local_hashes[:1])
     rest = Stored(tokens.names[0], tokens.names[1:], tokens.local_hashes[1:])
-    assert tokens.names[:1] == chain.expected(first, tokens.block_tokens(0, 1), 4)
-    assert tokens.names[1:] == chain.expected(rest, tokens.block_tokens(1, 3), 4)
+    assert tokens.names[:1] == chain.expected(first, list(tokens.block_tokens(0, 1)), 4)
+    assert tokens.names[1:] == chain.expected(rest, list(tokens.block_tokens(1, 3)), 4)
     assert tokens.names[:1] != chain.expected(first, [(0, 1, 2, 4)], 4)
-    assert None is HashChain(hasher).expected(rest, tokens.block_tokens(1, 3), 4)  # nobody knows what it is chained to
+    assert None is HashChain(hasher).expected(
+        rest, list(tokens.block_tokens(1, 3)), 4
+    )  # nobody knows what it is chained to
     assert None is chain.expected(rest, (), 4)
 
 
@@ -151,13 +153,21 @@ def test_what_a_worker_has_just_hashed_is_not_hashed_again_and_what_was_changed_
     assert own_blocks(data, tokens, 4, None) is tokens == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)]
     assert data.block_hashes is HashChain(hasher).expected(data, tokens, 4)
     assert data.block_hashes != HashChain(VllmHasher(seed="1")).expected(data, tokens, 4)
-    other = Stored(None, tuple(map(int, data.block_hashes)), data.tokens_hashes)
-    for changed in (other, Stored(7, data.block_hashes, data.tokens_hashes)):
-        assert None is own_blocks(changed, tokens, 4, None)
+    names, local_hashes = data.block_hashes, data.tokens_hashes
+    wrong = [(None, (7, *names[1:]), local_hashes), (None, names, (7, *local_hashes[1:])), (7, names, local_hashes)]
+    for changed in wrong:
+        assert None is own_blocks(Stored(*changed), tokens, 4, None)
     assert None is own_blocks(data, list(tokens), 4, None)
     assert None is own_blocks(data, tokens, 2, None)
     assert None is own_blocks(data, tokens, 4, {"lora_name": "a"})
     assert list is type(deepcopy(tokens)) is type(pickle.loads(pickle.dumps(tokens)))
+    rest = tokens.part(1, 3)
+    assert (
+        own_blocks(Stored(names[0], names[1:], local_hashes[1:]), rest, 4, None)
+        is rest
+        == [(4, 5, 6, 7), (8, 9, 10, 11)]
+    )
+    assert None is own_blocks(Stored(None, names[1:], local_hashes[1:]), rest, 4, None)
     tokens[1] = (4, 5, 6, 8)
     assert None is own_blocks(data, tokens, 4, None)
     assert data.block_hashes != HashChain(hasher).expected(data, tokens, 4)

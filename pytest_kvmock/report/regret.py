@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast
 
-from pytest_kvmock.fleet.router_calls import candidates_table
+from pytest_kvmock.report.routing_figures import aligned
 
 if TYPE_CHECKING:
-    from pytest_kvmock.fleet.run_notes import PickRecord, Recorder
+    from pytest_kvmock.report.rows import PickRecord, Record
     from pytest_kvmock.router.routing import Candidate, RouterRequest
+
+
+LOADS: Final = ("overlap", "prefill_tokens", "decode_blocks", "new_blocks", "active_requests", "waiting")
+"""What is shown of a candidate."""
+
+
+def candidates_table(candidates: Sequence[Candidate]) -> str:
+    """Return the candidates as a table, for messages."""
+    columns = ("worker", *LOADS)
+    rows = [columns, *([str(getattr(each, name)) for name in columns] for each in candidates)]
+    return aligned(rows)
 
 
 class Selector(Protocol):
@@ -23,7 +34,7 @@ class PickRegret(NamedTuple):
     """What one pick cost beyond the cheapest.
 
     Attributes:
-        at: its place in `FleetReport.picks`.
+        at: its place in `Report.picks`.
         blocks: how much more its worker cost than the cheapest, by the selector.
     """
 
@@ -39,6 +50,7 @@ class Regret:
         recorder: the picks, with what was true.
 
     Attributes:
+        blocks: how much each pick cost beyond the cheapest, in blocks.
         picks: the picks that were not among the cheapest, in order.
         share: how many of all picks these are, from 0 to 1.
         mean: how much a pick cost beyond the cheapest, in blocks, over all picks.
@@ -47,11 +59,11 @@ class Regret:
 
     _NO_MORE = 1e-9
 
-    def __init__(self, selector: Selector, recorder: Recorder) -> None:
+    def __init__(self, selector: Selector, recorder: Record) -> None:
         self._selector = selector
         self._recorder = recorder
-        costs = (pick_regret(selector, recorder.pick(at)) for at in range(len(recorder)))
-        self.picks = [PickRegret(at, blocks) for at, blocks in enumerate(costs) if blocks > self._NO_MORE]
+        self.blocks = [_regret(selector, recorder.pick(at)) for at in range(len(recorder))]
+        self.picks = [PickRegret(at, blocks) for at, blocks in enumerate(self.blocks) if blocks > self._NO_MORE]
         count = len(recorder)
         self.share = len(self.picks) / count if count else 0.0
         self.mean = sum(each.blocks for each in self.picks) / count if count else 0.0
@@ -74,7 +86,7 @@ class Regret:
         """Return a table of what each candidate of a pick would have cost, and who was picked.
 
         Args:
-            at: the pick, by its place in `FleetReport.picks`; None: the worst.
+            at: the pick, by its place in `Report.picks`; None: the worst.
         """
         if at is None:
             if self.worst is None:
@@ -116,12 +128,8 @@ def selector_costs(selector: Selector, record: PickRecord) -> Sequence[float]:
     return [selector.cost(record.request, each) for each in record.candidates]
 
 
-def pick_regret(selector: Selector, record: PickRecord) -> float:
-    """Return how much the chosen worker cost beyond the cheapest, by a selector."""
-    return regret_of(record, selector_costs(selector, record))
-
-
-def regret_of(record: PickRecord, costs: Sequence[float]) -> float:
-    """Return how much the chosen worker cost beyond the cheapest, by what each candidate cost."""
+def _regret(selector: Selector, record: PickRecord) -> float:
+    """How much the chosen worker cost beyond the cheapest."""
+    costs = selector_costs(selector, record)
     chosen = next(cost for each, cost in zip(record.candidates, costs, strict=True) if each.worker == record.chosen)
     return chosen - min(costs)

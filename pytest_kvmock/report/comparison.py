@@ -1,0 +1,139 @@
+"""Reports beside each other: one that was made now, or what one of another day was as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+from pytest_kvmock.report.figures import FIGURES, Figures, check_figure, figure_text, names_of
+from pytest_kvmock.report.routing_figures import aligned
+
+NOISE: Final = 0.1
+"""What two figures may differ by, as a share of the greater one, that says nothing: twice what the choice among equals alone does."""
+
+
+class Compared(NamedTuple):
+    """A report to compare with: one of this run, or JSON of another.
+
+    Attributes:
+        router: the class of the router.
+        trace: what the trace is called.
+        digest: digits of the trace.
+        picks: digits of the picks.
+        held_before: blocks that the engines held as the run began.
+        figure: returns one figure of all together.
+        figures: returns all of these.
+    """
+
+    router: str
+    trace: str
+    digest: str
+    picks: str
+    held_before: int
+    figure: Callable[[str], float | None]
+    figures: Callable[[], Figures]
+
+    @classmethod
+    def of(cls, other: object) -> Compared:
+        """Return a report, or its JSON, as one to compare with.
+
+        Raises:
+            TypeError: it is neither.
+        """
+        own = getattr(other, "compared", None)
+        if isinstance(own, Compared):
+            return own
+        fleet = other.get("fleet") if isinstance(other, Mapping) else None
+        needed = {"router", "trace", "trace_digest", "picks_digest", "all"}
+        if not isinstance(other, Mapping) or not isinstance(fleet, Mapping) or not needed <= set(fleet):
+            raise TypeError(f"other must be a Report, or what its to_json() returned (of a fleet), got {other!r:.80}")
+        whole: Mapping[str, Any] = other
+        known: Mapping[str, Any] = fleet["all"]
+
+        def figure(name: str) -> float | None:
+            check_figure(name)
+            found: float | None = known.get(name, whole.get(FIGURES[name].key or name))
+            return found
+
+        def figures() -> Figures:
+            return {name: figure(name) for name in names_of("all", "worker", "latency")}
+
+        digest = fleet["trace_digest"]
+        trace = fleet["trace"] or f"trace {digest} of {known['requests']} requests"
+        return cls(fleet["router"], trace, digest, fleet["picks_digest"], fleet.get("held_before", 0), figure, figures)
+
+    def other_start(self, other: Compared) -> str:
+        """Return that the two began with caches that are not alike, as text; "" where they did not."""
+        if self.held_before == other.held_before:
+            return ""
+        return (
+            f"{self.router} began with {self.held_before} blocks in its engines, {other.router} with {other.held_before}: what an "
+            "earlier run left there is a hit for the later one"
+        )
+
+
+class Comparison(Mapping[str, "tuple[float | None, float | None]"]):
+    """Two reports side by side: figures, each with both values; printed, a table of those that differ, with the differences.
+
+    A figure of the one is "better" or "worse" than that of the other, or "within noise" where the two differ by at most a tenth, twice
+    what the choice among equals alone does; where neither more nor less of it is better, it is neither.
+
+    Args:
+        one: the one.
+        other: the other.
+
+    Attributes:
+        notes: what to know about them: other traces, or a router that draws randomness of its own.
+    """
+
+    def __init__(self, one: Compared, other: Compared) -> None:
+        self._one, self._other = one, other
+        ours, theirs = one.figures(), other.figures()
+        self._values = {name: (ours.get(name), theirs.get(name)) for name in FIGURES if name in ours or name in theirs}
+        self.notes: list[str] = []
+        if one.digest != other.digest:
+            self.notes.append(f"these are two traces: {one.trace}, and {other.trace}")
+        elif one.router == other.router and one.picks != other.picks:
+            self.notes.append(
+                f"the same trace and {one.router} twice, yet other picks: unless its options or the fleet's are others, it draws "
+                "randomness that is not seeded alike, or keeps what it learnt (ties alone are worth some 5 % of latencies)"
+            )
+        if start := one.other_start(other):
+            self.notes.append(start)
+
+    def __getitem__(self, name: str) -> tuple[float | None, float | None]:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    @property
+    def differences(self) -> dict[str, tuple[float | None, float | None]]:
+        """The figures that differ."""
+        return {name: pair for name, pair in self._values.items() if pair[0] != pair[1]}
+
+    def verdict(self, name: str) -> str:
+        """Return what the one's figure is beside the other's: "better", "worse", "within noise", or "" where that has no meaning."""
+        ours, theirs = self._values[name]
+        better = FIGURES[name].better
+        if ours is None or theirs is None or ours == theirs or not better:
+            return ""
+        if abs(ours - theirs) <= NOISE * max(abs(ours), abs(theirs)):
+            return "within noise"
+        return "better" if (ours - theirs) * better > 0 else "worse"
+
+    def __str__(self) -> str:
+        one, other = self._one, self._other
+        lines = [["figure", one.router, other.router, "difference", "times", ""]]
+        for name, (ours, theirs) in self.differences.items():
+            apart = times = None
+            if ours is not None and theirs is not None:
+                apart = ours - theirs
+                times = ours / theirs if theirs else None
+            values = (figure_text(value) for value in (ours, theirs, apart, times))
+            lines.append([name, *values, self.verdict(name)])
+        table = aligned(lines) if len(lines) > 1 else f"{one.router} and {other.router}: all figures are equal"
+        return "\n".join([table, *(f"note: {note}" for note in self.notes)])

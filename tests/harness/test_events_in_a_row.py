@@ -1,0 +1,69 @@
+"""vLLM removes block by block: these events are judged in a row, and say the same as one by one."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_kvmock import EngineProfile, KvWorker, Prompt, Removed, RouterHarness, create_manager
+from pytest_kvmock.backends import BACKENDS
+from pytest_kvmock.sinks import CapturingSink
+
+
+def judged(one_by_one, disturb):
+    """All that is known after blocks were evicted; a sink beside the router has each event judged by itself."""
+    kv = RouterHarness(EngineProfile(num_blocks=12), "vllm")
+    if one_by_one:
+        kv.add_sink(CapturingSink())
+    worker = kv.worker(0)
+    first = Prompt(hashes=range(1000, 1008))
+    worker.serve(first)
+    disturb(kv, first)
+    worker.serve(Prompt(hashes=range(2000, 2010)))
+    worker.serve(Prompt(hashes=range(3000, 3010)))
+    stream, reference = kv.streams[0, 0], kv.reference
+    problems = [(p.rule, p.position, p.event, p.blocks, p.observed) for p in kv.events.problems]
+    held = sorted(stream.device), [reference.num_blocks(0), *map(str, reference.dump_events())]
+    entries = [(entry.position, entry.event, entry.status) for entry in kv.events]
+    return problems, held, entries, repr(kv.events.counts), stream.next_id, stream.stored_at, stream.removed_at
+
+
+def nothing(kv, prompt):
+    pass
+
+
+def removed_before(kv, prompt):
+    """The router has dropped a block in the middle by then."""
+    block = prompt.sequence_hashes(16)[3]
+    kv.apply(Removed((block,)))
+
+
+def lost_before(kv, prompt):
+    """An event is missing, so that blocks are unknown."""
+    kv.worker(0).manager.take_event_id()
+
+
+@pytest.mark.parametrize("disturb", [nothing, removed_before, lost_before])
+def test_what_is_judged_in_a_row_is_judged_as_one_by_one(disturb):
+    in_a_row = judged(False, disturb)
+    assert in_a_row == judged(True, disturb)
+    assert bool(in_a_row[0]) is (disturb is not nothing)
+
+
+def test_counts_are_those_of_all_events_also_after_some_were_taken():
+    kv = RouterHarness(EngineProfile(num_blocks=12), "vllm")
+    worker = kv.worker(0)
+    worker.serve(Prompt(hashes=range(1000, 1008)))
+    assert 1 == kv.events.counts.ok("stored")
+    kv.events.take()
+    worker.serve(Prompt(hashes=range(2000, 2010)))
+    kv.events.keep_last(2)
+    assert [2, 6] == [kv.events.counts.ok(kind) for kind in ("stored", "removed")]
+    assert 8 == kv.events.total == kv.events.for_worker(0).total
+
+
+def test_a_sink_that_a_manager_is_given_later_hears_everything():
+    worker = KvWorker(lambda sink: create_manager("vllm", num_blocks=4, sink=sink), driver=BACKENDS["vllm"].driver)
+    worker.manager.sink = sink = CapturingSink()
+    for first in (10, 20):
+        worker.serve(Prompt(hashes=range(first, first + 4)))
+    assert ["stored", *["removed"] * 4, "stored"] == [event.data.kind for event in sink.events]
