@@ -7,6 +7,7 @@ print(reproduce(kv).as_test())
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -115,7 +116,8 @@ def reproduce(
                 raise
             raise NotReduced(f"{reason}{remade.why_not()}") from None
 
-    with long_run():
+    with long_run(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "tiers: a step offered")  # small hosts are tried
         return search(expired) if whole.aflush is None else in_a_thread(search, expired)
 
 
@@ -237,6 +239,8 @@ def _cut(kv: RouterHarness, problem: Problem, whole: Reproduction, replayer: Rep
         raise NotReduced("what an engine holds cannot be replayed from its events")
     if _is_watched(kv):
         raise NotReduced("events that are not published cannot be replayed")
+    if any(not stream.spec.clears_below for stream in kv.streams.values()):
+        raise NotReduced("events do not say how large the chunks of a host are, nor that a Cleared leaves it")
     arrivals = _upto(recording.arrivals, problem.position)
     # What an index makes of an event that it queues may be due to those that come after, before it is flushed.
     is_late = whole.sync != "auto" or whole.aflush is not None

@@ -232,7 +232,7 @@ class RequestCutter:
         for host in (*sizes(tiers.host), tiers.host):
             if host % tiers.chunk:
                 continue
-            for simple in (Tiers(host), dataclasses.replace(tiers, host=host, batch=None)):
+            for simple in (Tiers(host, chunk=tiers.chunk), dataclasses.replace(tiers, host=host, batch=None)):
                 if simple != tiers and self._attempt(profile=self._now.profile.replace(tiers=simple)):
                     return
 

@@ -9,6 +9,7 @@ from clients import SetIndex
 from llmd_client import PATIENCE, LlmdClient, llmd_program, topic, version
 from llmd_table import DECODERS, TABLE, decodes, finds_lora
 
+from pytest_kvmock import Prompt
 from pytest_kvmock.events import KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
 from pytest_kvmock.tokens import block_hashes
 from pytest_kvmock.wire import Batch, encode
@@ -242,3 +243,105 @@ def test_it_finds_blocks_that_the_attention_group_has_lost(fleet, client, kv_pro
     worker.serve(marker)
     fleet.publishers[0].settle(lambda: client.answer(marker), {0: 1}, PATIENCE)
     assert fleet.harness.overlap(prompt)[0] < client.answer(prompt)[0]
+
+
+# ------------------------------------------------------------------------------------- vLLM's native offload
+
+FIRST, SECOND = [*range(100, 118)], [*range(200, 236)]
+
+
+def offloading(num_blocks=12, **form):
+    """Run a test over a worker with a host, whose blocks travel a millisecond each."""
+    tiers = {"host": 16, "gbps": 1.0, "bytes_per_token": 250_000, **form}
+    marks = [
+        pytest.mark.kv_dialects("vllm-0.33"),
+        pytest.mark.kvmock(num_blocks=num_blocks, block_size=4, tiers=tiers),
+        pytest.mark.skipif(RELEASE == "0.5", reason="0.5 does not read the dialect"),
+    ]
+
+    def marked(test):
+        for mark in marks:
+            test = mark(test)
+        return test
+
+    return marked
+
+
+class Offloading:
+    """Worker 0 of a fleet, which copies to its host, and a client that hears of it."""
+
+    def __init__(self, fleet, client):
+        self.harness, self.publisher, self.client = fleet.harness, fleet.publishers[0], client
+        fleet.subscribe(client)
+
+    def serve(self, prompt, ms=20.0):
+        worker = self.harness.worker(0)
+        with self.publisher.step():
+            worker.serve(prompt)
+        with self.publisher.step():
+            worker.tick(worker.now + ms)
+
+    def settles(self, prompt, device, host, either):
+        """Wait until it finds so many leading blocks of a prompt on the device, on the host, and on either."""
+
+        def answer():
+            asked = ({"gpu"}, {"cpu"}, None)
+            return tuple(self.client.answer(Prompt(prompt), tiers=tiers).get(0, 0) for tiers in asked)
+
+        self.publisher.settle(answer, (device, host, either), PATIENCE)
+
+    def truth(self, prompt):
+        found = self.harness.overlap(prompt, tier=None)
+        return tuple(found.get(tier, {}).get(0, 0) for tier in ("device", "host_pinned"))
+
+
+@pytest.fixture
+def offload(fleet, client):
+    return Offloading(fleet, client)
+
+
+@offloading()
+def test_a_location_is_a_place_of_a_block_that_it_knows(offload):
+    offload.serve(FIRST)
+    offload.settles(FIRST, 4, 4, 4)
+    offload.serve(SECOND)
+    assert (3, 1) == offload.truth(FIRST)
+    offload.settles(FIRST, 3, 4, 4)
+
+
+@offloading(num_blocks=5)
+def test_a_location_behind_the_removed_of_the_device_is_lost(offload):
+    offload.serve(FIRST, ms=0.0)
+    offload.serve(SECOND[:16])  # it takes blocks that are being copied: Removed and location are of one batch
+    offload.settles(SECOND[:16], 4, 4, 4)
+    device, host = offload.truth(FIRST)
+    assert 4 == device + host
+    offload.settles(FIRST, device, device, device)
+
+
+@offloading(self_describing=True)
+def test_self_describing_events_are_read_as_any(offload):
+    offload.serve(FIRST)
+    offload.serve(SECOND)
+    assert (3, 1) == offload.truth(FIRST)
+    offload.settles(FIRST, 3, 4, 4)
+    assert offload.harness.worker(0).clear()
+    offload.serve(SECOND)
+    assert (0, 4) == offload.truth(FIRST)  # a Cleared is of the device alone, and it takes it for all
+    offload.settles(FIRST, 0, 0, 0)
+
+
+@offloading(chunk=2)
+def test_of_a_chunk_it_finds_no_location_as_its_last_block_alone_is_named(offload):
+    offload.serve(FIRST)
+    offload.serve([*range(300, 345)])
+    assert (0, 4) == offload.truth(FIRST)
+    offload.settles(FIRST, 0, 0, 0)
+
+
+@offloading(chunk=2, self_describing=True)
+def test_of_a_chunk_it_counts_a_part(offload):
+    offload.serve(FIRST)
+    offload.serve(SECOND)
+    assert (3, 0) == offload.truth(FIRST)  # nothing is loaded for one block of a chunk of two
+    offload.settles(FIRST, 3, 4, 4)

@@ -1,10 +1,16 @@
 """The part of the contract of an index that is about tiers below the device: a right index passes, each wrong one is found."""
 
+import re
+from contextlib import nullcontext
+
 import pytest
 from contract_runs import failure_of
-from tiered_indexes import FOUND_BY, HostIndex, contract_of
+from tiered_indexes import FOUND_BY, BlocksForChunks, HostIndex, contract_of
 
+from pytest_kvmock.backends import backend_spec
+from pytest_kvmock.hygiene.problem import EventRulesBroken
 from pytest_kvmock.testing import IndexContract
+from pytest_kvmock.tiers.config import Tiers
 
 
 class TestARightIndex(contract_of(HostIndex)):
@@ -55,3 +61,18 @@ def test_an_index_of_the_device_alone_is_not_asked():
 
     with pytest.raises(pytest.skip.Exception, match=r"has no find_tiered\(local_hashes\)"):
         Device().test_it_follows_traffic_over_a_host()
+
+
+def test_a_failure_over_a_host_has_a_reproduction_that_a_right_index_passes():
+    """By requests: events do not say how large a chunk is, so those that show the fault would fail a right index, too."""
+    contract = contract_of(BlocksForChunks)
+    with pytest.raises(EventRulesBroken) as error:
+        contract().test_it_follows_traffic_over_a_host()
+    text = error.value.__notes__[0].partition(":\n")[2]
+    assert re.search(r"^@pytest.mark.kvmock\(tiers={.*'chunk': 2.*}\)$".replace("'", '"'), text, re.MULTILINE)
+    traits = backend_spec("vllm").traits_at(tiers=Tiers(8, chunk=2))
+    for subject, fails in ((BlocksForChunks, True), (HostIndex, False)):
+        found = {"BlocksForChunks": contract_of(subject)}
+        exec(text, found)
+        with pytest.raises(EventRulesBroken) if fails else nullcontext():
+            found["test_reproduction"]("vllm", traits)
