@@ -391,7 +391,7 @@ class WorkerContract(OverBackend):
         others = []
         with suppress(OutOfBlocks):
             for _ in range(world.harness.profile.num_blocks + 1):
-                others.append(world.do(world.worker.prefill, world.harness.prompt(1)))
+                others.append(world.do(world.worker.prefill, world.harness.prompt(1)))  # noqa: PERF401 - some before it raises
         before = world.state()
         world.expect_refused(OutOfBlocks, request.resume)
         world.expect_state(before, "a resume that did not fit")
