@@ -9,6 +9,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from pytest_kvmock.checks import check_integer, check_number
+from pytest_kvmock.events import Stored
 from pytest_kvmock.fleet.fleet import Fleet
 from pytest_kvmock.fleet.fleet_events import EventDelay, Late, by_worker
 from pytest_kvmock.hygiene.problem import ROUTER_RULES, Problem
@@ -19,7 +20,7 @@ from pytest_kvmock.router.selection import DynamoRouter
 if TYPE_CHECKING:
     from pytest_kvmock.backends import EngineProfile
     from pytest_kvmock.engine.worker import KvWorker
-    from pytest_kvmock.events import RouterEvent
+    from pytest_kvmock.events import RouterEvent, StreamKey
     from pytest_kvmock.fleet.mock_engine import MockEngine
     from pytest_kvmock.fleet.router_calls import Calls, RouterCalls
     from pytest_kvmock.harness.faults import Faults
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.hygiene.delivery import Delivery
     from pytest_kvmock.hygiene.injection import Injection
     from pytest_kvmock.hygiene.log import EventLog
+    from pytest_kvmock.hygiene.stream import Stream
     from pytest_kvmock.report.rows import Belief
     from pytest_kvmock.router.index import RadixIndex
     from pytest_kvmock.router.routing import RouterRequest, Worker
@@ -44,6 +46,8 @@ class Judging(Protocol):
     def workers(self) -> Mapping[WorkerKey, KvWorker]: ...  # noqa: D102 - likewise
     @property
     def reference(self) -> RadixIndex: ...  # noqa: D102 - likewise
+    @property
+    def streams(self) -> Mapping[StreamKey, Stream]: ...  # noqa: D102 - likewise
     @property
     def is_async(self) -> bool: ...  # noqa: D102 - likewise
     @property
@@ -158,8 +162,14 @@ class JudgedEvents:
         log.note([problem])
 
     def held_events(self) -> list[RouterEvent]:
-        """Return events that would tell an empty index what the reference index holds."""
-        return self._harness.reference.dump_events()
+        """Return events that would tell an empty index what the reference index holds, each copy by one of its own."""
+        held = self._harness.reference.dump_events()
+        streams = self._harness.streams
+        for event in [*held]:
+            copies = streams[event.worker_id, event.event.dp_rank].copies.get(event.storage_tier, {})
+            assert isinstance(event.event.data, Stored)
+            held += [event] * copies.get(event.event.data.block_hashes[0], 0)
+        return held
 
     @property
     def event_errors(self) -> list[Problem]:
