@@ -199,8 +199,9 @@ class BackendSpec:
         for option in given:
             if option not in self.options:
                 if option == "tiers":
-                    able = [name for name, spec in BACKENDS.items() if option in spec.options]
-                    raise ValueError(f"backend {self.name!r} takes no tiers; {', '.join(able[:-1])} and {able[-1]} do")
+                    able = [name for name, spec in BACKENDS.items() if option in spec.options and spec.group is None]
+                    shown = f"{', '.join(able)} and hybrid models of vLLM's do"
+                    raise ValueError(f"backend {self.name!r} takes no tiers; {shown}")
                 known = f"it has {', '.join(self.options)}" if self.options else "it has none"
                 hint = did_you_mean(option, self.options, known)
                 raise ValueError(f"backend {self.name!r} has no option {option!r}{hint}")
@@ -347,7 +348,7 @@ BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
                     in_matrix=False,
                     driver=makers.block_pool_driver,
                     chain=makers.hash_chain,
-                    options=(*_VLLM_OPTIONS, *makers.GROUP_SETTINGS),
+                    options=(*_VLLM_OPTIONS, *makers.GROUP_SETTINGS, "tiers"),
                     semantics="1.6.1",
                     default_block_size=default,
                     real_block_size=real,

@@ -74,9 +74,7 @@ def whole_move_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> 
 def vllm(*, groups: Any = None, tiers: Any = None, **options: Any) -> KvManager:
     """Make a `BlockPoolManager`, or a `HybridManager` where there are other groups than one of full attention."""
     if tiers is not None:
-        if groups is not None:
-            raise ValueError("tiers are for engines with one cache; give no groups")
-        return _with_native_offload(tiers, vllm(**options))
+        return _with_native_offload(tiers, vllm(groups=groups, **options))
     settings: dict[str, Any] = {name: options.pop(name) for name in GROUP_SETTINGS if name in options}
     if groups is not None:
         from pytest_kvmock.cache.vllm.hybrid import of_groups
@@ -97,8 +95,21 @@ def _with_native_offload(tiers: Any, manager: Any) -> KvManager:
 
     if manager.version.name != "0.33.0":
         raise ValueError(f"tiers are those of vLLM 0.33.0; got version {manager.version.name!r}")
+    groups = []
+    if hasattr(manager, "geometry"):
+        from pytest_kvmock.tiers.chunk_events import OffloadGroup
+
+        of_manager = manager.geometry.groups
+        groups = [OffloadGroup(each.block_size, each.kind, each.window) for each in of_manager]
+        kinds = {each.kind for each in groups}
+        if not kinds <= {"full_attention", "sliding_window"} or len({each.block_size for each in groups}) > 1:
+            found = ", ".join(f"{each.kind} of {each.block_size} tokens" for each in groups)
+            raise ValueError(
+                "tiers are for cache groups of full attention and sliding windows with blocks of one size, as these alone were "
+                f"recorded; got {found}"
+            )
     # A driver has a source of its own.
-    manager.attach_offload(*Tiers.of(tiers).make_native(manager.block_size, Random(0)))  # noqa: S311 - mock data
+    manager.attach_offload(*Tiers.of(tiers).make_native(manager.block_size, Random(0), groups))  # noqa: S311 - mock data
     return cast("KvManager", manager)
 
 
@@ -107,16 +118,21 @@ def vllm_0_19(**options: Any) -> KvManager:
     return vllm(backend="vllm_0_19", version="0.19.1", **options)
 
 
-def hybrid_model(model: str, **options: Any) -> KvManager:
+def hybrid_model(model: str, *, tiers: Any = None, **options: Any) -> KvManager:
     """Make the `HybridManager` of a model, by its name in `hybrid_models`."""
     from pytest_kvmock.cache.vllm.hybrid_models import hybrid_manager
 
-    return hybrid_manager(model, **options)
+    manager = hybrid_manager(model, **options)
+    return manager if tiers is None else _with_native_offload(tiers, manager)
 
 
 def block_pool_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> Driver:
     """Make the driver of a manager of vLLM: a `BlockPoolManager`, or a `HybridManager` if that has several cache groups."""
     if hasattr(manager, "geometry"):
+        if getattr(manager, "offload", None) is not None:
+            from pytest_kvmock.engine.hybrid_offload_driver import HybridOffloadDriver
+
+            return HybridOffloadDriver(manager, prefix_caching, rng)
         from pytest_kvmock.engine.hybrid_pool_driver import HybridPoolDriver
 
         return HybridPoolDriver(manager, prefix_caching, rng)

@@ -142,8 +142,8 @@ class WriteThrough(Protocol):
     def take_events(self) -> Sequence[TierEvent]:
         """Take the events since the last time, to be published after those of the device."""
 
-    def resident_names(self) -> list[int]:
-        """Hashes of what can be loaded, as events name it; repeated where two of them do."""
+    def resident_names(self, group: int = 0) -> list[int]:
+        """Hashes of what can be loaded of a group, as events name it; repeated where two of them do."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Container, Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Container, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
-from pytest_kvmock.cache.vllm.block_pool import BlockPoolManager, PoolRequest
 from pytest_kvmock.engine.clock import Clock
 from pytest_kvmock.engine.driver import WouldWait
+from pytest_kvmock.engine.hybrid_offload_driver import HybridOffloadDriver
 from pytest_kvmock.engine.move_driver import MoveDriver
 from pytest_kvmock.engine.offload_driver import OffloadDriver
 from pytest_kvmock.engine.tier_clock import TierClock
@@ -17,6 +17,8 @@ from pytest_kvmock.tiers.offload_steps import OffloadRequest
 from pytest_kvmock.tiers.timed_copies import TimedCopies
 
 if TYPE_CHECKING:
+    from pytest_kvmock.cache.vllm.block_pool import BlockPoolManager
+    from pytest_kvmock.cache.vllm.hybrid import HybridManager
     from pytest_kvmock.engine.driver import Driver
     from pytest_kvmock.engine.scheduler import ScheduledRequest
     from pytest_kvmock.tokens import Prompt
@@ -40,7 +42,7 @@ class NativeParking:
     is_quiet = False
     """Each pass may store, and find transfers done."""
 
-    def __init__(self, clock: NativeClock, driver: OffloadDriver) -> None:
+    def __init__(self, clock: NativeClock, driver: OffloadDriver | HybridOffloadDriver) -> None:
         self._clock = clock
         self._driver = driver
         self._parked: dict[OffloadRequest, ScheduledRequest] = {}
@@ -95,8 +97,8 @@ class NativeParking:
         """Cache what has come for a request, as its admission is reached."""
         state = request.state
         if request in self._landed:
-            held = state.num_cached_blocks * self._driver.manager.block_size
-            self._driver.manager.cache_blocks(state)
+            held = self._clock.local.pop(state, request.computed_tokens)
+            self._driver.cache(state)
             request.onboarded_tokens += max(0, request.computed_tokens - held)
             state.num_computed_tokens = request.computed_tokens
 
@@ -124,22 +126,22 @@ class NativeClock(Clock):
 
     Attributes:
         manager: the worker's.
+        local: of requests that load, tokens that the device had of them.
         parking: the requests of a scheduler that wait for what is loaded for them.
     """
 
-    _driver: OffloadDriver
-
     def __init__(self, driver: Driver, now: float = 0.0) -> None:
-        if not isinstance(driver, OffloadDriver):
+        if not isinstance(driver, (OffloadDriver, HybridOffloadDriver)):
             raise ValueError(f"a NativeClock is of an OffloadDriver, got {driver!r:.80}")  # noqa: TRY004 - one error
         super().__init__(driver, now)
-        self.manager: BlockPoolManager = driver.manager
+        self.manager: BlockPoolManager | HybridManager = driver.manager
         self._offload = driver.offload
         assert isinstance(driver.manager.copies, TimedCopies)
         self._copies = driver.manager.copies
         self.parking: NativeParking = NativeParking(self, driver)
-        self._loading: dict[OffloadRequest, PoolRequest] = {}
-        self._left: set[PoolRequest] = set()  # of those: for requests that did not wait
+        self._loading: dict[OffloadRequest, Any] = {}
+        self.local: dict[Any, int] = {}
+        self._left: set[Any] = set()  # of those: for requests that did not wait
         # Tokens that came for requests that did not wait, by the names of their blocks.
         self._came: dict[tuple[int, ...], int] = {}
         self._warned = False
@@ -168,9 +170,8 @@ class NativeClock(Clock):
             state = self._loading.pop(request)
             if not self.parking.received(request) and state in self._left:
                 self._left.remove(state)
-                came = state.num_computed_tokens - state.num_cached_blocks * self.manager.block_size
-                self._came[tuple(state.tokens.names)] = came
-                self.manager.cache_blocks(state)
+                self._came[tuple(state.tokens.names)] = state.num_computed_tokens - self.local.pop(state)
+                self._driver.cache(state)
                 self._driver.end(state, aborted=True)
                 self.manager.free(state)
         self.manager.publish_below()
@@ -207,7 +208,8 @@ class NativeClock(Clock):
 
     def room(self) -> int:
         """Count the blocks of the device that no request holds, those included that something is loaded into."""
-        return self.manager.num_free_blocks + sum(len(state.block_ids) for state in self._left)
+        count: Callable[[Any], int] = self._driver.count
+        return self.manager.num_free_blocks + sum(map(count, self._left))
 
     def cached(self, prompt: Prompt, tier: StorageTier) -> int:
         """Count the tokens of a prompt that the host has, beyond those that the device has. Changes nothing."""
@@ -226,71 +228,77 @@ class NativeClock(Clock):
         self.step()
         return self._now - start
 
-    def load(self, state: PoolRequest) -> OffloadRequest | Literal["blocked", "deferred", "none"]:
+    def load(self, state: Any) -> OffloadRequest | Literal["blocked", "deferred", "none"]:
         """Load what the host has of a request without blocks.
 
         Returns:
             The request, to which it will come with a step; or "blocked" where it lacks room, "deferred" where another transfer
             has to be waited for, "none" where nothing comes.
         """
-        manager, driver = self.manager, self._driver
-        hits = manager.get_computed_blocks(state)
-        local = len(hits) * manager.block_size
-        request = driver.known(state)
+        driver = self._driver
+        hits, local = driver.found(state)
+        request: OffloadRequest = driver.known(state)
         hit = self._offload.match(request, local)
         if hit is None:
             return "deferred"
         if not hit.tokens:
             return "none"
-        free, missing = manager.num_free_blocks, manager.missing_blocks
+        free, missing = self.manager.num_free_blocks, driver.missing
         if missing(state, len(state), hits) > free or (
             missing(state, local + hit.tokens, hits) > free - driver.reserved()
         ):
             return "blocked"
-        manager.allocate_slots(state, hit.tokens, hits, delay_cache_blocks=True)
+        driver.place(state, hits, hit.tokens)
         driver.loads(state)
-        self._offload.allocated(request, (state.block_ids,), hit)
-        self._loading[request] = state
+        self._offload.allocated(request, driver.tables(state), hit)
+        self._loading[request], self.local[state] = state, local
         return request
 
-    def onboard(self, state: PoolRequest, *, wait: bool, resumed: bool) -> int:  # noqa: ARG002 - preempted ones load, too
+    def onboard(self, state: Any, *, wait: bool, resumed: bool) -> int:  # noqa: ARG002 - preempted ones load, too
         """Load what the host has of a request without blocks; see `Clock.onboard`."""
-        manager = self.manager
         while True:
             came = self._came.pop(tuple(state.tokens.names), None)
             if came is not None:
-                return min(came, self._driver.lookup(state))
+                found: int = self._driver.lookup(state)
+                return min(came, found)
             outcome = self.load(state)
             if outcome == "none" or (outcome == "blocked" and self.deadline() is None):
                 return 0
             if not isinstance(outcome, str):
                 break
             self._wait_for(state, wait, "what it begins with is being copied, or the blocks that it needs are")
-        local = state.num_cached_blocks * manager.block_size
+        local = self.local[state]
         self.step()
         while outcome in self._loading:
-            blocks = len(state.block_ids) - state.num_cached_blocks
+            blocks = (state.num_computed_tokens - local) // self.manager.block_size
             self._wait_for(state, wait, f"{blocks} blocks are on their way back from the host")
-        manager.cache_blocks(state)
-        state.num_computed_tokens = min(state.num_computed_tokens, len(state) - 1)
-        return state.num_computed_tokens - local
+        self._driver.cache(state)
+        del self.local[state]
+        computed: int = min(state.num_computed_tokens, len(state) - 1)
+        state.num_computed_tokens = computed
+        return computed - local
 
-    def admitted(self, state: PoolRequest) -> None:
+    def admitted(self, state: Any) -> None:
         """Nothing: what came back was counted as it came."""
 
-    def allocate(self, state: PoolRequest, upto: int, *, wait: bool) -> None:
+    def allocate(self, state: Any, upto: int, *, wait: bool) -> None:
         """Take blocks for a request's first tokens, which are a step; see `Clock.allocate`."""
-        while self._driver.allocate(state, upto) < upto:
-            self._wait_for(state, wait, "blocks of the device are being loaded into for others")
-        self.step()
+        reached = -1
+        while reached < upto:
+            before = state.num_computed_tokens
+            reached = self._driver.allocate(state, upto)
+            if reached < upto and state.num_computed_tokens == before:
+                self._wait_for(state, wait, "blocks of the device are being loaded into for others")
+            else:
+                self.step()
 
-    def generate(self, state: PoolRequest, tokens: Sequence[int]) -> None:
+    def generate(self, state: Any, tokens: Sequence[int]) -> None:
         """Decode, one step a token; see `Clock.generate`."""
         for token in tokens:
             state.tokens.append(token)
             self.allocate(state, len(state), wait=True)
 
-    def _wait_for(self, state: PoolRequest, wait: bool, why: str) -> None:
+    def _wait_for(self, state: Any, wait: bool, why: str) -> None:
         """Wait; where it must not, what is loaded for the request is left to itself, and the request gives up its place."""
         try:
             self._wait(wait, why)
@@ -305,12 +313,8 @@ class NativeClock(Clock):
     def leave(self, request: OffloadRequest) -> None:
         """Leave a load to itself: what it brings is cached, and free, once it has come; its request has no blocks any more."""
         state = self._loading[request]
-        left = PoolRequest(state.tokens)
-        left.block_ids, left.num_computed_tokens = state.block_ids, state.num_computed_tokens
-        left.num_cached_blocks = state.num_cached_blocks
-        state.block_ids, state.num_computed_tokens, state.num_cached_blocks = [], 0, 0
-        self._driver.hand_over(state, left)
-        self._loading[request] = left
+        left = self._driver.leave(state)
+        self._loading[request], self.local[left] = left, self.local.pop(state)
         self._left.add(left)
 
     def _wait(self, wait: bool, why: str) -> None:

@@ -3,91 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING
 
 from pytest_kvmock.engine.block_pool_driver import BlockPoolDriver
-from pytest_kvmock.tiers.native_offload import NativeOffload
-from pytest_kvmock.tiers.offload_steps import Computing, OffloadRequest, OffloadStep
+from pytest_kvmock.engine.offload_notes import OffloadNotes
 
 if TYPE_CHECKING:
     from pytest_kvmock.cache.manager import KvManager
-    from pytest_kvmock.cache.vllm.block_pool import PoolRequest
+    from pytest_kvmock.cache.vllm.block_pool import BlockPoolManager, PoolRequest
 
 
-class OffloadDriver(BlockPoolDriver):
-    """Turns requests into lookups, allocations and frees, of which the clock makes steps (`NativeClock`).
+class OffloadDriver(OffloadNotes, BlockPoolDriver):
+    """Turns requests into lookups, allocations and frees, of which the clock makes steps.
 
     Args:
         manager: vLLM's, with a host below it.
         prefix_caching: as of a `BlockPoolDriver`; without it nothing is stored.
         rng: as of a `BlockPoolDriver`.
-
-    Attributes:
-        offload: what keeps the host.
     """
 
+    manager: BlockPoolManager
     decodes_ahead = False
     """Each step may store, and find transfers done."""
 
     def __init__(self, manager: KvManager, prefix_caching: bool, rng: Random) -> None:
         super().__init__(manager, prefix_caching, rng)
-        offload = self.manager.offload
-        assert isinstance(offload, NativeOffload)  # it is made for those
-        self.offload = offload
-        self.traits = replace(BlockPoolDriver.traits, chunk=offload.blocks_per_chunk, clears_below=False)
-        offload.shuffle_with(Random(rng.getrandbits(64)))  # noqa: S311 - mock data
-        self._known: dict[PoolRequest, OffloadRequest] = {}
-        self._prefills: set[PoolRequest] = set()
-        self._computing: dict[PoolRequest, Computing] = {}
-        self._preempted: list[OffloadRequest] = []
-        self._finished: list[OffloadRequest] = []
-        self._got: set[int] = set()
+        self._begin_notes(rng)
 
-    # ------------------------------------------------------------------------------------------ for the clock
+    def tables(self, request: PoolRequest) -> Sequence[Sequence[int]]:
+        """As `OffloadNotes`."""
+        return (request.block_ids,)
 
-    def known(self, request: PoolRequest) -> OffloadRequest:
-        """What the connector knows a request as."""
-        found = self._known.get(request)
-        if found is None:
-            found = self._known[request] = self.offload.request(request.tokens)
-        return found
+    def found(self, request: PoolRequest) -> tuple[list[int], int]:
+        """As `OffloadNotes`."""
+        hits = self.manager.get_computed_blocks(request)
+        return hits, len(hits) * self.manager.block_size
 
-    def reserved(self) -> int:
-        """Blocks that unfinished prefills, and those that load, still need for all their tokens."""
-        missing = self.manager.missing_blocks
-        return sum(max(0, missing(request, len(request))) for request in self._prefills)
+    def missing(self, request: PoolRequest, upto: int, hits: Sequence[int] | None = None) -> int:
+        """As `OffloadNotes`."""
+        return self.manager.missing_blocks(request, upto, hits or ())
 
-    def loads(self, request: PoolRequest) -> None:
-        """A request got blocks for what it loads."""
-        self._got.update(request.block_ids)
-        self._prefills.add(request)
+    def place(self, request: PoolRequest, hits: Sequence[int], tokens: int) -> None:
+        """As `OffloadNotes`."""
+        self.manager.allocate_slots(request, tokens, hits, delay_cache_blocks=True)
 
-    def hand_over(self, request: PoolRequest, other: PoolRequest) -> None:
-        """Know one request as what another was."""
-        self._known[other] = self._known.pop(request)
-        self._prefills.remove(request)
-        self._prefills.add(other)
+    def cache(self, request: PoolRequest) -> None:
+        """As `OffloadNotes`."""
+        self.manager.cache_blocks(request)
 
-    def take_step(self) -> OffloadStep:
-        """Take what has happened since the last step."""
-        step = OffloadStep(list(self._computing.values()), self._preempted, self._finished, self._got)
-        self._computing, self._preempted, self._finished, self._got = {}, [], [], set()
-        return step
-
-    @property
-    def has_news(self) -> bool:
-        """Whether something has happened that a step has to be planned for."""
-        return bool(self._computing or self._preempted or self._finished)
-
-    def end(self, request: PoolRequest, *, aborted: bool) -> None:
-        """A request is over."""
-        known = self._known.pop(request, None)
-        self._prefills.discard(request)
-        if known is not None:
-            self.offload.ended(known, computed=request.num_computed_tokens if aborted else None)
-            self._finished.append(known)
+    def detach(self, request: PoolRequest) -> PoolRequest:
+        """As `OffloadNotes`."""
+        left = type(request)(request.tokens)
+        left.block_ids, left.num_computed_tokens = request.block_ids, request.num_computed_tokens
+        left.num_cached_blocks = request.num_cached_blocks
+        request.block_ids, request.num_computed_tokens, request.num_cached_blocks = [], 0, 0
+        return left
 
     # ------------------------------------------------------------------------------------------ as its base has it
 
@@ -95,10 +66,7 @@ class OffloadDriver(BlockPoolDriver):
         """Allocate for the first `upto` tokens, and count them as computed; all of them, or nothing changes."""
         held, before = len(request.block_ids), request.num_computed_tokens
         reached = super().allocate(request, upto)
-        if request.num_computed_tokens > before:
-            is_admitted = not held or request in self._prefills
-            self._got.update(request.block_ids if is_admitted else request.block_ids[held:])
-            self._computed(request)
+        self._allocated(request, (held,), before)
         return reached
 
     def admit(self, request: PoolRequest, upto: int) -> None:
@@ -119,19 +87,5 @@ class OffloadDriver(BlockPoolDriver):
 
     def free(self, request: PoolRequest, *, done: bool) -> None:
         """Free all blocks, also those that are being copied."""
-        if done:
-            aborted = request.num_computed_tokens < len(request) - 1
-            self.end(request, aborted=aborted)
-        elif request.block_ids and request in self._known:
-            self._prefills.discard(request)
-            self._computing.pop(request, None)
-            self._preempted.append(self._known[request])
+        self._freed(request, done=done)
         super().free(request, done=done)
-
-    def _computed(self, request: PoolRequest) -> None:
-        computed = request.num_computed_tokens
-        self._computing[request] = Computing(self.known(request), (request.block_ids,), computed)
-        if computed < len(request):
-            self._prefills.add(request)
-        else:
-            self._prefills.discard(request)

@@ -241,11 +241,11 @@ class PrefillFirstScheduler(SglangScheduler):
 
     # ------------------------------------------------------------------------------------------ in one go
 
-    def plan(self, now_ms: float, until_ms: float) -> list[float]:
+    def plan(self, now_ms: float, until_ms: float, *, ahead: bool = False) -> list[float]:
         """Return when passes end that only decode; see `Scheduler.plan`."""
-        return [] if self._ready else super().plan(now_ms, until_ms)
+        return [] if self._ready else super().plan(now_ms, until_ms, ahead=ahead)
 
-    def run_plan(self, ends: list[float]) -> None:
+    def run_plan(self, ends: list[float], *, ahead: bool = False) -> None:
         """Run passes that were planned."""
-        super().run_plan(ends)
+        super().run_plan(ends, ahead=ahead)
         self._wait = max(0, self._wait - len(ends))

@@ -440,23 +440,18 @@ class Scheduler(ABC):
         """Run one forward pass from this moment; its requests' `token_ms` are set, its events published."""
 
     @abstractmethod
-    def plan(self, now_ms: float, until_ms: float) -> list[float]:
+    def plan(self, now_ms: float, until_ms: float, *, ahead: bool = False) -> list[float]:
         """Return when passes end that only decode and touch no block, as long as each starts before a moment.
 
         Nothing is done yet. Nobody can tell one of these passes from the next: no event, no first token, no end. So who drives
         several engines may look away until the last of them, and cut the list where a request arrives before.
+
+        Args:
+            now_ms: when the first one starts.
+            until_ms: the moment.
+            ahead: nobody receives events, or looks at the block manager, so that passes may open and fill blocks too.
         """
 
     @abstractmethod
-    def run_plan(self, ends: list[float]) -> None:
-        """Run passes that were planned, the first of them or all; nothing happened here since."""
-
-    def run_ahead(self, now_ms: float, until_ms: float) -> list[float]:
-        """Run passes that only decode, as long as each starts before a moment, and return when they end.
-
-        Where nobody receives the events of the engine; they may open and fill blocks.
-        """
-        ends = self.plan(now_ms, until_ms)
-        if ends:
-            self.run_plan(ends)
-        return ends
+    def run_plan(self, ends: list[float], *, ahead: bool = False) -> None:
+        """Run passes that were planned, the first of them or all; nothing but arrivals happened here since."""

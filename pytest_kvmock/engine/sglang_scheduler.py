@@ -260,7 +260,7 @@ class SglangScheduler(Scheduler):
 
     # ------------------------------------------------------------------------------------------ in one go
 
-    def plan(self, now_ms: float, until_ms: float) -> list[float]:
+    def plan(self, now_ms: float, until_ms: float, *, ahead: bool = False) -> list[float]:  # noqa: ARG002 - no other ones
         """Return when passes end that only decode and touch no page, as long as each starts before a moment."""
         running = self._running
         if self._waiting or not running:
@@ -276,7 +276,7 @@ class SglangScheduler(Scheduler):
             tokens += count
         return ends
 
-    def run_plan(self, ends: list[float]) -> None:
+    def run_plan(self, ends: list[float], *, ahead: bool = False) -> None:  # noqa: ARG002 - likewise
         """Run passes that were planned."""
         for request in self._running:
             self._driver.generate_quietly(request.state, request.next_tokens(len(ends)))

@@ -340,32 +340,29 @@ class VllmScheduler(Scheduler):
 
     # ---------------------------------------------------------------------------------------- passes in one go
 
-    def plan(self, now_ms: float, until_ms: float) -> list[float]:
-        """Return when passes end that only decode and touch no block, as long as each starts before a moment."""
-        count = self._quiet_passes() if now_ms < until_ms else 0
-        return self._decode_ends(now_ms, until_ms, count) if count else []
+    def plan(self, now_ms: float, until_ms: float, *, ahead: bool = False) -> list[float]:
+        """Return when passes end that only decode, as long as each starts before a moment; see `Scheduler.plan`."""
+        if now_ms >= until_ms:
+            return []
+        ahead &= self._decodes_ahead
+        count = self._decode_passes() if ahead else self._quiet_passes()
+        ends = self._decode_ends(now_ms, until_ms, count) if count > 0 else []
+        if ends and ahead:
+            driver = cast("PoolSchedulerDriver", self._driver)  # it decodes ahead
+            del ends[passes_that_fit(driver, self._running, len(ends)) :]
+        return ends
 
-    def run_plan(self, ends: list[float]) -> None:
+    def run_plan(self, ends: list[float], *, ahead: bool = False) -> None:
         """Run passes that were planned."""
+        if ahead and self._decodes_ahead:
+            decode_ahead(cast("PoolSchedulerDriver", self._driver), self._running, ends)
+            return
         count = len(ends)
         for request in self._running:
             self._driver.generate_quietly(request.state, request.next_tokens(count))
             request.generated_tokens += count
             request.computed_tokens += count
             request.token_ms += ends
-
-    def run_ahead(self, now_ms: float, until_ms: float) -> list[float]:
-        """Run passes that only decode, blocks included, as long as each starts before a moment, and return when they end."""
-        most = self._decode_passes() if self._decodes_ahead and now_ms < until_ms else 0
-        if most <= 0:
-            return [] if self._decodes_ahead else super().run_ahead(now_ms, until_ms)
-        driver, running = cast("PoolSchedulerDriver", self._driver), self._running
-        ends = self._decode_ends(now_ms, until_ms, most)
-        del ends[passes_that_fit(driver, running, len(ends)) :]
-        if ends:
-            decode_ahead(driver, running, ends)
-            self._left_nobody = not self._waiting
-        return ends
 
     def _quiet_passes(self) -> int:
         """How many passes from now on do nothing but decode every running request, within the blocks that it has."""

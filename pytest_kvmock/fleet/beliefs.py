@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from pytest_kvmock.checks import is_integer
-from pytest_kvmock.fleet.fleet_events import by_worker
+from pytest_kvmock.fleet.fleet_events import by_worker, has_ranks
 from pytest_kvmock.fleet.router_calls import RouterError
 from pytest_kvmock.hygiene.rules import LOAD_DRIFT, OVERLAP_DRIFT, WORKER_DRIFT
 from pytest_kvmock.report.rows import Belief
@@ -43,7 +43,7 @@ class Beliefs:
     """
 
     def __init__(
-        self, calls: RouterCalls, knowledge: Knowledge, book: LoadBook, has_blocks: Callable[[Worker], bool]
+        self, calls: RouterCalls, knowledge: Knowledge[Any], book: LoadBook, has_blocks: Callable[[Worker], bool]
     ) -> None:
         self._calls = calls
         # Loads that a stopped clock left open are nobody's mistake.
@@ -51,7 +51,7 @@ class Beliefs:
         self._methods = {name: method for name, method in calls.beliefs.items() if name != left}
         self._knowledge = knowledge
         self._book = book
-        self._has_ranks = any(isinstance(worker, tuple) for worker in book.loads)
+        self._has_ranks = has_ranks(book.loads)
         # Prompts by what overlapped at the pick, where the book has what did on arrival: either is right.
         self._at_pick = LoadBook(book.loads)
         self._fresh: Mapping[Worker, int] = {}

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from pytest_kvmock.router.routing import Candidate
 
 if TYPE_CHECKING:
-    from pytest_kvmock.fleet.fleet_events import Knowledge
-    from pytest_kvmock.fleet.ranks import Seat
+    from pytest_kvmock.fleet.fleet_events import KnownCaches
+    from pytest_kvmock.fleet.mock_engine import MockEngine
     from pytest_kvmock.router.loads import LoadBook
     from pytest_kvmock.router.routing import RouterRequest, Worker
 
@@ -19,23 +19,23 @@ class Offer:
     """Makes the candidates of each pick.
 
     Args:
-        seats: the engines, by worker, also those that come later.
+        engines: the engines, by worker, also those that come later.
         book: the load book, and with it who can be picked.
-        knowledge: how many blocks each worker holds.
+        caches: how many blocks each worker holds.
         every_ms: how old the loads of engines may be that a router is shown; 0: they are read at each pick. None: it is shown those of
             the load book.
     """
 
     def __init__(
         self,
-        seats: Mapping[Worker, Seat],
+        engines: Mapping[Worker, MockEngine],
         book: LoadBook,
-        knowledge: Knowledge,
+        caches: KnownCaches,
         every_ms: float | None,
     ) -> None:
-        self._seats = seats
+        self._engines = engines
         self._book = book
-        self._knowledge = knowledge
+        self._caches = caches
         self._every_ms = every_ms
         self._read_ms = -math.inf
         self._read: dict[Worker, tuple[int, int, int, int, float]] = {}
@@ -53,14 +53,14 @@ class Offer:
             request: the request.
             overlaps: how many leading blocks of its prompt each worker holds.
         """
-        chain, held, found = request.sequence_hashes, self._knowledge.held_blocks, []
-        make, seats, overlap_of = (
+        chain, held, found = request.sequence_hashes, self._caches.held_blocks, []
+        make, engines, overlap_of = (
             tuple.__new__,
-            self._seats,
+            self._engines,
             overlaps.get,
         )  # by `Candidate` itself it takes twice as long
         for worker, load in self._book.loads.items():
-            engine = seats[worker].engine
+            engine = engines[worker]
             scheduler, manager = engine.scheduler, engine.worker.manager
             capacity = manager.max_capacity
             fields = (
@@ -83,9 +83,9 @@ class Offer:
         if not self._read or now_ms - self._read_ms >= (self._every_ms or 0.0):
             self._read_ms = now_ms
             self._read = {worker: self._engine_load(worker) for worker in self._book.loads}
-        full, held = len(request.sequence_hashes), self._knowledge.held_blocks
+        full, held = len(request.sequence_hashes), self._caches.held_blocks
         for worker in self._book.loads:
-            engine, overlap = self._seats[worker].engine, overlaps.get(worker, 0)
+            engine, overlap = self._engines[worker], overlaps.get(worker, 0)
             prefill, blocks, active, waiting, usage = self._read.get(worker, (0, 0, 0, 0, 0.0))
             yield Candidate(
                 worker,
@@ -103,7 +103,7 @@ class Offer:
 
     def _engine_load(self, worker: Worker) -> tuple[int, int, int, int, float]:
         """Return of an engine: tokens of prompts that are yet to be computed, blocks in use, open requests, how many wait, usage."""
-        engine = self._seats[worker].engine
+        engine = self._engines[worker]
         scheduler = engine.scheduler
         waiting = (*scheduler.waiting, *scheduler.parked)
         requests = (*scheduler.running, *waiting)

@@ -18,7 +18,6 @@ from pytest_kvmock.fleet.fleet_events import EventDelay, Heard, Knowledge, TrueC
 from pytest_kvmock.fleet.fleet_run import FleetRun, LoadSource
 from pytest_kvmock.fleet.incidents import NEXT_WORKER, Incident, Moment
 from pytest_kvmock.fleet.mock_engine import MockEngine
-from pytest_kvmock.fleet.ranks import RankedWorker, seats_of
 from pytest_kvmock.fleet.replay_checks import check_sizes, turns_of
 from pytest_kvmock.fleet.router_calls import RouterCalls
 from pytest_kvmock.fleet.run_notes import Recorder
@@ -100,7 +99,7 @@ class Fleet:
         slo_ttft_ms: float | None = None,
         slo_itl_ms: float | None = None,
         slo_e2e_ms: float | None = None,
-        knowledge: Knowledge | None = None,
+        knowledge: Knowledge[Any] | None = None,
     ) -> None:
         named = _named(engines)
         self.engines = dict(named)
@@ -179,7 +178,7 @@ class Fleet:
         """
         run = self._run
         past = self._incidents if run is None else run.happened
-        known = {id_of(each) for each in (self.engines if run is None else run.seats)}
+        known = {id_of(each) for each in (self.engines if run is None else run.engines)}
         known.update(each.worker for each in past)
         if incident.kind == "join":
             incident = self._joining(incident, known)
@@ -210,7 +209,7 @@ class Fleet:
         if engine is not None:
             if not isinstance(engine, MockEngine):
                 raise TypeError(f"Fleet.at: join takes a MockEngine, got {engine!r:.80}")
-            if not isinstance(self._knowledge, Heard):
+            if not self._knowledge.takes_engines:
                 raise TypeError("Fleet.at: join of a fleet of a harness makes the engine itself; leave engine out")
             if self._ranks > 1:
                 raise ValueError("Fleet.at: workers have ranks, whose engines join makes itself; leave engine out")
@@ -292,15 +291,15 @@ class Fleet:
         self._trace = name, tuple(turns)
         managers = [engine.worker.manager for engine in engines if engine.args.enable_prefix_caching]
         self._held_before = sum(each.num_active_blocks + each.num_inactive_blocks for each in managers)
-        seats = seats_of(self.engines, in_lock_step=self._ranks > 1 and self._release.ranks_in_lock_step)
         self._start_ms = start_ms
         run = FleetRun(
-            seats,
+            self.engines,
             self._calls,
             self._knowledge,
             arrivals,
             loads=self._loads,
             loads_every_ms=self._loads_every_ms,
+            in_lock_step=self._ranks > 1 and self._release.ranks_in_lock_step,
             start_ms=start_ms,
             stop_ms=math.inf if self._stop_ms is None else start_ms + self._stop_ms,
             plans=self._plans,
@@ -315,14 +314,12 @@ class Fleet:
         def finish() -> None:
             self._knowledge.end()
             self._run = None
-            for seat in run.seats.values():
-                if isinstance(seat.driven, RankedWorker):
-                    seat.driven.close()
+            run.close()
 
         return run, finish
 
     def _report(self, run: FleetRun) -> Report:
-        engines = [seat.engine for seat in run.seats.values()]
+        engines = list(run.engines.values())
         self.engines = run.staying
         args, name, trace = engines[0].args, *self._trace
         later = args.release.reports_workers

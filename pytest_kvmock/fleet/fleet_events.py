@@ -6,11 +6,12 @@ A fleet declares what it asks for (`Knowledge`); here is that of bare engines, w
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from pytest_kvmock.checks import check_number
 from pytest_kvmock.events import RouterEvent
@@ -28,62 +29,6 @@ _T = TypeVar("_T")
 
 EventDelay: TypeAlias = "float | Callable[[RouterEvent], float]"
 """How late events are delivered, in virtual milliseconds, or what says so of each."""
-
-
-class Knowledge(Protocol):
-    """What is known of the caches, from the events that were delivered so far."""
-
-    def begin(self, calls: RouterCalls) -> None:
-        """Begin a run: events go to the router too."""
-
-    def end(self) -> None:
-        """End the run."""
-
-    def overlaps(self, request: RouterRequest) -> Mapping[Worker, int]:
-        """Return how many leading full blocks of a prompt each worker holds; who has none may be absent."""
-
-    def held_blocks(self, worker: Worker) -> int:
-        """Return how many blocks a worker holds."""
-
-    def reference_overlaps(self, request: RouterRequest) -> Mapping[Worker, int]:
-        """Return the same by the reference index of the events that were delivered, whatever index is under test."""
-
-    @property
-    def untold(self) -> Collection[Worker]:
-        """The workers that held blocks before the router was told of their events."""
-
-    def drifted(self, belief: Belief) -> None:
-        """Take a wrong belief of the router."""
-
-    def held_events(self) -> Iterable[RouterEvent]:
-        """Return events that would tell an empty index what all workers hold."""
-
-    @property
-    def event_errors(self) -> Sequence[object] | None:
-        """What is wrong with the events so far, an error each that no injected fault explains; None: nobody judges them."""
-
-    @property
-    def marks(self) -> Sequence[EventMark]:
-        """Faults that were injected in this run, and errors of events, in order."""
-
-    def deliver(self, now_ms: float) -> Calls:
-        """Deliver the events that were published since, and those that were late, as far as they are due by now."""
-
-    @property
-    def next_ms(self) -> float:
-        """When the next event is due that is late; infinite where none is."""
-
-    def restart(self, worker: Worker, engine: MockEngine, *, announced: bool) -> None:
-        """Restart a worker: it is empty, and its requests are lost; where it is announced, what is known of it is dropped."""
-
-    def crash(self, worker: Worker, engine: MockEngine) -> None:
-        """Have a worker die: its requests are lost, and nothing that it has not published by now ever comes."""
-
-    def remove(self, worker: Worker) -> None:
-        """Drop what is known of a worker that is gone."""
-
-    def join(self, worker: Worker, engine: MockEngine | None, like: MockEngine) -> MockEngine:
-        """Take one more worker; where no engine is given, one like another."""
 
 
 class Late(Generic[_T]):
@@ -144,7 +89,191 @@ class Late(Generic[_T]):
         heapify(self._late)
 
 
-class Heard:
+def by_worker(scores: Mapping[Any, int], *, has_ranks: bool) -> Mapping[Worker, int]:
+    """Return scores by the names that workers have in a fleet: ids, or pairs of id and rank."""
+    if has_ranks:
+        return scores
+    return {id_of(key): score for key, score in scores.items()}
+
+
+def has_ranks(workers: Iterable[Worker]) -> bool:
+    """Return whether workers have more ranks than one, by their names."""
+    return any(isinstance(worker, tuple) for worker in workers)
+
+
+class Tap:
+    """Hears one engine, and gives its events the name that its worker has in the fleet.
+
+    Args:
+        take: called with each event.
+        worker: the worker.
+    """
+
+    def __init__(self, take: Callable[[RouterEvent], None], worker: Worker) -> None:
+        self._take = take
+        self._key = stream_of(worker)
+
+    def publish(self, event: RouterEvent) -> None:
+        """Pass on an event."""
+        worker_id, dp_rank = self._key
+        inner = event.event
+        if inner.dp_rank != dp_rank:
+            inner = replace(inner, dp_rank=dp_rank)
+        if inner is not event.event or event.worker_id != worker_id:
+            event = RouterEvent(worker_id, inner, event.storage_tier, event.token_ids, event.extra, event.chained)
+        self._take(event)
+
+
+class KnownCaches:
+    """What an index knows of the caches.
+
+    Args:
+        reference: the index.
+        has_ranks: whether workers have more ranks than one.
+    """
+
+    def __init__(self, reference: RadixIndex, *, has_ranks: bool) -> None:
+        self.reference = reference
+        self._has_ranks = has_ranks
+
+    def overlaps(self, request: RouterRequest) -> Mapping[Worker, int]:
+        """Return how many leading full blocks of a prompt each worker holds; who has none may be absent."""
+        return by_worker(self.reference.find_matches(request.local_hashes).scores, has_ranks=self._has_ranks)
+
+    def held_blocks(self, worker: Worker) -> int:
+        """Return how many blocks a worker holds."""
+        return self.reference.num_blocks(*stream_of(worker))
+
+
+class TrueCaches(KnownCaches):
+    """What each engine holds by all that it published, at once and without faults: what a router would know that knows all.
+
+    Args:
+        engines: the engines.
+        held: what is held already, as events.
+        counts_copies: whether an engine publishes every copy of a block.
+    """
+
+    def __init__(
+        self, engines: Mapping[Worker, MockEngine], held: Iterable[RouterEvent], *, counts_copies: bool
+    ) -> None:
+        super().__init__(RadixIndex(count_copies=counts_copies), has_ranks=has_ranks(engines))
+        for worker, engine in engines.items():
+            self.join(worker, engine)
+        for event in held:
+            self.reference.apply(event)
+
+    def _take(self, event: RouterEvent) -> None:
+        with suppress(KvEventError):
+            self.reference.apply(event)
+
+    def remove(self, worker: Worker) -> None:
+        """Drop what a worker held that is gone, or empty."""
+        self.reference.remove_worker(id_of(worker))
+
+    def join(self, worker: Worker, engine: MockEngine) -> None:
+        """Take one more worker."""
+        self.reference.offloads_in_chunks(*stream_of(worker), engine.worker.traits.chunk)
+        engine.worker.publish_to(Tap(self._take, worker))
+
+
+class Knowledge(KnownCaches, ABC, Generic[_T]):
+    """What is known of the caches, from the events that were delivered so far; a stage of a run.
+
+    Args:
+        reference: the reference index of the events that were delivered, whatever index is under test.
+        delay: how late events are delivered, in virtual milliseconds.
+        has_ranks: whether workers have more ranks than one.
+
+    Attributes:
+        marks: faults that were injected in this run, and errors of events, in order.
+        takes_engines: whether an engine may be given that joins.
+    """
+
+    marks: Sequence[EventMark] = ()
+    takes_engines = True
+
+    def __init__(self, reference: RadixIndex, delay: EventDelay, *, has_ranks: bool) -> None:
+        super().__init__(reference, has_ranks=has_ranks)
+        self._calls: RouterCalls | None = None
+        self._on_the_way: Late[_T] = Late(delay)
+
+    def begin(self, calls: RouterCalls) -> None:
+        """Begin a run: events go to the router too."""
+        self._calls = calls
+
+    def end(self) -> None:
+        """End the run."""
+        self._calls = None
+
+    @property
+    def next_ms(self) -> float:
+        """When the next event is due that is late; infinite where none is."""
+        return self._on_the_way.next_ms
+
+    def deliver(self, now_ms: float) -> Calls:
+        """Deliver the events that were published since, and those that were late, as far as they are due by now."""
+        for thing in self._on_the_way.take(now_ms):
+            event, may_be_refused = self._receive(thing)
+            if self._calls is not None and self._calls.wants("apply"):
+                yield from self._calls.apply(event, now_ms, self._story, may_be_refused=may_be_refused)
+        self._delivered(now_ms)
+
+    def _delivered(self, now_ms: float) -> None:
+        """Note that all was delivered that is due by now."""
+
+    @abstractmethod
+    def _receive(self, thing: _T) -> tuple[RouterEvent, bool]:
+        """Deliver an event to the indexes; whether the router may raise on it, as the reference index does."""
+
+    def _story(self, event: RouterEvent) -> str:  # noqa: ARG002 - nobody keeps one
+        """What became of the block that an event goes on from, for messages."""
+        return ""
+
+    def held_events(self) -> list[RouterEvent]:
+        """Return events that tell an empty index what is held now, each copy by one of its own."""
+        return self.reference.dump_events()
+
+    def reference_overlaps(self, request: RouterRequest) -> Mapping[Worker, int]:
+        """Return how many leading full blocks each worker holds, by the reference index."""
+        return KnownCaches.overlaps(self, request)
+
+    @property
+    def untold(self) -> Collection[Worker]:
+        """The workers that held blocks before the router was told of their events."""
+        return ()
+
+    @property
+    def event_errors(self) -> Sequence[object] | None:
+        """What is wrong with the events so far, an error each that no injected fault explains; None: nobody judges them."""
+        return None
+
+    def drifted(self, belief: Belief) -> None:
+        """Take a wrong belief of the router."""
+
+    @abstractmethod
+    def restart(self, worker: Worker, engine: MockEngine, *, announced: bool) -> None:
+        """Restart a worker: it is empty, and its requests are lost; where it is announced, what is known of it is dropped."""
+
+    def crash(self, worker: Worker, engine: MockEngine) -> None:  # noqa: ARG002 - it is told to the engine alone
+        """Have a worker die: its requests are lost, and nothing that it has not published by now ever comes."""
+        engine.worker.crash()
+
+    def remove(self, worker: Worker) -> None:
+        """Drop what is known of a worker that is gone."""
+        self._on_the_way.drop(id_of(worker))
+        self._remove_from_indexes(id_of(worker))
+
+    @abstractmethod
+    def _remove_from_indexes(self, worker_id: int) -> None:
+        """Remove a worker from the indexes."""
+
+    @abstractmethod
+    def join(self, worker: Worker, engine: MockEngine | None, like: MockEngine) -> MockEngine:
+        """Take one more worker; where no engine is given, one like another."""
+
+
+class Heard(Knowledge[RouterEvent]):
     """What index and router were told of the caches of bare engines.
 
     Args:
@@ -163,70 +292,35 @@ class Heard:
         for method in ("apply", "find_matches") if index is not None else ():
             if not callable(getattr(index, method, None)):
                 raise TypeError(f"Fleet: index must have a method {method}(), got {index!r:.80}")
-        self._reference = index if isinstance(index, RadixIndex) else RadixIndex(count_copies=counts_copies)
+        reference = index if isinstance(index, RadixIndex) else RadixIndex(count_copies=counts_copies)
+        super().__init__(reference, delay_ms, has_ranks=has_ranks(engines))
         self._given = index
-        self._index: Any = self._reference if index is None else index
-        self._calls: RouterCalls | None = None
-        self._has_ranks = any(isinstance(worker, tuple) for worker in engines)
-        self._on_the_way: Late[RouterEvent] = Late(delay_ms)
+        self._index: Any = self.reference if index is None else index
         for worker, engine in engines.items():
             self._hear(worker, engine)
 
     def _hear(self, worker: Worker, engine: MockEngine) -> None:
-        if self._reference is not self._given:
-            self._reference.offloads_in_chunks(*stream_of(worker), engine.worker.traits.chunk)
-        engine.worker.publish_to(Tap(self._on_the_way, worker))
+        if self.reference is not self._given:
+            self.reference.offloads_in_chunks(*stream_of(worker), engine.worker.traits.chunk)
+        engine.worker.publish_to(Tap(self._put, worker))
 
-    def begin(self, calls: RouterCalls) -> None:
-        """Begin a run."""
-        self._calls = calls
+    def _put(self, event: RouterEvent) -> None:
+        self._on_the_way.put(event, event)
 
-    def end(self) -> None:
-        """End the run."""
-        self._calls = None
-
-    @property
-    def next_ms(self) -> float:
-        """When the next event is due that is late."""
-        return self._on_the_way.next_ms
-
-    def deliver(self, now_ms: float) -> Calls:
-        """Deliver what is due by now."""
-        for event in self._on_the_way.take(now_ms):
-            refused = False
-            try:
-                self._reference.apply(event)
-            except KvEventError:  # an oddity of a faithful engine, which this index tells by raising
-                refused = True
-            if self._reference is not self._index:
-                self._index.apply(event)
-            if self._calls is not None and self._calls.wants("apply"):
-                yield from self._calls.apply(event, now_ms, may_be_refused=refused)
+    def _receive(self, thing: RouterEvent) -> tuple[RouterEvent, bool]:
+        refused = False
+        try:
+            self.reference.apply(thing)
+        except KvEventError:  # an oddity of a faithful engine, which this index tells by raising
+            refused = True
+        if self.reference is not self._index:
+            self._index.apply(thing)
+        return thing, refused
 
     def overlaps(self, request: RouterRequest) -> Mapping[Worker, int]:
-        """Return how many leading full blocks of a prompt each worker holds."""
+        """Return how many leading full blocks of a prompt each worker holds, by the index that was given."""
         found = self._index.find_matches(request.local_hashes)
         return by_worker(getattr(found, "scores", found), has_ranks=self._has_ranks)
-
-    def held_blocks(self, worker: Worker) -> int:
-        """Return how many blocks a worker holds."""
-        return self._reference.num_blocks(*stream_of(worker))
-
-    def reference_overlaps(self, request: RouterRequest) -> Mapping[Worker, int]:
-        """Return how many a `RadixIndex` of the same events finds."""
-        return by_worker(self._reference.find_matches(request.local_hashes).scores, has_ranks=self._has_ranks)
-
-    untold: Collection[Worker] = ()
-
-    def drifted(self, belief: Belief) -> None:
-        """Leave a wrong belief to the report."""
-
-    def held_events(self) -> Iterable[RouterEvent]:
-        """Return what an empty index would be told."""
-        return self._reference.dump_events()
-
-    event_errors: Sequence[object] | None = None
-    marks: Sequence[EventMark] = ()
 
     def restart(self, worker: Worker, engine: MockEngine, *, announced: bool) -> None:
         """Restart a worker."""
@@ -235,18 +329,9 @@ class Heard:
             self._remove_from_indexes(id_of(worker))
         engine.worker.restart()
 
-    def crash(self, worker: Worker, engine: MockEngine) -> None:  # noqa: ARG002 - it is told to the engine alone
-        """Have a worker die."""
-        engine.worker.crash()
-
-    def remove(self, worker: Worker) -> None:
-        """Drop what is known of a worker that is gone."""
-        self._on_the_way.drop(id_of(worker))
-        self._remove_from_indexes(id_of(worker))
-
     def _remove_from_indexes(self, worker_id: int) -> None:
-        self._reference.remove_worker(worker_id)
-        if self._index is not self._reference and callable(getattr(self._index, "remove_worker", None)):
+        self.reference.remove_worker(worker_id)
+        if self._index is not self.reference and callable(getattr(self._index, "remove_worker", None)):
             self._index.remove_worker(worker_id)
 
     def join(self, worker: Worker, engine: MockEngine | None, like: MockEngine) -> MockEngine:
@@ -255,75 +340,3 @@ class Heard:
             engine = MockEngine(like.args, backend=like.worker.backend, seed=hash(worker))
         self._hear(worker, engine)
         return engine
-
-
-class TrueCaches:
-    """What each engine holds by all that it published, at once and without faults: what a router would know that knows all.
-
-    Args:
-        engines: the engines.
-        held: what is held already, as events.
-        counts_copies: whether an engine publishes every copy of a block.
-    """
-
-    def __init__(
-        self, engines: Mapping[Worker, MockEngine], held: Iterable[RouterEvent], *, counts_copies: bool
-    ) -> None:
-        self._index = RadixIndex(count_copies=counts_copies)
-        self._has_ranks = any(isinstance(worker, tuple) for worker in engines)
-        self._published: Late[RouterEvent] = Late(0.0)
-        for worker, engine in engines.items():
-            self.join(worker, engine)
-        for event in held:
-            self._index.apply(event)
-
-    def _hear(self) -> None:
-        for event in self._published.take(math.inf):
-            with suppress(KvEventError):
-                self._index.apply(event)
-
-    def overlaps(self, request: RouterRequest) -> Mapping[Worker, int]:
-        """Return how many leading full blocks of a prompt each worker holds."""
-        self._hear()
-        scores = self._index.find_matches(request.local_hashes).scores
-        return by_worker(scores, has_ranks=self._has_ranks)
-
-    def held_blocks(self, worker: Worker) -> int:
-        """Return how many blocks a worker holds."""
-        self._hear()
-        return self._index.num_blocks(*stream_of(worker))
-
-    def remove(self, worker: Worker) -> None:
-        """Drop what a worker held that is gone, or empty."""
-        self._hear()
-        self._index.remove_worker(id_of(worker))
-
-    def join(self, worker: Worker, engine: MockEngine) -> None:
-        """Take one more worker."""
-        self._index.offloads_in_chunks(*stream_of(worker), engine.worker.traits.chunk)
-        engine.worker.publish_to(Tap(self._published, worker))
-
-
-def by_worker(scores: Mapping[Any, int], *, has_ranks: bool) -> Mapping[Worker, int]:
-    """Return scores by the names that workers have in a fleet: ids, or pairs of id and rank."""
-    if has_ranks:
-        return scores
-    return {id_of(key): score for key, score in scores.items()}
-
-
-class Tap:
-    """Hears one engine, and gives its events the name that its worker has in the fleet."""
-
-    def __init__(self, on_the_way: Late[RouterEvent], worker: Worker) -> None:
-        self._on_the_way = on_the_way
-        self._key = stream_of(worker)
-
-    def publish(self, event: RouterEvent) -> None:
-        """Pass on an event."""
-        worker_id, dp_rank = self._key
-        inner = event.event
-        if inner.dp_rank != dp_rank:
-            inner = replace(inner, dp_rank=dp_rank)
-        if inner is not event.event or event.worker_id != worker_id:
-            event = RouterEvent(worker_id, inner, event.storage_tier, event.token_ids, event.extra, event.chained)
-        self._on_the_way.put(event, event)

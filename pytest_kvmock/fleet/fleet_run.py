@@ -8,16 +8,12 @@ and again until nothing changes:
 1. events that were late are delivered; passes end, in the order in which they were started: their events are published, then request by request its end or its first
    token is signalled. After each signal the requests that wait in the router are asked for again;
 2. incidents happen; requests arrive, one by one: each is picked for and dispatched before the next;
-3. each engine that has work and runs no pass starts one, in the order of the engines. A pass that takes no time ends at once.
-
-An engine that would only decode plans all its passes up to the next block, and the clock jumps to the last one's end: nobody can
-tell these passes apart. Where a request is dispatched to it before, the plan is cut behind the pass that is under way then.
+3. each engine that has work and runs no pass starts one, in the order of the engines.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from heapq import heappop, heappush
@@ -28,7 +24,7 @@ from pytest_kvmock.fleet.beliefs import Beliefs
 from pytest_kvmock.fleet.candidates import Offer
 from pytest_kvmock.fleet.engine_state import EngineStalled
 from pytest_kvmock.fleet.incidents import Incident
-from pytest_kvmock.fleet.ranks import RankedWorker, Seat, seats_of
+from pytest_kvmock.fleet.passes import EngineRun, Passes
 from pytest_kvmock.fleet.router_calls import RouterStalled
 from pytest_kvmock.fleet.run_notes import Recorder, RunNotes
 from pytest_kvmock.report.rows import Pick
@@ -36,28 +32,29 @@ from pytest_kvmock.router.loads import LoadBook
 from pytest_kvmock.router.routing import RouterRequest, id_of
 
 if TYPE_CHECKING:
-    from pytest_kvmock.engine.scheduler import ScheduledRequest
+    from pytest_kvmock.engine.scheduler import ForwardPass, ScheduledRequest
     from pytest_kvmock.fleet.arrivals import Arrivals, Turn
     from pytest_kvmock.fleet.engine_request import EngineRequest
     from pytest_kvmock.fleet.fleet_events import Knowledge
     from pytest_kvmock.fleet.mock_engine import MockEngine
-    from pytest_kvmock.fleet.ranks import Driven
+    from pytest_kvmock.fleet.passes import Seat
     from pytest_kvmock.fleet.router_calls import Calls, RouterCalls
     from pytest_kvmock.router.routing import Candidate, Worker
 
 LoadSource: TypeAlias = Literal["router", "engine"]
 
 
-class FleetRun:
+class FleetRun(EngineRun):
     """One run, from the first arrival until nothing is open.
 
     Args:
-        seats: the engines, in the order of their workers.
+        engines: the engines, in the order of their workers.
         calls: calls the router.
         knowledge: what is known of the caches.
         arrivals: decides when which request arrives.
         loads: whose loads candidates show: those of a load book, or of the engines.
         loads_every_ms: how old those of engines may be; 0: they are read at each pick.
+        in_lock_step: whether the ranks of a worker run their passes together.
         start_ms: when the clock starts.
         stop_ms: when it stops: from then on no pass starts, and no request arrives.
         plans: whether passes that only decode are run in one go.
@@ -65,8 +62,7 @@ class FleetRun:
         recorder: notes passes and candidates; None: nothing does.
 
     Attributes:
-        seats: the engines, by worker; those that joined too, and those that are gone.
-        now_ms: the time.
+        engines: the engines, by worker; those that joined too, and those that are gone.
         requests: what the engines served, by the order in which requests arrived at them first.
         turns: of each, its place in the trace.
         served_by: of each, the position of the engine that served it last.
@@ -80,48 +76,37 @@ class FleetRun:
 
     def __init__(
         self,
-        seats: Sequence[Seat],
+        engines: Mapping[Worker, MockEngine],
         calls: RouterCalls,
-        knowledge: Knowledge,
+        knowledge: Knowledge[Any],
         arrivals: Arrivals,
         *,
         loads: LoadSource = "router",
         loads_every_ms: float = 0.0,
+        in_lock_step: bool = False,
         start_ms: float = 0.0,
         stop_ms: float = math.inf,
         plans: bool = True,
         incidents: Sequence[Incident] = (),
         recorder: Recorder | None = None,
     ) -> None:
-        self.seats = {seat.worker: seat for seat in seats}
-        self._position = {seat.worker: position for position, seat in enumerate(seats)}
+        super().__init__(start_ms)
+        self.engines: dict[Worker, MockEngine] = {}
+        self._position: dict[Worker, int] = {}
         self._calls = calls
         self._knowledge = knowledge
         self._arrivals = arrivals
         self._stop_ms = stop_ms
-        first = seats[0]
-        self._like, self._ranks = first.engine, first.engine.args.dp_size
-        self._has_ranks, self._in_lock_step = self._ranks > 1, isinstance(first.driven, RankedWorker)
-        self._plans = plans
-        self._book = LoadBook(self.seats)
+        self._like = like = next(iter(engines.values()))
+        release, self._ranks, self._block_size = like.args.release, like.args.dp_size, like.args.block_size
+        self._in_lock_step = in_lock_step
+        self._passes = Passes(self, release, plans=plans)
+        self._take(engines)
+        self._book = LoadBook(engines)
         self.beliefs = Beliefs(calls, knowledge, self._book, self._has_blocks) if calls.beliefs else None
         calls.on_hook = None if self.beliefs is None else self.beliefs.after
-        self.now_ms = start_ms
-        self._block_size = seats[0].engine.args.block_size
-        release = seats[0].engine.args.release
-        self._waits_when_blocked, self._stalls_at_once = release.instant_passes_first, release.stalls_at_once
-        self._order: dict[Driven, int] = {}
-        for seat in seats:
-            self._order.setdefault(seat.driven, len(self._order))
-        # (end, when it was started, engine): a pass under way, or a plan. An entry that was replaced is passed over.
-        self._ends: list[tuple[float, int, int, Driven]] = []
-        self._busy: dict[Driven, tuple[float, int]] = {}
-        self._plan: dict[Driven, list[float]] = {}
         every_ms = loads_every_ms if loads == "engine" else None
-        self._offer = Offer(self.seats, self._book, knowledge, every_ms)
-        self._recorded: set[Driven] = set()  # their plan is recorded
-        self._started = 0
-        self._idle: set[Driven] = set()  # they run no pass, and something happened to them since they could do nothing
+        self._offer = Offer(self.engines, self._book, knowledge, every_ms)
         self._waiting: list[RouterRequest] = []
         self._asked: tuple[Candidate, ...] = ()
         # (when, order, incident) to come; workers that get no further request, and those that are gone.
@@ -143,10 +128,20 @@ class FleetRun:
         self.turns: list[Turn] = []
         self.served_by: list[int | None] = []
         self.numbers: list[int] = []
-        self.notes = RunNotes({worker: seat.engine for worker, seat in self.seats.items()}, start_ms, recorder)
+        self.notes = RunNotes(engines, start_ms, recorder)
+
+    def _take(self, engines: Mapping[Worker, MockEngine]) -> None:
+        """Take engines that are there from now on; those of one worker id run together, if they do so in this run."""
+        together: dict[Worker, list[MockEngine]] = {}
+        for worker, engine in engines.items():
+            self.engines[worker] = engine
+            self._position[worker] = len(self._position)
+            together.setdefault(id_of(worker) if self._in_lock_step else worker, []).append(engine)
+        for ranks in together.values():
+            self._passes.add(ranks)
 
     def _has_blocks(self, worker: Worker) -> bool:
-        manager = self.seats[worker].engine.worker.manager
+        manager = self.engines[worker].worker.manager
         return bool(manager.num_active_blocks + manager.num_inactive_blocks)
 
     # ------------------------------------------------------------------------------------------------ the clock
@@ -159,137 +154,70 @@ class FleetRun:
             RouterStalled: requests wait in the router, and nothing runs.
             EngineStalled: an engine can never make progress.
         """
-        yield from self._calls.start(tuple(self.seats), self.now_ms)
-        while True:
-            yield from self._knowledge.deliver(self.now_ms)
-            yield from self._end_passes()
-            if self.now_ms < self._stop_ms:
-                yield from self._happen()
-                for turn, arrival_ms in self._arrivals.take(self.now_ms):
-                    yield from self._arrive(turn, arrival_ms)
-                if (yield from self._start_passes()):
-                    continue
-            moment = self._next_moment()
-            if moment == math.inf:
-                if self.now_ms < self._stop_ms and not self._incidents:  # one to come would come after the stop
-                    self._check_served()
-                break
-            self.now_ms = moment
+        yield from self._calls.start(tuple(self.engines), self.now_ms)
+        yield from self.pass_time(self._knowledge.deliver, self._passes.end, self._until_stop)
+        if self.now_ms < self._stop_ms and not self._incidents:  # one to come would come after the stop
+            self.check_served()
         self._leave_open()
         yield from self._knowledge.deliver(math.inf)
         for _, _, incident in self._incidents:
             if incident.kind == "notice":  # of a crash that happened
                 self._knowledge.remove(incident.worker)
 
+    def _until_stop(self, now_ms: float) -> Calls:
+        """Let incidents happen, requests arrive and passes start, until the clock stops."""
+        if now_ms < self._stop_ms:
+            yield from self._happen()
+            for turn, arrival_ms in self._arrivals.take(now_ms):
+                yield from self._arrive(turn, arrival_ms)
+            yield from self._passes.start(now_ms)
+
     def stop(self) -> None:
         """Stop the clock at its present moment: passes that are under way end."""
         self._stop_ms = min(self._stop_ms, self.now_ms)
 
-    def _check_served(self) -> None:
+    def check_served(self) -> None:
         """Raise if requests are left for which nothing happens any more."""
         if self._routed:
-            schedulers = [seat.engine.scheduler for seat in self.seats.values()]
+            schedulers = [engine.scheduler for engine in self.engines.values()]
             running = tuple(each for scheduler in schedulers for each in scheduler.running)
             waiting = tuple(each for scheduler in schedulers for each in (*scheduler.waiting, *scheduler.parked))
             raise EngineStalled(self.now_ms, running, waiting, 0)
         if self._waiting:
             raise RouterStalled(self.now_ms, self._waiting, self._asked)
 
-    def _next_moment(self) -> float:
-        ends = self._ends
-        while ends and self._busy.get(ends[0][3]) != (ends[0][0], ends[0][1]):
-            heappop(ends)
-        moments = [ends[0][0]] if ends else []
+    @property
+    def next_ms(self) -> float:
+        """When something is due next."""
+        moment = self._passes.next_ms
         # In a closed loop one may have waited long for the place that is free now.
         if (arrival := max(self._arrivals.next_ms, self.now_ms)) < self._stop_ms:
-            moments.append(arrival)
-        if self._incidents and (moments or self._waiting) and self._incidents[0][0] < self._stop_ms:
-            moments.append(self._incidents[0][0])
+            moment = min(moment, arrival)
+        if self._incidents and (moment < math.inf or self._waiting) and self._incidents[0][0] < self._stop_ms:
+            moment = min(moment, self._incidents[0][0])
         # What is late by itself moves nothing, but for the order of what is heard.
-        return min(*moments, self._knowledge.next_ms) if moments else math.inf
+        return min(moment, self._knowledge.next_ms) if moment < math.inf else moment
 
-    def _end_passes(self) -> Calls:
-        """End the passes that end by now, in the order in which they were started."""
-        ends, due = self._ends, []
-        while ends and ends[0][0] <= self.now_ms:
-            end, started, _, driven = heappop(ends)
-            if self._busy.get(driven) == (end, started):
-                due.append((started, driven))
-        for _, driven in sorted(due, key=lambda each: each[0]):
-            del self._busy[driven]
-            plan = self._plan.pop(driven, None)
-            if plan is not None:
-                self._record_plan(driven, plan)
-                cast("MockEngine", driven).run_plan(plan)  # a worker with ranks plans nothing
-                self._sample(driven)
-                self._idle.add(driven)
-            else:
-                yield from self._end_pass(driven)
+    def plans_until(self, seat: Seat) -> float:  # noqa: ARG002 - of all alike
+        """Return until when passes are planned: up to the stop."""
+        return self._stop_ms
 
-    def _start_passes(self) -> Calls:
-        """Start a pass on each engine that can; whether one took no time."""
-        at_once = False
-        while self._idle:
-            driven = min(self._idle, key=self._order.__getitem__)
-            self._idle.remove(driven)
-            if driven in self._busy or not driven.has_work:
-                continue
-            plan = cast("MockEngine", driven).plan(self.now_ms, self._stop_ms) if self._can_plan(driven) else []
-            if plan:
-                self._plan[driven] = plan
-                end = plan[-1]
-            else:
-                driven.record_passes(1)
-                end = driven.start_pass(self.now_ms).end_ms
-                yield from self._knowledge.deliver(self.now_ms)
-            if end <= self.now_ms:
-                did_something = yield from self._end_pass(driven)
-                if not did_something and self._stalls_at_once:
-                    self._check_served()
-                at_once |= did_something
-            else:
-                self._note_end(driven, end)
-        return at_once
+    def record(self, seat: Seat, passes: int) -> None:
+        """Record passes, before they are computed, or the request that cuts them short comes."""
+        seat.driven.record_passes(passes)
 
-    def _can_plan(self, driven: Driven) -> bool:
-        return self._plans and hasattr(driven, "plan")
+    def started(self) -> Calls:
+        """Deliver what a pass published as it started."""
+        return self._knowledge.deliver(self.now_ms)
 
-    def _note_end(self, driven: Driven, end: float) -> None:
-        self._started += 1
-        self._busy[driven] = end, self._started
-        heappush(self._ends, (end, self._started, self._order[driven], driven))
-
-    def _cut_plan(self, driven: Driven) -> None:
-        """End a plan with the pass that is under way now, as a request has come."""
-        plan = self._plan.get(driven)
-        if plan is None:
+    def ended(self, seat: Seat, done: ForwardPass | None) -> Calls:
+        """Deliver the events of a pass that has ended, then signal what became of each request; None: it was planned."""
+        if self.notes.recorder is not None:
+            each = ((at, engine) for at, engine in enumerate(self.engines.values()) if engine in seat.engines)
+            self.notes.recorder.passed(self.now_ms, each)
+        if done is None:
             return
-        # A pass that would start at this very moment has not begun.
-        kept = bisect_left(plan, self.now_ms) + 1
-        if driven not in self._recorded:
-            driven.record_passes(min(kept, len(plan)))
-            self._recorded.add(driven)
-        if kept < len(plan):
-            del plan[kept:]
-            started = self._busy[driven][1]
-            self._busy[driven] = plan[-1], started
-            heappush(self._ends, (plan[-1], started, self._order[driven], driven))
-
-    def _record_plan(self, driven: Driven, plan: Sequence[float]) -> None:
-        """Record the passes of a plan, unless that was done as it was cut: before the request that cut it."""
-        if driven in self._recorded:
-            self._recorded.remove(driven)
-        else:
-            driven.record_passes(len(plan))
-
-    def _end_pass(self, driven: Driven) -> Calls:
-        """End the pass of an engine: its events, then a signal for each request; whether it did anything."""
-        done = driven.finish_pass()
-        self._sample(driven)
         yield from self._knowledge.deliver(self.now_ms)
-        # In releases before 1.6.1 one that can do nothing tries again and again, at the same moment, until it counts as stalled.
-        if done.did_something or not self._waits_when_blocked:
-            self._idle.add(driven)
         # In the order of the original: who was to generate nothing, who generated, whom the engine rejected.
         for request in [each for each in done.finished if not each.generated_tokens]:
             yield from self._finished(request)
@@ -304,12 +232,6 @@ class FleetRun:
                 yield from self._signal("first_token", routed[0])
         for request in done.rejected:
             yield from self._finished(request)
-        return done.did_something
-
-    def _sample(self, driven: Driven) -> None:
-        if self.notes.recorder is not None:
-            of = [(self._position[seat.worker], seat.engine) for seat in self.seats.values() if seat.driven is driven]
-            self.notes.recorder.passed(self.now_ms, of)
 
     # ---------------------------------------------------------------------------------------------- a request
 
@@ -376,7 +298,7 @@ class FleetRun:
             yield from self.beliefs.check(request)
         candidates = self._offer.shown(request, overlaps, self.now_ms)
         self._asked = candidates
-        worker = yield from self._calls.pick(request, candidates, self._position, has_ranks=self._has_ranks)
+        worker = yield from self._calls.pick(request, candidates, self._position, has_ranks=self._ranks > 1)
         if worker is None:
             return False
         known = request.overlaps or {}
@@ -419,9 +341,9 @@ class FleetRun:
             yield from self._calls.hook("finished", self.now_ms, request, request=request)
 
     def _dispatch(self, request: RouterRequest, worker: Worker) -> None:
-        seat, turn = self.seats[worker], self._turn_of[request]
-        self._cut_plan(seat.driven)
-        served = seat.engine.dispatch(
+        engine, turn = self.engines[worker], self._turn_of[request]
+        self._passes.touch(engine, self.now_ms)
+        served = engine.dispatch(
             turn.prompt,
             turn.trace.output_length,
             request.arrival_ms,
@@ -438,7 +360,6 @@ class FleetRun:
         else:
             self.requests[place], self.served_by[place] = served, self._position[worker]
         self._routed[served] = request, worker
-        self._idle.add(seat.driven)
 
     def _finished(self, served: ScheduledRequest) -> Calls:
         """Signal the end of a request: its place in a closed loop is free first, then those that wait are asked for."""
@@ -460,8 +381,8 @@ class FleetRun:
         for request in self._waiting:
             request.status = "unfinished"
         if self._routed:
-            for seat in self.seats.values():
-                seat.engine.close()
+            for engine in self.engines.values():
+                engine.close()
         for served, (request, _) in self._routed.items():
             served.status = request.status = "unfinished"
 
@@ -490,11 +411,9 @@ class FleetRun:
             case "join":
                 ranks = [(worker, rank) for rank in range(self._ranks)] if self._ranks > 1 else [worker]
                 made = {each: self._knowledge.join(each, incident.engine, self._like) for each in ranks}
-                for seat in seats_of(made, in_lock_step=self._in_lock_step):
-                    self.seats[seat.worker] = seat
-                    self._position[seat.worker] = len(self._position)
-                    self._order.setdefault(seat.driven, len(self._order))
-                    self._book.add_worker(seat.worker)
+                self._take(made)
+                for each in made:
+                    self._book.add_worker(each)
                 self.notes.happens(self.now_ms, "join", worker, made)
                 yield from self._tell("worker_added", ranks)
                 yield from self._knowledge.deliver(self.now_ms)
@@ -531,26 +450,19 @@ class FleetRun:
 
     def _lose_requests(self, incident: Incident, empty: Callable[[Worker, MockEngine], None]) -> Calls:
         """Empty each engine of a worker by this; return those of its requests that wait for another, in the order of their dispatch."""
-        seats = [self.seats[each] for each in self._ranks_of(incident.worker)]
-        ranks = {seat.worker for seat in seats}
-        for seat in seats:
-            plan = self._plan.pop(seat.driven, None)
-            if plan is not None:  # what it generated by now came out
-                del plan[bisect_right(plan, self.now_ms) :]
-                self._record_plan(seat.driven, plan)
-                if plan:
-                    seat.engine.run_plan(plan)
-            self._busy.pop(seat.driven, None)
+        ranks = self._ranks_of(incident.worker)
+        for each in ranks:
+            self._passes.lose(self.engines[each], self.now_ms)
         lost = [(served, request) for served, (request, of) in self._routed.items() if of in ranks]
-        for seat in seats:
-            seat.engine.retract_pass()
-            empty(seat.worker, seat.engine)
+        for each in ranks:
+            self.engines[each].retract_pass()
+            empty(each, self.engines[each])
         for served, request in lost:
             del self._routed[served]
             if served.token_ms:
                 self._first_ms.setdefault(request, served.token_ms[0])
-        if isinstance(seats[0].driven, RankedWorker):
-            seats[0].driven.restarted()
+        for each in ranks:
+            self._passes.restarted(self.engines[each])
         self.notes.happens(self.now_ms, incident.kind, incident.worker, ranks, len(lost))
         again: list[RouterRequest] = []
         for served, request in lost:
@@ -576,13 +488,17 @@ class FleetRun:
 
     def _ranks_of(self, worker: Worker) -> Sequence[Worker]:
         """Return what the router calls the ranks of a worker: the worker itself where it has one."""
-        return [each for each in self.seats if id_of(each) == worker]
+        return [each for each in self.engines if id_of(each) == worker]
 
     @property
     def staying(self) -> dict[Worker, MockEngine]:
         """The engines of the workers that are there."""
         away = self._gone | self._leaving
-        return {worker: seat.engine for worker, seat in self.seats.items() if worker not in away}
+        return {worker: engine for worker, engine in self.engines.items() if worker not in away}
+
+    def close(self) -> None:
+        """Let ranks run by themselves again."""
+        self._passes.close()
 
     def _tell(self, hook: str, workers: Sequence[Worker]) -> Calls:
         if self._calls.wants(hook):

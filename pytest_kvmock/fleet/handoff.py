@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from itertools import cycle
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pytest_kvmock.fleet.engine_state import EngineStalled
-from pytest_kvmock.fleet.ranks import RankedWorker
 
 if TYPE_CHECKING:
     from pytest_kvmock.engine.scheduler import ForwardPass, ScheduledRequest
     from pytest_kvmock.fleet.arrivals import Arrivals, Turn
     from pytest_kvmock.fleet.engine_request import EngineRequest
     from pytest_kvmock.fleet.mock_engine import MockEngine
-    from pytest_kvmock.fleet.ranks import Driven
+    from pytest_kvmock.fleet.passes import Passes
 
 # Theory of operation
 #
@@ -55,8 +54,6 @@ if TYPE_CHECKING:
 # A request is open from its arrival to its last token. A pass of no time ends as it starts, and what it causes comes
 # after all passes that start at that moment.
 
-_ActionKind: TypeAlias = Literal["reserve", "prefill", "transfer", "activate", "release", "retry"]
-
 
 class Handoff:
     """One prompt on its way from a prefill engine to a decode engine.
@@ -68,7 +65,7 @@ class Handoff:
         prefilled: the request there, which generates no token that counts.
         order: its place among all that were begun.
         fresh_tokens: tokens of the blocks that were reserved and not cached; None before.
-        destination: the decode engine; None before it has one.
+        destination: the decode engine; it has one when it has a request there.
         request: the request there, the one that is reported.
         held_ms: when the prompt was computed.
         reserved_ms: when the destination had blocks for it.
@@ -102,7 +99,7 @@ class Handoff:
         self.order = order
         self.source: MockEngine | None = None
         self.prefilled: EngineRequest | None = None
-        self.destination: MockEngine | None = None
+        self.destination: MockEngine
         self.request: EngineRequest | None = None
         self.fresh_tokens: int | None = None
         self.held_ms: float | None = None
@@ -143,9 +140,7 @@ class Handoff:
         request.first_reused_tokens, request.lacking = prefilled.first_reused_tokens, prefilled.lacking
 
 
-class _Action(NamedTuple):
-    kind: _ActionKind
-    handoff: Handoff
+_Action: TypeAlias = "tuple[Callable[[Handoff, float], None], Handoff]"
 
 
 class Handoffs:
@@ -153,8 +148,9 @@ class Handoffs:
 
     Args:
         sources: the prefill engines.
-        expect: opens the request of a handoff at the next decode engine in turn, and sets both.
+        expect: opens the request of a handoff at the next decode engine in turn, sets both, and returns it.
         arrivals: counts requests that are on the link as not open, where a closed loop does so.
+        passes: of all engines.
 
     Attributes:
         keeps_blocks: whether a prompt stays allocated at its source when it is computed.
@@ -165,11 +161,18 @@ class Handoffs:
     keeps_blocks = False
     starts_first = False
 
-    def __init__(self, sources: Sequence[MockEngine], expect: Callable[[Handoff], None], arrivals: Arrivals) -> None:
-        self._sources: frozenset[Driven] = frozenset(sources)
+    def __init__(
+        self,
+        sources: Sequence[MockEngine],
+        expect: Callable[[Handoff], EngineRequest],
+        arrivals: Arrivals,
+        passes: Passes,
+    ) -> None:
+        self._sources = frozenset(sources)
         self._next_source = cycle(sources)
         self._expect = expect
         self._arrivals = arrivals
+        self._passes = passes
         self._of: dict[ScheduledRequest, Handoff] = {}  # by the request at the source
         # (when it is through, order, which)
         self._transfers: list[tuple[float, int, Handoff]] = []
@@ -177,27 +180,27 @@ class Handoffs:
         self.made: list[Handoff] = []
 
     @property
-    def next_moment(self) -> float:
-        """When the next transfer is through; infinite where there is none."""
+    def next_ms(self) -> float:
+        """When the next transfer is through, or something is to be done; infinite where there is nothing."""
         return self._transfers[0][0] if self._transfers else math.inf
+
+    @property
+    def in_transfer(self) -> bool:
+        """Whether a request is on the link."""
+        return bool(self._transfers)
 
     @property
     def waiting(self) -> list[EngineRequest]:
         """The requests that wait for blocks of a decode engine, which has not admitted them."""
         return []
 
-    @property
-    def has_actions(self) -> bool:
-        """Whether actions are to be taken at this moment."""
-        return False
-
-    def begin(self, turn: Turn, arrival_ms: float) -> MockEngine | None:
-        """Begin the handoff of a request that arrives; the engine that was given it, if one was."""
+    def begin(self, turn: Turn, arrival_ms: float, now_ms: float) -> None:
+        """Begin the handoff of a request that arrives."""
         handoff = Handoff(turn, arrival_ms, len(self.made))
         self.made.append(handoff)
-        return self._compute(handoff)
+        self._compute(handoff, now_ms)
 
-    def _compute(self, handoff: Handoff) -> MockEngine:
+    def _compute(self, handoff: Handoff, now_ms: float) -> None:
         """Give the prompt to the next prefill engine."""
         source = handoff.source = next(self._next_source)
         handoff.prefilled = source.dispatch(
@@ -205,7 +208,7 @@ class Handoffs:
         )
         handoff.prefilled.keeps_blocks = self.keeps_blocks
         self._of[handoff.prefilled] = handoff
-        return source
+        self._passes.touch(source, now_ms)
 
     def rejected(self, request: EngineRequest) -> Handoff:
         """Forget the handoff of a request that its source rejected."""
@@ -216,14 +219,11 @@ class Handoffs:
     def give_back(self, handoff: Handoff) -> None:
         """Free the blocks that were reserved for a request which its source rejected."""
 
-    def check_progress(self, engine: Driven, done: ForwardPass) -> None:
-        """Look whether an engine can never go on after a pass, other than by having nothing to do."""
-
-    def waits_for(self, engine: Driven) -> bool:  # noqa: ARG002 - nothing waits here
+    def waits_for(self, engine: MockEngine) -> bool:  # noqa: ARG002 - nothing waits here
         """Whether something waits for the end of the engine's next pass."""
         return False
 
-    def pass_ended(self, engine: Driven, done: ForwardPass | None, now_ms: float) -> None:
+    def pass_ended(self, engine: MockEngine, done: ForwardPass | None, now_ms: float) -> None:
         """Note the end of a pass; None: of passes that were made in one go."""
         if done is None or engine not in self._sources:
             return
@@ -235,31 +235,23 @@ class Handoffs:
                 self._start_transfer(handoff, now_ms + delay)
                 self._arrivals.leave()
             else:
-                self._arrive(handoff)
-
-    def nothing_done(self, engine: Driven, now_ms: float) -> bool:  # noqa: ARG002 - nothing waits here
-        """Note the end of a pass that could do nothing; whether blocks were reserved then."""
-        return False
+                self._arrive(handoff, now_ms)
 
     def _start_transfer(self, handoff: Handoff, end_ms: float) -> None:
         heappush(self._transfers, (end_ms, handoff.order if self.keeps_blocks else self._sequence, handoff))
         self._sequence += 1
 
-    def finish_transfers(self, now_ms: float) -> None:
+    def at(self, now_ms: float) -> None:
         """End the transfers that are through."""
-        while self.next_moment <= now_ms:
+        while self.next_ms <= now_ms:
             self._arrivals.enter()
-            self._arrive(heappop(self._transfers)[2])
+            self._arrive(heappop(self._transfers)[2], now_ms)
 
-    def _arrive(self, handoff: Handoff) -> None:
-        self._expect(handoff)
-        assert handoff.destination is not None
-        assert handoff.request is not None
+    def _arrive(self, handoff: Handoff, now_ms: float) -> None:
+        request = self._expect(handoff)
         handoff.take_over()
-        handoff.destination.scheduler.submit(handoff.request)
-
-    def act(self, now_ms: float) -> None:
-        """Take the actions that were caused."""
+        self._passes.touch(handoff.destination, now_ms)
+        handoff.destination.scheduler.submit(request)
 
 
 class _Queue:
@@ -284,12 +276,11 @@ class ReservingHandoffs(Handoffs):
 
     Args:
         sources: the prefill engines.
-        destinations: the decode engines.
         expect: as above.
         arrivals: as above.
+        passes: as above.
+        destinations: the decode engines.
         rejected: called with a request whose prompt its destination can never hold.
-        busy: the engines that are in a pass.
-        blocked: the engines that cannot go on before something happens to them; those to which it does are taken out.
 
     Attributes:
         needs_seat: whether nothing is reserved while as many requests run as may run at once.
@@ -302,15 +293,14 @@ class ReservingHandoffs(Handoffs):
     def __init__(
         self,
         sources: Sequence[MockEngine],
-        destinations: Sequence[MockEngine],
-        expect: Callable[[Handoff], None],
+        expect: Callable[[Handoff], EngineRequest],
         arrivals: Arrivals,
+        passes: Passes,
+        destinations: Sequence[MockEngine],
         *,
         rejected: Callable[[EngineRequest], None],
-        busy: Collection[Driven],
-        blocked: set[Driven],
     ) -> None:
-        super().__init__(sources, expect, arrivals)
+        super().__init__(sources, expect, arrivals, passes)
         for engine in destinations:
             if not engine.can_reserve:
                 raise ValueError(
@@ -318,11 +308,9 @@ class ReservingHandoffs(Handoffs):
                     f"got {engine!r} of {engine.args.scheduler_semantics!r}"
                 )
         self._rejected = rejected
-        self._busy = busy
-        self._blocked = blocked
-        self._queues: dict[Driven, _Queue] = {engine: _Queue() for engine in destinations}
+        self._queues: dict[MockEngine, _Queue] = {engine: _Queue() for engine in destinations}
         self._actions: deque[_Action] = deque()
-        self._deferred: dict[Driven, list[_Action]] = {}
+        self._deferred: dict[MockEngine, list[_Action]] = {}
         self._active: dict[ScheduledRequest, Handoff] = {}
 
     @property
@@ -331,18 +319,22 @@ class ReservingHandoffs(Handoffs):
         handoffs = [handoff for queue in self._queues.values() for handoff in queue.handoffs]
         return [handoff.request for handoff in handoffs if handoff.request is not None]
 
-    def waits_for(self, engine: Driven) -> bool:
-        """Whether something waits for the end of the engine's next pass, or may wait for it when actions are taken."""
+    def waits_for(self, engine: MockEngine) -> bool:
+        """Whether something waits for the end of the engine's next pass."""
         queue = self._queues.get(engine)
-        return bool(self._actions) or engine in self._deferred or (queue is not None and bool(queue.handoffs))
+        return queue is not None and bool(queue.handoffs)
 
     @property
-    def has_actions(self) -> bool:
-        """Whether actions are to be taken at this moment."""
-        return bool(self._actions)
+    def next_ms(self) -> float:
+        """When the next transfer is through, or an action is to be taken; infinite where there is neither."""
+        return -math.inf if self._actions else super().next_ms
 
-    def pass_ended(self, engine: Driven, done: ForwardPass | None, now_ms: float) -> None:
+    def pass_ended(self, engine: MockEngine, done: ForwardPass | None, now_ms: float) -> None:
         """Note the end of a pass; None: of passes that were made in one go."""
+        if done is not None and not done.did_something:  # it tries to reserve as any other end does
+            if engine in self._queues:
+                self._try_next(engine, now_ms)
+            return
         reserved = None
         queue = self._queues.get(engine)
         if queue is not None:
@@ -355,15 +347,11 @@ class ReservingHandoffs(Handoffs):
                 if queue is None:
                     handoff = self._of.pop(request)
                     handoff.held_ms = now_ms
-                    self._actions.append(_Action("transfer" if handoff.request else "reserve", handoff))
+                    self._actions.append((self._transfer if handoff.request else self._reserve, handoff))
                 else:
                     self._settle(self._active.pop(request))
         if reserved is not None:
             self._actions.append(reserved)
-
-    def nothing_done(self, engine: Driven, now_ms: float) -> bool:
-        """Note the end of a pass that could do nothing, which tries to reserve as any other end does; whether it did."""
-        return engine in self._queues and self._try_next(engine, now_ms)
 
     @staticmethod
     def _settle(handoff: Handoff) -> None:
@@ -373,72 +361,56 @@ class ReservingHandoffs(Handoffs):
         handoff.decode_reused_tokens = handoff.request.reused_tokens
         handoff.take_over()
 
-    def finish_transfers(self, now_ms: float) -> None:
-        """End the transfers that are through."""
-        while self.next_moment <= now_ms:
-            self._actions.append(_Action("activate", heappop(self._transfers)[2]))
-
-    def act(self, now_ms: float) -> None:
-        """Take the actions that were caused, and those that they cause in their turn."""
+    def at(self, now_ms: float) -> None:
+        """End the transfers that are through; take the actions that were caused, and those that they cause in their turn."""
+        while self._transfers and self._transfers[0][0] <= now_ms:
+            self._actions.append((self._activate, heappop(self._transfers)[2]))
         while self._actions:
-            action = self._actions.popleft()
-            handoff = action.handoff
-            if action.kind == "reserve":
-                self._enqueue(handoff, now_ms)
-            elif action.kind == "retry":
-                assert handoff.destination is not None
-                if handoff.destination not in self._busy:  # else the end of its pass does
-                    self._try_next(handoff.destination, now_ms)
-            elif action.kind == "prefill":
-                self._blocked.discard(self._compute(handoff))
-            elif action.kind == "transfer":
-                if handoff.transfer_ms:
-                    self._start_transfer(handoff, now_ms + handoff.transfer_ms)
-                else:
-                    self._actions.append(_Action("activate", handoff))
-            else:
-                engine = handoff.destination if action.kind == "activate" else handoff.source
-                assert engine is not None
-                if engine in self._busy:
-                    self._deferred.setdefault(engine, []).append(action)
-                    continue
-                self._blocked.discard(engine)
-                if action.kind == "activate":
-                    self._activate(handoff, now_ms)
-                else:
-                    self._release(handoff, now_ms)
+            act, handoff = self._actions.popleft()
+            act(handoff, now_ms)
 
-    def _enqueue(self, handoff: Handoff, now_ms: float) -> None:
-        self._expect(handoff)
-        engine, request = handoff.destination, handoff.request
-        assert engine is not None
-        assert request is not None
+    def _reserve(self, handoff: Handoff, now_ms: float) -> None:
+        request, engine = self._expect(handoff), handoff.destination
         if not request.is_open:  # rejected, or failed
             request.ended_ms = now_ms
             if handoff.source is None:
                 self._rejected(request)
             else:
                 handoff.take_over()
-                self._actions.append(_Action("release", handoff))
+                self._actions.append((self._release, handoff))
             return
-        queue = self._queues[engine]
-        queue.handoffs.append(handoff)
+        self._queues[engine].handoffs.append(handoff)
         engine.hold_back_prompts(True)
-        self._blocked.discard(engine)  # it may admit others now
-        if engine not in self._busy:
-            self._try_next(engine, now_ms)
+        self._passes.touch(engine, now_ms)  # it may admit others now
+        self._retry(handoff, now_ms)
 
-    def _try_next(self, engine: Driven, now_ms: float) -> bool:
-        """Reserve blocks for the first of an engine's queue, and cause what comes of it; whether that could be done."""
+    def _retry(self, handoff: Handoff, now_ms: float) -> None:
+        if not self._passes.is_busy(handoff.destination, now_ms):  # else the end of its pass does
+            self._try_next(handoff.destination, now_ms)
+
+    def _transfer(self, handoff: Handoff, now_ms: float) -> None:
+        if handoff.transfer_ms:
+            self._start_transfer(handoff, now_ms + handoff.transfer_ms)
+        else:
+            self._actions.append((self._activate, handoff))
+
+    def _is_deferred(self, engine: MockEngine, action: _Action, now_ms: float) -> bool:
+        """Let something happen to an engine, or put it off where that is in a pass; whether it was."""
+        if self._passes.is_busy(engine, now_ms):
+            self._deferred.setdefault(engine, []).append(action)
+            return True
+        self._passes.touch(engine, now_ms)
+        return False
+
+    def _try_next(self, engine: MockEngine, now_ms: float) -> None:
+        """Reserve blocks for the first of an engine's queue, and cause what comes of it."""
         reserved = self._reserve_first(engine, now_ms)
         if reserved is not None:
             self._actions.append(reserved)
-        return reserved is not None
 
-    def _reserve_first(self, engine: Driven, now_ms: float) -> _Action | None:
+    def _reserve_first(self, engine: MockEngine, now_ms: float) -> _Action | None:
         """Reserve blocks for the first of an engine's queue, if that is due and they are there; what that causes."""
         queue = self._queues[engine]
-        assert not isinstance(engine, RankedWorker)  # it is a destination
         if not queue.handoffs or queue.tried == queue.freed:
             return None
         queue.tried = queue.freed
@@ -454,14 +426,15 @@ class ReservingHandoffs(Handoffs):
         queue.handoffs.popleft()
         queue.tried = None
         engine.hold_back_prompts(bool(queue.handoffs))
-        self._blocked.discard(engine)
+        self._passes.touch(engine, now_ms)
         handoff.reserved_ms = now_ms
-        return _Action("prefill" if handoff.source is None else "transfer", handoff)
+        return (self._compute if handoff.source is None else self._transfer), handoff
 
     def _activate(self, handoff: Handoff, now_ms: float) -> None:
         engine, request = handoff.destination, handoff.request
-        assert engine is not None
         assert request is not None
+        if self._is_deferred(engine, (self._activate, handoff), now_ms):
+            return
         manager = engine.worker.manager
         active = manager.num_active_blocks
         engine.activate(request)
@@ -469,16 +442,19 @@ class ReservingHandoffs(Handoffs):
         self._active[request] = handoff
         if manager.num_active_blocks < active:
             self._queues[engine].freed += 1
-        self._actions.append(_Action("release", handoff))
+        self._actions.append((self._release, handoff))
         self._try_next(engine, now_ms)
 
     def _release(self, handoff: Handoff, now_ms: float) -> None:
-        assert handoff.source is not None
+        source, request = handoff.source, handoff.request
+        assert source is not None
         assert handoff.prefilled is not None
-        handoff.source.release(handoff.prefilled)
-        assert handoff.request is not None
-        if not handoff.request.is_open and handoff.activated_ms is None:  # rejected, or failed
-            self._rejected(handoff.request)
+        assert request is not None
+        if self._is_deferred(source, (self._release, handoff), now_ms):
+            return
+        source.release(handoff.prefilled)
+        if not request.is_open and handoff.activated_ms is None:  # rejected, or failed
+            self._rejected(request)
         else:
             handoff.released_ms = now_ms
 
@@ -489,31 +465,30 @@ class DestinationFirst(ReservingHandoffs):
     starts_first = False
     needs_seat = False
 
-    def begin(self, turn: Turn, arrival_ms: float) -> MockEngine | None:
+    def begin(self, turn: Turn, arrival_ms: float, now_ms: float) -> None:  # noqa: ARG002 - an action does it
         """Ask for blocks for the prompt; nobody is given it yet."""
         handoff = Handoff(turn, arrival_ms, len(self.made))
         self.made.append(handoff)
-        self._actions.append(_Action("reserve", handoff))
-        return None
+        self._actions.append((self._reserve, handoff))
 
     def give_back(self, handoff: Handoff) -> None:
         """Free the blocks that were reserved for a request which its source rejected; the next one is tried."""
-        engine, request = handoff.destination, handoff.request
-        assert engine is not None
-        assert request is not None
-        engine.abort(request)
-        self._queues[engine].freed += 1
-        self._actions.append(_Action("retry", handoff))
+        assert handoff.request is not None
+        handoff.destination.abort(handoff.request)
+        self._queues[handoff.destination].freed += 1
+        self._actions.append((self._retry, handoff))
 
-    def check_progress(self, engine: Driven, done: ForwardPass) -> None:
-        """Look whether a decode engine runs requests, and has no page for any.
+    def pass_ended(self, engine: MockEngine, done: ForwardPass | None, now_ms: float) -> None:
+        """Note the end of a pass; None: of passes that were made in one go.
 
         Raises:
-            EngineStalled: it has none: the original tries that for ever, whatever else could happen.
+            EngineStalled: a decode engine runs requests, and has no page for any: the original tries that for ever, whatever else
+                could happen.
         """
-        if engine in self._queues and not isinstance(engine, RankedWorker):
+        if engine in self._queues and done is not None:
             scheduler = engine.scheduler
             did = done.generated or done.scheduled or done.admitted or done.preempted
             if scheduler.running and done.end_ms == done.start_ms and not did:
                 waiting = (*scheduler.waiting, *scheduler.parked)
                 raise EngineStalled(done.end_ms, tuple(scheduler.running), waiting, 1)
+        super().pass_ended(engine, done, now_ms)

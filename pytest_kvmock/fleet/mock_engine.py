@@ -131,8 +131,13 @@ class MockEngine:
     def report(self) -> Report:
         """What it served so far."""
         facts = RunFacts(self.args.block_size, sketches=self.args.release.reports_workers)
+        return Report(tuple(self.requests), facts, (self.row,))
+
+    @property
+    def row(self) -> WorkerRow:
+        """What it did so far, as a report has it."""
         worker = self.worker
-        row = WorkerRow(
+        return WorkerRow(
             worker.worker_id,
             until_ms=self.now_ms,
             passes=self.passes,
@@ -141,7 +146,6 @@ class MockEngine:
             preemptions=self._preemptions,
             recomputes_last_token=worker.traits.recomputes_last_token,
         )
-        return Report(tuple(self.requests), facts, (row,))
 
     @property
     def has_work(self) -> bool:
@@ -471,7 +475,9 @@ class MockEngine:
                 break
             self._step()
             next_arrival = self._arriving[0].arrival_ms if self._arriving else math.inf
-            self.fast_forward(self.now_ms, min(until, next_arrival))
+            ends = self.plan(self.now_ms, min(until, next_arrival), ahead=True)
+            if ends:
+                self.run_plan(ends, ahead=True)
         if until_ms is not None:
             self.now_ms = max(self.now_ms, until_ms)
             tiers = self.worker.tiers
@@ -483,32 +489,22 @@ class MockEngine:
         if until_ms is not None:
             check_number("until_ms", until_ms, unit=" (milliseconds)")
 
-    def fast_forward(self, now_ms: float, until_ms: float) -> float:
-        """Run passes that only decode in one go, while each starts before a moment; see `Scheduler.plan`.
+    def plan(self, now_ms: float, until_ms: float = math.inf, *, ahead: bool = False) -> list[float]:
+        """Return when the passes end that can be run in one go, as nobody could tell them apart; nothing is done yet.
 
-        Returns:
-            The end of the last one, which is the engine's time now; `now_ms` where there was none.
+        Args:
+            now_ms: when the first one starts.
+            until_ms: each starts before this moment.
+            ahead: nobody looks at the block manager before they are run. Where nobody receives events either, passes that open
+                and fill blocks are among them.
         """
-        if self.worker.is_heard or self._listeners:
-            ends = self.plan(now_ms, until_ms)
-            if ends:
-                self.scheduler.run_plan(ends)
-        else:
-            ends = self.scheduler.run_ahead(now_ms, until_ms)
-        if ends:
-            self._went_on(ends)
-        return self.now_ms if ends else now_ms
+        return (
+            [] if self._listeners else self.scheduler.plan(now_ms, until_ms, ahead=ahead and not self.worker.is_heard)
+        )
 
-    def plan(self, now_ms: float, until_ms: float = math.inf) -> list[float]:
-        """Return when the passes end that can be run in one go, as nobody could tell them apart; nothing is done yet."""
-        return [] if self._listeners else self.scheduler.plan(now_ms, until_ms)
-
-    def run_plan(self, ends: list[float]) -> None:
+    def run_plan(self, ends: list[float], *, ahead: bool = False) -> None:
         """Run passes that were planned, the first of them or all."""
-        self.scheduler.run_plan(ends)
-        self._went_on(ends)
-
-    def _went_on(self, ends: list[float]) -> None:
+        self.scheduler.run_plan(ends, ahead=ahead and not self.worker.is_heard)
         self.now_ms = ends[-1]
         self.passes += len(ends)
         self._idle_passes = 0

@@ -2,37 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from pytest_kvmock.engine.scheduler import ForwardPass
-from pytest_kvmock.router.routing import id_of
 
 if TYPE_CHECKING:
     from pytest_kvmock.fleet.mock_engine import MockEngine
-    from pytest_kvmock.router.routing import Worker
-
-
-Driven: TypeAlias = "MockEngine | RankedWorker"
-"""What a clock drives: an engine, or the worker whose ranks several are."""
-
-
-class Seat:
-    """One engine as the clock has it.
-
-    Attributes:
-        worker: what the router calls it.
-        engine: the engine.
-        driven: what runs its passes: itself, or the worker whose ranks run together.
-    """
-
-    __slots__ = ("driven", "engine", "worker")
-
-    def __init__(self, worker: Worker, engine: MockEngine, driven: Driven) -> None:
-        self.worker = worker
-        self.engine = engine
-        self.driven = driven
 
 
 class RankedWorker:
@@ -57,14 +34,9 @@ class RankedWorker:
         """Whether a request runs or waits."""
         return any(engine.has_work for engine in self.ranks)
 
-    @property
-    def is_in_pass(self) -> bool:
-        """Whether a pass was started and has not ended."""
-        return bool(self._under_way)
-
-    def fast_forward(self, now_ms: float, until_ms: float) -> float:  # noqa: ARG002 - none are run in one go
-        """Run no passes: each may end another one's later."""
-        return now_ms
+    def plan(self, now_ms: float, until_ms: float, *, ahead: bool = False) -> list[float]:  # noqa: ARG002 - as below
+        """Return no passes that can be run in one go: each may end another one's later."""
+        return []
 
     def record_passes(self, count: int) -> None:
         """Record so many passes of each rank that has requests."""
@@ -109,14 +81,3 @@ class RankedWorker:
         """Let the ranks run by themselves again."""
         for engine in self.ranks:
             engine.scheduler.is_rank = engine.scheduler.defers_prefills = False
-
-
-def seats_of(engines: Mapping[Worker, MockEngine], *, in_lock_step: bool) -> list[Seat]:
-    """Return the seats of engines; `in_lock_step`: those of one worker id run together."""
-    together: dict[Worker, list[MockEngine]] = {}
-    for worker, engine in engines.items():
-        together.setdefault(id_of(worker) if in_lock_step else worker, []).append(engine)
-    driven: dict[MockEngine, Driven] = {}
-    for ranks in together.values():
-        driven.update(dict.fromkeys(ranks, RankedWorker(ranks) if in_lock_step else ranks[0]))
-    return [Seat(worker, engine, driven[engine]) for worker, engine in engines.items()]

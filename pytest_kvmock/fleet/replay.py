@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from pytest_kvmock.fleet.arrivals import Arrivals, Turn
 from pytest_kvmock.fleet.engine_state import EngineStalled
 from pytest_kvmock.fleet.handoff import DestinationFirst, Handoff, Handoffs, ReservingHandoffs
-from pytest_kvmock.fleet.ranks import RankedWorker
+from pytest_kvmock.fleet.passes import EngineRun, Passes
 from pytest_kvmock.fleet.replay_checks import (
     check_engines,
     check_objectives,
@@ -28,18 +28,16 @@ from pytest_kvmock.report.report import Report
 from pytest_kvmock.report.rows import Objectives, Pools, RunFacts, WorkerCount
 
 if TYPE_CHECKING:
-    from pytest_kvmock.engine.scheduler import ScheduledRequest
+    from pytest_kvmock.engine.scheduler import ForwardPass, ScheduledRequest
     from pytest_kvmock.fleet.engine_request import EngineRequest
     from pytest_kvmock.fleet.mock_engine import MockEngine
-    from pytest_kvmock.fleet.ranks import Driven
+    from pytest_kvmock.fleet.passes import Seat
     from pytest_kvmock.traces import TraceRequest
 
 # Theory of operation
 #
-# The clock jumps from one moment at which something happens to the next: a pass ends, a handoff is through, a request
-# arrives. At one moment passes end first, in the order of the engines, then handoffs arrive, then requests; then each
-# engine that runs no pass, and has requests, starts one. A prefill pass of no time ends before a decode engine starts its
-# pass. What a handoff does is in `handoff`.
+# The stages of a replay, in this order: passes end, handoffs arrive, requests arrive, passes start, those of prefill engines
+# first. What a handoff does is in `handoff`.
 
 
 def replay(
@@ -119,7 +117,7 @@ def replay(
         ).run()
 
 
-class _Replay:
+class _Replay(EngineRun):
     """One replay, from the first arrival to the last token.
 
     Args:
@@ -143,80 +141,71 @@ class _Replay:
         stop_ms: float = math.inf,
         objectives: Objectives,
     ) -> None:
+        super().__init__(start_ms)
         self._engines = engines
         self._prefill = prefill
         self._everyone = [*prefill, *engines]
-        # What the clock drives: engines, or the workers whose ranks they are.
-        self._sources: Sequence[Driven] = prefill
-        self._workers: Sequence[Driven] = engines
-        size = engines[0].args.dp_size if engines[0].args.release.ranks_in_lock_step else 1
-        if size > 1:
-            self._workers = [RankedWorker(engines[at : at + size]) for at in range(0, len(engines), size)]
-        self._all: Sequence[Driven] = [*self._sources, *self._workers]
-        self._worker_of = {engine: self._workers[at // size] for at, engine in enumerate(engines)}
-        count = len(self._workers)
-        self._next_engine = cycle(worker * size + rank for rank in range(size) for worker in range(count))
+        release = engines[0].args.release
+        size = self._ranks = engines[0].args.dp_size if release.ranks_in_lock_step else 1
         named = dict(enumerate(engines)) | {f"prefill {at}": engine for at, engine in enumerate(prefill)}
         self._notes = RunNotes(cast("Any", named), start_ms)
         self._start_ms = start_ms
         self._stop_ms = start_ms + stop_ms
+        at_once = release.instant_passes_first
+        self._passes = Passes(
+            self, release, ends_at_once=at_once, sources=len(prefill), ahead=True, end_by=self._stop_ms
+        )
+        for ranks in (*zip(prefill, strict=True), *(engines[at : at + size] for at in range(0, len(engines), size))):
+            self._passes.add(ranks)
+        self._next_engine = cycle(at for rank in range(size) for at in range(rank, len(engines), size))
         self._objectives = objectives
         self._turns: list[Turn] = []
         self._rejected: list[Handoff] = []
         self._arrivals = arrivals
         self._only_between_passes = only_between_passes
-        self._stalls_at_once = engines[0].args.release.stalls_at_once and not prefill
-        self._now = start_ms
-        self._busy: dict[Driven, float] = {}
-        # Engines that could do nothing, and to which nothing has happened since.
-        self._blocked: set[Driven] = set()
-        # Engines whose last pass preempted, and generated nothing.
-        self._cycling: set[Driven] = set()
         self._turn_of: dict[EngineRequest, Turn] = {}
         self._handoffs = self._make_handoffs()
-        # Nothing that happens on an engine changes what arrives at another, so that each goes on to the next arrival.
-        self._is_alone = not prefill and not arrivals.depends_on_ends
         self._order: list[EngineRequest] = []
         self._served_by: list[int | None] = []
 
     def _make_handoffs(self) -> Handoffs:
         release = self._engines[0].args.release
         if not self._prefill or not release.reserves_destination:
-            return Handoffs(self._prefill, self._expect, self._arrivals)
+            return Handoffs(self._prefill, self._expect, self._arrivals, self._passes)
         return (DestinationFirst if release.destination_first else ReservingHandoffs)(
-            self._prefill,
-            self._engines,
-            self._expect,
-            self._arrivals,
-            rejected=self._finished,
-            busy=self._busy,
-            blocked=self._blocked,
+            self._prefill, self._expect, self._arrivals, self._passes, self._engines, rejected=self._finished
         )
 
     def run(self) -> Report:
         """Replay until nothing is open."""
-        while True:
-            self._end_passes()
-            self._handoffs.finish_transfers(self._now)
-            self._handoffs.act(self._now)
-            if self._handoffs.starts_first and (self._go_on() or self._handoffs.has_actions):
-                continue
-            for turn, arrival_ms in self._arrivals.take(self._now):
-                self._dispatch(turn, arrival_ms)
-            if self._go_on() or self._handoffs.has_actions:
-                continue
-            moment = self._next_moment()
-            if moment == math.inf:
-                self._check_served()
-                break
-            if moment > self._stop_ms:
-                self._abort_open()
-                break
-            self._now = moment
-        for worker in self._workers:
-            if isinstance(worker, RankedWorker):
-                worker.close()
+        for _ in self.pass_time(self._passes.end, self._hand_over, self._arrive, self._passes.start):
+            pass  # nobody is awaited
+        if self._due_ms < math.inf:
+            self._abort_open()
+        else:
+            self.check_served()
+        self._passes.close()
         return self._report()
+
+    @property
+    def next_ms(self) -> float:
+        """When something is due next, before the stop."""
+        moment = self._due_ms
+        return moment if moment <= self._stop_ms else math.inf
+
+    @property
+    def _due_ms(self) -> float:
+        """When something happens next, the stop apart."""
+        moment = min(self._passes.next_ms, self._handoffs.next_ms)
+        return moment if self._only_between_passes and moment < math.inf else min(moment, self._arrivals.next_ms)
+
+    def _hand_over(self, now_ms: float) -> Iterable[object]:
+        self._handoffs.at(now_ms)
+        if self._handoffs.starts_first:
+            yield from self._passes.start(now_ms)
+            while self._handoffs.next_ms <= now_ms:
+                self._handoffs.at(now_ms)
+                yield from self._passes.start(now_ms)
 
     def _abort_open(self) -> None:
         """Abort what is open, as the clock stops; what no decode engine was given has arrived all the same."""
@@ -246,11 +235,11 @@ class _Replay:
                     }
                     handoffs[request] = handoffs.get(request, {}) | of_prefill
             pools = Pools(
-                self._now - self._start_ms,
-                WorkerCount(len(self._workers), gpus),
+                self.now_ms - self._start_ms,
+                WorkerCount(len(self._engines) // self._ranks, gpus),
                 WorkerCount(len(self._prefill), self._prefill[0].args.gpus if self._prefill else 0),
                 self._arrivals.depends_on_ends,
-                len(self._engines) // len(self._workers),
+                self._ranks,
                 release.destination_first,
             )
         return Report(
@@ -262,140 +251,81 @@ class _Replay:
                 objectives=self._objectives,
                 turns=tuple(self._turns),
             ),
-            self._notes.close(self._now),
+            self._notes.close(self.now_ms),
             tuple(self._served_by),
             tuple(self._turns),
             handoffs=handoffs,
         )
 
-    def _check_served(self) -> None:
+    def check_served(self) -> None:
         """Raise if requests are left for which nobody will free blocks."""
         running = [request for engine in self._everyone for request in engine.scheduler.running]
         waiting = [request for engine in self._everyone for request in engine.scheduler.waiting]
         waiting += [request for engine in self._everyone for request in engine.scheduler.parked]
         waiting += self._handoffs.waiting
         if running or waiting:
-            raise EngineStalled(self._now, tuple(running), tuple(waiting), 0)
+            raise EngineStalled(self.now_ms, tuple(running), tuple(waiting), 0)
 
-    # ------------------------------------------------------------------------------------------------ the clock
+    # --------------------------------------------------------------------------------------------------- passes
 
-    def _end_passes(self) -> None:
-        for engine in self._all:
-            if self._busy.get(engine, math.inf) <= self._now:
-                del self._busy[engine]
-                self._end_pass(engine)
+    def plans_until(self, seat: Seat) -> float:
+        """Return until when passes of a seat are planned: of one engine by itself, until something arrives there."""
+        if self._handoffs.waits_for(seat.engines[0]):
+            return -math.inf
+        return self._arrivals.next_ms if len(self._everyone) == 1 else math.inf
 
-    def _end_pass(self, engine: Driven) -> bool:
-        """End what an engine was busy with; whether that did anything."""
-        if not engine.is_in_pass:  # passes were made in one go
-            self._cycling.discard(engine)
-            self._handoffs.pass_ended(engine, None, self._now)
-            return True
-        done = engine.finish_pass(blocks_may_come=self._blocks_may_come)
-        self._handoffs.check_progress(engine, done)
-        if not done.did_something:
-            return self._handoffs.nothing_done(engine, self._now)
-        self._handoffs.pass_ended(engine, done, self._now)
-        if engine not in self._sources:
+    def finish(self, seat: Seat) -> ForwardPass:
+        """End a pass; whether blocks that a handoff holds may be freed yet."""
+        handoffs = self._handoffs
+        blocks_may_come = handoffs.keeps_blocks and (handoffs.in_transfer or self._passes.go_on)
+        return seat.driven.finish_pass(blocks_may_come=blocks_may_come)
+
+    def ended(self, seat: Seat, done: ForwardPass | None) -> Iterable[object]:
+        """Note what became of requests in a pass that has ended; None: it was planned."""
+        now_ms, engine = self.now_ms, seat.engines[0]
+        self._handoffs.pass_ended(engine, done, now_ms)
+        if done is None:
+            return ()
+        if engine not in self._prefill:
             for request in (*done.rejected, *done.finished):
                 self._finished(cast("EngineRequest", request))  # engines were given no other
-        else:
-            for request in done.rejected:  # no decode engine will have it
-                handoff = self._handoffs.rejected(cast("EngineRequest", request))
-                self._rejected.append(handoff)
-                if handoff.request is None:
-                    self._note(cast("EngineRequest", request), None, handoff.turn)
-                    self._arrivals.done(handoff.turn, self._now)
-                    continue
-                self._handoffs.give_back(handoff)
-                handoff.request.status, handoff.request.ended_ms = "rejected", self._now
-                self._finished(handoff.request)
-        if done.preempted and not done.generated:
-            self._cycling.add(engine)
-        else:
-            self._cycling.discard(engine)
-        return True
-
-    @property
-    def _blocks_may_come(self) -> bool:
-        """Whether blocks that a handoff holds may be freed yet."""
-        handoffs = self._handoffs
-        return handoffs.keeps_blocks and (handoffs.next_moment < math.inf or not self._cycling.issuperset(self._busy))
-
-    def _go_on(self) -> bool:
-        """Start a pass on each engine that can; whether there is more to do at this moment."""
-        if self._engines[0].args.release.instant_passes_first:
-            return self._start_after_instant_passes(self._sources) | self._start_after_instant_passes(self._workers)
-        return self._start_passes(self._sources) or self._start_passes(self._workers)
-
-    def _start_after_instant_passes(self, engines: Sequence[Driven]) -> bool:
-        """Run the passes of these engines that take no time, then start one that does; whether one took none."""
-        did_something = False
-        for engine in engines:
-            while engine not in self._busy and engine not in self._blocked and engine.has_work:
-                end = self._start_pass(engine)
-                if end > self._now:
-                    self._busy[engine] = end
-                elif self._end_pass(engine):
-                    did_something = True
-                else:
-                    if self._stalls_at_once:
-                        self._check_served()
-                    self._blocked.add(engine)
-        return did_something
-
-    def _start_passes(self, engines: Sequence[Driven]) -> bool:
-        """Start a pass on each engine that can; whether one took no time."""
-        at_once = False
-        for engine in engines:
-            if engine not in self._busy and engine.has_work:
-                end = self._busy[engine] = self._start_pass(engine)
-                at_once |= end <= self._now
-        return at_once
-
-    def _start_pass(self, engine: Driven) -> float:
-        """Start a pass, or several whose ends nobody waits for; when they end."""
-        # Passes that were run in one go cannot be taken back where the clock stops among them.
-        if self._stop_ms == math.inf and not self._handoffs.waits_for(engine):
-            end = engine.fast_forward(self._now, self._next_moment(engine))
-            if end > self._now:
-                return end
-        return engine.start_pass(self._now).end_ms
-
-    def _next_moment(self, idle: Driven | None = None) -> float:
-        """When something happens next; for an engine that is about to go on, when something else does."""
-        if idle is not None and self._is_alone:
-            return self._arrivals.next_ms
-        if idle is not None and any(each.has_work for each in self._all if each is not idle and each not in self._busy):
-            return self._now  # another is about to start a pass
-        moments = [self._handoffs.next_moment, *self._busy.values()]
-        if not (self._only_between_passes and self._busy):
-            moments.append(self._arrivals.next_ms)
-        return min(moments)
+            return ()
+        for request in done.rejected:  # no decode engine will have it
+            handoff = self._handoffs.rejected(cast("EngineRequest", request))
+            self._rejected.append(handoff)
+            if handoff.request is None:
+                self._note(cast("EngineRequest", request), None, handoff.turn)
+                self._arrivals.done(handoff.turn, now_ms)
+                continue
+            self._handoffs.give_back(handoff)
+            handoff.request.status, handoff.request.ended_ms = "rejected", now_ms
+            self._finished(handoff.request)
+        return ()
 
     # ---------------------------------------------------------------------------------------------- a request
 
-    def _dispatch(self, turn: Turn, arrival_ms: float) -> None:
-        if self._prefill:
-            source = self._handoffs.begin(turn, arrival_ms)
-            if source is not None:
-                self._blocked.discard(source)
-            return
-        position = next(self._next_engine)
-        engine = self._engines[position]
-        request = engine.dispatch(turn.prompt, turn.trace.output_length, arrival_ms)
-        self._note(request, position, turn)
-        self._blocked.discard(self._worker_of[engine])
-        self._turn_of[request] = turn
+    def _arrive(self, now_ms: float) -> Iterable[object]:
+        for turn, arrival_ms in self._arrivals.take(now_ms):
+            if self._prefill:
+                self._handoffs.begin(turn, arrival_ms, now_ms)
+                continue
+            position = next(self._next_engine)
+            engine = self._engines[position]
+            self._passes.touch(engine, now_ms)
+            request = engine.dispatch(turn.prompt, turn.trace.output_length, arrival_ms)
+            self._note(request, position, turn)
+            self._turn_of[request] = turn
+        return ()
 
-    def _expect(self, handoff: Handoff) -> None:
+    def _expect(self, handoff: Handoff) -> EngineRequest:
         """Open the request of a handoff at the next decode engine."""
         position = next(self._next_engine)
         turn = handoff.turn
         handoff.destination = self._engines[position]
-        handoff.request = handoff.destination.expect(turn.prompt, turn.trace.output_length, handoff.arrival_ms)
-        self._note(handoff.request, position, turn)
-        self._turn_of[handoff.request] = turn
+        request = handoff.destination.expect(turn.prompt, turn.trace.output_length, handoff.arrival_ms)
+        handoff.request, self._turn_of[request] = request, turn
+        self._note(request, position, turn)
+        return request
 
     def _note(self, request: EngineRequest, position: int | None, turn: Turn) -> None:
         self._order.append(request)
@@ -406,4 +336,4 @@ class _Replay:
         turn = self._turn_of.pop(request)
         if request.status == "failed":  # the rest of its session is not sent
             turn.next = None
-        self._arrivals.done(turn, self._now)
+        self._arrivals.done(turn, self.now_ms)

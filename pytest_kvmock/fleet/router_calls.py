@@ -224,14 +224,14 @@ class RouterCalls:
         return answer
 
     def apply(
-        self, event: RouterEvent, now_ms: float, story: Callable[[], str] = str, *, may_be_refused: bool = False
+        self, event: RouterEvent, now_ms: float, story: Callable[[RouterEvent], str], *, may_be_refused: bool = False
     ) -> Calls:
         """Give the router an event.
 
         Args:
             event: the event.
             now_ms: when, in virtual milliseconds.
-            story: says what became of the block that the event goes on from, for the message.
+            story: says of an event what became of the block that it goes on from, for the message.
             may_be_refused: whether the router may raise, as the reference index does: some engines publish a Stored below a
                 block that they have removed.
 
@@ -244,7 +244,7 @@ class RouterCalls:
                 yield from self._call("apply", hook, None, (), event, now_ms=now_ms)
             except RouterError as error:
                 text = f"{error.problem} at {' '.join(event_text(event).split())}"
-                text += "".join(f"; {each}" for each in (story(), self._gone(event)) if each)
+                text += "".join(f"; {each}" for each in (story(event), self._gone(event)) if each)
                 if not may_be_refused or isinstance(error.__cause__, TimeoutError):
                     raise RouterError(text, now_ms) from error.__cause__
                 self.excused.append(text)

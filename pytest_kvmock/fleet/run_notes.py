@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from pytest_kvmock.router.routing import RouterRequest, Worker
 
 
+# Of a row, what an engine counts over all its runs.
+_COUNTED = ("passes", "prompt_tokens_computed", "blocks_evicted", "preemptions")
+
+
 class _Term:
     """A worker from when it came until it went, with what its engine had counted before."""
 
@@ -27,15 +31,11 @@ class _Term:
 
     def __init__(self, engine: MockEngine, since: tuple[float, int]) -> None:
         self.engine = engine
-        self.before = _counters(engine)
+        self.before = engine.row
         self.since = since
         self.until_ms: float | None = None
         self.last_pick: int | None = None  # how many picks there were when it was a candidate no more
         self.open = 0
-
-
-def _counters(engine: MockEngine) -> tuple[int, int, int, int]:
-    return engine.passes, engine.prefill_tokens, engine.worker.removed_blocks, engine.metrics.preemptions
 
 
 class RunNotes:
@@ -104,24 +104,17 @@ class RunNotes:
             self.ended(request)
         found = []
         for position, (worker, term) in enumerate(self._terms.items()):
-            until_ms = now_ms if term.until_ms is None else term.until_ms
-            passes, computed, evicted, preempted = (
-                now - before for now, before in zip(_counters(term.engine), term.before, strict=True)
-            )
-            picks = (len(self.picks) if term.last_pick is None else term.last_pick) - term.since[1]
+            row, before = term.engine.row, term.before
+            did: dict[str, Any] = {name: getattr(row, name) - getattr(before, name) for name in _COUNTED}
             found.append(
-                WorkerRow(
-                    worker,
-                    position,
-                    term.since[0],
-                    until_ms,
-                    passes,
-                    computed,
-                    evicted,
-                    preempted,
-                    term.open,
-                    picks,
-                    term.engine.worker.traits.recomputes_last_token,
+                row._replace(
+                    worker=worker,
+                    position=position,
+                    since_ms=term.since[0],
+                    until_ms=now_ms if term.until_ms is None else term.until_ms,
+                    open_requests=term.open,
+                    picks=(len(self.picks) if term.last_pick is None else term.last_pick) - term.since[1],
+                    **did,
                 )
             )
         return found

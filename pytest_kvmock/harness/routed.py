@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from pytest_kvmock.checks import check_integer, check_number
 from pytest_kvmock.events import Stored
 from pytest_kvmock.fleet.fleet import Fleet
-from pytest_kvmock.fleet.fleet_events import EventDelay, Late, by_worker
+from pytest_kvmock.fleet.fleet_events import EventDelay, Knowledge
+from pytest_kvmock.hygiene.delivery import Delivery
 from pytest_kvmock.hygiene.problem import ROUTER_RULES, Problem
 from pytest_kvmock.report.rows import EventMark
-from pytest_kvmock.router.routing import id_of, stream_of
+from pytest_kvmock.router.routing import stream_of
 from pytest_kvmock.router.selection import DynamoRouter
 
 if TYPE_CHECKING:
@@ -22,13 +22,11 @@ if TYPE_CHECKING:
     from pytest_kvmock.engine.worker import KvWorker
     from pytest_kvmock.events import RouterEvent, StreamKey
     from pytest_kvmock.fleet.mock_engine import MockEngine
-    from pytest_kvmock.fleet.router_calls import Calls, RouterCalls
+    from pytest_kvmock.fleet.router_calls import RouterCalls
     from pytest_kvmock.harness.faults import Faults
     from pytest_kvmock.harness.lookups import Overlap
     from pytest_kvmock.harness.publisher import Publisher
     from pytest_kvmock.harness.workers import WorkerKey
-    from pytest_kvmock.hygiene.delivery import Delivery
-    from pytest_kvmock.hygiene.injection import Injection
     from pytest_kvmock.hygiene.log import EventLog
     from pytest_kvmock.hygiene.stream import Stream
     from pytest_kvmock.report.rows import Belief
@@ -47,9 +45,9 @@ class Judging(Protocol):
     @property
     def reference(self) -> RadixIndex: ...  # noqa: D102 - likewise
     @property
-    def streams(self) -> Mapping[StreamKey, Stream]: ...  # noqa: D102 - likewise
-    @property
     def is_async(self) -> bool: ...  # noqa: D102 - likewise
+    @property
+    def streams(self) -> Mapping[StreamKey, Stream]: ...  # noqa: D102 - likewise
     @property
     def faults(self) -> Faults: ...  # noqa: D102 - likewise
 
@@ -61,7 +59,7 @@ class Judging(Protocol):
     def remove_worker(self, id: int) -> None: ...  # noqa: A002, D102 - likewise
 
 
-class JudgedEvents:
+class JudgedEvents(Knowledge[Delivery]):
     """The events of a harness on their way to judge and router, behind the faults; overlaps by the index of the harness.
 
     Args:
@@ -70,11 +68,12 @@ class JudgedEvents:
         delay: how late events are delivered, in virtual milliseconds.
     """
 
+    takes_engines = False
+
     def __init__(self, harness: Judging, publisher: Publisher, delay: EventDelay) -> None:
+        super().__init__(harness.reference, delay, has_ranks=harness.profile.dp_size > 1)
         self._harness = harness
         self._publisher = publisher
-        self._calls: RouterCalls | None = None
-        self._on_the_way: Late[Delivery] = Late(delay)
         self._found = 0  # problems before the run
         self._told = 0  # events up to the end of the last run, of all of which the router was told
         self._untold: set[Worker] = set()
@@ -89,7 +88,7 @@ class JudgedEvents:
         """
         if self._harness.is_async:
             raise TypeError("a fleet asks the index under test for overlaps between two passes; it cannot be async")
-        self._calls = calls
+        super().begin(calls)
         self._found = len(self._harness.events.problems)
         self._seen, self.marks = (len(self._publisher.injections), self._found), []
         self._publisher.gate = lambda delivery: self._on_the_way.put(delivery.event, delivery)
@@ -97,31 +96,23 @@ class JudgedEvents:
     def end(self) -> None:
         """End the run, and deliver what is left of one that failed."""
         self._publisher.gate = None
-        self._calls = None
+        super().end()
         for delivery in self._on_the_way.take(math.inf):
             self._publisher.receive(delivery)
         self._told = self._harness.events.total
 
-    @property
-    def next_ms(self) -> float:
-        """When the next event is due that is late."""
-        return self._on_the_way.next_ms
+    def _receive(self, thing: Delivery) -> tuple[RouterEvent, bool]:
+        self._publisher.receive(thing)
+        return thing.event, self._publisher.may_be_refused
 
-    def deliver(self, now_ms: float) -> Calls:
-        """Deliver what is due by now."""
-        for delivery in self._on_the_way.take(now_ms):
-            self._publisher.receive(delivery)
-            if self._calls is not None and self._calls.wants("apply"):
-                event = delivery.event
-                excused = self._publisher.may_be_refused
-                story = partial(self._publisher.story_before, event)
-                yield from self._calls.apply(event, now_ms, story, may_be_refused=excused)
-        injections, problems = self._publisher.injections, self._harness.events.problems
-        if self._seen != (len(injections), len(problems)) and now_ms < math.inf:
-            self._mark(now_ms, injections, problems)
+    def _story(self, event: RouterEvent) -> str:
+        return self._publisher.story_before(event)
 
-    def _mark(self, now_ms: float, injections: Sequence[Injection], problems: Sequence[Problem]) -> None:
+    def _delivered(self, now_ms: float) -> None:
         """Note when faults were injected, and errors found that no fault explains."""
+        injections, problems = self._publisher.injections, self._harness.events.problems
+        if self._seen == (len(injections), len(problems)) or now_ms == math.inf:
+            return
         faults, found = self._seen
         self._seen = len(injections), len(problems)
         self.marks += (EventMark(now_ms, each.kind, each.worker_id, str(each)) for each in injections[faults:])
@@ -134,15 +125,6 @@ class JudgedEvents:
     def overlaps(self, request: RouterRequest) -> Mapping[Worker, int]:
         """Return how many leading full blocks of a prompt each worker holds, by the index of the harness."""
         return cast("Mapping[Worker, int]", self._harness.overlap(request.prompt))
-
-    def held_blocks(self, worker: Worker) -> int:
-        """Return how many blocks a worker holds, by the reference index."""
-        return self._harness.reference.num_blocks(*stream_of(worker))
-
-    def reference_overlaps(self, request: RouterRequest) -> Mapping[Worker, int]:
-        """Return how many leading full blocks each worker holds, by the reference index."""
-        scores = self._harness.reference.find_matches(request.local_hashes).scores
-        return by_worker(scores, has_ranks=self._harness.profile.dp_size > 1)
 
     @property
     def untold(self) -> set[Worker]:
@@ -162,8 +144,8 @@ class JudgedEvents:
         log.note([problem])
 
     def held_events(self) -> list[RouterEvent]:
-        """Return events that would tell an empty index what the reference index holds, each copy by one of its own."""
-        held = self._harness.reference.dump_events()
+        """Return events that tell an empty index what is held now; the reference index counts no copies, the ledger does."""
+        held = super().held_events()
         streams = self._harness.streams
         for event in [*held]:
             copies = streams[event.worker_id, event.event.dp_rank].copies.get(event.storage_tier, {})
@@ -191,12 +173,10 @@ class JudgedEvents:
     def crash(self, worker: Worker, engine: MockEngine) -> None:
         """Have a worker die: what it has published may still come, and nothing after that."""
         self._harness.faults.crashed(worker)
-        engine.worker.crash()
+        super().crash(worker, engine)
 
-    def remove(self, worker: Worker) -> None:
-        """Remove a worker that is gone from router and index."""
-        self._on_the_way.drop(id_of(worker))
-        self._harness.remove_worker(id_of(worker))
+    def _remove_from_indexes(self, worker_id: int) -> None:
+        self._harness.remove_worker(worker_id)
 
     def join(self, worker: Worker, engine: MockEngine | None, like: MockEngine) -> MockEngine:  # noqa: ARG002 - it is made by the profile
         """Make one more worker."""

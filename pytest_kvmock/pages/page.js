@@ -181,8 +181,8 @@ function chart(options) {
       pen.setLineDash([]);
       pen.textBaseline = across ? "bottom" : "top";
       const wide = pen.measureText(guide.text).width + 4;
-      // Texts of lines that stand beside each other stand below each other.
-      const x = across ? left + 4 : at + 4 + wide > width - right ? at - wide : at + 4, y = across ? at - 2 : top + 1.1 * i * unit;
+      // Texts of lines that are near each other stand above each other, at the bottom, where a distribution leaves room.
+      const x = across ? left + 4 : at + 4 + wide > width - right ? at - wide : at + 4, y = across ? at - 2 : height - bottom - 1.1 * (i + 1) * unit;
       pen.fillStyle = ink("back");
       pen.fillRect(x - 2, across ? y - unit : y, wide, unit);
       pen.fillStyle = ink(guide.kind || "soft");

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from inspect import isawaitable
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from pytest_kvmock.events import Removed, RouterEvent, StorageTier, Stored, block_text
@@ -227,10 +228,14 @@ class _Replay:
         """What each book holds now."""
         found: _Held = set()
         for (worker, rank), stream in self._ledger.streams.items():
+            if self._only not in (None, worker):
+                continue
             for part in (stream, *stream.groups.values()):
                 for tier, held in part.tiers.items():
-                    found |= {(worker, rank, str(tier), block) for block in held}
-        books = {"ledger": found, "reference": _dumped(self._reference.dump_events())}
+                    found.update(zip(repeat(worker), repeat(rank), repeat(str(tier)), held, strict=False))
+        edges = self._reference.edges(self._only)
+        reference = {(worker, rank, tier.value, block) for tier, (worker, rank), (_, block, _) in edges}
+        books = {"ledger": found, "reference": reference}
         if self._index is not None and callable(self._dump):
             if self._index.flush is not None:
                 self._call(self._index.flush)

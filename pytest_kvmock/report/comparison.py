@@ -56,7 +56,7 @@ class Compared(NamedTuple):
             return found
 
         def figures() -> Figures:
-            return {name: figure(name) for name in names_of("all", "worker", "time")}
+            return {name: figure(name) for name in names_of("all", "worker", "latency")}
 
         digest = fleet["trace_digest"]
         trace = fleet["trace"] or f"trace {digest} of {known['requests']} requests"

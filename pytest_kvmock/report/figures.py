@@ -224,7 +224,7 @@ class Rows:
 
 # ---------------------------------------------------------------------------------------------------------- the table
 
-Shown: TypeAlias = Literal["all", "worker", "time", "asked"]
+Shown: TypeAlias = Literal["all", "worker", "latency", "asked"]
 
 
 class Figure(NamedTuple):
@@ -235,7 +235,7 @@ class Figure(NamedTuple):
         title: the heading of its column.
         better: 1 where more of it is better, -1 where less is, 0 where neither.
         of: returns it, of rows; None: it has no value, as there was nothing to count.
-        shown: "all": in the row of all workers together; "worker": in that of each worker too; "time": likewise, but at the top of the
+        shown: "all": in the row of all workers together; "worker": in that of each worker too; "latency": likewise, but at the top of the
             JSON; "asked": where it is asked for by its name, and under its key.
         key: its key in Dynamo's JSON; None: it is not there.
         is_long: whether that is the long form's key alone.
@@ -278,7 +278,7 @@ def _points(what: str, metric: str, title: str, better: int = -1) -> Iterable[Fi
     """The points of a distribution: `ttft_p95` is Dynamo's `p95_ttft_ms`."""
     for point in POINTS:
         name = _NAMES.get(point, point)
-        shown: Shown = "time" if what in LATENCIES and point in _NAMES else "asked"
+        shown: Shown = "latency" if what in LATENCIES and point in _NAMES else "asked"
         of = partial(Rows.statistic, what=what, point=point)
         yield Figure(f"{what}_{name}", f"{title} {name}", better, of, shown, f"{point}_{metric}")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final
 
@@ -53,8 +54,9 @@ def fleet_data(
     Raises:
         TypeError: the selector is none, or what to compare with is no report.
     """
-    served, notes, trace = report.served, [], report.trace_name
-    names = [_name(worker) for worker in report.workers]
+    notes: list[str] = []
+    served = [each for each in report.served if each.worker is not None]
+    names = [str(worker) for worker in report.workers]
     place = {worker: at for at, worker in enumerate(report.workers)}
     selector = check_selector(selector)
     regrets: Sequence[float] = [pick.choice.regret for pick in report.picks]
@@ -80,18 +82,17 @@ def fleet_data(
         notes.append(f"All candidates are shown for the {MOST_PICKS} picks of most regret.")
     samples = _samples(report, names, notes)
     marks = _marks(report, notes)
-    goal = report.facts.objectives
-    limits = (goal.ttft_ms, goal.itl_ms, goal.e2e_ms)
+    limits = zip(_CURVES, astuple(report.facts.objectives), strict=True)
     return {
         "router": report.router or "no router",
-        "trace": trace,
+        "trace": report.trace_name,
         "workers": names,
         "there": [[_ms(each.since_ms), _ms(each.until_ms)] for each in report.services],
         "block_size": report.facts.block_size,
         "notes": notes,
         "columns": [[name, FIGURES[name].title] for name in PRINTED],
-        "slo": {name: limit for name, limit in zip(_CURVES, limits, strict=True) if limit is not None},
-        "figures": [{"worker": "all" if worker is None else _name(worker), **row} for worker, row in rows.items()],
+        "slo": {name: limit for name, limit in limits if limit is not None},
+        "figures": [{"worker": "all" if worker is None else str(worker), **row} for worker, row in rows.items()],
         "most_work": _most_work(report),
         "requests": _requests(shown, place, last, regrets),
         "regret_by": "blocks of overlap" if report.recorder is None else type(selector).__name__,
@@ -107,10 +108,6 @@ def fleet_data(
     }
 
 
-def _name(worker: object) -> str:
-    return str(worker)
-
-
 def _ms(value: float | None) -> float | None:
     return None if value is None else round(value, 1)
 
@@ -120,7 +117,7 @@ def _most_work(report: Any) -> dict[str, Any] | None:
     found = most(*report.counts("prompt_tokens")) if len(report.workers) > 1 else None
     if found is None:
         return None
-    return {"worker": _name(found.worker), "times": found.times, "is_even": found.times < EVEN}
+    return {"worker": str(found.worker), "times": found.times, "is_even": found.times < EVEN}
 
 
 def _requests(
@@ -142,7 +139,7 @@ def _request(each: RequestRow, place: Mapping[Any, int], at: int | None, regrets
     return {
         "number": each.number,
         "session": each.asked.session_name if each.asked else "",
-        "worker": place.get(each.worker),
+        "worker": place[each.worker],
         "status": request.status,
         "arrival_ms": _ms(request.arrival_ms),
         "router_ms": _ms(pick.ms - request.arrival_ms) if pick else 0.0,
@@ -179,7 +176,7 @@ def _pick(record: PickRecord, selector: Selector) -> dict[str, Any]:
     costs = selector_costs(selector, record)
     rows = [
         {
-            "worker": _name(each.worker),
+            "worker": str(each.worker),
             "cost": round(cost, 3),
             "shown": shown,
             "usage": round(each.usage, 3),
@@ -187,7 +184,7 @@ def _pick(record: PickRecord, selector: Selector) -> dict[str, Any]:
         }
         for each, cost, shown in zip(record.candidates, costs, record.shown, strict=True)
     ]
-    return {"chosen": _name(record.chosen), "candidates": rows}
+    return {"chosen": str(record.chosen), "candidates": rows}
 
 
 def _samples(report: Any, names: Sequence[str], notes: list[str]) -> list[dict[str, list[Any]]] | None:
@@ -215,18 +212,18 @@ def _samples(report: Any, names: Sequence[str], notes: list[str]) -> list[dict[s
 def _marks(report: Any, notes: list[str]) -> list[dict[str, Any]]:
     """What happened at a time: incidents, the first wrong beliefs of the router, faults, and errors of events."""
     marks = [
-        {"ms": _ms(each.ms), "kind": each.kind, "worker": _name(each.worker), "text": f"{each.lost} requests lost"}
+        {"ms": _ms(each.ms), "kind": each.kind, "worker": str(each.worker), "text": f"{each.lost} requests lost"}
         for each in report.incidents
     ]
     marks += [
-        {"ms": _ms(each.ms), "kind": each.rule, "worker": _name(each.worker), "text": str(each)}
+        {"ms": _ms(each.ms), "kind": each.rule, "worker": str(each.worker), "text": str(each)}
         for each in report.beliefs or ()
     ]
     marks += [
         {
             "ms": _ms(each.ms),
             "kind": each.kind if each.is_error else f"fault {each.kind}",
-            "worker": _name(each.worker),
+            "worker": str(each.worker),
             "text": each.text,
         }
         for each in report.marks[:MOST_MARKS]

@@ -326,7 +326,7 @@ class Report:
 
     def _figures(self, worker: Worker | None = None, *, has_gaps: bool = True) -> Figures:
         """The figures of a worker, or of all; without those of gaps between tokens, which are millions, where these are not wanted."""
-        names = names_of("worker", "time") if worker is not None else names_of("all", "worker", "time")
+        names = names_of("worker", "latency") if worker is not None else names_of("all", "worker", "latency")
         return self._rows(worker).figures(name for name in names if has_gaps or not name.startswith("itl_"))
 
     def rows(self) -> dict[Worker | None, Figures]:

@@ -27,9 +27,9 @@ sent it (`semantics="e1"` brings the older rule back). Its dump does not end on 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NoReturn
+from typing import ClassVar, Literal, NoReturn, TypeAlias
 
 from pytest_kvmock.checks import check_integer
 from pytest_kvmock.events import (
@@ -52,6 +52,10 @@ from pytest_kvmock.router.lower_tier import LowerTier, Match
 from pytest_kvmock.router.tree import Tree, WorkerRank
 
 # The three errors bear Dynamo's names, which its users look for.
+
+
+Edge: TypeAlias = tuple[int | None, int, int]
+"""A block where it is: the parent's sequence hash, None for a root, its own, and its local hash."""
 
 
 class KvEventError(ValueError):
@@ -393,31 +397,41 @@ class RadixIndex:
     def dump_events(self) -> list[RouterEvent]:
         """Events that build an index with the same answers from an empty one.
 
-        One block an event, tier by tier and rank by rank, and once more for each further copy that it counts; ids count from 0 and are nobody's. Those of the device come
-        breadth first, and what no query can reach for a rank is left out: orphans of a removed block. Where a rank gave one
+        One block an event, tier by tier and rank by rank, and once more for each further copy that it counts; ids count from 0
+        and are nobody's. Those of the device come breadth first, and what no query can reach for a rank is left out: orphans of a removed block. Where a rank gave one
         block two sequence hashes, the last is named; where it gave one sequence hash to two blocks, which no honest engine
         does, one of them may be missing. Below the device all blocks are there, in the order in which they were stored; of an
         engine that publishes locations, those whose tokens are known, and what stands in the middle of a chunk may be missing. Of
         a hybrid model they are of the attention group, by its number.
         """
-        found: list[tuple[StorageTier, WorkerRank, tuple[int | None, int, int]]] = []
-        for key, rank in self._device.ranks.items():
-            found += [(StorageTier.DEVICE, key, edge) for edge in self._device.edges(rank)]
-        for tier, lower in self._lower.items():
-            for key, edges in lower.ranks.items():
-                found += [(tier, key, edge) for edge in edges]
-        for key, located in self._located.items():
-            found += [(tier, key, edge) for tier, edge in located]
+        extras = {key: group_extra(group.group_idx) for key, group in self._groups.items()}
+        found = list(self.edges())
         if self._copies is not None:
             counted = self._copies
             found += [each for each in found for _ in range(1, counted.get((each[1], each[0]), Counter())[each[2][1]])]
-        extras = {key: group_extra(group.group_idx) for key, group in self._groups.items()}
         return [
             RouterEvent(
                 key[0], KvCacheEvent(place, Stored(parent, (block,), (local,)), key[1]), tier, None, extras.get(key)
             )
             for place, (tier, key, (parent, block, local)) in enumerate(found)
         ]
+
+    def edges(self, worker_id: int | None = None) -> Iterator[tuple[StorageTier, WorkerRank, Edge]]:
+        """Yield what `dump_events` makes events of, in the same order: tier, worker and rank, and the block.
+
+        Args:
+            worker_id: of which worker; None: of all.
+        """
+        for key, rank in self._device.ranks.items():
+            if worker_id in (None, key[0]):
+                yield from ((StorageTier.DEVICE, key, edge) for edge in self._device.edges(rank))
+        for tier, lower in self._lower.items():
+            for key, edges in lower.ranks.items():
+                if worker_id in (None, key[0]):
+                    yield from ((tier, key, edge) for edge in edges)
+        for key, located in self._located.items():
+            if worker_id in (None, key[0]):
+                yield from ((tier, key, edge) for tier, edge in located)
 
     def remove_worker(self, worker_id: int) -> None:
         """Forget a worker with all its ranks and tiers; an unknown one is none."""

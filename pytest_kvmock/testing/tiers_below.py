@@ -33,7 +33,7 @@ class TiersBelow(OverIndex):
     def _hosts(self) -> list[tuple[BackendSpec, Tiers]]:
         """The engines of `backends` that have a host, each with one of those that it can have."""
         __tracebackhide__ = True
-        given, able = self.tiers, [spec for spec in self._specs() if "tiers" in spec.options]
+        given, able = self.tiers, [spec for spec in self._specs() if "tiers" in spec.options and spec.group is None]
         if given is not None and not isinstance(given, tuple | list):
             refuse(self, f"tiers must be a tuple or list of hosts such as {{'host': 64}}, or None, got {given!r:.80}")
         found: list[tuple[BackendSpec, Tiers]] = []

@@ -388,10 +388,10 @@ class WorkerContract(OverBackend):
         world = self._start(8)
         request = world.do(world.worker.prefill, world.harness.prompt(5))
         world.do(request.preempt)
-        others = []
+        others: list[Request] = []
         with suppress(OutOfBlocks):
-            for _ in range(world.harness.profile.num_blocks + 1):
-                others.append(world.do(world.worker.prefill, world.harness.prompt(1)))  # noqa: PERF401 - some before it raises
+            more = range(world.harness.profile.num_blocks + 1)
+            others.extend(world.do(world.worker.prefill, world.harness.prompt(1)) for _ in more)
         before = world.state()
         world.expect_refused(OutOfBlocks, request.resume)
         world.expect_state(before, "a resume that did not fit")

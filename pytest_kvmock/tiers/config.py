@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import isqrt
 from typing import TYPE_CHECKING, Any, Final
@@ -161,12 +161,15 @@ class Tiers:
             to_device_gbps=self.gbps,
         )
 
-    def make_native(self, block_size: int, rng: Random) -> tuple[NativeOffload, TimedCopies]:
+    def make_native(
+        self, block_size: int, rng: Random, groups: Sequence[OffloadGroup] = ()
+    ) -> tuple[NativeOffload, TimedCopies]:
         """Make the host of one of vLLM's managers, whose blocks have so many tokens, and the time that its transfers take.
 
         Args:
             block_size: as above.
             rng: shuffles the events of one transfer.
+            groups: its cache groups; empty: one of full attention.
 
         Raises:
             ValueError: they have what only Dynamo's have.
@@ -174,7 +177,7 @@ class Tiers:
         self._check_has(_OF_DYNAMO, "vLLM's native offload has", _OF_VLLM)
         offload = NativeOffload(
             self.host // self.chunk,
-            [OffloadGroup(block_size)],
+            groups or [OffloadGroup(block_size)],
             blocks_per_chunk=self.chunk,
             policy=self.policy,
             prompt_only=self.prompt_only,

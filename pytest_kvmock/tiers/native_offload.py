@@ -113,9 +113,9 @@ class NativeOffload:
         """The chunks that can be loaded."""
         return self.store.ready()
 
-    def resident_names(self) -> list[int]:
-        """Hashes of what can be loaded, as its events name it; repeated where two of them do."""
-        return [name for key in self.store.ready() for name in self._events.names_of(key)]
+    def resident_names(self, group: int = 0) -> list[int]:
+        """Hashes of what can be loaded of a group, as its events name it; repeated where two of them do."""
+        return [name for key in self.store.ready() if key[1] == group for name in self._events.names_of(key)]
 
     def shuffle_with(self, rng: Random) -> None:
         """Have another source of the order in which the chunks of one transfer are published."""
@@ -123,13 +123,14 @@ class NativeOffload:
 
     def lookup(self, tokens: HashedTokens, start: int) -> int:
         """Count the tokens of a request that are there, after so many that the device has. Changes nothing."""
-        upto = len(tokens.names) * tokens.block_size // self._chunk * self._chunk
-        ready = (
-            self.store.chunks.get(key) for key, _ in self._chunks(tokens, start // self._chunk * self._chunk, upto)
-        )
-        count = sum(1 for _ in takewhile(lambda chunk: chunk is not None and chunk.is_ready, ready))
-        found = start // self._chunk * self._chunk + count * self._chunk - start
-        return found if found >= self._chunk else 0
+        chunk, ready = self._chunk, {*self.store.ready()}
+        first, end = start // chunk * chunk, len(tokens.names) * tokens.block_size // chunk * chunk
+        for group in self._dense:
+            chunks = self._chunks(tokens, first, end, group)
+            end = first + chunk * sum(1 for _ in takewhile(lambda each: each[0] in ready, chunks))
+        while any(key not in ready for key, _ in self._windows(tokens, first, end)):
+            end -= chunk
+        return end - start if end - start >= chunk else 0
 
     # -------------------------------------------------------------------------------------------------- a step
 

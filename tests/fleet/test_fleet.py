@@ -328,6 +328,19 @@ def test_with_and_without_plans_all_is_the_same(backend, concurrency):
     assert serve(True) == serve(False)
 
 
+@pytest.mark.parametrize("backend", ["lineage", "vllm", "mocker_sglang_1_6"])
+def test_passes_that_take_no_time_are_not_planned(backend):
+    kind = "sglang" if "sglang" in backend else "vllm"
+    args = MockEngineArgs(num_gpu_blocks=96, block_size=4, engine_type=kind, performance_model=(10.0, 0.0))
+
+    def serve(plans):
+        return Fleet(engines(2, args, backend), RoundRobin(), plans=plans).run(trace(12, output_tokens=(4, 20)))
+
+    each_pass, planned = serve(False), serve(True)
+    assert len(planned.completed) == 12
+    assert each_pass.per_request() == planned.per_request()
+
+
 KINDS = {  # of engines: every scheduler of every release, with what it waits for between two prefills
     "1.2.1": ("lineage", {"semantics": "1.2.1"}),
     "1.6.1": ("vllm", {}),

@@ -271,7 +271,7 @@ def test_an_engine_by_itself_has_the_percentiles_of_its_release():
 def test_every_figure_has_a_value_by_its_name():
     report = fleet(slo_ttft_ms=100).run(trace())
     row = report.row()
-    assert set(names_of("all", "worker", "time")) == set(row)
+    assert set(names_of("all", "worker", "latency")) == set(row)
     assert row == {name: report.figure(name) for name in row}
     assert {each.name for each in FIGURES.values() if each.shown == "asked"}.isdisjoint(row)
     summary = report.to_json()
@@ -281,7 +281,7 @@ def test_every_figure_has_a_value_by_its_name():
 def test_every_figure_is_explained():
     """By its name, or by what its name begins with."""
     explained = set(re.findall(r"`(\w+?)(?:_\.\.\.)?`", Report.__doc__))
-    names = {name: {name, name.partition("_")[0]} for name in names_of("all", "worker", "time")}
+    names = {name: {name, name.partition("_")[0]} for name in names_of("all", "worker", "latency")}
     assert [] == [name for name, known in names.items() if explained.isdisjoint(known)]
 
 

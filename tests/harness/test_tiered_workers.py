@@ -208,11 +208,13 @@ def test_a_worker_that_is_not_cleared_keeps_its_transfers():
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("backend", ["hash_cache", "vllm_0_19", "vllm_gpt_oss", "sglang", "mocker_sglang_1_6"])
+@pytest.mark.parametrize("backend", ["hash_cache", "vllm_0_19", "sglang_gpt_oss", "sglang", "mocker_sglang_1_6"])
 def test_other_backends_refuse_tiers_in_one_line(backend, workers):
     with pytest.raises(ValueError) as error:
         harness(backend=backend, workers=workers)
-    assert f"backend {backend!r} takes no tiers; lineage, lru, multi_lru and vllm do" == str(error.value)
+    assert f"backend {backend!r} takes no tiers; lineage, lru, multi_lru, vllm and hybrid models of vLLM's do" == str(
+        error.value
+    )
 
 
 def test_a_worker_with_another_backend_refuses_tiers_and_is_not_made():

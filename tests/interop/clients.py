@@ -9,7 +9,7 @@ import subprocess
 import sys
 from time import monotonic
 
-from pytest_kvmock import KvEventError, RadixIndex, RouterEvent
+from pytest_kvmock import KvEventError, RadixIndex, RouterEvent, StorageTier
 
 PATIENCE = 20.0
 """Seconds for a process to be up, or for an answer to be right; what takes so long is broken."""
@@ -51,6 +51,11 @@ class SetIndex:
     def answer(self, prompt):
         """Leading blocks of a prompt that each worker and rank holds, by `(worker, rank)`."""
         return self._index.find_matches(prompt.block_hashes(self._block_size)).scores
+
+    def answer_below(self, prompt):
+        """Those of worker 0 on the device, and those by which its host extends them."""
+        found = self._index.find_tiered(prompt.block_hashes(self._block_size))
+        return tuple(found.get(tier, {}).get((0, 0), 0) for tier in (StorageTier.DEVICE, StorageTier.HOST_PINNED))
 
 
 class _Sink:

@@ -216,3 +216,15 @@ def test_blocks_of_a_lora_adapter_are_found_by_its_name_alone(kv_worker, kv_publ
     assert {(0, 0): 2} == model.answer(adapted, lora_name="french")
     assert {} == model.answer(adapted)
     assert {} == model.answer(adapted, lora_name="german")
+
+
+@pytest.mark.kv_dialects("vllm-0.33")
+@pytest.mark.kv_backends("vllm_gpt_oss", "vllm_kimi_k3")
+@pytest.mark.kvmock(workers=1, dp_size=1, num_blocks=400)
+def test_of_a_hybrid_model_it_answers_what_the_attention_group_holds(kv_worker, kv_publisher, kv_prompt, model):
+    model.register(0, kv_publisher)
+    document = kv_prompt(blocks=9)
+    for tail in (1, 5):
+        with kv_publisher.step():
+            kv_worker.serve(kv_prompt(blocks=2, after=document, tail=tail), 20)
+    kv_publisher.settle(lambda: model.answer(document), {(0, 0): 9}, PATIENCE)

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "serve"))
 from served import call, complete
 
 from pytest_kvmock import EngineProfile, RouterHarness
-from pytest_kvmock.backends import speaker_of
+from pytest_kvmock.backends import served_by
 from pytest_kvmock.serve import KvServer
 from pytest_kvmock.wire import find_dialect
 from pytest_kvmock.wire.table import known_dialects
@@ -84,32 +84,39 @@ def routed(server, url, text):
     return server.requests[-1].worker
 
 
-def wait_applied(server, url, worker):
-    """Return when the router has applied the events of a worker so far: it finds what was served there after them.
+def wait_applied(server, url):
+    """Return when the router has applied the events of both workers so far: it finds what was served there after them.
 
-    Each prompt is asked for once, and a while after it was served: one that goes elsewhere is held there, too, from then on.
+    Each prompt is asked for once, and a while after it was served: one that goes elsewhere is held there, too, from then on. A
+    router that knows nothing sends both of a pair to one worker.
     """
-    served = [server.text(4) for _ in range(3)]
-    for text in served:
-        complete(server.url(worker), text)
-    right = 0
+    served, right = [], 0
+
+    def serve():
+        pair = [
+            server.text(4) + "x" for _ in server.workers
+        ]  # a tail: else of a hybrid model an event may name nothing
+        for worker, text in enumerate(pair):
+            complete(server.url(worker), text)
+        served.append(pair)
 
     def finds():
         nonlocal right
-        served.append(server.text(4))
-        complete(server.url(worker), served[-1])
-        right = right + 1 if routed(server, url, served.pop(0)) == worker else 0
+        serve()
+        right = right + 1 if [routed(server, url, text) for text in served.pop(0)] == [0, 1] else 0
         return right >= 3
 
-    server.publisher(worker).settle(finds, timeout=20)
+    for _ in range(3):
+        serve()
+    server.publisher(0).settle(finds, timeout=20)
 
 
 @contextmanager
-def behind_router(dialect, tmp_path, num_blocks=1024):
+def behind_router(dialect, tmp_path, num_blocks=1024, model="mock-model"):
     """Two workers behind a router, whose log is a file: the server, where the router listens, and the log."""
     log = tmp_path / "router.log"
     with (
-        RouterHarness(EngineProfile(workers=2, num_blocks=num_blocks), speaker_of(find_dialect(dialect))) as kv,
+        RouterHarness(EngineProfile(workers=2, num_blocks=num_blocks), served_by(find_dialect(dialect), model)) as kv,
         KvServer(kv, dialect) as server,
         router_before(server, log) as url,
     ):
@@ -133,13 +140,13 @@ def test_it_forgets_what_was_evicted(tmp_path):
     with behind_router("vllm-0.33", tmp_path, num_blocks=64) as (server, url, _):
         text = server.text(4)
         complete(server.url(0), text)
-        wait_applied(server, url, 0)
+        wait_applied(server, url)
         assert routed(server, url, text) == 0
         while server.held(text):  # others take its place
             complete(server.url(0), server.text(16))
-        wait_applied(server, url, 0)
+        wait_applied(server, url)
         complete(server.url(1), text)
-        wait_applied(server, url, 1)
+        wait_applied(server, url)
         assert routed(server, url, text) == 1
         assert server.requests[-1].overlap == {1: 4}
 
@@ -147,11 +154,11 @@ def test_it_forgets_what_was_evicted(tmp_path):
 def test_a_lost_batch_is_replayed_to_it(tmp_path):
     with behind_router("vllm-0.33", tmp_path) as (server, url, _):
         complete(server.url(0), server.text(4))
-        wait_applied(server, url, 0)
+        wait_applied(server, url)
         lost = server.text(4)
         server.fault(0, "lose")
         complete(server.url(0), lost)
-        wait_applied(server, url, 0)  # the next batch shows the gap, and it asks
+        wait_applied(server, url)  # the next batch shows the gap, and it asks
         assert [worker for worker, _ in server.replays] == [0]
         assert routed(server, url, lost) == 0
 
@@ -162,24 +169,53 @@ def test_it_sends_each_prompt_to_its_holder(dialect, tmp_path):
         texts = [server.text(4) for _ in range(20)]
         for number, text in enumerate(texts):
             complete(server.url(number % 2), text)
-        for worker in (0, 1):
-            wait_applied(server, url, worker)
+        wait_applied(server, url)
         assert [routed(server, url, text) for text in texts] == [0, 1] * 10
 
         assert server.reset(1)
         moved = [server.text(4), *texts[1::2]]
         for text in moved:
             complete(server.url(0), text)
-        for worker in (0, 1):
-            wait_applied(server, url, worker)
+        wait_applied(server, url)
         assert [routed(server, url, text) for text in moved] == [0] * 11  # worker 1 has said that it holds nothing
 
         server.restart(0)
         assert server.held(texts[0]) == {}
-        wait_applied(server, url, 0)
+        wait_applied(server, url)
         for text in texts[::2]:
             complete(server.url(1), text)
-        wait_applied(server, url, 1)
+        wait_applied(server, url)
         assert [routed(server, url, text) for text in texts[::2]] == [
             1
         ] * 10  # of a former life of worker 0 nothing is left
+
+
+# ------------------------------------------------------------------------------------------------- hybrid models
+
+
+@pytest.mark.parametrize("model", ["gpt-oss", "qwen3-next"])
+def test_of_a_hybrid_model_it_finds_who_alone_holds_a_prefix_but_not_who_holds_more_of_it(model, tmp_path):
+    with behind_router("vllm-0.33", tmp_path, num_blocks=4096, model=model) as (server, url, _):
+        alone, shared = ([server.text(30) for _ in range(16)] for _ in range(2))
+        for number, text in enumerate(alone):
+            complete(server.url(number % 2), text + "x")
+        for number, text in enumerate(shared):
+            complete(server.url(number % 2), text + "x")
+            complete(server.url(1 - number % 2), text[:160] + "x")  # ten of the blocks
+        wait_applied(server, url)
+        assert [routed(server, url, text[:320] + "y") for text in alone] == [0, 1] * 8
+        found = [routed(server, url, text[:320] + "y") for text in shared]
+        assert found != [0, 1] * 8  # 8 of 16, as by chance
+
+
+def test_a_batch_with_a_stored_that_kept_nothing_is_refused_whole_and_asked_for_again_and_again(tmp_path):
+    with behind_router("vllm-0.33", tmp_path, model="gpt-oss") as (server, _, log):
+        complete(server.url(0), server.text(20) + "x", 40)  # what output fills is kept by no window
+        said = "kv_index decode batch: KV event hashes must be a nonempty array"
+        server.publisher(0).settle(lambda: said in log.read_text(), timeout=20)
+        text = server.text(20) + "x"
+        complete(server.url(0), text)
+        server.publisher(0).settle(lambda: len(server.replays) > 2, timeout=20)
+        assert {worker for worker, _ in server.replays} == {0}
+        (start,) = {replay.start for _, replay in server.replays}
+        assert start == 1  # the batch of the first block that output filled

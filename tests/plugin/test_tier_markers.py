@@ -2,6 +2,7 @@
 
 import pytest
 
+ABLE = "lineage, lru, multi_lru, vllm and hybrid models of vLLM's do"
 PROFILES = """\
 profiles:
   tiered:
@@ -56,7 +57,7 @@ def test_the_default_batch_fits_the_host(nested):
     ).assert_outcomes(passed=3)
 
 
-@pytest.mark.parametrize("backend", ["hash_cache", "vllm_0_19", "vllm_gpt_oss", "sglang", "mocker_sglang_1_6"])
+@pytest.mark.parametrize("backend", ["hash_cache", "vllm_0_19", "sglang_gpt_oss", "sglang", "mocker_sglang_1_6"])
 def test_another_backend_refuses_in_one_line(nested, backend):
     result = nested(
         f"""
@@ -66,7 +67,7 @@ def test_another_backend_refuses_in_one_line(nested, backend):
         """
     )
     result.assert_outcomes(passed=1, errors=1)
-    why = f"backend {backend!r} takes no tiers; lineage, lru, multi_lru and vllm do (kvmock(tiers={{'host': 64}}))"
+    why = f"backend {backend!r} takes no tiers; {ABLE} (kvmock(tiers={{'host': 64}}))"
     assert f"kvmock: backend {backend}: {why}" in result.outlines
 
 
@@ -107,7 +108,7 @@ def test_a_profile_of_a_file_has_tiers(nested):
     listed = nested("", "--kv-list-profiles", files=files).stdout.str()
     assert "tiered  num_blocks=8, block_size=4, tiers={'host': 64, 'gbps': 1.0, 'bytes_per_token': 250000}" in listed
     refused = nested('@pytest.mark.kv_backends("sglang")\ndef test(kv_worker): pass', files=files).stdout.str()
-    assert "lineage, lru, multi_lru and vllm do (tiers is from kv_base_profile, or ini kvmock_profile)" in refused
+    assert f"{ABLE} (tiers is from kv_base_profile, or ini kvmock_profile)" in refused
 
 
 @pytest.mark.parametrize(
@@ -156,5 +157,5 @@ scenarios:
     )
     sglang = {**files, "a.kv.yaml": f"backends: [sglang]\n{scenario}"}
     nested("", files=sglang).stdout.fnmatch_lines(
-        ["*a.kv.yaml:5: backend sglang: backend 'sglang' takes no tiers; lineage, lru, multi_lru and vllm do"]
+        [f"*a.kv.yaml:5: backend sglang: backend 'sglang' takes no tiers; {ABLE}"]
     )

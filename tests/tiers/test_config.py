@@ -1,5 +1,7 @@
 """What users say of the tiers below the device."""
 
+from fnmatch import fnmatch
+
 import pytest
 
 from pytest_kvmock import BACKENDS, BackendSpec, EngineProfile, RouterHarness, create_manager
@@ -152,11 +154,30 @@ def test_vllm_s_host_is_that_of_the_release_that_was_recorded():
         create_manager("vllm", num_blocks=4, version="0.19.1", tiers={"host": 10})
 
 
-@pytest.mark.parametrize("backend", ["hash_cache", "vllm_0_19", "vllm_gpt_oss", "sglang", "mocker_sglang_1_6"])
+@pytest.mark.parametrize("backend", ["hash_cache", "vllm_0_19", "sglang", "sglang_gpt_oss", "mocker_sglang_1_6"])
 def test_other_backends_refuse_tiers_in_one_line(backend):
     with pytest.raises(ValueError) as error:
         create_manager(backend, num_blocks=4, tiers={"host": 10})
-    assert f"backend {backend!r} takes no tiers; lineage, lru, multi_lru and vllm do" == str(error.value)
+    able = "lineage, lru, multi_lru, vllm and hybrid models of vLLM's do"
+    assert f"backend {backend!r} takes no tiers; {able}" == str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("backend", "found"),
+    [
+        ("vllm_qwen3_next", "mamba of 16 tokens, mamba of 16 tokens, mamba of 16 tokens, full_attention of 16 tokens"),
+        ("vllm_gemma4", "*"),
+        ("vllm_llama4", "chunked_local_attention of 16 tokens, *"),
+    ],
+)
+def test_hybrid_models_that_were_not_recorded_with_a_host_refuse_it_in_one_line(backend, found):
+    with pytest.raises(ValueError) as error:
+        create_manager(backend, num_blocks=64, tiers={"host": 10})
+    assert fnmatch(
+        str(error.value),
+        "tiers are for cache groups of full attention and sliding windows with blocks of one size, as these alone were recorded; "
+        f"got {found}",
+    )
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ class HybridManager(VllmManager):
     def resident(self, tier: StorageTier = StorageTier.DEVICE) -> list[int]:
         """Names that the attention group has cached in a tier, in use or not; copies repeated. See `resident_names`."""
         if tier != StorageTier.DEVICE:
-            return self._resident_below(tier)
+            return self._resident_below(tier, self._main)
         return [block_hash for group, block_hash in self.resident_names() if group == self._main]
 
     def resident_names(self) -> list[tuple[int, int]]:
@@ -218,6 +218,11 @@ class HybridManager(VllmManager):
     def needs_tokens(self) -> bool:
         """Whether blocks are named by tokens, as its groups have blocks of several sizes: prompts of hashes are refused."""
         return {each.block_size for each in self.geometry.groups} != {self.geometry.hash_unit}
+
+    def another(self, request: GroupRequest) -> GroupRequest:
+        """A request of the same tokens, without a block."""
+        main = self.geometry.groups[self._main].block_size
+        return GroupRequest(request.tokens, len(self.geometry.groups), (self._main, main))
 
     def get_computed_blocks(self, request: GroupRequest) -> ComputedBlocks:
         """What a request without blocks could start with, as far as all groups can resume from it. Changes nothing.
@@ -392,7 +397,8 @@ class HybridManager(VllmManager):
     def rehearsal(self, request: GroupRequest, extra_blocks: int) -> tuple[HybridManager, GroupRequest]:
         """A copy of this engine, which publishes nothing and has so many blocks more, and of a request: to try what is asked for."""
         silent = EventPublisher(None, self.dp_rank)
-        manager, copied = deepcopy((self, request), {id(self._publisher): silent})
+        nothing = {id(self.offload): None, id(self.copies): None}
+        manager, copied = deepcopy((self, request), {id(self._publisher): silent, **nothing})
         manager._pool.grow(extra_blocks)  # noqa: SLF001 - its own
         return manager, copied
 

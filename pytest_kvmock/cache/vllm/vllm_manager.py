@@ -87,8 +87,8 @@ class VllmManager(RequestLevel):
         if self._publisher.failure is not None:
             self._publisher.surface()
 
-    def _resident_below(self, tier: StorageTier) -> list[int]:
-        return self.offload.resident_names() if self.offload is not None and self.offload.tier == tier else []
+    def _resident_below(self, tier: StorageTier, group: int = 0) -> list[int]:
+        return self.offload.resident_names(group) if self.offload is not None and self.offload.tier == tier else []
 
     def _hashed(
         self, prompt: Prompt | TokenIds, hash_unit: int, rng: Random | None, keys: ExtraKeys | None

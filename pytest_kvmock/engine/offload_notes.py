@@ -1,0 +1,151 @@
+"""What each step of an engine with native offload does for its connector, noted by the driver that does it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+from pytest_kvmock.engine.driver import Traits
+from pytest_kvmock.tiers.native_offload import NativeOffload
+from pytest_kvmock.tiers.offload_steps import Computing, Keeps, OffloadRequest, OffloadStep
+
+
+class OffloadNotes(ABC):
+    """The part of a driver that notes what the clock makes steps of (`NativeClock`). Requests are those of its manager.
+
+    Attributes:
+        manager: vLLM's, with a host below it.
+        offload: what keeps the host.
+        traits: of the engine.
+    """
+
+    manager: Any
+    offload: NativeOffload
+    traits: Traits
+
+    def _begin_notes(self, rng: Random) -> None:
+        """Begin, with a source of what has the order of a set in the original."""
+        offload = self.manager.offload
+        assert isinstance(offload, NativeOffload)  # it is made for those
+        self.offload = offload
+        self.traits = replace(self.traits, chunk=offload.blocks_per_chunk, clears_below=False)
+        offload.shuffle_with(Random(rng.getrandbits(64)))  # noqa: S311 - mock data
+        self._known: dict[Any, OffloadRequest] = {}
+        self._prefills: set[Any] = set()
+        self._computing: dict[Any, Computing] = {}
+        self._preempted: list[OffloadRequest] = []
+        self._finished: list[OffloadRequest] = []
+        self._got: set[int] = set()
+
+    # ----------------------------------------------------------------------------------- what its manager does
+
+    @abstractmethod
+    def tables(self, request: Any) -> Sequence[Sequence[int]]:
+        """All blocks of a request, by group; not copied."""
+
+    @abstractmethod
+    def found(self, request: Any) -> tuple[Any, int]:
+        """What the device has of a request without blocks, and tokens of that."""
+
+    @abstractmethod
+    def missing(self, request: Any, upto: int, hits: Any = None) -> int:
+        """Free blocks that it needs for its first `upto` tokens, beside those that were found."""
+
+    @abstractmethod
+    def place(self, request: Any, hits: Any, tokens: int) -> None:
+        """Take what was found, and blocks for so many tokens behind that, which are loaded into them."""
+
+    @abstractmethod
+    def cache(self, request: Any) -> None:
+        """Cache what was loaded, as far as it is computed."""
+
+    @abstractmethod
+    def detach(self, request: Any) -> Any:
+        """Move the blocks of a request to another one like it, which is returned."""
+
+    def keeps(self, request: Any) -> Keeps | None:  # noqa: ARG002 - for those with windows
+        """What is stored of groups with a window; None: there are none."""
+        return None
+
+    def before_end(self, request: Any) -> None:  # noqa: B027 - for those that do something
+        """Do what the manager does before the connector is told that a request is over."""
+
+    # ------------------------------------------------------------------------------------------ for the clock
+
+    def known(self, request: Any) -> OffloadRequest:
+        """What the connector knows a request as."""
+        found = self._known.get(request)
+        if found is None:
+            found = self._known[request] = self.offload.request(request.tokens, keeps=self.keeps(request))
+        return found
+
+    def reserved(self) -> int:
+        """Blocks that unfinished prefills, and those that load, still need for all their tokens."""
+        return sum(max(0, self.missing(request, len(request))) for request in self._prefills)
+
+    def loads(self, request: Any) -> None:
+        """A request got blocks for what it loads."""
+        self._got.update(*self.tables(request))
+        self._prefills.add(request)
+
+    def leave(self, request: Any) -> Any:
+        """Have another one know what a request has loaded for it, and its blocks; it is returned."""
+        left = self.detach(request)
+        self._known[left] = self._known.pop(request)
+        self._prefills.remove(request)
+        self._prefills.add(left)
+        return left
+
+    def count(self, request: Any) -> int:
+        """Blocks that a request holds."""
+        return sum(1 for blocks in self.tables(request) for block in blocks if block)
+
+    def take_step(self) -> OffloadStep:
+        """Take what has happened since the last step."""
+        step = OffloadStep(list(self._computing.values()), self._preempted, self._finished, self._got)
+        self._computing, self._preempted, self._finished, self._got = {}, [], [], set()
+        return step
+
+    @property
+    def has_news(self) -> bool:
+        """Whether something has happened that a step has to be planned for."""
+        return bool(self._computing or self._preempted or self._finished)
+
+    def end(self, request: Any, *, aborted: bool) -> None:
+        """A request is over."""
+        known = self._known.pop(request, None)
+        self._prefills.discard(request)
+        if known is not None:
+            self.before_end(request)
+            self.offload.ended(known, computed=request.num_computed_tokens if aborted else None)
+            self._finished.append(known)
+
+    # ------------------------------------------------------------------------------------------ for the driver
+
+    def _allocated(self, request: Any, held: Sequence[int], before: int) -> None:
+        """Note what was allocated for a request that held so many blocks of each group, and had computed so many tokens."""
+        if request.num_computed_tokens > before:
+            is_admitted = not any(held) or request in self._prefills
+            for blocks, count in zip(self.tables(request), held, strict=True):
+                self._got.update(blocks if is_admitted else blocks[count:])
+            self._computed(request)
+
+    def _computed(self, request: Any) -> None:
+        computed = request.num_computed_tokens
+        self._computing[request] = Computing(self.known(request), self.tables(request), computed)
+        if computed < len(request):
+            self._prefills.add(request)
+        else:
+            self._prefills.discard(request)
+
+    def _freed(self, request: Any, *, done: bool) -> None:
+        """Note that a request is over, or that it was preempted."""
+        if done:
+            self.end(request, aborted=request.num_computed_tokens < len(request) - 1)
+        elif any(self.tables(request)) and request in self._known:
+            self._prefills.discard(request)
+            self._computing.pop(request, None)
+            self._preempted.append(self._known[request])

@@ -1,0 +1,294 @@
+"""The clock that engines share: it jumps to the next moment at which something happens, and there each stage acts in its turn.
+
+One subject: when passes of engines start and end.
+
+Theory of operation. A stage is one kind of thing that happens in time: passes end, requests arrive, passes start. At a moment each
+acts, in their order, and again until nothing is due at it. An engine takes a seat, and starts a pass when it has requests and runs
+none; not one that could do nothing, before something happens to it.
+
+An engine that would only decode plans all its passes up to one that does something else, and the clock jumps to the last one's end:
+nobody can tell these passes apart. Where something happens to the engine before, the plan is cut behind the pass that is under way
+then. The passes of a plan are computed when it ends; where nobody looks at the block manager before, already when it is cut.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from heapq import heappop, heappush
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+from pytest_kvmock.fleet.ranks import RankedWorker
+
+if TYPE_CHECKING:
+    from pytest_kvmock.engine.scheduler import ForwardPass, Release
+    from pytest_kvmock.fleet.mock_engine import MockEngine
+    from pytest_kvmock.fleet.router_calls import Calls
+
+Stage: TypeAlias = Callable[[float], Iterable[Any]]
+"""What is due at a moment happens; yields what is to be awaited."""
+
+
+class Seat:
+    """What runs passes in a run: an engine, or the ranks of a worker, which run theirs together.
+
+    Args:
+        engines: the engine, or the ranks.
+        order: its place among all.
+
+    Attributes:
+        engines: as above.
+        order: as above.
+        driven: what runs passes.
+        started: the number of its pass, or of the first one of its plan, among all that were started in the run.
+        end_ms: when its pass ends, or the last one of its plan; None: it runs none.
+        plan: when the passes end that it runs in one go; empty: it runs one by itself, or none.
+        is_cut: its plan was cut.
+        cycles: its last pass preempted requests, and generated nothing.
+    """
+
+    __slots__ = ("cycles", "driven", "end_ms", "engines", "is_cut", "order", "plan", "started")
+
+    def __init__(self, engines: Sequence[MockEngine], order: int) -> None:
+        self.engines = engines
+        self.order = order
+        self.driven: MockEngine | RankedWorker = engines[0] if len(engines) == 1 else RankedWorker(engines)
+        self.started = 0
+        self.end_ms: float | None = None
+        self.plan: list[float] = []
+        self.is_cut = False
+        self.cycles = False
+
+
+class EngineRun(ABC):
+    """A run on one clock, from the first arrival until nothing is open.
+
+    Args:
+        start_ms: when the clock starts.
+
+    Attributes:
+        now_ms: the time.
+    """
+
+    def __init__(self, start_ms: float) -> None:
+        self.now_ms = start_ms
+
+    def pass_time(self, *stages: Stage) -> Calls:
+        """Let stages act, in their order, at one moment after the other, until nothing is due."""
+        moment = self.now_ms
+        while moment < math.inf:
+            self.now_ms = max(self.now_ms, moment)
+            for act in stages:
+                yield from act(self.now_ms)
+            moment = self.next_ms
+
+    @property
+    @abstractmethod
+    def next_ms(self) -> float:
+        """When something is due next, which may be at the present moment, or before; infinite where the run is over."""
+
+    @abstractmethod
+    def plans_until(self, seat: Seat) -> float:
+        """Return until when passes of a seat are planned: so long each may start."""
+
+    def record(self, seat: Seat, passes: int) -> None:  # noqa: B027 - most are recorded nowhere
+        """Record passes, before they are computed, or what cuts their plan happens."""
+
+    def started(self) -> Iterable[Any]:
+        """Note that a pass has started."""
+        return ()
+
+    def finish(self, seat: Seat) -> ForwardPass:
+        """End a pass; what it did."""
+        return seat.driven.finish_pass()
+
+    @abstractmethod
+    def ended(self, seat: Seat, done: ForwardPass | None) -> Iterable[Any]:
+        """Note what a pass did that has ended; None: passes that were planned."""
+
+    @abstractmethod
+    def check_served(self) -> None:
+        """Raise if requests are left for which nothing happens any more."""
+
+
+class Passes:
+    """The passes of a run, of which there are two stages: they end, and others start.
+
+    Args:
+        run: whose they are.
+        release: that of the engines. Before 1.6.1 an engine that could do nothing tries again at the same moment, until it counts as
+            stalled; else it starts no pass before something happens to it.
+        ends_at_once: a pass that takes no time ends as it starts; else in its turn, as passes that take some.
+        sources: how many seats, the first ones, are those of prefill engines: no other engine starts a pass while one of theirs that takes
+            no time is to end.
+        plans: whether passes are planned.
+        ahead: nobody looks at a block manager before the end of a plan; see `MockEngine.plan`.
+        end_by: no pass ends later that is planned.
+    """
+
+    def __init__(
+        self,
+        run: EngineRun,
+        release: Release,
+        *,
+        ends_at_once: bool = True,
+        sources: int = 0,
+        plans: bool = True,
+        ahead: bool = False,
+        end_by: float = math.inf,
+    ) -> None:
+        self._run = run
+        self._release = release
+        self._ends_at_once = ends_at_once
+        self._sources = sources
+        self._plans = plans
+        self._ahead = ahead
+        self._end_by = end_by
+        # (end, number of the start, seat): an entry that was replaced is passed over.
+        self._ends: list[tuple[float, int, Seat]] = []
+        self._count = 0
+        self._seats: dict[MockEngine, Seat] = {}
+        # They run no pass, and something happened to them since they could do nothing.
+        self._idle: set[Seat] = set()
+        self._start_ms = -math.inf  # when all had started a pass that could
+
+    @property
+    def next_ms(self) -> float:
+        """When the next pass ends; infinite where none is under way."""
+        ends = self._ends
+        while ends and ends[0][2].end_ms != ends[0][0]:
+            heappop(ends)
+        return ends[0][0] if ends else math.inf
+
+    @property
+    def go_on(self) -> bool:
+        """Whether an engine is in a pass that had not preempted and generated nothing in the one before."""
+        return any(seat.end_ms is not None and not seat.cycles for seat in self._seats.values())
+
+    def add(self, engines: Sequence[MockEngine]) -> None:
+        """Take one more engine, or the ranks of one more worker."""
+        self._seats.update(dict.fromkeys(engines, Seat(engines, len(self._seats))))
+
+    def touch(self, engine: MockEngine, now_ms: float) -> None:
+        """Let an engine start a pass to which something happens; its plan ends with the pass that is under way."""
+        seat = self._seats[engine]
+        self._idle.add(seat)
+        self._cut(seat, now_ms)
+
+    def is_busy(self, engine: MockEngine, now_ms: float) -> bool:
+        """Return whether an engine is in a pass, and cut its plan; a pass that ends now has ended."""
+        seat = self._seats[engine]
+        self._cut(seat, now_ms)
+        if seat.plan and seat.end_ms == now_ms:
+            seat.end_ms = None
+            self._compute(seat, seat.plan)
+            self._idle.add(seat)
+        return seat.end_ms is not None
+
+    def end(self, now_ms: float) -> Calls:
+        """End the passes that end by now, in the order in which they were started; beside prefill engines in that of the seats."""
+        due: dict[Seat, None] = {}
+        while self.next_ms <= now_ms:
+            due[heappop(self._ends)[2]] = None
+        for seat in sorted(due, key=attrgetter("order" if self._sources else "started")):
+            yield from self._end(seat)
+
+    def _end(self, seat: Seat) -> Calls:
+        """End what a seat is in; whether that did anything."""
+        done: ForwardPass | None = None
+        seat.end_ms, plan = None, seat.plan
+        if plan:
+            self._compute(seat, plan)
+        else:
+            done = self._run.finish(seat)
+        did_something = done is None or done.did_something
+        if did_something:
+            seat.cycles = done is not None and bool(done.preempted) and not done.generated
+        if did_something or not self._release.instant_passes_first:
+            self._idle.add(seat)
+        yield from self._run.ended(seat, done)
+        return did_something
+
+    def _compute(self, seat: Seat, plan: list[float]) -> None:
+        """Compute the passes of a plan, the first of them or all."""
+        if not seat.is_cut:
+            self._run.record(seat, len(plan))
+        if plan and not (seat.is_cut and self._ahead):
+            cast("MockEngine", seat.driven).run_plan(plan, ahead=self._ahead)  # a worker with ranks plans nothing
+        seat.plan, seat.is_cut = [], False
+
+    def start(self, now_ms: float) -> Calls:
+        """Start a pass on each engine that can, in the order of the seats."""
+        idle = self._idle
+        while idle:
+            seat = min(idle, key=attrgetter("order"))
+            if seat.order >= self._sources > 0 and self.next_ms <= now_ms and self._ends[0][2].order < self._sources:
+                break
+            idle.remove(seat)
+            if seat.end_ms is None and seat.driven.has_work:
+                yield from self._start(seat, now_ms)
+        else:
+            self._start_ms = now_ms
+
+    def _start(self, seat: Seat, now_ms: float) -> Calls:
+        """Start the next pass of a seat, or plan several."""
+        run = self._run
+        plan: list[float] = []
+        if self._plans:
+            plan = seat.driven.plan(now_ms, run.plans_until(seat), ahead=self._ahead)
+            # One of no time lets happen what is due at this moment before the next.
+            del plan[bisect_right(plan, self._end_by) if plan and plan[0] > now_ms else 0 :]
+        seat.plan = plan
+        if plan:
+            end_ms = plan[-1]
+        else:
+            run.record(seat, 1)
+            end_ms = seat.driven.start_pass(now_ms).end_ms
+            yield from run.started()
+        self._count += 1
+        seat.started = self._count
+        if end_ms > now_ms or not self._ends_at_once:
+            self._note_end(seat, end_ms)
+        elif not (yield from self._end(seat)) and self._release.stalls_at_once and not self._sources:
+            run.check_served()
+
+    def _note_end(self, seat: Seat, end_ms: float) -> None:
+        seat.end_ms = end_ms
+        heappush(self._ends, (end_ms, seat.started, seat))
+
+    def _cut(self, seat: Seat, now_ms: float) -> None:
+        plan = seat.plan
+        if not plan or seat.is_cut:
+            return
+        # A pass that starts at this very moment has begun if others have.
+        kept = 1 + (bisect_right if self._start_ms == now_ms else bisect_left)(plan, now_ms)
+        self._run.record(seat, min(kept, len(plan)))
+        if kept < len(plan):
+            del plan[kept:]
+            self._note_end(seat, plan[-1])
+        if self._ahead:
+            cast("MockEngine", seat.driven).run_plan(plan, ahead=True)
+        seat.is_cut = True
+
+    def lose(self, engine: MockEngine, now_ms: float) -> None:
+        """Forget the pass of an engine that is lost; what it planned and generated by now came out."""
+        seat = self._seats[engine]
+        seat.end_ms, plan = None, seat.plan
+        if plan:
+            del plan[bisect_right(plan, now_ms) :]
+            self._compute(seat, plan)
+
+    def restarted(self, engine: MockEngine) -> None:
+        """Begin anew, as an engine did."""
+        driven = self._seats[engine].driven
+        if isinstance(driven, RankedWorker):
+            driven.restarted()
+
+    def close(self) -> None:
+        """Let ranks run by themselves again."""
+        for seat in self._seats.values():
+            if isinstance(seat.driven, RankedWorker):
+                seat.driven.close()
