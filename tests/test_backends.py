@@ -238,7 +238,9 @@ def test_fields_of_a_profile_may_be_the_least_there_is():
 @pytest.mark.parametrize(
     "name", [name for name, spec in BACKENDS.items() if name not in ("lineage", "lru", "multi_lru") and not spec.group]
 )
-def test_a_manager_made_by_its_class_has_the_sizes_of_one_made_by_name(name):
+def test_a_manager_made_by_its_class_has_the_sizes_of_one_made_by_name(
+    name,
+):  # the class of a hybrid model needs its groups
     made = create_manager(name, num_blocks=4)
     own = type(made)(num_blocks=4)
     assert (made.block_size, made.dp_rank, made.max_capacity) == (own.block_size, own.dp_rank, own.max_capacity)

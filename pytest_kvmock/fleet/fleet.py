@@ -146,7 +146,7 @@ class Fleet:
         if knowledge is None:
             knowledge = Heard(index, self.engines, event_delay_ms, counts_copies=copies)
         self._knowledge = knowledge
-        held = knowledge.reference.dump_events() if record else ()
+        held = knowledge.held_events() if record else ()
         self._caches = TrueCaches(self.engines, held, counts_copies=copies) if record else None
         self._incidents: list[Incident] = []
         self._run: FleetRun | None = None  # while it serves
@@ -272,7 +272,10 @@ class Fleet:
             raise TypeError(f"Fleet: name must be text, or None, got {name!r:.80}")
         engines = list(self.engines.values())
         size, least = engines[0].args.block_size, self._release.least_output
-        turns = turns_of(trace, self._trace_block_size, size, least_output=least, who="Fleet")
+        takes_hashes = all(engine.worker.traits.takes_hashes for engine in engines)
+        turns = turns_of(
+            trace, self._trace_block_size, size, least_output=least, takes_hashes=takes_hashes, who="Fleet"
+        )
         for engine in engines:
             if not engine.is_idle or engine.is_in_pass:
                 raise ValueError(f"Fleet: {engine!r} has open requests; engines must be idle")

@@ -230,6 +230,10 @@ class Knowledge(KnownCaches, ABC, Generic[_T]):
         """What became of the block that an event goes on from, for messages."""
         return ""
 
+    def held_events(self) -> list[RouterEvent]:
+        """Return events that tell an empty index what is held now, each copy by one of its own."""
+        return self.reference.dump_events()
+
     def reference_overlaps(self, request: RouterRequest) -> Mapping[Worker, int]:
         """Return how many leading full blocks each worker holds, by the reference index."""
         return KnownCaches.overlaps(self, request)

@@ -94,7 +94,9 @@ def replay(
     objectives = check_objectives(slo_ttft_ms, slo_itl_ms, slo_e2e_ms)
     release = engines[0].args.release
     with long_run():
-        turns = turns_of(requests, trace_block_size, engines[0].args.block_size, least_output=release.least_output)
+        takes_hashes = all(engine.worker.traits.takes_hashes for engine in (*prefill, *engines))
+        size, least = engines[0].args.block_size, release.least_output
+        turns = turns_of(requests, trace_block_size, size, least_output=least, takes_hashes=takes_hashes)
         check_sizes(turns, engines, prefill)
         start_ms = float(max(engine.now_ms for engine in (*prefill, *engines)))
         arrivals = Arrivals(

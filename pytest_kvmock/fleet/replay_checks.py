@@ -113,6 +113,7 @@ def turns_of(
     block_size: int,
     *,
     least_output: int = 1,
+    takes_hashes: bool = True,
     who: str = "replay",
 ) -> list[Turn]:
     """Return the requests of a trace, each with its prompt.
@@ -122,6 +123,7 @@ def turns_of(
         trace_block_size: as `replay` takes it.
         block_size: that of the engines.
         least_output: the fewest tokens of output that a request may ask for.
+        takes_hashes: whether the engines take prompts of hashes; else each has tokens.
         who: what messages begin with; a "Fleet" takes requests of its own kind too.
 
     Raises:
@@ -143,7 +145,7 @@ def turns_of(
             if isinstance(request, FleetRequest):
                 prompt = _own_prompt(request, block_size)
             else:
-                prompt = _prompt(request, trace_block_size, block_size)
+                prompt = _prompt(request, trace_block_size, block_size, takes_hashes=takes_hashes)
         except (TypeError, ValueError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(f"{where}: {error}") from None
@@ -182,7 +184,7 @@ def _check_times(where: str, request: TraceRequest | FleetRequest, sessions: dic
         sessions[session] = timestamp or 0.0
 
 
-def _prompt(request: TraceRequest, trace_block_size: int | None, block_size: int) -> Prompt:
+def _prompt(request: TraceRequest, trace_block_size: int | None, block_size: int, *, takes_hashes: bool) -> Prompt:
     size, count = trace_block_size or block_size, len(request.hash_ids)
     expected = -(-request.input_length // size)
     if count != expected:
@@ -191,7 +193,7 @@ def _prompt(request: TraceRequest, trace_block_size: int | None, block_size: int
             f"a prompt of {request.input_length} tokens has {count} hash ids, where {whose} of {size} makes {expected}; "
             "trace_block_size must be the one that the trace was made with (512 in Mooncake traces and kv_trace)"
         )
-    return request.prompt(size, tokens=True if trace_block_size is not None else None)
+    return request.prompt(size, tokens=True if trace_block_size is not None or not takes_hashes else None)
 
 
 def _own_prompt(request: FleetRequest, block_size: int) -> Prompt:

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from pytest_kvmock.events import Stored
+from pytest_kvmock.events import SparseStored, Stored
+from pytest_kvmock.prompt_keys import is_attention_group
 
 if TYPE_CHECKING:
     from pytest_kvmock.events import RouterEvent
@@ -45,7 +46,7 @@ class SentBlocks:
     def stored(self, event: RouterEvent, worker: Worker) -> None:
         """Note the blocks of a Stored; another event takes nothing away, and a block of an unknown parent is none of a prompt."""
         data = event.event.data
-        if not isinstance(data, Stored):
+        if not isinstance(data, Stored) or isinstance(data, SparseStored) or not is_attention_group(event.extra):
             return
         named = self._named.setdefault(worker, {})
         node = self._tries.setdefault(worker, {}) if data.parent_hash is None else named.get(data.parent_hash)

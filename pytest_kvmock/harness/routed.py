@@ -8,6 +8,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from pytest_kvmock.checks import check_integer, check_number
+from pytest_kvmock.events import Stored
 from pytest_kvmock.fleet.fleet import Fleet
 from pytest_kvmock.fleet.fleet_events import EventDelay, Knowledge
 from pytest_kvmock.hygiene.delivery import Delivery
@@ -19,7 +20,7 @@ from pytest_kvmock.router.selection import DynamoRouter
 if TYPE_CHECKING:
     from pytest_kvmock.backends import EngineProfile
     from pytest_kvmock.engine.worker import KvWorker
-    from pytest_kvmock.events import RouterEvent
+    from pytest_kvmock.events import RouterEvent, StreamKey
     from pytest_kvmock.fleet.mock_engine import MockEngine
     from pytest_kvmock.fleet.router_calls import RouterCalls
     from pytest_kvmock.harness.faults import Faults
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.harness.publisher import Publisher
     from pytest_kvmock.harness.workers import WorkerKey
     from pytest_kvmock.hygiene.log import EventLog
+    from pytest_kvmock.hygiene.stream import Stream
     from pytest_kvmock.report.rows import Belief
     from pytest_kvmock.router.index import RadixIndex
     from pytest_kvmock.router.routing import RouterRequest, Worker
@@ -44,6 +46,8 @@ class Judging(Protocol):
     def reference(self) -> RadixIndex: ...  # noqa: D102 - likewise
     @property
     def is_async(self) -> bool: ...  # noqa: D102 - likewise
+    @property
+    def streams(self) -> Mapping[StreamKey, Stream]: ...  # noqa: D102 - likewise
     @property
     def faults(self) -> Faults: ...  # noqa: D102 - likewise
 
@@ -138,6 +142,16 @@ class JudgedEvents(Knowledge[Delivery]):
         if belief.follows:
             problem.follows_from(next(each for each in reversed(log.problems) if each.rule in ROUTER_RULES))
         log.note([problem])
+
+    def held_events(self) -> list[RouterEvent]:
+        """Return events that tell an empty index what is held now; the reference index counts no copies, the ledger does."""
+        held = super().held_events()
+        streams = self._harness.streams
+        for event in [*held]:
+            copies = streams[event.worker_id, event.event.dp_rank].copies.get(event.storage_tier, {})
+            assert isinstance(event.event.data, Stored)
+            held += [event] * copies.get(event.event.data.block_hashes[0], 0)
+        return held
 
     @property
     def event_errors(self) -> list[Problem]:

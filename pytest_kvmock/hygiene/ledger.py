@@ -282,7 +282,8 @@ class Ledger:
         if flaw is None:
             return []
         problem = problem_of(WRONG_HASH, stream, flaw.observed, flaw.expected, (flaw.block,), tier=event.storage_tier)
-        problem.is_error = stream.spec.prefix_closed
+        # Of the engines that are not prefix-closed those of Dynamo link blocks wrongly by themselves; no other does.
+        problem.is_error = stream.spec.prefix_closed or not isinstance(stream.hash_chain, DynamoChain)
         if before and before[0].rule in _OF_THE_CHAIN and before[0].cause is None:
             problem.follows_from(before[0])  # the parent is wrong, so the chain is: one fault
         return [problem]

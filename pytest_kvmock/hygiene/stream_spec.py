@@ -40,7 +40,7 @@ class StreamSpec:
         num_blocks: how many blocks it has on the device; None: unknown, and over_capacity is not judged.
         tier_blocks: how many it has in each tier below; a tier without is unknown. None: there is none.
         residency: see `BackendSpec`; where it is "counted", a block may be stored and removed several times.
-        prefix_closed: see `BackendSpec`; where it is false a wrong hash is a warning, and an orphaned child is none.
+        prefix_closed: see `BackendSpec`; where it is false a wrong hash by Dynamo's chain is a warning, and an orphaned child is none.
         chain: makes the rule by which it names blocks, to judge `wrong_hash` by: each stream has its own, as a chain of hashes
             has a state.
         clears_below: whether a Cleared, which has no tier, empties the tiers below the device, too; vLLM's is of the device alone.

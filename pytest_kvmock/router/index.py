@@ -45,7 +45,7 @@ from pytest_kvmock.events import (
     block_text,
     value_text,
 )
-from pytest_kvmock.prompt_keys import is_of_group
+from pytest_kvmock.prompt_keys import group_extra, is_of_group
 from pytest_kvmock.router.attention_group import AttentionGroup
 from pytest_kvmock.router.locations import Locations
 from pytest_kvmock.router.lower_tier import LowerTier, Match
@@ -397,15 +397,23 @@ class RadixIndex:
     def dump_events(self) -> list[RouterEvent]:
         """Events that build an index with the same answers from an empty one.
 
-        One block an event, tier by tier and rank by rank; ids count from 0 and are nobody's. Those of the device come
-        breadth first, and what no query can reach for a rank is left out: orphans of a removed block. Where a rank gave one
+        One block an event, tier by tier and rank by rank, and once more for each further copy that it counts; ids count from 0
+        and are nobody's. Those of the device come breadth first, and what no query can reach for a rank is left out: orphans of a removed block. Where a rank gave one
         block two sequence hashes, the last is named; where it gave one sequence hash to two blocks, which no honest engine
         does, one of them may be missing. Below the device all blocks are there, in the order in which they were stored; of an
-        engine that publishes locations, those whose tokens are known, and what stands in the middle of a chunk may be missing.
+        engine that publishes locations, those whose tokens are known, and what stands in the middle of a chunk may be missing. Of
+        a hybrid model they are of the attention group, by its number.
         """
+        extras = {key: group_extra(group.group_idx) for key, group in self._groups.items()}
+        found = list(self.edges())
+        if self._copies is not None:
+            counted = self._copies
+            found += [each for each in found for _ in range(1, counted.get((each[1], each[0]), Counter())[each[2][1]])]
         return [
-            RouterEvent(key[0], KvCacheEvent(place, Stored(parent, (block,), (local,)), key[1]), tier)
-            for place, (tier, key, (parent, block, local)) in enumerate(self.edges())
+            RouterEvent(
+                key[0], KvCacheEvent(place, Stored(parent, (block,), (local,)), key[1]), tier, None, extras.get(key)
+            )
+            for place, (tier, key, (parent, block, local)) in enumerate(found)
         ]
 
     def edges(self, worker_id: int | None = None) -> Iterator[tuple[StorageTier, WorkerRank, Edge]]:

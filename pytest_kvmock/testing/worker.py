@@ -388,7 +388,7 @@ class WorkerContract(OverBackend):
         world = self._start(8)
         request = world.do(world.worker.prefill, world.harness.prompt(5))
         world.do(request.preempt)
-        others: list[Any] = []
+        others: list[Request] = []
         with suppress(OutOfBlocks):
             more = range(world.harness.profile.num_blocks + 1)
             others.extend(world.do(world.worker.prefill, world.harness.prompt(1)) for _ in more)

@@ -134,7 +134,9 @@ def test_a_right_router_believes_nothing_wrong(setting, seed):
 
 
 @pytest.mark.parametrize("setting", ["plain", "restart", "crash", "late"])
-@pytest.mark.parametrize("backend", ["multi_lru", "hash_cache", "vllm", "mocker_sglang_1_6", "sglang"])
+@pytest.mark.parametrize(
+    "backend", ["multi_lru", "hash_cache", "vllm", "mocker_sglang_1_6", "sglang", "vllm_gpt_oss", "vllm_qwen3_next"]
+)
 def test_nor_over_any_other_engine(backend, setting):
     report = bare(RightRouter, setting, 0, backend)
     report.assert_no_drift()
@@ -557,7 +559,9 @@ def test_a_right_tree_of_what_was_sent_is_no_drift(setting, make):
         assert report.figure("believed_not_found") is not None
 
 
-@pytest.mark.parametrize("backend", ["multi_lru", "hash_cache", "vllm", "mocker_sglang_1_6", "sglang"])
+@pytest.mark.parametrize(
+    "backend", ["multi_lru", "hash_cache", "vllm", "mocker_sglang_1_6", "sglang", "vllm_gpt_oss", "vllm_qwen3_next"]
+)
 def test_nor_is_it_over_any_other_engine(backend):
     for setting in ("small", "restart"):
         bare(sends_answers, setting, 0, backend).assert_no_drift()

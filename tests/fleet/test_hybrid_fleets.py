@@ -30,6 +30,13 @@ def test_a_report_says_which_cache_lacked_what_was_promised_and_not_found():
     assert "lacked" not in str(report)
 
 
+def test_a_trace_of_hashes_has_tokens_before_engines_that_need_them():
+    """Gemma 4 hashes less than a block at a time: each id of the trace is a block of tokens of its own."""
+    with RouterHarness(EngineProfile(4, 600), "vllm_gemma4") as kv:
+        report = kv.fleet(DynamoRouter()).run([TraceRequest(1000.0 * n, 38, 3, (*range(9), n)) for n in (20, 30)])
+    assert [0, 36] == [request.first_reused_tokens for request in report.completed]
+
+
 def requests(rng, size):
     """Some that share beginnings, some that go on with what was asked before, at random times."""
     ids, asked, now = iter(range(10**9)), [], 0.0

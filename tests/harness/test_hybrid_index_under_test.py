@@ -1,5 +1,7 @@
 """An index under test over hybrid backends: between what engines would reuse and what their attention groups hold."""
 
+from dataclasses import replace
+
 import hybrid_readers
 import pytest
 from depth import examples
@@ -11,6 +13,8 @@ from test_reusable import HYBRID, harness_of
 from pytest_kvmock import EventRulesBroken, RadixIndex
 from pytest_kvmock.backends import backend_spec
 from pytest_kvmock.cache import CacheGroup
+from pytest_kvmock.events import Stored
+from pytest_kvmock.prompt_keys import is_attention_group
 from pytest_kvmock.testing import play, traffic
 from pytest_kvmock.tokens import block_hashes
 
@@ -152,3 +156,21 @@ def test_traffic_finds_naive_indexes_within_200_examples(kind):
 
     with pytest.raises(EventRulesBroken, match="index_drift"):
         drive()
+
+
+@pytest.mark.parametrize("backend", ["vllm_gpt_oss", "vllm_gemma4", "sglang_gpt_oss"])
+def test_a_wrong_parent_in_the_attention_group_is_an_error_as_of_any_engine(backend):
+    with harness_of(backend, num_blocks=200) as kv:
+        kv.worker(0).serve(kv.prompt(2))
+        root, publish = kv.events.stored_blocks[0], kv.publisher.publish
+
+        def hang(event):
+            data = event.event.data
+            if type(data) is Stored and is_attention_group(event.extra) and data.parent_hash is None:
+                event = replace(event, event=replace(event.event, data=replace(data, parent_hash=root)))
+            publish(event)
+
+        kv.publisher.publish = hang
+        kv.worker(0).serve(kv.prompt(2))
+        errors = [problem.rule for problem in kv.judge().errors]
+        assert ["wrong_hash"] == errors

@@ -51,7 +51,7 @@ def test_what_was_wrong_before_a_run_or_by_a_fault_does_not_count():
     fleet.run(trace(seed=1)).assert_no_event_errors()
 
 
-@pytest.mark.parametrize("backend", ["lineage", "hash_cache", "vllm", "sglang"])
+@pytest.mark.parametrize("backend", ["lineage", "hash_cache", "vllm", "sglang", "vllm_gpt_oss", "vllm_qwen3_next"])
 def test_a_right_router_has_no_regret_in_a_harness(backend):
     world = harness(backend)
     for each in trace()[:5]:  # what was held before the fleet was there is known too

@@ -118,6 +118,24 @@ def test_the_attention_group_is_told_by_its_kind_even_if_no_other_group_has_stor
     assert 1 == index.found(11)
 
 
+def test_a_dump_is_of_the_attention_group_and_has_each_copy_that_is_counted():
+    index, again = Index(count_copies=True), RadixIndex(count_copies=True)
+    for _ in range(2):
+        index(Stored(None, (1,), (11,)), WINDOW, size=4)
+        index(Stored(None, (1,), (11,)), FULL, size=4)
+    for event in index.index.dump_events():
+        again.apply(event)
+    after = [
+        (Stored(None, (1,), (11,)), WINDOW, 1),
+        (Removed((1,)), None, 1),
+        (Removed((1,)), FULL, 1),
+        (Removed((1,)), FULL, 0),
+    ]
+    for place, (data, extra, left) in enumerate(after):
+        again.apply(RouterEvent(0, KvCacheEvent(place, data), extra=extra))
+        assert left == again.find_matches([11]).scores.get((0, 0), 0), data
+
+
 def test_each_worker_has_groups_of_its_own(index):
     index(Stored(None, (1,), (11,)), WINDOW, size=4)
     index(Stored(None, (1,), (11,)), FULL, size=4)

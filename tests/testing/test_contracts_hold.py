@@ -4,7 +4,7 @@ from collections import Counter
 from threading import Lock
 
 from bounded_indexes import BoundedIndex
-from depth import takes_long
+from depth import few, takes_long
 from hybrid_sizes import EACH
 from truncating_indexes import KeyedTokenIndex
 
@@ -297,7 +297,7 @@ class NoticesRepeats(RadixIndex):
 
 
 class TestAnIndexThatNoticesRepeats(IndexContract):
-    backends = OF_SMALL_BLOCKS
+    backends = few(OF_SMALL_BLOCKS, 5)
     survives = ("double", "restart")
 
     def make_index(self):

@@ -140,7 +140,7 @@ HYBRID_MODELS: Final = MappingProxyType(
                 "Qwen3-Next 80B-A3B",
                 _states(3, 544) + _full(544),
                 f"its configuration (48 layers, each fourth of full attention); {_READ}: 544 tokens",
-                "kernels that export no state (FlashInfer's do, with blocks of 576)",
+                "kernels that export no state (FlashInfer's do, at multiples of 64, with blocks of 576: a variant in the reference)",
             ),
             HybridModel(
                 "kimi_linear",
