@@ -102,4 +102,4 @@ def memory():
     gc.collect()
     used = tracemalloc.get_traced_memory()[0] / index.num_blocks(0)
     tracemalloc.stop()
-    yield Figure("memory of the index", "500 B a cached block", f"{used:.0f} B", used <= 500)
+    yield Figure("memory of the index", "250 B a cached block", f"{used:.0f} B", used <= 250)
