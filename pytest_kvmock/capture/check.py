@@ -318,16 +318,23 @@ class _Replay:
             return DynamoChain
         self._unchained.discard(key)
         if backend not in known_backends():
-            self._unchained.add(key)
-            note = f"backend {backend!r} is not known here, so its hashes are not judged"
-            self._checked.notes += [note] * (note not in self._checked.notes)
-            return DynamoChain
+            return self._unjudged(key, f"backend {backend!r} is not known here")
         engine = self._checked.header.get("engine") or {}
-        spec = recorded_backend(backend, engine.get("models") if engine.get("backend") == backend else None)
+        models = engine.get("models") if engine.get("backend") == backend else None
+        spec = recorded_backend(backend, models)
         if spec.chain is None:
             return DynamoChain
+        if models not in (None, spec.models):  # its options may have changed by what unit, or algorithm, it hashes
+            return self._unjudged(key, f"{models!r:.80} is not the engine of backend {backend!r} as it is")
         manager = spec.make(num_blocks=1, block_size=value.get("block_size") or 16, dp_rank=0, sink=None)
         return partial(spec.chain, manager)
+
+    def _unjudged(self, key: StreamKey, reason: str) -> Callable[[], Chain]:
+        """Judge no hashes of a stream, and say why."""
+        self._unchained.add(key)
+        note = f"{reason}, so its hashes are not judged"
+        self._checked.notes += [note] * (note not in self._checked.notes)
+        return DynamoChain
 
     def _take_injected(self, key: StreamKey, value: dict[str, Any]) -> None:
         self._injected.take_fault(key, value)

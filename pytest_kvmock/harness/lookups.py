@@ -85,12 +85,6 @@ class Lookups:
             found = {key: worker.cached_tokens(prompt) for key, worker in self._workers.by_key.items()}
         return {key: tokens for key, tokens in found.items() if tokens}
 
-    def lacking(self, prompt: Prompt | TokenIds) -> dict[WorkerKey, tuple[str, ...]]:
-        """Why each worker would reuse less than is promised; see `RouterHarness.lacking`."""
-        with self._lock:
-            found = {key: worker.lacking(prompt) for key, worker in self._workers.by_key.items()}
-        return {key: caches for key, caches in found.items() if caches}
-
     def _by_worker(self, scores: Scores | WorkerScores) -> Overlap:
         out: Overlap = {}
         for key, blocks in scores.items():

@@ -512,17 +512,6 @@ class RouterHarness:
         """
         return self._lookups.reusable(prompt)
 
-    def lacking(self, prompt: Prompt | TokenIds) -> dict[WorkerKey, tuple[str, ...]]:
-        """The caches that lack what full attention has of a prompt, so that an engine would reuse less than `overlap` promises.
-
-        Each is named by kind, tokens a block and window, such as "sliding_window 16 (window 128)"; a worker without one is
-        absent. Changes nothing.
-
-        Raises:
-            ValueError: a worker cannot name the blocks of the prompt.
-        """
-        return self._lookups.lacking(prompt)
-
     # ----------------------------------------------------------------------------------------------- checks
 
     def assert_no_event_errors(self) -> None:

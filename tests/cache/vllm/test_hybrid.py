@@ -192,7 +192,6 @@ def test_queries_count_by_name_and_by_number():
             "cache groups are those of vLLM 0.33.0; version 0.19.1 is not mocked with them",
         ),
         (GPT_OSS, {"max_model_len": 0}, "max_model_len must be an integer of at least 1 tokens, or None, got 0"),
-        (GPT_OSS, {"tiers": {"host": 8}}, "tiers are for engines with one cache; give no groups"),
         (None, {"retention": 0}, "retention is for engines with cache groups; give groups, too"),
     ],
 )
