@@ -7,15 +7,15 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from pytest_kvmock.cache.vllm.block_pool import BlockPoolManager
-from pytest_kvmock.engine.driver import PROMPT_KEYS, Traits
+from pytest_kvmock.engine.driver import checked_manager
+from pytest_kvmock.engine.pool_driver import PoolDriver
 
 if TYPE_CHECKING:
     from pytest_kvmock.cache.manager import KvManager
     from pytest_kvmock.cache.vllm.block_pool import PoolRequest
-    from pytest_kvmock.tokens import Prompt
 
 
-class BlockPoolDriver:
+class BlockPoolDriver(PoolDriver):
     """Turns requests into lookups, allocations and frees.
 
     Args:
@@ -27,24 +27,10 @@ class BlockPoolDriver:
         ValueError: the manager is another.
     """
 
-    traits = Traits(recomputes_last_token=True, stores_when="full", copies=True, removed_first=True)
-    prompt_keys = PROMPT_KEYS
-    admits_whole = True
-    """As vLLM since 0.19, where `scheduler_reserve_full_isl` is on by default."""
-
     manager: BlockPoolManager
 
     def __init__(self, manager: KvManager, prefix_caching: bool, rng: Random) -> None:
-        if not isinstance(manager, BlockPoolManager):
-            raise ValueError(f"a BlockPoolDriver drives a BlockPoolManager, got {manager!r:.80}")  # noqa: TRY004 - one error
-        self.manager = manager
-        self._rng = rng
-        if not prefix_caching:
-            manager.enable_caching = False
-
-    def open(self, prompt: Prompt, *, to_look: bool = False) -> PoolRequest:
-        """A request that has no block yet."""
-        return self.manager.new_request(prompt, rng=None if to_look else self._rng)
+        super().__init__(checked_manager(manager, BlockPoolManager, "BlockPoolDriver"), prefix_caching, rng)
 
     def lookup(self, request: PoolRequest) -> int:
         """Tokens of the request that are cached, generated ones included; its last one never counts."""
@@ -62,20 +48,12 @@ class BlockPoolDriver:
         request.num_computed_tokens = upto
         return True
 
-    def needs_no_output(self, request: PoolRequest) -> None:
-        """Let all of its prompt be cached."""
-        request.computes_last_token = False
-
     def need_whole(self, request: PoolRequest) -> int:
         """New blocks of all its tokens; a hit counts as held if anybody holds it, also the one of the last token."""
         manager, size = self.manager, self.manager.block_size
         held = sum(map(bool, map(manager.references_to, manager.cached_blocks(request))))
         most = request.most_hits(size)
         return -(-len(request) // size) - min(held, most)
-
-    def room(self) -> int:
-        """Blocks in the queue."""
-        return self.manager.num_free_blocks
 
     def admit(self, request: PoolRequest, upto: int) -> None:
         """Allocate for the first `upto` tokens that are not computed; with the first of them, all hits are taken."""
@@ -116,29 +94,7 @@ class BlockPoolDriver:
         """Cache the reserved blocks that are full."""
         self.manager.cache_blocks(request)
 
-    def generate(self, request: PoolRequest, token: int) -> bool:
-        """Append a token; it gets its slot in the pass that computes it, the next one."""
-        request.tokens.append(token)
-        return True
-
-    def generate_ahead(self, request: PoolRequest, tokens: Sequence[int]) -> None:
-        """Append tokens, which are computed later."""
-        request.tokens.extend(tokens)
-
     def quiet_tokens(self, request: PoolRequest) -> int:
         """Tokens that are computed, from the last one on, before one needs a block or fills one."""
         size, length = self.manager.block_size, len(request)
         return -length % size if length <= len(request.block_ids) * size else 0
-
-    def generate_quietly(self, request: PoolRequest, tokens: Sequence[int]) -> None:
-        """Compute the last token and append one, as often as there are tokens."""
-        request.tokens.extend(tokens)
-        request.num_computed_tokens += len(tokens)
-
-    def free(self, request: PoolRequest, *, done: bool) -> None:  # noqa: ARG002 - nothing more is cached at the end
-        """Free all blocks, tail first; what was generated is kept, and looked up when the request is resumed."""
-        self.manager.free(request)
-
-    def clear(self) -> bool:
-        """Drop all that is cached."""
-        return self.manager.reset_prefix_cache()

@@ -75,6 +75,17 @@ def check_keys(driver: Driver, prompt: Prompt) -> None:
             raise ValueError(f"backend {driver.manager.backend!r} names no blocks by {name}; {known}")
 
 
+def checked_manager(manager: KvManager, kind: type, driver: str) -> Any:
+    """Return a manager, for the driver of its kind.
+
+    Raises:
+        ValueError: it is of another.
+    """
+    if not isinstance(manager, kind):
+        raise ValueError(f"a {driver} drives a {kind.__name__}, got {manager!r:.80}")  # noqa: TRY004 - one error
+    return manager
+
+
 class WouldWait(RuntimeError):  # noqa: N818 - named for what it says, as BlockingIOError is
     """A request would have to wait, and must not. It holds nothing; what it has set going goes on.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from random import Random
 from typing import TYPE_CHECKING
 
 from pytest_kvmock.engine.hybrid_pool_driver import HybridPoolDriver
@@ -12,7 +11,6 @@ from pytest_kvmock.engine.offload_notes import OffloadNotes
 from pytest_kvmock.tiers.offload_steps import Keeps, OffloadStep
 
 if TYPE_CHECKING:
-    from pytest_kvmock.cache.manager import KvManager
     from pytest_kvmock.cache.vllm.group_request import ComputedBlocks, GroupRequest
     from pytest_kvmock.cache.vllm.hybrid import HybridManager
 
@@ -27,10 +25,6 @@ class HybridOffloadDriver(OffloadNotes, HybridPoolDriver):
     """
 
     manager: HybridManager
-
-    def __init__(self, manager: KvManager, prefix_caching: bool, rng: Random) -> None:
-        super().__init__(manager, prefix_caching, rng)
-        self._begin_notes(rng)
 
     def tables(self, request: GroupRequest) -> Sequence[Sequence[int]]:
         """As `OffloadNotes`."""
@@ -92,20 +86,3 @@ class HybridOffloadDriver(OffloadNotes, HybridPoolDriver):
         reached = super().allocate(request, upto)
         self._allocated(request, held, before)
         return reached
-
-    def step_inside(self, request: GroupRequest, upto: int) -> bool:
-        """Count the tokens up to one as computed, if no group takes, fills or frees a block for them."""
-        inside = super().step_inside(request, upto)
-        if inside:
-            self._computed(request)
-        return inside
-
-    def generate_quietly(self, request: GroupRequest, tokens: Sequence[int]) -> None:
-        """Compute the last token and append one, as often as there are tokens."""
-        super().generate_quietly(request, tokens)
-        self._computed(request)
-
-    def free(self, request: GroupRequest, *, done: bool) -> None:
-        """Free all blocks, also those that are being copied."""
-        self._freed(request, done=done)
-        super().free(request, done=done)

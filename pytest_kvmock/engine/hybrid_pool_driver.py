@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from pytest_kvmock.cache.vllm.groups import STATE
 from pytest_kvmock.cache.vllm.hybrid import HybridManager
-from pytest_kvmock.engine.driver import PROMPT_KEYS, Traits
+from pytest_kvmock.engine.driver import checked_manager
+from pytest_kvmock.engine.pool_driver import PoolDriver
 
 if TYPE_CHECKING:
     from pytest_kvmock.cache.manager import KvManager
     from pytest_kvmock.cache.vllm.group_request import ComputedBlocks, GroupRequest
-    from pytest_kvmock.tokens import Prompt
 
 # Theory of operation
 #
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # quickly made, and mostly there is room for that; where there is not, the steps are tried on a copy of the manager.
 
 
-class HybridPoolDriver:
+class HybridPoolDriver(PoolDriver):
     """Turns requests into lookups, allocations and frees of several cache groups.
 
     Args:
@@ -37,20 +37,9 @@ class HybridPoolDriver:
         ValueError: the manager is another.
     """
 
-    traits = Traits(
-        recomputes_last_token=True,
-        stores_when="full",
-        copies=True,
-        removed_first=True,
-        promises_more=True,
-        publishes_groups=True,
-    )
+    traits = replace(PoolDriver.traits, promises_more=True, publishes_groups=True)
     chunk: int | None = None
     """Tokens that its worker prefills at once: where chunks end, more states are held for a while; None: the whole prompt."""
-
-    prompt_keys = PROMPT_KEYS
-    admits_whole = True
-    """As vLLM since 0.19, where `scheduler_reserve_full_isl` is on by default."""
 
     decodes_ahead = False
     """Blocks are freed within a request, so that passes cannot be run by their numbers alone."""
@@ -58,21 +47,13 @@ class HybridPoolDriver:
     manager: HybridManager
 
     def __init__(self, manager: KvManager, prefix_caching: bool, rng: Random) -> None:
-        if not isinstance(manager, HybridManager):
-            raise ValueError(f"a HybridPoolDriver drives a HybridManager, got {manager!r:.80}")  # noqa: TRY004 - one error
-        self.manager = manager
-        geometry = manager.geometry
-        self.traits = replace(self.traits, takes_hashes=not manager.needs_tokens, groups=geometry.groups)
-        self._rng = rng
+        driven: HybridManager = checked_manager(manager, HybridManager, "HybridPoolDriver")
+        geometry, takes_hashes = driven.geometry, not driven.needs_tokens
+        super().__init__(driven, prefix_caching, rng)
+        self.traits = replace(self.traits, takes_hashes=takes_hashes, groups=geometry.groups)
         self._in_pass = False
-        if not prefix_caching:
-            manager.turn_caching_off()
         # What several steps may need beyond the count for one: states before and behind the running one, and copies.
         self._spare = sum(4 + group.speculative_blocks for group in geometry.groups if group.kind == STATE)
-
-    def open(self, prompt: Prompt, *, to_look: bool = False) -> GroupRequest:
-        """A request that has no block yet."""
-        return self.manager.new_request(prompt, rng=None if to_look else self._rng)
 
     def lookup(self, request: GroupRequest) -> int:
         """Tokens of the request that all groups can resume from, generated ones included; its last one never counts."""
@@ -81,18 +62,6 @@ class HybridPoolDriver:
     def lacking(self, request: GroupRequest) -> tuple[str, ...]:
         """The groups that cannot resume where full attention can, by their sizes. Changes nothing."""
         return self.manager.missing_groups(self.manager.get_computed_blocks(request))[1]
-
-    def room(self) -> int:
-        """Blocks in the queue."""
-        return self.manager.num_free_blocks
-
-    def free(self, request: GroupRequest, *, done: bool) -> None:  # noqa: ARG002 - nothing more is cached at the end
-        """Free all blocks; what was generated is kept, and looked up when the request is resumed."""
-        self.manager.free(request)
-
-    def clear(self) -> bool:
-        """Drop all that is cached."""
-        return self.manager.reset_prefix_cache()
 
     # ---------------------------------------------------------------------------------- operations of a worker
 
@@ -152,10 +121,6 @@ class HybridPoolDriver:
         """The blocks that a request without any needs at once if it shares none: with more than there are it can never run."""
         return self.manager.missing_blocks(request, len(request), for_admission=True)
 
-    def needs_no_output(self, request: GroupRequest) -> None:
-        """Let all of its prompt be cached."""
-        request.computes_last_token = False
-
     def allocate(self, request: GroupRequest, upto: int) -> int:
         """Allocate for the first `upto` tokens, and count them as computed; all of them, or none."""
         hits = self._hits(request)
@@ -173,23 +138,9 @@ class HybridPoolDriver:
         request.num_computed_tokens = upto
         return True
 
-    def generate(self, request: GroupRequest, token: int) -> bool:
-        """Append a token; it gets its slot in the pass that computes it, the next one."""
-        request.tokens.append(token)
-        return True
-
-    def generate_ahead(self, request: GroupRequest, tokens: Sequence[int]) -> None:
-        """Append tokens, which are computed later."""
-        request.tokens.extend(tokens)
-
     def quiet_tokens(self, request: GroupRequest) -> int:
         """Tokens that are computed, from the last one on, before a group takes, fills or frees a block."""
         return self.manager.quiet_tokens(request) if request.num_computed_tokens == len(request) - 1 else 0
-
-    def generate_quietly(self, request: GroupRequest, tokens: Sequence[int]) -> None:
-        """Compute the last token and append one, as often as there are tokens."""
-        request.tokens.extend(tokens)
-        request.num_computed_tokens += len(tokens)
 
     def _hits(self, request: GroupRequest) -> ComputedBlocks | None:
         return None if request.holds_blocks else self.manager.get_computed_blocks(request)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from random import Random
 from typing import TYPE_CHECKING
 
 from pytest_kvmock.engine.block_pool_driver import BlockPoolDriver
 from pytest_kvmock.engine.offload_notes import OffloadNotes
 
 if TYPE_CHECKING:
-    from pytest_kvmock.cache.manager import KvManager
     from pytest_kvmock.cache.vllm.block_pool import BlockPoolManager, PoolRequest
 
 
@@ -26,10 +24,6 @@ class OffloadDriver(OffloadNotes, BlockPoolDriver):
     manager: BlockPoolManager
     decodes_ahead = False
     """Each step may store, and find transfers done."""
-
-    def __init__(self, manager: KvManager, prefix_caching: bool, rng: Random) -> None:
-        super().__init__(manager, prefix_caching, rng)
-        self._begin_notes(rng)
 
     def tables(self, request: PoolRequest) -> Sequence[Sequence[int]]:
         """As `OffloadNotes`."""
@@ -72,20 +66,3 @@ class OffloadDriver(OffloadNotes, BlockPoolDriver):
     def admit(self, request: PoolRequest, upto: int) -> None:
         """Allocate for the first `upto` tokens that are not computed."""
         self.allocate(request, upto)
-
-    def step_inside(self, request: PoolRequest, upto: int) -> bool:
-        """Count the tokens up to one as computed, if it lies in a block that is held and is not its last."""
-        inside = super().step_inside(request, upto)
-        if inside:
-            self._computed(request)
-        return inside
-
-    def generate_quietly(self, request: PoolRequest, tokens: Sequence[int]) -> None:
-        """Compute the last token and append one, as often as there are tokens."""
-        super().generate_quietly(request, tokens)
-        self._computed(request)
-
-    def free(self, request: PoolRequest, *, done: bool) -> None:
-        """Free all blocks, also those that are being copied."""
-        self._freed(request, done=done)
-        super().free(request, done=done)

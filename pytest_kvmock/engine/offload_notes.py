@@ -6,28 +6,32 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pytest_kvmock.engine.driver import Traits
+from pytest_kvmock.engine.pool_driver import PoolDriver
 from pytest_kvmock.tiers.native_offload import NativeOffload
 from pytest_kvmock.tiers.offload_steps import Computing, Keeps, OffloadRequest, OffloadStep
 
+if TYPE_CHECKING:
+    from pytest_kvmock.cache.manager import KvManager
 
-class OffloadNotes(ABC):
-    """The part of a driver that notes what the clock makes steps of (`NativeClock`). Requests are those of its manager.
+
+class OffloadNotes(PoolDriver, ABC):
+    """The part of a driver that notes what the clock makes steps of (`NativeClock`); it stands before that of its manager.
+
+    Args:
+        manager: vLLM's, with a host below it.
+        prefix_caching: as of its base; without it nothing is stored.
+        rng: as of its base, and of what has the order of a set in the original.
 
     Attributes:
-        manager: vLLM's, with a host below it.
         offload: what keeps the host.
-        traits: of the engine.
     """
 
-    manager: Any
     offload: NativeOffload
-    traits: Traits
 
-    def _begin_notes(self, rng: Random) -> None:
-        """Begin, with a source of what has the order of a set in the original."""
+    def __init__(self, manager: KvManager, prefix_caching: bool, rng: Random) -> None:
+        super().__init__(manager, prefix_caching, rng)
         offload = self.manager.offload
         assert isinstance(offload, NativeOffload)  # it is made for those
         self.offload = offload
@@ -70,7 +74,7 @@ class OffloadNotes(ABC):
         """What is stored of groups with a window; None: there are none."""
         return None
 
-    def before_end(self, request: Any) -> None:  # noqa: B027 - for those that do something
+    def before_end(self, request: Any) -> None:
         """Do what the manager does before the connector is told that a request is over."""
 
     # ------------------------------------------------------------------------------------------ for the clock
@@ -122,6 +126,25 @@ class OffloadNotes(ABC):
             self.before_end(request)
             self.offload.ended(known, computed=request.num_computed_tokens if aborted else None)
             self._finished.append(known)
+
+    # ------------------------------------------------------------------------------------------ as its base has it
+
+    def step_inside(self, request: Any, upto: int) -> bool:
+        """Count the tokens up to one as computed, if that takes, fills and frees no block."""
+        inside = super().step_inside(request, upto)
+        if inside:
+            self._computed(request)
+        return inside
+
+    def generate_quietly(self, request: Any, tokens: Sequence[int]) -> None:
+        """Compute the last token and append one, as often as there are tokens."""
+        super().generate_quietly(request, tokens)
+        self._computed(request)
+
+    def free(self, request: Any, *, done: bool) -> None:
+        """Free all blocks, also those that are being copied."""
+        self._freed(request, done=done)
+        super().free(request, done=done)
 
     # ------------------------------------------------------------------------------------------ for the driver
 

@@ -116,7 +116,7 @@ class HybridManager(VllmManager):
 
     def turn_caching_off(self) -> None:
         """Have an engine that caches nothing from the start, before its first request; a state is one block a request then."""
-        self.enable_caching = False
+        super().turn_caching_off()
         self._begin(self.geometry.uncached())
         self.limit_steps(self.max_num_batched_tokens)
 

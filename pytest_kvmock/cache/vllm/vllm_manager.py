@@ -73,6 +73,10 @@ class VllmManager(RequestLevel):
         self.offload: WriteThrough | None = None
         self.copies: object = None
 
+    def turn_caching_off(self) -> None:
+        """Have an engine that caches nothing from the start, before its first request."""
+        self.enable_caching = False
+
     def attach_offload(self, offload: WriteThrough, copies: object) -> None:
         """Put a host tier below it, before its first request; a driver brings what is stored there and loaded about."""
         offload.number_adapters(self._lora_ids)
