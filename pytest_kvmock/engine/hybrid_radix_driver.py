@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 from pytest_kvmock.cache.sglang.hybrid_cache import HybridCacheManager
 from pytest_kvmock.cache.sglang.hybrid_request import HybridRequest
 from pytest_kvmock.cache.vllm.groups import CacheGroup
+from pytest_kvmock.engine.driver import checked_manager
 from pytest_kvmock.engine.page_cache_driver import PageCacheDriver
 
 if TYPE_CHECKING:
     from pytest_kvmock.cache.manager import KvManager
 
 
-class HybridRadixDriver(PageCacheDriver[HybridCacheManager, HybridRequest]):
+class HybridRadixDriver(PageCacheDriver):
     """Serves requests from a `HybridCacheManager`.
 
     A request is checkpointed after its prefill, or each chunk, in whole pages, and when it finishes; each time up to where
@@ -34,11 +35,11 @@ class HybridRadixDriver(PageCacheDriver[HybridCacheManager, HybridRequest]):
 
     traits = replace(PageCacheDriver.traits, promises_more=True)
 
+    manager: HybridCacheManager
+
     def __init__(self, manager: KvManager, prefix_caching: bool, rng: Random) -> None:
-        if not isinstance(manager, HybridCacheManager):
-            raise ValueError(f"a HybridRadixDriver drives a HybridCacheManager, got {manager!r:.80}")  # noqa: TRY004 - one error
-        super().__init__(manager, prefix_caching, rng)
-        geometry, page = manager.geometry, manager.block_size
+        super().__init__(checked_manager(manager, HybridCacheManager, "HybridRadixDriver"), prefix_caching, rng)
+        geometry, page = self.manager.geometry, self.manager.block_size
         groups = [CacheGroup("full_attention", page)]
         if geometry.window is not None:
             groups.append(CacheGroup("sliding_window", page, window=geometry.window))
@@ -59,14 +60,13 @@ class HybridRadixDriver(PageCacheDriver[HybridCacheManager, HybridRequest]):
         if request in manager.requests:
             lacking = manager.lacking_steps(request, len(tokens))
             return room + lacking if lacking else min(room, manager.pages_of(upto + len(tokens)) - request.allocated)
-        if not self._start(request):
+        if not self._start(request, len(request)):
             return room + 1
         lacking = manager.lacking(request, upto, in_chunks=True)
         manager.withdraw(request)
         return room + lacking if lacking else min(room, manager.pages_of(upto) - request.found)
 
-    def _start(self, request: HybridRequest, upto: int | None = None) -> bool:
-        """Match and lock; False where there are no slots for it."""
+    def _start(self, request: HybridRequest, upto: int) -> bool:
         manager = self.manager
         if not manager.may_start():
             return False
@@ -74,16 +74,16 @@ class HybridRadixDriver(PageCacheDriver[HybridCacheManager, HybridRequest]):
         manager.admit(request)
         return True
 
+    def _fits(self, request: HybridRequest, upto: int) -> bool:
+        return not self.manager.lacking(request, upto, in_chunks=True)
+
+    def _withdraw(self, request: HybridRequest) -> None:
+        self.manager.withdraw(request)
+
     def admit(self, request: HybridRequest, upto: int) -> None:
         """Compute up to this token, or to the whole page before it, and checkpoint."""
-        manager, size = self.manager, self.manager.block_size
-        if request not in manager.requests:
-            manager.admit(request)
-        if upto < len(request):
-            upto = upto // size * size
-        if upto > request.computed:
-            self._compute(request, upto)
-            self._computed(request)
+        size = self.manager.block_size
+        super().admit(request, upto // size * size if upto < len(request) else upto)
 
     def _compute(self, request: HybridRequest, upto: int) -> None:
         """Compute in as many chunks as there is room for; the last one is checkpointed by who called."""
@@ -120,32 +120,12 @@ class HybridRadixDriver(PageCacheDriver[HybridCacheManager, HybridRequest]):
 
     # ------------------------------------------------------------------------------------------- a scheduler's
 
-    def prefill(self, request: HybridRequest, upto: int) -> int | None:
-        """Compute a chunk: match, lock, make room. It enters the tree when it is done, at the end of the pass.
-
-        SGLang matches the whole prompt before it cuts a chunk; here a chunk matches what is cached of itself.
-        """
-        manager = self.manager
-        is_first = request not in manager.requests
-        if is_first and not self._start(request, upto):
-            return None
-        if manager.lacking(request, upto, in_chunks=True):
-            if is_first:
-                manager.withdraw(request)
-            return None
-        before = request.computed
-        if upto > before:
-            self._compute(request, upto)
-        self._prefilled.add(request)
-        return before
-
     def step_tokens(self, requests: Sequence[HybridRequest]) -> int:
         """A page for each that needs one; where windows have none for them, more than is unheld by what is lacking."""
-        size, window = self.manager.block_size, self.manager.window
-        pages = sum(request.opens_page for request in requests)
-        if window is not None and pages > window.unheld():
-            return self.unheld() + (pages - window.unheld()) * size
-        return pages * size
+        size, window, tokens = self.manager.block_size, self.manager.window, super().step_tokens(requests)
+        if window is not None and tokens > window.unheld() * size:
+            return self.unheld() + tokens - window.unheld() * size
+        return tokens
 
     def make_room(self, requests: Sequence[HybridRequest]) -> bool:
         """Slide windows, and evict until there is a page for each that needs one."""
@@ -165,7 +145,5 @@ class HybridRadixDriver(PageCacheDriver[HybridCacheManager, HybridRequest]):
 
     def generate_quietly(self, request: HybridRequest, tokens: Sequence[int]) -> None:
         """Append tokens of such passes."""
-        for token in tokens:
-            request.append(token)
-        request.computed += len(tokens)
+        super().generate_quietly(request, tokens)
         request.steps += len(tokens)

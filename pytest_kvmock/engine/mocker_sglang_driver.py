@@ -7,15 +7,15 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from pytest_kvmock.cache.dynamo.mocker_sglang import MockerRadixManager
-from pytest_kvmock.cache.dynamo.mocker_sglang_request import PageRequest
-from pytest_kvmock.engine.driver import PROMPT_KEYS, Traits
-from pytest_kvmock.tokens import Prompt
+from pytest_kvmock.engine.driver import PROMPT_KEYS, Traits, checked_manager
+from pytest_kvmock.engine.page_cache_driver import PageCacheDriver
 
 if TYPE_CHECKING:
+    from pytest_kvmock.cache.dynamo.mocker_sglang_request import PageRequest
     from pytest_kvmock.cache.manager import KvManager
 
 
-class MockerRadixDriver:
+class MockerRadixDriver(PageCacheDriver):
     """Serves requests from a `MockerRadixManager`.
 
     A worker has no passes, in which the original's requests enter the tree with their first token: here a request is
@@ -37,18 +37,9 @@ class MockerRadixDriver:
     manager: MockerRadixManager
 
     def __init__(self, manager: KvManager, prefix_caching: bool, rng: Random) -> None:
-        if not isinstance(manager, MockerRadixManager):
-            raise ValueError(f"a MockerRadixDriver drives a MockerRadixManager, got {manager!r:.80}")  # noqa: TRY004 - one error
-        self.manager = manager
-        self._prefix_caching = prefix_caching
-        self._rng = rng
+        super().__init__(checked_manager(manager, MockerRadixManager, "MockerRadixDriver"), prefix_caching, rng)
 
     # ---------------------------------------------------------------------------------------------- a worker's
-
-    def open(self, prompt: Prompt, *, to_look: bool = False) -> PageRequest:
-        """A request that has no page yet."""
-        # With names from elsewhere: whoever only looks must not change what is generated next.
-        return PageRequest(prompt, self.manager.block_size, Random(0) if to_look else self._rng)  # noqa: S311 - mock data
 
     def lookup(self, request: PageRequest) -> int:
         """Tokens of the whole request that are cached, without the page of its last one."""
@@ -59,10 +50,6 @@ class MockerRadixDriver:
         if self._prefix_caching and request not in self.manager.requests:
             return self.manager.pages_needed(request)
         return -(-(upto + len(tokens)) // self.manager.block_size) - request.allocated
-
-    def room(self) -> int:
-        """Pages that no request has."""
-        return self.manager.unused_pages()
 
     def admit(self, request: PageRequest, upto: int) -> None:
         """Compute up to this token, and checkpoint."""
@@ -89,10 +76,6 @@ class MockerRadixDriver:
         else:
             self.manager.release(request)
 
-    def clear(self) -> bool:
-        """Drop all that is cached."""
-        return self.manager.clear()
-
     # ------------------------------------------------------------------------------------------- a scheduler's
 
     def needs_no_output(self, request: PageRequest) -> None:
@@ -102,10 +85,6 @@ class MockerRadixDriver:
     def known(self, request: PageRequest) -> int:
         """Tokens of the whole request that are cached, the page of its last one included."""
         return self.manager.lookup(request) * self.manager.block_size if self._prefix_caching else 0
-
-    def unheld(self) -> int:
-        """Tokens in pages that are free, or cached and evictable."""
-        return self.manager.unused_pages() * self.manager.block_size
 
     def prefill(self, request: PageRequest, upto: int) -> int | None:
         """Compute a chunk (`MockerRadixManager.allocate`)."""
@@ -124,10 +103,6 @@ class MockerRadixDriver:
         """Insert pages that are complete into the tree."""
         if self._prefix_caching and request.computed // self.manager.block_size > request.protected:
             self.manager.checkpoint(request)
-
-    def step_tokens(self, requests: Sequence[PageRequest]) -> int:
-        """A page for each that needs one."""
-        return sum(request.opens_page for request in requests) * self.manager.block_size
 
     def make_room(self, requests: Sequence[PageRequest]) -> bool:
         """Evict until there is a page for each that needs one."""

@@ -1,23 +1,19 @@
-"""What the drivers of SGLang's caches share: how requests are opened and looked up, and when they are checkpointed."""
+"""What the drivers of pages in a radix tree share: how requests are opened and admitted, and when they are checkpointed."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from pytest_kvmock.cache.sglang.page_cache import PageCache
-from pytest_kvmock.cache.sglang.radix_request import RadixRequest
 from pytest_kvmock.engine.driver import Traits
 
 if TYPE_CHECKING:
     from pytest_kvmock.tokens import Prompt
 
-CacheT = TypeVar("CacheT", bound=PageCache[Any, Any])
-RequestT = TypeVar("RequestT", bound=RadixRequest)
 
-
-class PageCacheDriver(Generic[CacheT, RequestT]):
-    """Base of the drivers of a `PageCache`; a subclass admits, allocates and frees.
+class PageCacheDriver:
+    """Base of the drivers of a `RadixManager`, whose requests are its own; a subclass starts, computes and frees.
 
     Args:
         manager: the cache.
@@ -29,61 +25,107 @@ class PageCacheDriver(Generic[CacheT, RequestT]):
     """
 
     traits = Traits(recomputes_last_token=True, stores_when="finish", removed_first=True, cleared_first=True)
-    prompt_keys = ("lora_name", "cache_salt", "session_id")
+    prompt_keys: tuple[str, ...] = ("lora_name", "cache_salt", "session_id")
     """A multimodal item stands in the tokens themselves: SGLang replaces its placeholders by tokens made from its hash."""
 
-    has_priorities = True
+    manager: Any
 
-    manager: CacheT
-
-    def __init__(self, manager: CacheT, prefix_caching: bool, rng: Random) -> None:
-        if manager.hasher.is_eagle:
+    def __init__(self, manager: Any, prefix_caching: bool, rng: Random) -> None:
+        if getattr(getattr(manager, "hasher", None), "is_eagle", False):
             raise ValueError("a worker has no bigrams: is_eagle is for a manager that is called by hand")
         self.manager = manager
         self._prefix_caching = prefix_caching
         self._rng = rng
-        self._prefilled: set[RequestT] = set()
+        self._prefilled: set[Any] = set()
 
-    def open(self, prompt: Prompt, *, to_look: bool = False) -> RequestT:
+    def open(self, prompt: Prompt, *, to_look: bool = False) -> Any:
         """A request that has no page yet."""
         # With names from elsewhere: whoever only looks must not change what is generated next.
-        request: RequestT = self.manager.request(prompt, Random(0) if to_look else self._rng)  # noqa: S311 - mock data
-        return request
+        return self.manager.request(prompt, Random(0) if to_look else self._rng)  # noqa: S311 - mock data
 
-    def lookup(self, request: RequestT) -> int:
+    def lookup(self, request: Any) -> int:
         """Tokens of the request that are cached and can be used, without its last one."""
-        return self.manager.lookup(request) * self.manager.block_size if self._prefix_caching else 0
+        tokens: int = self.manager.lookup(request) * self.manager.block_size if self._prefix_caching else 0
+        return tokens
 
     def room(self) -> int:
         """Pages that no request has."""
-        return self.manager.max_capacity - self.manager.num_active_blocks
+        pages: int = self.manager.max_capacity - self.manager.num_active_blocks
+        return pages
+
+    def admit(self, request: Any, upto: int) -> None:
+        """Compute up to this token, and checkpoint."""
+        if request not in self.manager.requests:
+            self.manager.admit(request)
+        if upto > request.computed:
+            self._compute(request, upto)
+            self._computed(request)
 
     def clear(self) -> bool:
         """Drop all that is cached."""
-        return self.manager.clear()
+        cleared: bool = self.manager.clear()
+        return cleared
+
+    # ------------------------------------------------------------------------------------------- a scheduler's
 
     def unheld(self) -> int:
         """Tokens in pages that are free, or cached and evictable."""
-        return self.manager.available_size() + self.manager.evictable_size()
+        tokens: int = self.room() * self.manager.block_size
+        return tokens
 
-    def free(self, request: RequestT, *, done: bool) -> None:
-        """Free the pages; of a request that is done, after a last checkpoint."""
-        raise NotImplementedError
+    def prefill(self, request: Any, upto: int) -> int | None:
+        """Compute a chunk: match, lock, make room. It enters the tree when it is done, at the end of the pass.
 
-    def finish(self, request: RequestT) -> None:
-        """Checkpoint for the last time, and free the pages."""
-        self.free(request, done=True)
+        SGLang matches the whole prompt before it cuts a chunk; here a chunk matches what is cached of itself.
+        """
+        is_first = request not in self.manager.requests
+        if is_first and not self._start(request, upto):
+            return None
+        if not self._fits(request, upto):
+            if is_first:
+                self._withdraw(request)
+            return None
+        before: int = request.computed
+        if upto > before:
+            self._compute(request, upto)
+        self._prefilled.add(request)
+        return before
 
-    def retract(self, request: RequestT) -> None:
-        """Free the pages without a checkpoint."""
-        self.free(request, done=False)
-
-    def checkpoint(self, request: RequestT) -> None:
+    def checkpoint(self, request: Any) -> None:
         """Checkpoint what a prefill computed; output is not cached before the request finishes."""
         if request in self._prefilled:
             self._prefilled.discard(request)
             self._computed(request)
 
-    def _computed(self, request: RequestT) -> None:
+    def step_tokens(self, requests: Sequence[Any]) -> int:
+        """A page for each that needs one."""
+        tokens: int = sum(request.opens_page for request in requests) * self.manager.block_size
+        return tokens
+
+    def generate_quietly(self, request: Any, tokens: Sequence[int]) -> None:
+        """Append tokens for which there are pages."""
+        for token in tokens:
+            request.append(token)
+        request.computed += len(tokens)
+
+    # ----------------------------------------------------------------------------------- what its manager does
+
+    def _start(self, request: Any, upto: int) -> bool:
+        """Match the first `upto` tokens of a request without pages, and lock; False where it has to wait."""
+        raise NotImplementedError
+
+    def _fits(self, request: Any, upto: int) -> bool:
+        """Whether there is room for a chunk up to this token."""
+        raise NotImplementedError
+
+    def _withdraw(self, request: Any) -> None:
+        """Undo the start of a request that has computed nothing."""
+        raise NotImplementedError
+
+    def _compute(self, request: Any, upto: int) -> None:
+        """Take pages up to this token, and compute."""
+        raise NotImplementedError
+
+    def _computed(self, request: Any) -> None:
         """Cache what was computed of a request that goes on, where requests leave anything."""
         raise NotImplementedError

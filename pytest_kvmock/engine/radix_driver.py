@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 
 from pytest_kvmock.cache.sglang.radix_cache import RadixCacheManager
 from pytest_kvmock.cache.sglang.radix_request import RadixRequest
+from pytest_kvmock.engine.driver import checked_manager
 from pytest_kvmock.engine.page_cache_driver import PageCacheDriver
 
 if TYPE_CHECKING:
     from pytest_kvmock.cache.manager import KvManager
 
 
-class RadixDriver(PageCacheDriver[RadixCacheManager, RadixRequest]):
+class RadixDriver(PageCacheDriver):
     """Serves requests from a `RadixCacheManager`.
 
     A request is checkpointed after its prefill and when it finishes; what it decodes is published then. In chunks, it
@@ -31,10 +32,10 @@ class RadixDriver(PageCacheDriver[RadixCacheManager, RadixRequest]):
         ValueError: the manager is no such cache, or one of bigrams.
     """
 
+    manager: RadixCacheManager
+
     def __init__(self, manager: KvManager, prefix_caching: bool, rng: Random) -> None:
-        if not isinstance(manager, RadixCacheManager):
-            raise ValueError(f"a RadixDriver drives a RadixCacheManager, got {manager!r:.80}")  # noqa: TRY004 - one error
-        super().__init__(manager, prefix_caching, rng)
+        super().__init__(checked_manager(manager, RadixCacheManager, "RadixDriver"), prefix_caching, rng)
 
     def need(self, request: RadixRequest, upto: int, tokens: Sequence[int] = ()) -> int:
         """Pages. Without any, this is the lookup of the request: recency and splits stay, as in SGLang, if it is refused."""
@@ -42,16 +43,21 @@ class RadixDriver(PageCacheDriver[RadixCacheManager, RadixRequest]):
             return self.manager.find(request)
         return -(-(upto + len(tokens)) // self.manager.block_size) - request.allocated
 
-    def admit(self, request: RadixRequest, upto: int) -> None:
-        """Compute up to this token, and checkpoint."""
-        manager = self.manager
-        if request not in manager.requests:
-            manager.admit(request)
-        if upto <= request.computed:
-            return
-        manager.allocate(request, upto, self._demand(request, upto))
+    def _start(self, request: RadixRequest, upto: int) -> bool:
+        if self._prefix_caching:
+            self.manager.find(request, upto)
+        self.manager.admit(request)
+        return True
+
+    def _fits(self, request: RadixRequest, upto: int) -> bool:
+        return -(-upto // self.manager.block_size) - request.allocated <= self.room()
+
+    def _withdraw(self, request: RadixRequest) -> None:
+        self.manager.release(request)
+
+    def _compute(self, request: RadixRequest, upto: int) -> None:
+        self.manager.allocate(request, upto, self._demand(request, upto))
         request.computed = upto
-        self._computed(request)
 
     def _computed(self, request: RadixRequest) -> None:
         if self._prefix_caching:
@@ -89,32 +95,6 @@ class RadixDriver(PageCacheDriver[RadixCacheManager, RadixRequest]):
 
     # ------------------------------------------------------------------------------------------- a scheduler's
 
-    def prefill(self, request: RadixRequest, upto: int) -> int | None:
-        """Compute a chunk: match, lock, make room. It enters the tree when it is done, at the end of the pass.
-
-        SGLang matches the whole prompt before it cuts a chunk; here a chunk matches what is cached of itself.
-        """
-        manager, size = self.manager, self.manager.block_size
-        is_first = request not in manager.requests
-        if is_first:
-            if self._prefix_caching:
-                manager.find(request, upto)
-            manager.admit(request)
-        if -(-upto // size) - request.allocated > self.unheld() // size:
-            if is_first:
-                manager.release(request)
-            return None
-        before = request.computed
-        if upto > before:
-            manager.allocate(request, upto, self._demand(request, upto))
-            request.computed = upto
-        self._prefilled.add(request)
-        return before
-
-    def step_tokens(self, requests: Sequence[RadixRequest]) -> int:
-        """A page for each that needs one."""
-        return sum(request.opens_page for request in requests) * self.manager.block_size
-
     def make_room(self, requests: Sequence[RadixRequest]) -> bool:
         """Evict until there is a page for each that needs one."""
         manager, needed = self.manager, self.step_tokens(requests)
@@ -142,9 +122,3 @@ class RadixDriver(PageCacheDriver[RadixCacheManager, RadixRequest]):
         if evicts or not self._prefilled.isdisjoint(requests):
             return 0
         return min(request.allocated * manager.block_size - request.computed for request in requests)
-
-    def generate_quietly(self, request: RadixRequest, tokens: Sequence[int]) -> None:
-        """Append tokens for which there are pages."""
-        for token in tokens:
-            request.append(token)
-        request.computed += len(tokens)

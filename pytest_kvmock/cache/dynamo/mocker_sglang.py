@@ -6,6 +6,7 @@ One subject: who has which pages, and which are published.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from random import Random
 from typing import ClassVar
 
 from pytest_kvmock.cache.base import LOG
@@ -17,7 +18,7 @@ from pytest_kvmock.cache.sglang.radix_manager import RadixManager
 from pytest_kvmock.events import BlockTokens, Cleared, Removed, StorageTier, Stored
 from pytest_kvmock.prompt_keys import LoraIds, part_of
 from pytest_kvmock.sinks import Sink
-from pytest_kvmock.tokens import chained_hash
+from pytest_kvmock.tokens import Prompt, chained_hash
 
 # Theory of operation
 #
@@ -98,6 +99,10 @@ class MockerRadixManager(RadixManager[PageRequest, PageTree]):
         return -(-len(request) // self.block_size) - self._tree.locked(request.tokens.names, request.most_hits)
 
     # --------------------------------------------------------------------------------------------- requests
+
+    def request(self, prompt: Prompt, rng: Random) -> PageRequest:
+        """A request that has no page yet; see `PageRequest`."""
+        return PageRequest(prompt, self.block_size, rng)
 
     def match(self, request: PageRequest, count: int) -> int:
         """Match the first `count` pages of a request that has none, but not the page of its last token, and lock them.
