@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias
 
 from pytest_kvmock.tokens import Prompt
 
@@ -113,7 +113,8 @@ class Driver(Protocol):
     A prompt may carry more than tokens (`Prompt.keys`). A driver whose engine names blocks by that has the names in
     `prompt_keys`, such as `("lora_name", "cache_salt")`; without the attribute, prompts that have any are refused before they
     come to it. Where its manager does not say what travels beside a Stored, a driver may have a method `extra_of(stored)`. One that
-    has an attribute `chunk` is told there how many tokens its worker prefills at once, or None.
+    has an attribute `chunk` is told there how many tokens its worker prefills at once, or None. One that has `recorder` is given
+    what its manager publishes to, which it enters for what is a request's: without the attribute, all is.
 
     What `open` returns is the driver's own: it has `blocks` (in order; a partial one is a UUID) and a length (tokens of
     prompt and output so far).
@@ -203,7 +204,6 @@ class SchedulerDriver(GeneratingDriver, Protocol):
         """Count the tokens that can be generated, one a pass, before one needs a block or fills one."""
 
 
-@runtime_checkable
 class PoolSchedulerDriver(SchedulerDriver, Protocol):
     """Of an engine that allocates a block when the first of its tokens is computed: generating a token needs none.
 
@@ -275,7 +275,6 @@ class RadixSchedulerDriver(GeneratingDriver, Protocol):
         """Count the passes in which each of these generates a token and neither needs a page, fills one nor evicts."""
 
 
-@runtime_checkable
 class PagedSchedulerDriver(RadixSchedulerDriver, Protocol):
     """Of a cache whose requests take whole pages, and whose last token is computed whatever is cached (1.6.1)."""
 

@@ -82,7 +82,4 @@ class HybridOffloadDriver(OffloadNotes, HybridPoolDriver):
             upto = min(upto, start + self.manager.max_num_batched_tokens)
             if upto <= start and request.computes_last_token:
                 return upto
-        held, before = [len(blocks) for blocks in self.tables(request)], request.num_computed_tokens
-        reached = super().allocate(request, upto)
-        self._allocated(request, held, before)
-        return reached
+        return super().allocate(request, upto)

@@ -8,9 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pytest_kvmock.engine.clock import Clock
 from pytest_kvmock.engine.driver import WouldWait
-from pytest_kvmock.engine.hybrid_offload_driver import HybridOffloadDriver
-from pytest_kvmock.engine.move_driver import MoveDriver
-from pytest_kvmock.engine.offload_driver import OffloadDriver
 from pytest_kvmock.engine.tier_clock import TierClock
 from pytest_kvmock.events import StorageTier
 from pytest_kvmock.tiers.offload_steps import OffloadRequest
@@ -19,7 +16,7 @@ from pytest_kvmock.tiers.timed_copies import TimedCopies
 if TYPE_CHECKING:
     from pytest_kvmock.cache.vllm.block_pool import BlockPoolManager
     from pytest_kvmock.cache.vllm.hybrid import HybridManager
-    from pytest_kvmock.engine.driver import Driver
+    from pytest_kvmock.engine.offload_notes import OffloadNotes
     from pytest_kvmock.engine.scheduler import ScheduledRequest
     from pytest_kvmock.tokens import Prompt
 
@@ -42,7 +39,7 @@ class NativeParking:
     is_quiet = False
     """Each pass may store, and find transfers done."""
 
-    def __init__(self, clock: NativeClock, driver: OffloadDriver | HybridOffloadDriver) -> None:
+    def __init__(self, clock: NativeClock, driver: OffloadNotes) -> None:
         self._clock = clock
         self._driver = driver
         self._parked: dict[OffloadRequest, ScheduledRequest] = {}
@@ -130,9 +127,7 @@ class NativeClock(Clock):
         parking: the requests of a scheduler that wait for what is loaded for them.
     """
 
-    def __init__(self, driver: Driver, now: float = 0.0) -> None:
-        if not isinstance(driver, (OffloadDriver, HybridOffloadDriver)):
-            raise ValueError(f"a NativeClock is of an OffloadDriver, got {driver!r:.80}")  # noqa: TRY004 - one error
+    def __init__(self, driver: OffloadNotes, now: float = 0.0) -> None:
         super().__init__(driver, now)
         self.manager: BlockPoolManager | HybridManager = driver.manager
         self._offload = driver.offload
@@ -329,6 +324,6 @@ class NativeClock(Clock):
         self.tick(max(deadline, self._now))
 
 
-def clock_of(driver: Driver, now: float) -> Clock:
+def clock_of(driver: Any, now: float) -> Clock:
     """The clock of a worker whose driver's manager has a host below it, of either kind."""
-    return TierClock(driver, now) if isinstance(driver, MoveDriver) else NativeClock(driver, now)
+    return TierClock(driver, now) if driver.traits.chunk is None else NativeClock(driver, now)

@@ -56,13 +56,6 @@ class OffloadDriver(OffloadNotes, BlockPoolDriver):
 
     # ------------------------------------------------------------------------------------------ as its base has it
 
-    def allocate(self, request: PoolRequest, upto: int) -> int:
-        """Allocate for the first `upto` tokens, and count them as computed; all of them, or nothing changes."""
-        held, before = len(request.block_ids), request.num_computed_tokens
-        reached = super().allocate(request, upto)
-        self._allocated(request, (held,), before)
-        return reached
-
     def admit(self, request: PoolRequest, upto: int) -> None:
         """Allocate for the first `upto` tokens that are not computed."""
         self.allocate(request, upto)

@@ -129,6 +129,17 @@ class OffloadNotes(PoolDriver, ABC):
 
     # ------------------------------------------------------------------------------------------ as its base has it
 
+    def allocate(self, request: Any, upto: int) -> int:
+        """Allocate for the first `upto` tokens, and count them as computed; all of them, or none."""
+        held, before = [len(blocks) for blocks in self.tables(request)], request.num_computed_tokens
+        reached = super().allocate(request, upto)
+        if request.num_computed_tokens > before:
+            is_admitted = not any(held) or request in self._prefills
+            for blocks, count in zip(self.tables(request), held, strict=True):
+                self._got.update(blocks if is_admitted else blocks[count:])
+            self._computed(request)
+        return reached
+
     def step_inside(self, request: Any, upto: int) -> bool:
         """Count the tokens up to one as computed, if that takes, fills and frees no block."""
         inside = super().step_inside(request, upto)
@@ -143,18 +154,13 @@ class OffloadNotes(PoolDriver, ABC):
 
     def free(self, request: Any, *, done: bool) -> None:
         """Free all blocks, also those that are being copied."""
-        self._freed(request, done=done)
+        if done:
+            self.end(request, aborted=request.num_computed_tokens < len(request) - 1)
+        elif any(self.tables(request)) and request in self._known:
+            self._prefills.discard(request)
+            self._computing.pop(request, None)
+            self._preempted.append(self._known[request])
         super().free(request, done=done)
-
-    # ------------------------------------------------------------------------------------------ for the driver
-
-    def _allocated(self, request: Any, held: Sequence[int], before: int) -> None:
-        """Note what was allocated for a request that held so many blocks of each group, and had computed so many tokens."""
-        if request.num_computed_tokens > before:
-            is_admitted = not any(held) or request in self._prefills
-            for blocks, count in zip(self.tables(request), held, strict=True):
-                self._got.update(blocks if is_admitted else blocks[count:])
-            self._computed(request)
 
     def _computed(self, request: Any) -> None:
         computed = request.num_computed_tokens
@@ -163,12 +169,3 @@ class OffloadNotes(PoolDriver, ABC):
             self._prefills.add(request)
         else:
             self._prefills.discard(request)
-
-    def _freed(self, request: Any, *, done: bool) -> None:
-        """Note that a request is over, or that it was preempted."""
-        if done:
-            self.end(request, aborted=request.num_computed_tokens < len(request) - 1)
-        elif any(self.tables(request)) and request in self._known:
-            self._prefills.discard(request)
-            self._computing.pop(request, None)
-            self._preempted.append(self._known[request])

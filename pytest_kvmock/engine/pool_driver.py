@@ -47,6 +47,10 @@ class PoolDriver:
         """Let all of its prompt be cached."""
         request.computes_last_token = False
 
+    def allocate(self, request: Any, upto: int) -> int:
+        """Allocate for the first `upto` tokens, and count them as computed; all of them, or none."""
+        raise NotImplementedError
+
     def step_inside(self, request: Any, upto: int) -> bool:
         """Count the tokens up to one as computed, if that takes, fills and frees no block."""
         raise NotImplementedError

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
+from pytest_kvmock.cache.manager import protocol_mismatch
 from pytest_kvmock.engine.driver import (
     PagedSchedulerDriver,
     PoolSchedulerDriver,
@@ -72,8 +73,8 @@ def _sglang(driver: Any, args: SchedulerArgs, tiers: Clock | None) -> Scheduler:
         return PrefillFirstScheduler(driver, args)
     from pytest_kvmock.engine.sglang_scheduler import SglangScheduler
 
-    if isinstance(driver, PagedSchedulerDriver):
-        raise ValueError(f"the backend {driver.manager.backend!r} is of 1.6.1, and its engine semantics='mixed'")  # noqa: TRY004 - one error
+    if protocol_mismatch(driver, PagedSchedulerDriver) is None:
+        raise ValueError(f"the backend {driver.manager.backend!r} is of 1.6.1, and its engine semantics='mixed'")
     return SglangScheduler(driver, args)
 
 

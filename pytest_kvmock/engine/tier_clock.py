@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from pytest_kvmock.cache.dynamo.logical import LogicalManager
 from pytest_kvmock.cache.offload import NoHits
 from pytest_kvmock.engine.clock import Clock
-from pytest_kvmock.engine.driver import SlotsLost, WouldWait
-from pytest_kvmock.engine.move_driver import MoveDriver
+from pytest_kvmock.engine.driver import SlotsLost, WouldWait, checked_manager
 from pytest_kvmock.engine.parking import Parked, Parking
 from pytest_kvmock.events import StorageTier
 
 if TYPE_CHECKING:
+    from pytest_kvmock.engine.move_driver import MoveDriver
     from pytest_kvmock.tokens import Prompt
 
 
@@ -30,9 +30,8 @@ class TierClock(Clock):
     """
 
     def __init__(self, driver: MoveDriver, now: float = 0.0) -> None:
-        assert isinstance(driver.manager, LogicalManager)
         super().__init__(driver, now)
-        self.manager = driver.manager
+        self.manager: LogicalManager = checked_manager(driver.manager, LogicalManager, "TierClock")
         self.parking: Parking = Parking(driver, self.manager)
         # Blocks on the device that came back, and were not counted as onboarded yet, by the blocks that were asked for.
         self._came: dict[tuple[int, ...], set[int]] = {}

@@ -333,11 +333,11 @@ class KvWorker:
         self._recorder.extra_of = None
         sink = self._recorder if self.publishes else self._watch
         driver = self._make_driver(self._make_manager(sink), self.prefix_caching, self._rng)
-        if isinstance(driver, MoveDriver):
+        self._recorder.for_requests = not hasattr(driver, "recorder")
+        if hasattr(driver, "recorder"):
             driver.recorder = self._recorder
         if hasattr(driver, "chunk"):  # what it needs depends on that
             driver.chunk = self.chunk
-        self._recorder.for_requests = not isinstance(driver, MoveDriver)
         now, self._clock = self.now, None
         if getattr(driver.manager, "offload", None) is not None:
             from pytest_kvmock.engine.native_clock import clock_of
