@@ -2,7 +2,7 @@
 
 import pytest
 
-ABLE = "lineage, lru, multi_lru, vllm and hybrid models of vLLM's do"
+ABLE = "lineage, lru, multi_lru, vllm and some of vLLM's hybrid models do"
 PROFILES = """\
 profiles:
   tiered:
