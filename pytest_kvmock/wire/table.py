@@ -282,6 +282,11 @@ class Dialect:
         return any(field.name == "group_idx" for field in self.stored)
 
     @property
+    def mocks_groups(self) -> bool:
+        """Whether hybrid models of vLLM can publish in it: their blocks have names of 64 bits here, and never bytes."""
+        return self.has_groups and self.hashes != "bytes"
+
+    @property
     def is_msgpack(self) -> bool:
         """Whether it is written in msgpack, which takes the extra `wire`."""
         return self.form in ("array", "map")
