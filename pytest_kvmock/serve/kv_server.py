@@ -26,7 +26,7 @@ from pytest_kvmock.serve.request_log import RequestLog, Routing, ServedRequest
 from pytest_kvmock.serve.text import LETTERS
 from pytest_kvmock.serve.truth import RouterChecks, Truth, all_removed
 from pytest_kvmock.tokens import Prompt
-from pytest_kvmock.wire import DIALECTS, Dialect, find_dialect
+from pytest_kvmock.wire import Dialect, find_dialect
 from pytest_kvmock.wire.digests import StreamDigests
 
 try:
@@ -250,12 +250,8 @@ class KvServer(Controls, RouterChecks):
                 f"KvServer: dialect {self.dialect.name!r} is spoken by engines of type {wanted!r}, worker {worker} is one of "
                 f"type {engine.args.engine_type!r} over {engine.worker.backend!r}"
             )
-        if engine.worker.traits.publishes_groups and not self.dialect.mocks_groups:
-            able = ", ".join(name for name, each in DIALECTS.items() if each.mocks_groups)
-            raise ValueError(
-                f"KvServer: {engine.worker.backend!r} serves a hybrid model, whose events of cache groups are mocked in {able}; "
-                f"got dialect {self.dialect.name!r}"
-            )
+        if engine.worker.traits.publishes_groups:
+            self.dialect.check_groups()
         if engine.driver is not None:
             raise ValueError(f"KvServer: {engine!r} is driven by {engine.driver} already")
         return engine

@@ -307,6 +307,16 @@ class Dialect:
         if self_describing and self.models.startswith("vLLM ") and self.form == "array":
             raise ValueError(f"self-describing events of a host are vLLM's from 0.24 on; got dialect {self.name!r}")
 
+    def check_groups(self) -> None:
+        """Check that it can say what hybrid models of vLLM publish.
+
+        Raises:
+            ValueError: it cannot (`mocks_groups`).
+        """
+        if not self.mocks_groups:
+            able = ", ".join(name for name, each in DIALECTS.items() if each.mocks_groups)
+            raise ValueError(f"cache groups of vLLM's hybrid models are mocked in {able}; got dialect {self.name!r}")
+
     def variant(
         self,
         name: str,

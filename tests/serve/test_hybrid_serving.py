@@ -56,8 +56,8 @@ def test_a_dialect_without_cache_groups_is_refused(dialect):
         RouterHarness(EngineProfile(num_blocks=400), "vllm_gpt_oss") as kv,
         pytest.raises(
             ValueError,
-            match="'vllm_gpt_oss' serves a hybrid model, whose events of cache groups are mocked in vllm-0.23, vllm-0.24, vllm-0.28, "
-            f"vllm-0.33; got dialect '{dialect}'",
+            match="^cache groups of vLLM's hybrid models are mocked in vllm-0.23, vllm-0.24, vllm-0.28, vllm-0.33; got dialect "
+            f"'{dialect}'$",
         ),
     ):
         KvServer(kv, dialect)
