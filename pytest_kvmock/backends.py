@@ -200,7 +200,7 @@ class BackendSpec:
             if option not in self.options:
                 if option == "tiers":
                     able = [name for name, spec in BACKENDS.items() if option in spec.options and spec.group is None]
-                    shown = f"{', '.join(able)} and hybrid models of vLLM's do"
+                    shown = f"{', '.join(able)} and some of vLLM's hybrid models do"
                     raise ValueError(f"backend {self.name!r} takes no tiers; {shown}")
                 known = f"it has {', '.join(self.options)}" if self.options else "it has none"
                 hint = did_you_mean(option, self.options, known)

@@ -136,7 +136,7 @@ class RouterBug(NamedTuple):
         router: the right router with the bug.
         shows_in: what must happen for it to show: a worker restarts, joins or crashes; prompts have adapters; workers have ranks;
             events come late. "plain": nothing.
-        found_by: the rule of the wrong belief; "regret": `FleetReport.regret`; "promised_not_found": that figure alone, which shows
+        found_by: the rule of the wrong belief; "regret": `Report.regret`; "promised_not_found": that figure alone, which shows
             late events, and not the router's fault.
     """
 

@@ -33,7 +33,7 @@ def hybrid_engines(dialect: Dialect) -> dict[str, BackendSpec]:
     that its blocks are evicted before those of the window.
     """
     vllm = backend_spec("vllm")
-    if dialect.hashes == "bytes" or not dialect.has_groups or speaker_of(dialect) is not vllm:
+    if not dialect.mocks_groups or speaker_of(dialect) is not vllm:
         return {}
     size = PROFILE.block_size
     groups = (CacheGroup("full_attention", size), CacheGroup("sliding_window", size, window=4 * size))

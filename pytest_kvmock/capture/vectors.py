@@ -9,8 +9,8 @@ A folder a dialect, with
 - `capture.jsonl`: the same events as a capture, which `check` reads.
 
 In folders inside it more sets, of the same files: `ranks`, of engines with two data-parallel ranks, `near`, of hashes that
-agree in a part, `keys`, of prompts with what the dialect can carry of an adapter, a salt and multimodal items, and of vLLM's newest
-one for each hybrid model.
+agree in a part, `keys`, of prompts with what the dialect can carry of an adapter, a salt and multimodal items; and
+in vLLM's newest dialect sets of hybrid models.
 
 One subject: a set of vectors, from its traffic to its files.
 """

@@ -24,6 +24,7 @@ def make_wire(case: Case, harness: RouterHarness, kv_dialect: str) -> KvWire:
     """Make what keeps the bytes of worker 0, all ranks."""
     dialect = find_dialect(backend_name(case.item, kv_dialect, DIALECTS))
     try:
+        _check_says(dialect, harness)
         wire = KvWire(dialect, ranks=harness.profile.dp_size, digests=_digests(harness, 0, dialect))
     except (ImportError, ValueError) as error:
         fail_in_one_line(case.item, f"kv_wire: {error}")
@@ -46,8 +47,7 @@ def publishers(case: Case, harness: RouterHarness, kv_dialect: str) -> Iterator[
             try:
                 check_integer("make_kv_publisher: worker", worker, 0)
                 dialect = find_dialect(backend_name(case.item, kv_dialect, DIALECTS) if given is None else given)
-                if harness.profile.tiers is not None:
-                    dialect.check_host(self_describing=harness.profile.tiers.self_describing)
+                _check_says(dialect, harness)
                 options.setdefault("ranks", harness.profile.dp_size)
                 if "digests" not in options:
                     options["digests"] = _digests(harness, worker, dialect)
@@ -99,6 +99,19 @@ def servers(
     broken = [text for server in made for text in server.broken]
     if broken and case.passed:
         pytest.fail(f"kvmock: kv_server: {'; '.join(broken)}", pytrace=False)
+
+
+def _check_says(dialect: Dialect, harness: RouterHarness) -> None:
+    """Check that a dialect can say what the workers publish.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    tiers = harness.profile.tiers
+    if tiers is not None:
+        dialect.check_host(self_describing=tiers.self_describing)
+    if any(worker.traits.publishes_groups for worker in harness.workers.values()):
+        dialect.check_groups()
 
 
 def _digests(harness: RouterHarness, worker_id: int, dialect: Dialect) -> dict[int, StreamDigests]:

@@ -113,11 +113,17 @@ class Rows:
         return array("d", (max(0.0, gap) for gap in gaps)) if gaps and min(gaps) < 0.0 and self.facts.sketches else gaps
 
     def values(self, what: str) -> Sequence[float]:
-        """Return the values of a distribution: one a request that has it, or of "itl" and "per_user" one a gap between tokens."""
+        """Return the values of a distribution: one a request that has it, or of "itl" and "per_user" one a gap between tokens.
+
+        Raises:
+            ValueError: there is no such distribution.
+        """
         if what == "itl":
             return self.gaps
         if what == "per_user":
             return array("d", map(truediv, repeat(1000.0), filter(None, self.gaps)))
+        if what not in _OF_REQUESTS:
+            raise ValueError(unknown_text("distribution", what, (*_OF_REQUESTS, "itl", "per_user")))
         found = map(attrgetter(_OF_REQUESTS[what]), self.done)
         return [value for value in found if value is not None]
 
@@ -183,7 +189,13 @@ class Rows:
         return _missing(says) if says else None
 
     def counts(self, of: str) -> tuple[dict[Worker, float], dict[Worker, float]]:
-        """Return one of `BALANCED` by worker, and at which share of the picks each worker was a candidate."""
+        """Return one of `BALANCED` by worker, and at which share of the picks each worker was a candidate.
+
+        Raises:
+            ValueError: `of` is none of them.
+        """
+        if of not in BALANCED:
+            raise ValueError(unknown_text("count", of, BALANCED))
         picks = len(self.picks)
         there = {each.worker: each.picks / picks if picks else 0.0 for each in self.workers}
         if of == "prompt_tokens":
@@ -328,7 +340,9 @@ _ALL: Final = (
     _routed("overlap_best", "best", 0, lambda rows: sum(pick.best_held for pick in rows.picks)),
     _routed("of_best", "of best", 1, lambda rows: of_best(pick.choice for pick in rows.picks)),
     _routed("overlap_regret", "regret", -1, lambda rows: share(sum(rows.regrets), len(rows.picks))),
-    Figure("elsewhere", "elsewhere", -1, lambda rows: sum(regret > 0 for regret in rows.regrets), "asked"),
+    Figure(
+        "elsewhere", "elsewhere", -1, lambda rows: sum(regret > 0 for regret in rows.regrets), "asked", is_routed=True
+    ),
     _routed("promised_not_found", "not found", -1, lambda rows: _missing((r.promised, r.found) for r in rows.admitted)),
     _routed("believed_not_found", "believed, not found", -1, Rows.believed_not_found),
     _routed(
@@ -448,6 +462,11 @@ def folded(named: Sequence[Sequence[str]], columns: Iterable[Sequence[str]]) -> 
         parts[-1].append(column)
         wide += width
     return "\n".join(aligned(zip(*part, strict=True)) for part in parts)
+
+
+def digest_of(rows: Sequence[object]) -> str:
+    """Return eight digits that equal rows share."""
+    return sha256(repr(rows).encode()).hexdigest()[:8]
 
 
 def trace_digest(turns: Iterable[Asked], block_size: int) -> str:

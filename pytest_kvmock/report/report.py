@@ -15,7 +15,6 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from hashlib import sha256
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +28,7 @@ from pytest_kvmock.report.figures import (
     Figures,
     Rows,
     check_figure,
+    digest_of,
     figure_columns,
     figure_text,
     folded,
@@ -288,8 +288,10 @@ class Report:
 
     @property
     def trace_digest(self) -> str:
-        """Eight digits that two traces share if they ask for the same."""
-        return trace_digest(self.facts.turns, self.facts.block_size)
+        """Eight digits that two traces share if they ask for the same; without a trace, two runs of requests of the same lengths."""
+        if self.facts.turns:
+            return trace_digest(self.facts.turns, self.facts.block_size)
+        return digest_of([(each.prompt_tokens, each.max_output_tokens) for each in self.requests])
 
     @property
     def trace_name(self) -> str:
@@ -299,7 +301,7 @@ class Report:
     @property
     def picks_digest(self) -> str:
         """Eight digits that two runs share if the router picked the same."""
-        return sha256(repr([(pick.number, pick.worker) for pick in self.picks]).encode()).hexdigest()[:8]
+        return digest_of([(pick.number, pick.worker) for pick in self.picks])
 
     @property
     def held_before(self) -> int:
@@ -355,7 +357,7 @@ class Report:
         return self._rows(worker).lacking()
 
     def counts(self, of: str) -> tuple[dict[Worker, float], dict[Worker, float]]:
-        """Return what balance is made of: counts by worker, and at which share of the picks each was a candidate."""
+        """Return what balance is made of, as `assert_balanced` has it: counts by worker, and at which share of the picks each was a candidate."""
         return self._rows().counts(of)
 
     def values(self, what: str) -> Sequence[float]:
@@ -436,7 +438,7 @@ class Report:
         """Return how another report differs: a table when printed, a mapping of figures to (this one's, the other's).
 
         Args:
-            other: a report, or what its `to_json()` returned.
+            other: a report, or what `to_json()` of one with a router returned.
 
         Raises:
             TypeError: it is neither.
@@ -750,10 +752,12 @@ class Report:
 
         Raises:
             AssertionError: it believed otherwise.
-            ValueError: the router has none of `loads()`, `overlap(request)`, `believed(request)` and `workers()`, or no request arrived.
+            ValueError: there was no router, or it has none of `loads()`, `overlap(request)`, `believed(request)`, `workers()`; no request arrived.
         """
         __tracebackhide__ = True
         self._need_requests("assert_no_drift")
+        if not self.router:
+            raise ValueError("assert_no_drift: there was no router")
         beliefs = self.beliefs
         if beliefs is None:
             raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,9 +24,6 @@ def stream_of(worker: Worker) -> tuple[int, int]:
 
 
 RequestStatus: TypeAlias = Literal["waiting", "running", "finished", "rejected", "aborted", "lost", "unfinished"]
-
-ENDED: Final = frozenset({"finished", "rejected", "aborted", "lost", "unfinished"})
-"""The statuses of a request that is over."""
 
 
 class RouterRequest:

@@ -250,16 +250,8 @@ class KvServer(Controls, RouterChecks):
                 f"KvServer: dialect {self.dialect.name!r} is spoken by engines of type {wanted!r}, worker {worker} is one of "
                 f"type {engine.args.engine_type!r} over {engine.worker.backend!r}"
             )
-        without = (
-            "no cache groups"
-            if not self.dialect.has_groups
-            else "bytes as hashes, which vLLM's groups are not mocked with"
-        )
-        if engine.worker.traits.publishes_groups and (not self.dialect.has_groups or self.dialect.hashes == "bytes"):
-            raise ValueError(
-                f"KvServer: {engine.worker.backend!r} serves a hybrid model, whose events are of cache groups; "
-                f"dialect {self.dialect.name!r} has {without}"
-            )
+        if engine.worker.traits.publishes_groups:
+            self.dialect.check_groups()
         if engine.driver is not None:
             raise ValueError(f"KvServer: {engine!r} is driven by {engine.driver} already")
         return engine

@@ -163,6 +163,8 @@ class TiersBelow(OverIndex):
         """With `find_tiered`: the index answers as the reference index does, tier by tier, for engines with each of the hosts."""
         hosts = self._hosts()
         self._start_tiered(hosts[0][0].traits_at(self.block_size, hosts[0][1]) if hosts else None)
+        if not hosts:
+            pytest.skip("backends and tiers name no engine with a host: traffic over one was not checked")
         for spec, host in hosts:
             # A block takes a millisecond, so that some are under way while others are served.
             tiers = Tiers.of({"gbps": 1.0, "bytes_per_token": 1_000_000 // self.block_size, **host.to_dict()})

@@ -282,6 +282,11 @@ class Dialect:
         return any(field.name == "group_idx" for field in self.stored)
 
     @property
+    def mocks_groups(self) -> bool:
+        """Whether hybrid models of vLLM can publish in it: their blocks have names of 64 bits here, and never bytes."""
+        return self.has_groups and self.hashes != "bytes"
+
+    @property
     def is_msgpack(self) -> bool:
         """Whether it is written in msgpack, which takes the extra `wire`."""
         return self.form in ("array", "map")
@@ -301,6 +306,16 @@ class Dialect:
             )
         if self_describing and self.models.startswith("vLLM ") and self.form == "array":
             raise ValueError(f"self-describing events of a host are vLLM's from 0.24 on; got dialect {self.name!r}")
+
+    def check_groups(self) -> None:
+        """Check that it can say what hybrid models of vLLM publish.
+
+        Raises:
+            ValueError: it cannot (`mocks_groups`).
+        """
+        if not self.mocks_groups:
+            able = ", ".join(name for name, each in DIALECTS.items() if each.mocks_groups)
+            raise ValueError(f"cache groups of vLLM's hybrid models are mocked in {able}; got dialect {self.name!r}")
 
     def variant(
         self,

@@ -315,12 +315,27 @@ def test_what_no_router_served_is_a_report_too():
     assert [0, 1] == served.workers
     assert engine.prefill_tokens == served.figure("prompt_tokens_computed", 0)
     assert served.figure("hit_ratio") == served.figure("first_admission_prefix_cache_reused_ratio") > 0
-    assert (None, None) == (served.figure("of_best"), served.figure("promised_not_found"))
+    assert {None} == {served.figure(name) for name in ("of_best", "promised_not_found", "elsewhere")}
     with pytest.raises(ValueError, match="of_best has no value here"):
         served.assert_hit_ratio(of_best=0.5)
+    with pytest.raises(ValueError, match="assert_no_drift: there was no router"):
+        served.assert_no_drift()
     served.assert_slo(ttft_ms=served.figure("ttft_max"), at=1.0)
     alone = engine.report
     assert (engine.passes, len(engine.requests)) == (alone.passes, alone.figure("completed"))
+
+
+def test_engines_by_themselves_are_compared_by_what_they_were_asked():
+    reports = []
+    for prompt in (range(12), range(12), range(16)):
+        engine = MockEngine(ARGS)
+        engine.submit(prompt, 2)
+        reports.append(engine.run())
+    one, same, other = reports
+    assert [] == one.compare(same).notes
+    assert ["these are two traces"] == [note.partition(":")[0] for note in one.compare(other).notes]
+    with pytest.raises(ValueError, match="the other report is of another trace"):
+        one.assert_no_worse(other, ttft_p95=1.0)
 
 
 def test_a_figure_of_dynamo_has_the_name_of_its_key():
@@ -776,8 +791,13 @@ def test_nor_in_a_harness():
         (lambda r: r.figure(["hit_ratio"]), r"unknown figure \['hit_ratio'\]"),
         (lambda r: r.assert_regret(DynamoRouter()), r"regret needs the candidates of each pick: .* record=True"),
         (lambda r: r.row(7), r"there is no worker 7; there are 0, 1"),
+        (
+            lambda r: r.counts("request"),
+            r"unknown count 'request'; did you mean 'requests' .*known: requests, prompt_tokens",
+        ),
+        (lambda r: r.values("ttfb"), r"unknown distribution 'ttfb'; .*known: ttft, ttst, tpot, e2e, itl, per_user"),
     ],
-    ids=map(str, range(17)),
+    ids=map(str, range(19)),
 )
 def test_bad_input_is_one_clear_error(require, text):
     with pytest.raises(ValueError, match=text):

@@ -1,5 +1,7 @@
 """Tests over the backends of hybrid models: which these are, and the sizes that they have."""
 
+import pytest
+
 from pytest_kvmock.backends import BACKENDS, EngineProfile
 
 MODELS = [name for name, spec in BACKENDS.items() if spec.group and spec.scheduler == "vllm"]
@@ -109,3 +111,23 @@ def test_a_profile_that_has_no_size_takes_that_of_the_backend():
     assert EngineProfile(block_size=16).sized_for(spec).block_size == 16
     assert EngineProfile(real_sizes=True).sized_for(BACKENDS["lineage"]).block_size == 16
     assert EngineProfile() == EngineProfile(block_size=16)
+
+
+@pytest.mark.parametrize("dialect", ["vllm-0.19", "vllm-0.33-bytes"])
+def test_a_dialect_without_cache_groups_is_refused_in_one_line(nested, dialect):
+    result = nested(
+        f"""
+        @pytest.mark.kv_dialects("{dialect}")
+        @pytest.mark.parametrize("kv_backend", ["vllm_gpt_oss"])
+        class Test:
+            def test_a_publisher(self, kv_publisher): pass
+            def test_a_wire(self, kv_wire): pass
+            def test_without_one(self, kv_worker, kv_prompt): kv_worker.serve(kv_prompt(4))
+        """
+    )
+    result.assert_outcomes(passed=1, errors=2)
+    why = (
+        "cache groups of vLLM's hybrid models are mocked in vllm-0.23, vllm-0.24, vllm-0.28, vllm-0.33; "
+        f"got dialect '{dialect}'"
+    )
+    assert {f"kvmock: kv_publisher: {why}", f"kvmock: kv_wire: {why}"} <= {*result.outlines}

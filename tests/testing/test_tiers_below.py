@@ -50,6 +50,16 @@ def test_a_contract_may_name_the_hosts():
         contract().test_a_cleared_leaves_a_host_that_is_a_copy()
 
 
+@pytest.mark.parametrize(("backends", "tiers"), [(("sglang",), None), (("vllm",), ())])
+def test_without_a_host_no_traffic_over_one_is_followed(backends, tiers):
+    contract = contract_of(HostIndex)
+    contract.backends, contract.tiers = backends, tiers
+    with pytest.raises(
+        pytest.skip.Exception, match="backends and tiers name no engine with a host: traffic over one was"
+    ):
+        contract().test_it_follows_traffic_over_a_host()
+
+
 def test_an_index_of_the_device_alone_is_not_asked():
     class Device(IndexContract):
         backends = ("vllm",)

@@ -158,7 +158,7 @@ def test_vllm_s_host_is_that_of_the_release_that_was_recorded():
 def test_other_backends_refuse_tiers_in_one_line(backend):
     with pytest.raises(ValueError) as error:
         create_manager(backend, num_blocks=4, tiers={"host": 10})
-    able = "lineage, lru, multi_lru, vllm and hybrid models of vLLM's do"
+    able = "lineage, lru, multi_lru, vllm and some of vLLM's hybrid models do"
     assert f"backend {backend!r} takes no tiers; {able}" == str(error.value)
 
 

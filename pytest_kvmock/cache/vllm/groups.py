@@ -16,7 +16,7 @@ from pytest_kvmock.checks import check_integer, unknown_text
 # groups take their blocks from one pool. They are numbered in the order in which their first layers stand in the model.
 #
 # Tokens are hashed in units, the largest that divides all blocks. A hit ends at a multiple of the alignment, which is the
-# smallest block that all groups divide, or the unit where the engine copies a block that a hit ends in (fine hits).
+# least common multiple of their blocks, or the unit where the engine copies a block that a hit ends in (fine hits).
 
 FULL: Final = ("full_attention", "mla_attention")
 WINDOWS: Final = ("sliding_window", "sliding_window_mla")
@@ -189,7 +189,7 @@ class GroupGeometry:
             check_integer("retention", retention, 0, " tokens, or None")
             if retention % scheduler_block:
                 raise ValueError(
-                    f"retention must be a multiple of {scheduler_block}, the block that all groups divide; got {retention}"
+                    f"retention must be a multiple of {scheduler_block}, the least common multiple of the groups' block sizes; got {retention}"
                 )
         fine = any(group.kind == STATE and group.block_size > unit for group in cacheable) and all(
             group.kind in FULL or group.kind == STATE or group.block_size == unit for group in cacheable

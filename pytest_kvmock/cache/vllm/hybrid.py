@@ -43,7 +43,7 @@ class HybridManager(VllmManager):
         groups: in the engine's order.
         num_blocks: capacity in usable blocks, at least 1.
         retention: which blocks of sparse groups are cached (`--prefix-cache-retention-interval`): 0: what prompts resume from;
-            a multiple of the block that all groups divide: also what ends at its multiples; None: all that a hit could use.
+            a multiple of all groups' block sizes: also what ends at its multiples; None: all that a hit could use.
         match_unit: tokens of a hash (`--prefix-match-unit`), which divides the blocks of all groups; None: the largest.
         use_eagle: there is a draft model (EAGLE, MTP).
         max_num_batched_tokens: the most tokens of one step, at least 1.

@@ -183,7 +183,11 @@ def test_queries_count_by_name_and_by_number():
         (FULL, {}, "groups must be a list of CacheGroup, got CacheGroup"),
         ((FULL, "full"), {}, "groups must be a list of CacheGroup, got 'full' in it"),
         (GPT_OSS, {"match_unit": 3}, "match_unit 3 does not divide block_size 4 of sliding_window"),
-        (GPT_OSS, {"retention": 6}, "retention must be a multiple of 4, the block that all groups divide; got 6"),
+        (
+            GPT_OSS,
+            {"retention": 6},
+            "retention must be a multiple of 4, the least common multiple of the groups' block sizes; got 6",
+        ),
         (GPT_OSS, {"retention": -4}, "retention must be an integer of at least 0 tokens, or None, got -4"),
         (GPT_OSS, {"block_size": 16}, "block_size must be that of the attention group, 4 tokens, or not given; got 16"),
         (
