@@ -130,7 +130,7 @@ def used(tests=500):
 def import_cost():
     share, modules = importing()
     name = "importing the plugin: its time beside the peer's"
-    yield Figure(name, share, 0.05, "importing pytest", most=True)
+    yield Figure(name, share, 0.04, "importing pytest", most=True)
     yield Figure("importing the plugin: modules it brings", modules, 8, unit="modules", most=True)
 
 

@@ -163,7 +163,7 @@ def ratios():
     """One row a figure, to be recorded."""
     for name, run in FIGURES.items():
         found = ratio(run)
-        yield _figure(name, found)
+        yield _figure(name, round(found, 4))
 
 
 def falls(rows: Mapping[str, Mapping[str, Any]], measure: Callable[[Callable[[], int]], float] = ratio) -> list[str]:
