@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 
-from benchmarks.measure import Figure, cpu_seconds
+from benchmarks.measure import Figure, NotHere, cpu_seconds
 from pytest_kvmock import EngineProfile, Removed, RouterHarness, reproduce
 from pytest_kvmock.backends import BackendSpec
 from pytest_kvmock.events import KvCacheEvent, Stored
+from pytest_kvmock.reduce import NotReduced
 from pytest_kvmock.router.index import RadixIndex
 
 EVENTS = 10_000
@@ -73,7 +74,10 @@ def removed_twice(kv):
 def figure(variant, failed, **options):
     kv, serving = failed
     found = []
-    seconds = cpu_seconds(lambda: found.append(reproduce(kv, **options)))
+    try:
+        seconds = cpu_seconds(lambda: found.append(reproduce(kv, **options)))
+    except NotReduced as reason:
+        raise NotHere(f"{variant}: {reason}") from None
     assert found[0].complete
     yield Figure("cut 10,000 events down: its time beside the peer's", seconds / serving, 10, PEER, variant, most=True)
     yield Figure("cut 10,000 events down: what is left", found[0].size, None, "", variant, found[0].level)
