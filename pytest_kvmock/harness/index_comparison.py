@@ -357,7 +357,9 @@ class IndexComparison:
         stream = self._ledger.streams.get((worker, rank))
         if stream is not None and stream.groups:
             first = block if too_many or shortest.negative else shortest.blocks[got]
-            on += misread(stream, first, too_many=too_many)
+            if clue := misread(stream, first, too_many=too_many):
+                lacks = "" if first == block else f"of block {block_text(first)}, the first that the answer lacks: "
+                on += f"; {lacks}{clue}"
         if queued is not None and queued.key == (worker, rank) and self._left_a_copy(queued.event, block):
             on += "; this Removed took one copy of it, and the engine has another"
         on_device = tier is StorageTier.DEVICE

@@ -121,10 +121,10 @@ def misread(stream: Stream, block: int, *, too_many: bool) -> str:
         too_many: whether it is counted and must not be; else it is not counted and must be.
 
     Returns:
-        In words, after a semicolon; empty where they show nothing.
+        In words, where the block is "it"; empty where they show nothing.
     """
     clues = _of_counted(stream, block) if too_many else _of_not_counted(stream, block)
-    return next((f"; {clue}" for clue in clues), "")
+    return next(clues, "")
 
 
 def _of_counted(stream: Stream, block: int) -> Iterator[str]:

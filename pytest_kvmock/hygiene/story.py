@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-from pytest_kvmock.events import Removed, RouterEvent, StorageTier, Stored, block_text
+from pytest_kvmock.events import Located, Removed, RouterEvent, StorageTier, Stored, block_text
 from pytest_kvmock.hygiene.stream import Stream
 from pytest_kvmock.hygiene.text import event_name, worker_text
 
@@ -90,7 +90,7 @@ def _history_by_tier(stream: Stream, block: int, tier: StorageTier) -> str:
 
 
 def _last(stream: Stream, block: int, tier: StorageTier, places: range) -> tuple[int, int]:
-    """The places in `events` of the last Stored and the last Removed of a block in a tier, among some; -1: none."""
+    """The places in `events` of the last Stored, or location, and the last Removed of a block in a tier, among some; -1: none."""
     return _last_of(stream, Stored, block, tier, places), _last_of(stream, Removed, block, tier, places)
 
 
@@ -162,4 +162,5 @@ def _emptied_by(stream: Stream, stored: int, *, comma: bool = False) -> str:
 def _names(event: RouterEvent, block: int, kind: type[Stored | Removed]) -> StorageTier | None:
     """The tier in which an event stores, or removes, a block, if it does."""
     data = event.event.data
-    return event.storage_tier if isinstance(data, kind) and block in data.block_hashes else None
+    kinds = (Stored, Located) if kind is Stored else kind  # below the device a location is all that stores it
+    return event.storage_tier if isinstance(data, kinds) and block in data.block_hashes else None

@@ -226,6 +226,7 @@ def _checked(name: str, method: Any, more: tuple[str, ...] = ()) -> Callable[...
                 raise TypeError(f"{name}: {unknown_text('argument', key, known)}")
         return method(*args, **named)
 
+    call.__name__ = call.__qualname__ = name  # as pytest prints it among the arguments of a test that failed
     return call
 
 

@@ -411,8 +411,8 @@ class Report:
         parts = [f"{type(self).__name__}: {about}", self.table(rows)]
         if self.router:
             parts.append(
-                f"ideal hit ratio {text['ideal_hit_ratio']} ({text['of_ideal']} of it); greatest : mean of requests {text['balance_requests']}, "
-                f"of prompt tokens computed {text['balance_prompt_tokens']}, of open requests at picks {text['balance_open_requests']}"
+                f"ideal hit ratio {text['ideal_hit_ratio']} ({text['of_ideal']} of it); greatest worker over mean: requests {text['balance_requests']}, "
+                f"prompt tokens computed {text['balance_prompt_tokens']}, open requests at picks {text['balance_open_requests']}"
             )
         if lacking := self.lacking() if self.router else {}:
             shown = ", ".join(f"{caches} lacked {blocks}" for caches, blocks in lacking.items())

@@ -13,7 +13,7 @@ from test_reusable import HYBRID, harness_of
 from pytest_kvmock import EventRulesBroken, RadixIndex
 from pytest_kvmock.backends import backend_spec
 from pytest_kvmock.cache import CacheGroup
-from pytest_kvmock.events import Stored
+from pytest_kvmock.events import Stored, block_text
 from pytest_kvmock.prompt_keys import is_attention_group
 from pytest_kvmock.testing import play, traffic
 from pytest_kvmock.tokens import block_hashes
@@ -98,6 +98,17 @@ WORSE = {
 @pytest.mark.parametrize("answers", ["held", "reusable"])
 def test_outside_of_that_is_index_drift(backend, change, answers):
     assert drifts(over_engines(backend, change, answers, num_blocks=300))
+
+
+def test_a_clue_names_its_block_where_that_is_not_the_last_of_the_prefix():
+    kv = over_engines("vllm_gpt_oss", lambda reused, held: min(reused, 5), "held", num_blocks=300)
+    problem = drifts(kv)[0]
+    assert "returned 5 for worker 0 on a 32-block prefix (ends in " in problem.observed
+    sixth = kv.events.stored[1].data.block_hashes[5]  # the first event is the window's
+    lacks = (
+        f"; of block {block_text(sixth)}, the first that the answer lacks: group 0 (sliding_window) does not have it"
+    )
+    assert lacks in problem.observed
 
 
 @pytest.mark.parametrize("backend", ["vllm_gpt_oss", "vllm_qwen3_next", "sglang_gpt_oss", "sglang_qwen3_next"])

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from pytest_kvmock import Prompt, RadixIndex, RouterHarness
-from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
+from pytest_kvmock.events import Cleared, KvCacheEvent, Located, Removed, RouterEvent, StorageTier, Stored
 from pytest_kvmock.hygiene.entries import Opened
 from pytest_kvmock.hygiene.stream_spec import StreamSpec
 
@@ -245,6 +245,17 @@ def test_the_text_says_where_the_block_went():
         f"find_tiered() of your index (Tiered) returned 0 in host_pinned for worker {sink.worker_id} on a 2-block prefix "
         "(ends in 2); block 2 was stored in host_pinned by event 1 and never removed" == problem.observed
     )
+
+
+def test_the_text_counts_a_location_as_what_stores_a_block():
+    index = Tiered()
+    kv, sink = harness(index)
+    play(sink, chain(1, 2), (Located((2,)), HOST))
+    index.answers[1, 2] = {DEVICE: {(sink.worker_id, 0): 1}}
+    play(sink, Removed((2,)))
+    (problem,) = kv.judge().errors
+    assert problem.observed.endswith("(ends in 2); block 2 was stored in host_pinned by event 1 and never removed")
+    assert "1 block, as the reference index returned" == problem.expected
 
 
 def test_a_stale_block_of_the_host_is_found_by_its_removed():
