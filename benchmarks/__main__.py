@@ -1,7 +1,8 @@
-"""Measure the figures, each beside its peer where this environment has it, and write them to RESULTS.md.
+"""Measure the figures, each beside its peer where this environment has it, and write them to RESULTS.md and its plot.
 
     python -m benchmarks                 all that can be measured here
     python -m benchmarks index verdict   some of the groups
+    python -m benchmarks scaling --blocks 65536 --workers 64 --requests 4096    cost a block up to these sizes, plotted
     python -m benchmarks --quick         a minute, which writes nothing: 1 where a ratio of the group "quick" has more than halved
 
 Dynamo 1.2.1 and 1.6.1 cannot be in one process: run it once in an environment of each. A run replaces the rows that it
@@ -31,6 +32,7 @@ from benchmarks import (
     plugin_cost,
     quick,
     reduce,
+    scaling,
     serve,
     tiers,
     tokens,
@@ -39,22 +41,22 @@ from benchmarks import (
     wire_clients,
     workers,
 )
-from benchmarks.measure import NotHere, TableRow
+from benchmarks.measure import NotHere
+from benchmarks.page import AXES, document, plot
 
 GROUPS = {
     "import": (plugin_cost.import_cost,),
     "unused": (plugin_cost.unused_cost,),
     "used": (plugin_cost.used_cost,),
-    "manager": (manager.speed, manager.beside_rust, manager.memory),
-    "block_manager": (block_manager.speed, block_manager.memory),
-    "workers": (workers.speed, workers.beside_real_engines, workers.memory),
-    "verdict": (verdict.with_ledger_and_index, verdict.with_an_index_asked_after_every_event),
+    "manager": (manager.beside_rust, manager.beside_replay, manager.memory),
+    "block_manager": (block_manager.memory,),
+    "workers": (workers.beside_real_engines, workers.memory),
+    "verdict": (verdict.with_an_index,),
     "tokens": (tokens.hashes,),
     "index": (index.speed, index.memory),
-    "trace": (verdict.mooncake,),
     "mooncake": (mooncake.whole_blocks, mooncake.as_long_as_they_were),
     "tiers": (tiers.host,),
-    "engines": (engines.shared_workload, engines.mooncake, engines.scheduler_matrix),
+    "engines": (engines.shared_workload, engines.mooncake),
     "fleet": (fleet.speed, fleet.memory, fleet.one_test),
     "reduce": (reduce.events, reduce.requests),
     "serve": (serve.ready, serve.traffic),
@@ -62,18 +64,9 @@ GROUPS = {
     "clients": (wire_clients.publish_to_applied,),
     "collector": (collector.gained,),
     "quick": (quick.ratios,),
+    "scaling": (scaling.blocks, scaling.workers, scaling.requests),
 }
 HOME = Path(__file__).parent
-HEAD = """# Figures
-
-Measured by `python -m benchmarks`, which rewrites this file; by hand nothing here changes. Ratios are of medians from
-alternating runs in one process: CPU time where one thread does the work, the wall clock beside RadixTree, which has its
-own. "load" is that of the machine before the run: above 1 the figures are worse than they would be. The workload, where none is named: 10,000
-requests of 32 blocks of 16 tokens, half of each shared by one of 64 groups, one at a time, capacity 8,192 blocks.
-
-| figure | bar "first" | measured | | peer | command | when and where |
-|---|---|---|---|---|---|---|
-"""
 
 
 def main() -> int:
@@ -82,12 +75,17 @@ def main() -> int:
     parser.add_argument(
         "--quick", action="store_true", help="compare the group quick with what is recorded, and write nothing"
     )
+    for axis, (what, _, largest) in AXES.items():
+        parser.add_argument(f"--{axis}", type=int, default=largest, metavar="N", help=f"scaling: up to so many {what}")
     given = parser.parse_args()
     chosen = given.groups or list(GROUPS)
     if unknown := set(chosen) - set(GROUPS):
         parser.error(f"unknown group {', '.join(sorted(unknown))}; known: {', '.join(GROUPS)}")
     path = HOME / "results.json"
     rows = json.loads(path.read_text()) if path.is_file() else {}
+    for axis, (_, smallest, _) in AXES.items():
+        if getattr(given, axis) < smallest:
+            parser.error(f"--{axis} is {getattr(given, axis)}, and the smallest that is measured is {smallest}")
     if given.quick:
         if given.groups:
             parser.error("--quick takes no groups")
@@ -97,55 +95,27 @@ def main() -> int:
         return 1 if fallen else 0
     place = f"{datetime.now(UTC):%Y-%m-%d}, Python {platform.python_version()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}"
     for group in chosen:
+        if group == "scaling":  # sizes that this run leaves out would have another run's smallest beside them
+            rows = {key: row for key, row in rows.items() if not row["command"].endswith(" scaling")}
         for measure in GROUPS[group]:
             start = time.monotonic()
             try:
-                for figure in measure():
-                    if isinstance(figure, TableRow):
-                        print(" | ".join(figure.cells.values()), flush=True)
-                    else:
-                        print(f"{figure.name}: {figure.measured}{_mark(figure.met)}  {figure.peer}", flush=True)
-                    command = f"python -m benchmarks {group}"
-                    rows[figure.name] = dataclasses.asdict(figure) | {"command": command, "place": place}
+                for figure in measure(getattr(given, measure.__name__)) if group == "scaling" else measure():
+                    beside = f" beside {figure.peer}" if figure.peer else ""
+                    print(f"{figure.key}: {figure.shown}{' (MISSED)' * figure.missed}{beside}", flush=True)
+                    rows[figure.key] = dataclasses.asdict(figure) | {
+                        "command": f"python -m benchmarks {group}",
+                        "place": place,
+                    }
             except NotHere as reason:
                 print(f"{group}: not measured here: {reason}", file=sys.stderr)
             print(f"  ({group}, {measure.__name__}: {time.monotonic() - start:.0f} s)", flush=True)
+    order = list(GROUPS)
+    rows = dict(sorted(rows.items(), key=lambda row: order.index(row[1]["command"].rpartition(" ")[2])))
     path.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
-    (HOME / "RESULTS.md").write_text(_document(rows))
+    (HOME / "RESULTS.md").write_text(document(rows.values()))
+    (HOME / "scaling.svg").write_text(plot(rows.values()))
     return 0
-
-
-def _mark(met: bool | None) -> str:
-    return "" if met is None else " (reached)" if met else " (MISSED)"
-
-
-def _document(rows: dict[str, dict]) -> str:
-    lines = [HEAD.rstrip("\n")]
-    figures = [row for row in rows.values() if "table" not in row]
-    for row in figures:
-        met = {True: "reached", False: "**missed**", None: ""}[row["met"]]
-        cells = (row["name"], row["bar"], row["measured"], met, row["peer"], f"`{row['command']}`", row["place"])
-        lines.append("| " + " | ".join(cells) + " |")
-    tables: dict[str, list[dict]] = {}
-    for row in rows.values():
-        if "table" in row:
-            tables.setdefault(row["table"], []).append(row)
-    for title, of_table in tables.items():
-        lines += ["", f"## {title}", "", f"`{of_table[-1]['command']}`, {of_table[-1]['place']}.", ""]
-        heads = list(of_table[-1]["cells"])
-        lines += ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-        lines += ["| " + " | ".join(row["cells"].values()) + " |" for row in of_table]
-    missed = [row for row in figures if row["met"] is False and row["profile"]]
-    if missed:
-        lines += [
-            "",
-            "## Where the time goes",
-            "",
-            "Of each figure that misses its bar, by `cProfile`: the functions' own time.",
-        ]
-    for row in missed:
-        lines += ["", f"{row['name']}:", "", "```", row["profile"], "```"]
-    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -6,15 +6,15 @@ import gc
 from collections.abc import Callable
 from itertools import islice
 
-from benchmarks.measure import TableRow, alternating, cpu_seconds
+from benchmarks.measure import Figure, alternating, cpu_seconds
 from benchmarks.verdict import TRACE_CAPACITY, traces
 from pytest_kvmock import EngineProfile, MockEngine, MockEngineArgs, RouterHarness, replay
 from pytest_kvmock.fleet import Fleet
 from pytest_kvmock.long_runs import long_run
 from pytest_kvmock.traces import MOONCAKE_BLOCK_SIZE, read_mooncake
 
-TABLE = "Python's collector of cycles, in long runs"
 ROUNDS, REQUESTS = 3, 2_500
+TRACE = f"{REQUESTS:,} requests of the conversation trace"
 LEFT_ALONE = (699, 10, 10)
 """Nearly Python's own thresholds, and so taken for the user's: a run does not change them."""
 
@@ -52,13 +52,15 @@ def gained():
 
         return run
 
-    for name, run in (
+    for variant, run in (
         ("fleet of 8, full verdict", judged_fleet),
         ("fleet of 8, no verdict", bare_fleet),
         ("replay on one engine", of_one_engine),
     ):
         before, after = alternating(ROUNDS, lambda run=run: left_alone(run), run, clock=cpu_seconds)
-        yield _row(name, before / after)
+        yield Figure(
+            f"a long run over {TRACE}", before / after, None, "the same with the collector left alone", variant
+        )
     for backend in ("lineage", "vllm", "sglang"):
         run = verdict_over(backend)
 
@@ -67,13 +69,9 @@ def gained():
                 run()
 
         before, after = alternating(ROUNDS, run, raised, clock=cpu_seconds)
-        yield _row(f"verdict over {backend}, a test's own loop, which is no long run, if it were one", before / after)
+        name = f"a test's own loop with verdict over {TRACE}, were it a long run"
+        yield Figure(name, before / after, None, "the same as it is, no long run", backend)
 
 
 def _engine() -> MockEngine:
     return MockEngine(MockEngineArgs(block_size=MOONCAKE_BLOCK_SIZE, num_gpu_blocks=TRACE_CAPACITY))
-
-
-def _row(name: str, gain: float) -> TableRow:
-    cells = {f"the first {REQUESTS:,} requests of the conversation trace": name, "as fast": f"{gain:.2f} ×"}
-    return TableRow(f"collector: {name}", TABLE, cells)

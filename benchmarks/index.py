@@ -11,7 +11,7 @@ import json
 import tracemalloc
 
 from benchmarks import workload
-from benchmarks.measure import Figure, NotHere, alternating, dynamo, profile_of, rate, wall_seconds
+from benchmarks.measure import Figure, alternating, dynamo
 from pytest_kvmock.events import RouterEvent
 from pytest_kvmock.router.index import RadixIndex
 
@@ -38,16 +38,7 @@ def speed():
     queries = [request.local for request in workload.requests()]
     cached = [query for query in queries if index.find_matches(query).scores == {(0, 0): workload.BLOCKS}]
     cached *= len(queries) // len(cached)
-    try:
-        core, version = dynamo("1.6")
-    except NotHere as reason:
-        seconds = [
-            wall_seconds(fill),
-            wall_seconds(lambda: ask(index, queries)),
-            wall_seconds(lambda: ask(index, cached)),
-        ]
-        print(f"  RadixIndex without its peer ({reason}): " + ", ".join(map("{:.3f} s".format, seconds)))
-        raise
+    core, version = dynamo("1.6")
     documents = [(event.worker_id, event.event.to_dict()) for event in events]
 
     def fill_theirs():
@@ -58,37 +49,14 @@ def speed():
 
     tree = fill_theirs()
     assert all(tree.find_matches(query).scores == index.find_matches(query).scores for query in queries[:1000])
-    rows = (
-        ("RadixIndex.apply", 1.5, len(events), fill, fill_theirs, "events"),
-        (
-            "RadixIndex.find_matches, 32 of 32 cached",
-            2.5,
-            len(cached),
-            lambda: ask(index, cached),
-            lambda: ask(tree, cached),
-            "queries",
-        ),
-        (
-            "RadixIndex.find_matches, all requests",
-            None,
-            len(queries),
-            lambda: ask(index, queries),
-            lambda: ask(tree, queries),
-            "queries",
-        ),
-    )
-    for name, bar, count, ours, theirs, what in rows:
+    for variant, bar, ours, theirs in (
+        ("apply", 1.5, fill, fill_theirs),
+        ("find_matches, 32 of 32 cached", 2.5, lambda: ask(index, cached), lambda: ask(tree, cached)),
+        ("find_matches, all requests", None, lambda: ask(index, queries), lambda: ask(tree, queries)),
+    ):
         mine, other = alternating(ROUNDS, ours, theirs)
-        ratio = other / mine
-        met = None if bar is None else ratio >= bar
-        yield Figure(
-            name,
-            "" if bar is None else f"{bar} × the peer",
-            f"{ratio:.2f} × ({rate(count, mine)} {what})",
-            met,
-            f"RadixTree from Python, JSON encoding counted, {version}: {rate(count, other)}",
-            profile_of(ours) if met is False else "",
-        )
+        peer = f"RadixTree from Python, JSON encoding counted, {version}"
+        yield Figure("RadixIndex", other / mine, bar, peer, variant)
 
 
 def memory():
@@ -102,4 +70,4 @@ def memory():
     gc.collect()
     used = tracemalloc.get_traced_memory()[0] / index.num_blocks(0)
     tracemalloc.stop()
-    yield Figure("memory of the index", "250 B a cached block", f"{used:.0f} B", used <= 250)
+    yield Figure("memory of a cached block in the index", used, 250, unit="B", most=True)

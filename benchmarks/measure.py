@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import cProfile
 import gc
-import pstats
 import statistics
 import time
 from collections.abc import Callable
@@ -15,38 +13,49 @@ from importlib.util import find_spec
 
 @dataclass
 class Figure:
-    """One row of the results.
+    """One figure of the results; those that differ by their variant alone are one row.
 
     Attributes:
         name: what was measured.
-        bar: what is to be reached, as text; empty where nothing was set.
-        measured: what was found.
-        met: whether it reaches the bar; None where there is none.
-        peer: what it was measured beside, and what that did; empty for nothing.
-        profile: where the time goes, for a figure that misses its bar.
+        ratio: what was found: how fast ours is beside the peer, unless the name or the unit says otherwise.
+        bar: what is to be reached; None where nothing was set.
+        peer: what it was measured beside; empty for nothing.
+        variant: of what it was measured.
+        unit: of ratio and bar: the times sign, or what counts memory.
+        most: whether the bar is the most, and not the least.
+        why: why it misses its bar, where it does.
     """
 
     name: str
-    bar: str
-    measured: str
-    met: bool | None = None
+    ratio: float
+    bar: float | None = None
     peer: str = ""
-    profile: str = ""
+    variant: str = ""
+    unit: str = "×"
+    most: bool = False
+    why: str = ""
+
+    @property
+    def key(self) -> str:
+        """Its name, which no other has."""
+        return f"{self.name}: {self.variant}" if self.variant else self.name
+
+    @property
+    def missed(self) -> bool:
+        return self.bar is not None and (self.ratio > self.bar if self.most else self.ratio < self.bar)
+
+    @property
+    def shown(self) -> str:
+        return f"{number(self.ratio)} {self.unit}"
+
+    @property
+    def bar_shown(self) -> str:
+        return "" if self.bar is None else f"{'at most ' * self.most}{number(self.bar)} {self.unit}"
 
 
-@dataclass
-class TableRow:
-    """One row of a table of its own, below the figures.
-
-    Attributes:
-        name: what was measured; no two rows have one name.
-        table: title of the table.
-        cells: its columns, by their heads.
-    """
-
-    name: str
-    table: str
-    cells: dict[str, str]
+def number(value: float) -> str:
+    """Three digits, and all of those before the point."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 class NotHere(Exception):  # noqa: N818 - no error: a figure that this environment cannot give
@@ -78,20 +87,6 @@ def alternating(rounds: int, *functions: Callable[[], object], clock=wall_second
     return [statistics.median(taken) for taken in times]
 
 
-def profile_of(function: Callable[[], object], top: int = 8) -> str:
-    """The functions that take the most time by themselves, one a line: share, calls, name."""
-    profiler = cProfile.Profile()
-    profiler.runcall(function)
-    stats = pstats.Stats(profiler)
-    total = stats.total_tt  # type: ignore[attr-defined]
-    rows = sorted(stats.stats.items(), key=lambda row: -row[1][2])[:top]  # type: ignore[attr-defined]
-    lines = []
-    for (file, line, name), (_, calls, own, *_rest) in rows:
-        where = name if file == "~" else f"{'/'.join(file.split('/')[-2:])}:{line} {name}"
-        lines.append(f"{own / total:6.1%} {calls:>10,} calls  {where}")
-    return "\n".join(lines)
-
-
 def dynamo(*releases: str):
     """`dynamo._core` and its version; of these releases ("1.6") where they are given."""
     try:
@@ -109,8 +104,3 @@ def needs(*modules: str) -> None:
     for module in modules:
         if find_spec(module) is None:
             raise NotHere(f"{module} is not installed")
-
-
-def rate(count: float, seconds: float) -> str:
-    per_second = count / seconds
-    return f"{per_second / 1e6:.2f} M/s" if per_second >= 1e6 / 2 else f"{per_second / 1e3:.0f} k/s"

@@ -7,12 +7,13 @@ them, `python -m benchmarks --quick` compares with what is recorded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from typing import Any
 
 from benchmarks import workload
-from benchmarks.measure import NotHere, TableRow, cpu_seconds, needs
+from benchmarks.block_manager import full_cycles
+from benchmarks.measure import Figure, NotHere, cpu_seconds, needs
 from benchmarks.wire import stored_events
 from pytest_kvmock import EngineProfile, MockEngine, MockEngineArgs, RouterHarness, create_manager, replay
 from pytest_kvmock.router.index import RadixIndex
@@ -23,7 +24,7 @@ from pytest_kvmock.traces import TraceRequest, synthetic_trace
 FALL = 2.0
 """So many times less than what is recorded is a failure."""
 
-TABLE = "Guarded by `--quick`"
+PEER = "a loop of plain Python"
 ROUNDS = 3
 LOOP_BLOCKS = 200_000
 REQUESTS = 1_000  # of the workload
@@ -45,14 +46,18 @@ def loop() -> None:
 
 
 @cache
-def trace() -> tuple[TraceRequest, ...]:
+def trace(requests: int = 250, interval_ms: int = 40) -> tuple[TraceRequest, ...]:
     sizes: dict[str, Any] = {
         "input_tokens": (64, 600),
         "output_tokens": (4, 24),
         "groups": 16,
         "prefix_blocks": (4, 16),
     }
-    return tuple(synthetic_trace(250, block_size=SIZE, interval_ms=40, seed=1, **sizes))
+    return tuple(synthetic_trace(requests, block_size=SIZE, interval_ms=interval_ms, seed=1, **sizes))
+
+
+def blocks_of(requests: Iterable[TraceRequest]) -> int:
+    return sum(request.input_length for request in requests) // SIZE
 
 
 def _manager(backend: str) -> int:
@@ -75,16 +80,12 @@ def _verdict(backend: str, capacity: int = workload.CAPACITY) -> int:
 def _fleet(workers: int) -> int:
     with RouterHarness(EngineProfile(block_size=SIZE, num_blocks=1_024, workers=workers), "lineage") as kv:
         kv.fleet().run(trace()).to_json()
-    return _blocks_of_trace()
+    return blocks_of(trace())
 
 
 def _replay() -> int:
     replay(trace(), [MockEngine(MockEngineArgs(block_size=SIZE, num_gpu_blocks=4_096))]).to_json()
-    return _blocks_of_trace()
-
-
-def _blocks_of_trace() -> int:
-    return sum(request.input_length for request in trace()) // SIZE
+    return blocks_of(trace())
 
 
 def _hashes() -> int:
@@ -129,10 +130,10 @@ FIGURES: Mapping[str, Callable[[], int]] = {
     **{f"manager, {name}": partial(_manager, name) for name in ("lineage", "lru", "multi_lru")},
     **{f"worker and verdict, {name}": partial(_verdict, name) for name in ("lineage", "vllm", "sglang")},
     "worker and verdict, lineage, 64 k blocks": partial(_verdict, "lineage", 65_536),
-    "fleet of 8, verdict": partial(_fleet, 8),
-    "fleet of 64, verdict": partial(_fleet, 64),
+    **{f"fleet and verdict, {workers} workers": partial(_fleet, workers) for workers in (8, 64)},
     "replay, one engine": _replay,
     "local hashes from tokens": _hashes,
+    "KvBlockManager, full cycles": full_cycles,
     "index, events applied": _apply,
     "index, questions": _find,
     f"events encoded and decoded, {DIALECT}": _encode_and_decode,
@@ -162,7 +163,7 @@ def ratios():
     """One row a figure, to be recorded."""
     for name, run in FIGURES.items():
         found = ratio(run)
-        yield TableRow(_row(name), TABLE, {"blocks a CPU second": name, "beside the loop": f"{found:.4f}"})
+        yield _figure(name, round(found, 4))
 
 
 def falls(rows: Mapping[str, Mapping[str, Any]], measure: Callable[[Callable[[], int]], float] = ratio) -> list[str]:
@@ -174,11 +175,11 @@ def falls(rows: Mapping[str, Mapping[str, Any]], measure: Callable[[Callable[[],
     """
     fallen = []
     for name, run in FIGURES.items():
-        row = rows.get(_row(name))
+        row = rows.get(_figure(name, 0).key)
         if row is None:
             fallen.append(f"{name}: nothing is recorded; run `python -m benchmarks quick`")
             continue
-        recorded = float(row["cells"]["beside the loop"])
+        recorded = row["ratio"]
         try:
             found = measure(run)
             if found * FALL < recorded:  # what else the machine did may have slowed it, and not the loop
@@ -192,5 +193,6 @@ def falls(rows: Mapping[str, Mapping[str, Any]], measure: Callable[[Callable[[],
     return fallen
 
 
-def _row(name: str) -> str:
-    return f"quick: {name}"
+def _figure(name: str, ratio: float) -> Figure:
+    what, _, variant = name.partition(", ")
+    return Figure(f"guarded by `--quick`: blocks a CPU second, {what}", ratio, None, PEER, variant)

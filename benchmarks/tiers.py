@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from benchmarks.measure import TableRow, cpu_seconds
+from benchmarks.measure import Figure
 from benchmarks.verdict import traces
 from pytest_kvmock import KvWorker, MockEngine, MockEngineArgs, create_manager, replay
 from pytest_kvmock.tiers import Tiers
@@ -13,7 +13,7 @@ from pytest_kvmock.traces import MOONCAKE_BLOCK_SIZE, read_mooncake
 DEVICE, HOST = 1_000, 4_000  # blocks
 GBPS, BYTES_PER_TOKEN = 14.0, 160_000
 PARTS = ((None, "lineage"), (3_000, "lineage"), (3_000, "lru"), (3_000, "multi_lru"))
-TITLE = f"Mooncake conversation trace, {DEVICE:,} blocks on the device, a host of {HOST:,} blocks at {GBPS:g} GB/s"
+TITLE = f"the conversation trace, {DEVICE:,} blocks on the device, a host of {HOST:,} at {GBPS:g} GB/s"
 
 
 class Run:
@@ -21,17 +21,15 @@ class Run:
 
     Attributes:
         reused: tokens that the first admission of each request found on the device, onboarded ones included.
-        onboarded: tokens that came back from the host.
-        lost: blocks that were lost on their way to the host.
-        seconds: CPU time.
     """
 
     def __init__(self, requests, backend, host, by):
         self.requests, self.backend, self.host = requests, backend, host
-        self.reused = self.onboarded = 0
-        self.manager = None
-        self.seconds = cpu_seconds(self.through_worker if by == "worker" else self.through_engine)
-        self.lost = self.manager.offload.lost_blocks if host else 0
+        self.reused = 0
+        if by == "worker":
+            self.through_worker()
+        else:
+            self.through_engine()
 
     def through_worker(self):
         tiers = {"tiers": Tiers(HOST, GBPS, BYTES_PER_TOKEN)} if self.host else {}
@@ -44,9 +42,7 @@ class Run:
         for each in self.requests:
             with worker.prefill(each.prompt()) as request:
                 self.reused += request.cached_tokens
-                self.onboarded += request.onboarded_tokens
                 request.decode(each.output_length)
-        self.manager = worker.manager
 
     def through_engine(self):
         tiers = {"num_g2_blocks": HOST, "kv_bytes_per_token": BYTES_PER_TOKEN} if self.host else {}
@@ -54,32 +50,18 @@ class Run:
         engine = MockEngine(args, backend=self.backend)
         report = replay(self.requests, [engine], concurrency=1)
         self.reused = sum(request.first_reused_tokens for request in report.requests)
-        self.onboarded = report.onboarded_tokens
-        self.manager = engine.worker.manager
 
 
 def host():
-    """Device hits over blocks asked for: whole blocks of prompts, cached when a request is first admitted."""
+    """Tokens of prompts that are cached when a request is first admitted, with a host and without."""
     trace = list(read_mooncake(traces()))
     for (part, backend), by in product(PARTS, ("worker", "replay")):
         requests = trace[:part]
-        asked = sum(request.input_length // MOONCAKE_BLOCK_SIZE for request in requests)
         without, having = (Run(requests, backend, host, by) for host in (False, True))
-        yield TableRow(
-            f"{TITLE}: {len(requests)}, {by}, {backend}",
-            TITLE,
-            {
-                "requests": f"{len(requests):,}",
-                "through": by,
-                "backend": backend,
-                "hits without a host": _share(without.reused, asked),
-                "hits with it": _share(having.reused, asked),
-                "of them onboarded": _share(having.onboarded, asked),
-                "blocks lost": f"{having.lost:,}",
-                "CPU seconds": f"{without.seconds:.1f}, with {having.seconds:.1f}",
-            },
+        yield Figure(
+            f"{TITLE}: device hits, through a {by}",
+            having.reused / without.reused,
+            None,
+            "the same without a host",
+            backend if part is None else f"{backend}, the first {part:,} requests",
         )
-
-
-def _share(tokens, blocks):
-    return f"{tokens / MOONCAKE_BLOCK_SIZE / blocks:.4f}"

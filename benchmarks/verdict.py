@@ -1,19 +1,16 @@
-"""The verdict: what it costs to have every event judged."""
+"""The verdict: what an index under test adds to it, and where the traces are."""
 
 from __future__ import annotations
 
 import os
-import statistics
 from functools import partial
 from pathlib import Path
 
 from benchmarks import workload
-from benchmarks.measure import Figure, NotHere, cpu_seconds, profile_of, rate
+from benchmarks.measure import Figure, NotHere, alternating, cpu_seconds
 from pytest_kvmock import EngineProfile, RouterHarness
 from pytest_kvmock.router.index import RadixIndex
-from pytest_kvmock.traces import MOONCAKE_BLOCK_SIZE, read_mooncake
 
-TOTAL = workload.REQUESTS * workload.BLOCKS
 TRACE = "mooncake_conversation_trace.jsonl"
 TRACE_CAPACITY = 4_000
 
@@ -33,25 +30,13 @@ def judged(index=None, sync="auto"):
     assert kv.events.total
 
 
-def with_ledger_and_index():
+def with_an_index():
+    """The verdict with an index under test, asked after each event and as by default, beside the verdict alone."""
     workload.moves()
-    seconds = statistics.median(cpu_seconds(judged) for _ in range(5))
-    met = TOTAL / seconds >= 0.3e6
-    yield Figure(
-        "blocks through manager, ledger and index (the verdict), lineage",
-        "0.3 M/s",
-        rate(TOTAL, seconds),
-        met,
-        profile="" if met else profile_of(judged),
-    )
-
-
-def with_an_index_asked_after_every_event():
-    workload.moves()
-    for sync in ("every", "auto"):
-        seconds = cpu_seconds(partial(judged, Plugged(), sync))
-        name = "after every event" if sync == "every" else "as by default"
-        yield Figure(f"and with an index plugged in, asked {name}", "", rate(TOTAL, seconds))
+    for variant, sync in (("asked after every event", "every"), ("asked as by default", "auto")):
+        seconds, alone = alternating(1, partial(judged, Plugged(), sync), judged, clock=cpu_seconds)
+        name = "blocks through manager, ledger and index with an index under test"
+        yield Figure(name, alone / seconds, None, "the same without an index under test", variant)
 
 
 def traces():
@@ -61,25 +46,3 @@ def traces():
     if not path.is_file():
         raise NotHere("the Mooncake traces are not here: set KVMOCK_TRACES to their directory")
     return path
-
-
-def mooncake():
-    requests = list(read_mooncake(traces()))
-    blocks = sum(len(request.hash_ids) for request in requests)
-
-    def serve():
-        with RouterHarness(EngineProfile(block_size=MOONCAKE_BLOCK_SIZE, num_blocks=TRACE_CAPACITY)) as kv:
-            worker = kv.worker(0)
-            for request in requests:
-                worker.serve(request.prompt(whole_blocks=True))
-            kv.assert_in_sync()
-
-    seconds = statistics.median(cpu_seconds(serve) for _ in range(3))
-    met = seconds <= 3
-    yield Figure(
-        f"Mooncake conversation trace ({len(requests):,} requests, {blocks:,} blocks) through a worker with full verdict",
-        "3 s",
-        f"{seconds:.2f} s ({rate(blocks, seconds)})",
-        met,
-        profile="" if met else profile_of(serve),
-    )

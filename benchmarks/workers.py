@@ -1,17 +1,15 @@
-"""Workers over every backend: speed with events captured, and memory over a long replay."""
+"""Workers beside the real engines that they model, and memory of every backend over a long replay."""
 
 from __future__ import annotations
 
 import gc
 import sys
-from contextlib import ExitStack, suppress
 from functools import cache, partial
 from itertools import islice
 
 from benchmarks import workload
 from benchmarks.engine_peers import Sglang, Vllm, row_of
-from benchmarks.manager import replay
-from benchmarks.measure import Figure, NotHere, alternating, cpu_seconds, profile_of, rate
+from benchmarks.measure import Figure, NotHere, alternating, cpu_seconds
 from pytest_kvmock import Prompt
 from pytest_kvmock.backends import BACKENDS
 from pytest_kvmock.engine.worker import KvWorker
@@ -21,7 +19,6 @@ from pytest_kvmock.sinks import CapturingSink
 TIMES = 3
 """How often that a worker should do."""
 
-TOTAL = workload.REQUESTS * workload.BLOCKS
 REPLAYED = 100_000
 
 
@@ -48,17 +45,6 @@ def run(backend):
         sink.take()
 
 
-def peers(kept):
-    """Calls that serve the workload by other programs, and their names.
-
-    What they read is there until the stack `kept` is left.
-    """
-    with suppress(NotHere):
-        directory, call, version = replay()
-        kept.enter_context(directory)
-        yield call, f"run_mocker_trace_replay with its scheduler, {version}"
-
-
 def heard(backend):
     """All that a worker says over the workload, each event as `row_of` has it."""
     sink = CapturingSink()
@@ -80,34 +66,11 @@ def prompts():
     return [Prompt(tokens) for tokens in workload.tokens()]
 
 
-def speed():
-    """Hashes given, as the real managers were measured: the prompts have been served before, and so are named."""
-    with ExitStack() as kept:
-        yield from beside(list(peers(kept)))
-
-
-def beside(real):
-    for backend in BACKENDS:
-        calls = [partial(run, backend), *(call for call, _ in real)]
-        calls[0]()
-        # What is there before is not what is measured: else each full collection walks all prompts.
-        gc.collect()
-        gc.freeze()
-        seconds, *others = alternating(5, *calls, clock=cpu_seconds)
-        gc.unfreeze()
-        said = []
-        for other, (_, name) in zip(others, real, strict=True):
-            said.append(f"{name}: {rate(TOTAL, other)}, so {other / seconds:.2f} ×")
-        yield Figure(
-            f"blocks through a worker with events captured, {backend}",
-            "",
-            rate(TOTAL, seconds),
-            peer="; ".join(said),
-        )
-
-
 def beside_real_engines():
-    """Each real manager that is installed, and the worker that models it: they must publish the same."""
+    """Each real manager that is installed, and the worker that models it: they must publish the same.
+
+    Prompts have been hashed before, as the real managers' are.
+    """
     missing = []
     for real in (Vllm, Sglang):
         try:
@@ -116,20 +79,13 @@ def beside_real_engines():
             missing.append(str(reason))
             continue
         ours = partial(run, peer.backend)
-        same = peer.run(row_of) == heard(peer.backend)
+        assert peer.run(row_of) == heard(peer.backend)
         gc.collect()
         gc.freeze()
         seconds, other = alternating(5, ours, peer.run, clock=cpu_seconds)
         gc.unfreeze()
-        met = same and other / seconds >= TIMES
-        yield Figure(
-            f"a worker over {peer.backend} beside {peer.name}",
-            f"{TIMES} ×, and the same events",
-            f"{other / seconds:.2f} ×, and {'the same' if same else 'OTHER'} events",
-            met,
-            f"{rate(TOTAL, seconds)} blocks, the real one {rate(TOTAL, other)}",
-            "" if met else profile_of(ours),
-        )
+        name = "a worker that says the same events as a real engine's block manager"
+        yield Figure(name, other / seconds, TIMES, peer.name, peer.backend)
     if len(missing) == 2:
         raise NotHere("; ".join(missing))
 
@@ -143,7 +99,9 @@ class Nobody:
 
 def memory():
     """Fresh prompts over and over: what stays is what is cached, however many requests there were."""
-    for backend in BACKENDS:
+    for backend, spec in BACKENDS.items():
+        if spec.group == "hybrid":  # some take no prompts of hashes alone
+            continue
         worker = new_worker(backend, Nobody())
         prompts = fresh_prompts()
         serve(worker, islice(prompts, REPLAYED // 10))
@@ -152,12 +110,8 @@ def memory():
         serve(worker, prompts)
         gc.collect()
         grown = sys.getallocatedblocks() - before
-        yield Figure(
-            f"memory of a worker over a replay of {REPLAYED:,} requests, from the 10,000th on, {backend}",
-            "flat: within 1,000 allocations",
-            f"{grown:+,} allocations",
-            grown <= 1_000,
-        )
+        name = f"memory that a worker gains over {REPLAYED:,} requests, from the 10,000th on"
+        yield Figure(name, grown, 1_000, variant=backend, unit="allocations", most=True)
 
 
 def fresh_prompts():
