@@ -386,6 +386,8 @@ class Report:
 
     def explain_pick(self, at: int) -> str:
         """Return what a pick was, by its place in `picks`; with `record=True` all candidates as they truly were."""
+        if not -len(self.picks) <= at < len(self.picks):
+            raise ValueError(f"there is no pick {at!r:.80}; there are {len(self.picks)}, counted from 0")
         pick = self.picks[at]
         text = (
             f"pick {at} at {pick.ms:g} ms: request {pick.number} went to worker {pick.worker!r}, which held {pick.held} "

@@ -796,8 +796,9 @@ def test_nor_in_a_harness():
             r"unknown count 'request'; did you mean 'requests' .*known: requests, prompt_tokens",
         ),
         (lambda r: r.values("ttfb"), r"unknown distribution 'ttfb'; .*known: ttft, ttst, tpot, e2e, itl, per_user"),
+        (lambda r: r.explain_pick(40), r"there is no pick 40; there are 40, counted from 0"),
     ],
-    ids=map(str, range(19)),
+    ids=map(str, range(20)),
 )
 def test_bad_input_is_one_clear_error(require, text):
     with pytest.raises(ValueError, match=text):
