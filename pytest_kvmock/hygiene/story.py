@@ -66,6 +66,8 @@ def _history_by_tier(stream: Stream, block: int, tier: StorageTier) -> str:
         found = [(each, *_last(stream, block, each, range(_begun(stream), len(stream.events)))) for each in tiers]
         if any(stored < 0 for _, stored, _ in found):
             return ""
+        if tier is StorageTier.DEVICE and any(isinstance(stream.events[at].event.data, Located) for _, at, _ in found):
+            return ""  # a copy that a host made beside the device says nothing of what the device holds
         if len(tiers) > 1 and not stream.copies and all(removed < stored for _, stored, removed in found):
             where = ", ".join(f"in {each} by {_called(stream, stored)}" for each, stored, _ in found)
             return f"stored {where}, and never removed"
