@@ -13,6 +13,7 @@ from depth import examples
 from hypothesis import HealthCheck, settings
 
 HERE = Path(__file__).parent
+EXAMPLES = HERE.parent / "examples"
 BEGAN = pytest.StashKey[float]()
 
 # pytester takes out of sys.modules what a test within a test has imported first. Imported a second time, pyzmq has two
@@ -50,7 +51,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--smoke",
         action="store_true",
-        help="of each test of a room (a folder here but plugin) run the first parameters only",
+        help="of each test of a room (a folder here but plugin), and of the examples, run the first parameters only",
     )
     parser.addoption(
         "--cpu",
@@ -68,8 +69,8 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         room = item.path.relative_to(HERE).parts[0] if item.path.is_relative_to(HERE) else ""
         test = item.nodeid.partition("[")[0]
-        in_a_room = (HERE / room).is_dir() and room not in ("", "plugin")
-        (left if in_a_room and test in seen else kept).append(item)
+        has_many = item.path.is_relative_to(EXAMPLES) or ((HERE / room).is_dir() and room not in ("", "plugin"))
+        (left if has_many and test in seen else kept).append(item)
         seen.add(test)
     config.hook.pytest_deselected(items=left)
     items[:] = kept

@@ -50,14 +50,14 @@ def left(pytestconfig):
     return run
 
 
-def test_a_smoke_of_a_room_is_each_test_once(left):
-    room = "tests/cache/vllm/test_a.py"
+@pytest.mark.parametrize("room", ["tests/cache/vllm/test_a.py", "examples/a/test_a.py"])
+def test_a_smoke_of_a_room_and_of_the_examples_is_each_test_once(left, room):
     found = left(f"{room}::test[1]", f"{room}::test[2]", f"{room}::TestC::test[1]", f"{room}::test_other")
     assert [f"{room}::test[1]", f"{room}::TestC::test[1]", f"{room}::test_other"] == found
 
 
-@pytest.mark.parametrize("file", ["tests/plugin/test_a.py", "tests/test_a.py", "examples/a/test_a.py"])
-def test_a_smoke_has_all_of_the_plugin_the_top_level_and_the_examples(left, file):
+@pytest.mark.parametrize("file", ["tests/plugin/test_a.py", "tests/test_a.py"])
+def test_a_smoke_has_all_of_the_plugin_and_the_top_level(left, file):
     assert [f"{file}::test[1]", f"{file}::test[2]"] == left(f"{file}::test[1]", f"{file}::test[2]")
 
 
