@@ -104,11 +104,13 @@ def reproduce(
     levels = _levels(kv, problem) if level is None else (level,)
 
     def search(is_over: Callable[[], bool] | None) -> Reproduction:
-        def replayer() -> Replayer:
-            return Replayer(remade, ignored, Budget(work, is_over), kv.recording.backends)
+        def replayer(level: Level) -> Replayer:
+            # Events made by hand fill a worker in a replay, which has no engine that makes room.
+            besides = {*ignored, OVER_CAPACITY} if level == "events" else ignored
+            return Replayer(remade, besides, Budget(work, is_over), kv.recording.backends)
 
         if remade is not None:
-            remade.probe(replayer().budget)
+            remade.probe(Budget(work, is_over))
         try:
             return _search(kv, problem, whole, levels, replayer)
         except NotReduced as reason:
@@ -126,7 +128,7 @@ def _search(
     problem: Problem,
     whole: Reproduction,
     levels: tuple[Level, ...],
-    replayer: Callable[[], Replayer],
+    replayer: Callable[[Level], Replayer],
 ) -> Reproduction:
     """Try the levels, the first of which is wanted, and the ways in which an index may be asked."""
     found: list[Reproduction] = []
@@ -134,7 +136,7 @@ def _search(
     # Events first, whichever is wanted: they cost little, and are at hand where requests do not show it in time.
     for chosen in sorted(levels):
         for way in _ways(whole.replace(level=chosen), bursts=kv.recording.bursts):
-            fresh = replayer()
+            fresh = replayer(chosen)
             try:
                 cut = _finished(_cut(kv, problem, way, fresh), fresh)
             except NotReduced as reason:

@@ -62,6 +62,18 @@ class Overflows(Sound):
         self.queue.clear()
 
 
+class ForgetsWhenTold(RadixIndex):
+    """Every Removed, once it has seen the block 4711, which is no block's parent."""
+
+    told = False
+
+    def apply(self, event):
+        if self.told and isinstance(event.event.data, Removed):
+            return
+        self.told = self.told or 4711 in event.event.data.block_hashes
+        super().apply(event)
+
+
 class ForgetsOldest(Overflows):
     """What is in its queue gives way to what comes."""
 
