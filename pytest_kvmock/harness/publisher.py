@@ -125,29 +125,36 @@ class Publisher:
         return self.next_ids.get((worker_id, dp_rank), 0)
 
     def publish(self, event: RouterEvent) -> None:
-        """Publish an event of a worker."""
+        """Publish an event of a worker; what the harness itself raises is reported, as a worker only logs it."""
         with self.lock:
-            self._note_id(event)
-            if self._recovery is not None:
-                self._recovery.keep(event)
-            if self._before and not self._publish_to(self._before, event, missed=True):
+            try:
+                self._publish(event)
+            except Exception as error:
+                self._raised(error, event)
+                raise
+
+    def _publish(self, event: RouterEvent) -> None:
+        self._note_id(event)
+        if self._recovery is not None:
+            self._recovery.keep(event)
+        if self._before and not self._publish_to(self._before, event, missed=True):
+            return
+        judge, injector = self._judge, self._injector
+        if injector is None and self.transport is None and self.gate is None:
+            judge.received(Delivery(event))
+        elif injector is None:
+            self.deliver(Delivery(event))
+        else:
+            injection, deliveries = injector.publish(Delivery(event, judge.published(event)))
+            if injection is not None:
+                self.injections.append(injection)
+                judge.injected(injection, event)
+            for delivery in deliveries:
+                self.deliver(delivery)
+            if injection is not None and injection.fails_sink:
                 return
-            judge, injector = self._judge, self._injector
-            if injector is None and self.transport is None and self.gate is None:
-                judge.received(Delivery(event))
-            elif injector is None:
-                self.deliver(Delivery(event))
-            else:
-                injection, deliveries = injector.publish(Delivery(event, judge.published(event)))
-                if injection is not None:
-                    self.injections.append(injection)
-                    judge.injected(injection, event)
-                for delivery in deliveries:
-                    self.deliver(delivery)
-                if injection is not None and injection.fails_sink:
-                    return
-            if self._after:
-                self._publish_to(self._after, event, missed=False)
+        if self._after:
+            self._publish_to(self._after, event, missed=False)
 
     def takes_row(self) -> bool:
         """Whether events may be published in a row: nothing is between workers and judge, and he hears them alone."""
@@ -157,9 +164,16 @@ class Publisher:
     def publish_row(self, events: Sequence[RouterEvent]) -> None:
         """Publish events of one worker and rank, with ids that follow on each other, at once; see `takes_row`."""
         with self.lock:
-            self._note_id(events[0])
-            self.next_ids[events[0].key] = events[-1].event_id + 1
-            self._judge.received_row(events)
+            try:
+                self._note_id(events[0])
+                self.next_ids[events[0].key] = events[-1].event_id + 1
+                self._judge.received_row(events)
+            except Exception as error:
+                self._raised(error, events[0])
+                raise
+
+    def _raised(self, error: Exception, event: RouterEvent) -> None:
+        self._judge.sink_failed(f"the harness raised {type(error).__name__}: {error}", event, missed=False)
 
     def _note_id(self, event: RouterEvent) -> None:
         """Note the id of an event that is published."""

@@ -476,6 +476,20 @@ def test_a_worker_goes_on_when_a_sink_raises(kv):
     assert 2 == len(kv.worker(0).manager.resident())
 
 
+def test_what_the_harness_itself_raises_fails_the_test(kv):
+    """A worker goes on, as with any sink; what was not judged must not pass."""
+
+    def transport(event):
+        raise KeyError("no route")
+
+    kv.worker(0).serve(kv.prompt(1))
+    kv.publisher.transport = transport
+    kv.worker(0).serve(kv.prompt(1))
+    (problem,) = (e for e in kv.judge().errors if e.rule == "sink_failure")
+    assert ("sink_failure", 1) == (problem.rule, problem.event_id)
+    assert "the harness raised KeyError: 'no route'" == problem.observed
+
+
 # ------------------------------------------------------------------------------------------------------- counters
 
 
