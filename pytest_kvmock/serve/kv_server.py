@@ -361,6 +361,7 @@ class KvServer(Controls, RouterChecks):
             "kvmock_serve": 1,
             "dialect": self.dialect.name,
             "model": model.name,
+            "backend": self.harness.backend,
             "block_size": model.block_size,
             "num_blocks": self.harness.profile.num_blocks,
             "max_model_len": model.max_model_len,

@@ -55,11 +55,13 @@ def test_it_says_where_it_listens_and_ends_with_its_standard_input(tmp_path):
     process = Process("--workers", "2", "--dialect", "sglang-0.5.23", "--capture", str(capture), "--num-blocks", "64")
     ready = process.ready
     assert {
-        name: ready[name] for name in ("kvmock_serve", "dialect", "model", "block_size", "num_blocks", "tokenizer")
+        name: ready[name]
+        for name in ("kvmock_serve", "dialect", "model", "backend", "block_size", "num_blocks", "tokenizer")
     } == {
         "kvmock_serve": 1,
         "dialect": "sglang-0.5.23",
         "model": "mock-model",
+        "backend": "sglang",
         "block_size": 16,
         "num_blocks": 64,
         "tokenizer": "bytes",
@@ -165,7 +167,8 @@ def test_what_cannot_be_served_leaves_no_capture(tmp_path):
 def test_a_hybrid_model_is_served_with_its_cache_groups():
     process = Process("--model", "qwen3-next", "--real-sizes", "--num-blocks", "64")
     (worker,), control = process.ready["workers"], process.ready["control"]
-    assert (process.ready["model"], process.ready["block_size"]) == ("qwen3-next", 544)
+    assert (process.ready["model"], process.ready["backend"]) == ("qwen3-next", "vllm_qwen3_next")
+    assert process.ready["block_size"] == 544
     for tail in ("x", "y"):
         complete(worker["http"], "abcd" * 272 + tail * 600)  # two blocks, and more than one
     _, known = call(control, "/expect", {"prompt": "abcd" * 272 + "z"})
