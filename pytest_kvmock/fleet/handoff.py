@@ -38,8 +38,9 @@ if TYPE_CHECKING:
 #             given back. The request waits at the decode engine as one whose prompt is computed.
 #   release   The source frees its blocks; they stay cached there.
 #
-# Actions are taken before requests arrive, and over vLLM's type passes start before that, too; transfers that end
-# together act in the order of arrival, and what is handed over waits in the order in which its blocks were asked for.
+# Actions are taken before requests arrive, and over vLLM's type passes start before that, too, though who follows on a
+# request that these reject arrives after those who are due already. Transfers that end together act in the order of
+# arrival, and what is handed over waits in the order in which its blocks were asked for.
 # An engine in a pass is left alone: activation and release wait for the end of its pass, before what that end causes.
 # A destination looks at the first of its queue, and at no other: when a pass of its ends, also one that could do nothing,
 # when a request joins its queue while it runs no pass, and after an activation. Nothing is reserved while as many requests
@@ -49,7 +50,8 @@ if TYPE_CHECKING:
 # A prompt that the whole pool of its destination cannot hold fails: its source frees it, and nothing is generated.
 #
 # A pair of SGLang's begins with the destination (`DestinationFirst`): reserve, then the prompt is computed ("prefill"),
-# then transfer, activate, release. One that its source rejects gives back what was reserved for it.
+# then transfer, activate, release. One that its source rejects gives back what was reserved for it, and its destination
+# looks at its queue again: at once, or where it is in a pass once more as that ends.
 #
 # A request is open from its arrival to its last token. A pass of no time ends as it starts, and what it causes comes
 # after all passes that start at that moment.
@@ -476,7 +478,11 @@ class DestinationFirst(ReservingHandoffs):
         assert handoff.request is not None
         handoff.destination.abort(handoff.request)
         self._queues[handoff.destination].freed += 1
-        self._actions.append((self._retry, handoff))
+        self._actions.append((self._given_back, handoff))
+
+    def _given_back(self, handoff: Handoff, now_ms: float) -> None:
+        if not self._is_deferred(handoff.destination, (self._given_back, handoff), now_ms):
+            self._try_next(handoff.destination, now_ms)
 
     def pass_ended(self, engine: MockEngine, done: ForwardPass | None, now_ms: float) -> None:
         """Note the end of a pass; None: of passes that were made in one go.

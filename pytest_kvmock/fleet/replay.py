@@ -158,6 +158,7 @@ class _Replay(EngineRun):
         self._objectives = objectives
         self._rejected: list[Handoff] = []
         self._arrivals = arrivals
+        self._due: Sequence[tuple[Turn, float]] = ()  # who arrives at this moment, where passes start first
         self._only_between_passes = only_between_passes
         self._turn_of: dict[EngineRequest, Turn] = {}
         self._handoffs = self._make_handoffs()
@@ -196,6 +197,8 @@ class _Replay(EngineRun):
     def _hand_over(self, now_ms: float) -> Iterable[object]:
         self._handoffs.at(now_ms)
         if self._handoffs.starts_first:
+            # Who is due comes after these passes, and before whom they cause to come by rejecting a request.
+            self._due = [*self._arrivals.take(now_ms)]
             yield from self._passes.start(now_ms)
             while self._handoffs.next_ms <= now_ms:
                 self._handoffs.at(now_ms)
@@ -295,7 +298,8 @@ class _Replay(EngineRun):
     # ---------------------------------------------------------------------------------------------- a request
 
     def _arrive(self, now_ms: float) -> Iterable[object]:
-        for turn, arrival_ms in self._arrivals.take(now_ms):
+        due = self._due if self._handoffs.starts_first else self._arrivals.take(now_ms)
+        for turn, arrival_ms in due:
             if self._prefill:
                 self._handoffs.begin(turn, arrival_ms, now_ms)
                 continue

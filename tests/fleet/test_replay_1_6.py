@@ -11,7 +11,7 @@ from pytest_kvmock.fleet import EngineStalled, MockEngine, replay
 BACKENDS = {"vllm": "vllm", "sglang": "mocker_sglang_1_6"}
 FILES = ("vllm", "sglang", "disaggregated", "moments", "ranks")
 CASES = {name: recorded(f"replay_1.6.1_{name}.json.gz") for name in FILES}
-RUNS = [pytest.param(case, id=f"{name}-{case['seed']}") for name, cases in CASES.items() for case in few(cases, 27)]
+RUNS = [pytest.param(case, id=f"{name}-{case['seed']}") for name, cases in CASES.items() for case in few(cases, 29)]
 
 
 OPTIONS = {
