@@ -62,6 +62,10 @@ class Compared(NamedTuple):
         trace = fleet["trace"] or f"trace {digest} of {known['requests']} requests"
         return cls(fleet["router"], trace, digest, fleet["picks_digest"], fleet.get("held_before", 0), figure, figures)
 
+    def counted(self, name: str) -> float | None:
+        """Return a figure; None: there was nothing to count, as for latencies where no request completed, which are 0 in the JSON."""
+        return None if FIGURES[name].is_point and not self.figure("completed") else self.figure(name)
+
     def other_start(self, other: Compared) -> str:
         """Return that the two began with caches that are not alike, as text; "" where they did not."""
         if self.held_before == other.held_before:

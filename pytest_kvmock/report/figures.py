@@ -252,6 +252,7 @@ class Figure(NamedTuple):
         key: its key in Dynamo's JSON; None: it is not there.
         is_long: whether that is the long form's key alone.
         is_routed: whether it needs a router.
+        is_point: whether it is one of `POINTS` of a distribution, which Dynamo reports as 0 where there is no value.
     """
 
     name: str
@@ -262,6 +263,7 @@ class Figure(NamedTuple):
     key: str | None = None
     is_long: bool = False
     is_routed: bool = False
+    is_point: bool = False
 
 
 def _dynamo(key: str, title: str, better: int, of: Callable[[Rows], float | None]) -> Figure:
@@ -292,7 +294,7 @@ def _points(what: str, metric: str, title: str, better: int = -1) -> Iterable[Fi
         name = _NAMES.get(point, point)
         shown: Shown = "latency" if what in LATENCIES and point in _NAMES else "asked"
         of = partial(Rows.statistic, what=what, point=point)
-        yield Figure(f"{what}_{name}", f"{title} {name}", better, of, shown, f"{point}_{metric}")
+        yield Figure(f"{what}_{name}", f"{title} {name}", better, of, shown, f"{point}_{metric}", is_point=True)
 
 
 def _processed(rows: Rows) -> int:

@@ -654,7 +654,7 @@ class Report:
         Raises:
             AssertionError: a figure is worse.
             ValueError: there is no figure of this name, one has no better, a factor is out of range, no report is given, no request
-                arrived, or a report is of another trace.
+                arrived, a figure has nothing to count (latencies where no request completed), or a report is of another trace.
             TypeError: `than` has what is no report.
         """
         __tracebackhide__ = True
@@ -675,8 +675,8 @@ class Report:
 
     def _assert_no_worse(self, name: str, factor: float, others: Sequence[Compared]) -> None:
         __tracebackhide__ = True
-        value, sign = self.figure(name), FIGURES[name].better
-        found = [(each.figure(name), each) for each in others]
+        value, sign = self.compared.counted(name), FIGURES[name].better
+        found = [(each.counted(name), each) for each in others]
         known = [(theirs, each) for theirs, each in found if theirs is not None]
         if value is None or not known:
             raise ValueError(

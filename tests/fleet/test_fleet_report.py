@@ -812,6 +812,18 @@ def test_of_best_has_no_value_where_nothing_was_ever_held():
         report.assert_hit_ratio(of_best=0.5)
 
 
+def test_latencies_of_which_there_are_none_are_not_as_good_as_others():
+    nothing = fleet(args=MockEngineArgs(num_gpu_blocks=96, block_size=4, max_model_len=2, semantics="1.6.1")).run(
+        trace()
+    )
+    assert (nothing.figure("completed"), nothing.to_json()["p95_ttft_ms"]) == (0, 0)
+    something = fleet().run(trace())
+    for one, other in ((nothing, something), (something, nothing), (nothing, nothing.to_json())):
+        with pytest.raises(ValueError, match=r"assert_no_worse: ttft_p95 has no value here: .* nothing to count"):
+            one.assert_no_worse(other, ttft_p95=1.5)
+    something.assert_no_worse([nothing, something], ttft_p95=1)
+
+
 def test_times_must_be_a_pair_with_a_report():
     report = fleet().run(trace())
     with pytest.raises(TypeError, match=r"assert_hit_ratio: times must be \(factor, report\), got 1.5"):
