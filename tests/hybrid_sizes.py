@@ -7,7 +7,9 @@ from pytest_kvmock.backends import BACKENDS, backend_spec
 
 HYBRID = [name for name, spec in BACKENDS.items() if spec.group == "hybrid"]
 
-EACH = [*(name for name in BACKENDS if name not in HYBRID), *few(HYBRID, 7)]
+PLAIN = [name for name in BACKENDS if name not in HYBRID]
+
+EACH = [*PLAIN, *few(HYBRID, 7)]
 """Every backend; of those of hybrid models in a quick run every other one."""
 
 CACHES = 8

@@ -3,8 +3,8 @@
 from collections import Counter
 
 import pytest
-from depth import examples
-from hybrid_sizes import EACH, block_size_of, sized
+from depth import FEWEST_EXAMPLES, examples
+from hybrid_sizes import EACH, HYBRID, block_size_of, sized
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,14 +27,28 @@ MAY_WARN = {
 """What the events of an engine may be warned of, because the original does it."""
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@settings(max_examples=examples(25))  # of each of some forty engines
-@given(
+any_program = given(
     program=traffic(workers=2, most_steps=40, most_blocks=6, most_tokens=9),
     chunk=st.sampled_from([None, None, 1, 3, SIZE]),
     num_blocks=st.sampled_from([2, 5, CAPACITY]),
 )
+
+
+@pytest.mark.parametrize("engine", [name for name, spec in ENGINES.items() if spec.group is None])
+@settings(max_examples=examples(25))
+@any_program
 def test_any_traffic(engine, program, chunk, num_blocks):
+    check_any_traffic(engine, program, chunk, num_blocks)
+
+
+@pytest.mark.parametrize("engine", [name for name in ENGINES if name in HYBRID])
+@settings(max_examples=FEWEST_EXAMPLES)  # the models differ by their sizes, and have one manager
+@any_program
+def test_any_traffic_of_a_hybrid_model(engine, program, chunk, num_blocks):
+    check_any_traffic(engine, program, chunk, num_blocks)
+
+
+def check_any_traffic(engine, program, chunk, num_blocks):
     size = block_size_of(ENGINES[engine], SIZE)
     profile = EngineProfile(block_size=size, num_blocks=num_blocks * size // SIZE, workers=2, chunk=chunk)
     kv = RouterHarness(profile, ENGINES[engine])

@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 import pytest
-from depth import examples, few
+from depth import FEWEST_EXAMPLES, examples, few
 from fault_worlds import PROFILE, Traffic
+from hybrid_sizes import HYBRID, PLAIN
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -49,12 +50,26 @@ def root_of(problem):
     return problem if problem.cause is None else root_of(problem.cause)
 
 
-@pytest.mark.parametrize("backend", few(BACKENDS, 3))
-@settings(max_examples=examples(40))  # of each of some forty backends
-@given(seed=st.integers(0, 2**32), rates=rates, with_index=st.booleans(), flushed=st.booleans())
+any_rates = given(seed=st.integers(0, 2**32), rates=rates, with_index=st.booleans(), flushed=st.booleans())
+
+
+@pytest.mark.parametrize("backend", few(PLAIN, 3))
+@settings(max_examples=examples(40))
+@any_rates
 @example(seed=4366, rates={"lose": 0.02}, with_index=True, flushed=True)  # multi_lru's own warning
 @example(seed=4366, rates={"lose": 0.1}, with_index=False, flushed=True)  # it is hidden by a fault
 def test_every_problem_of_a_faithful_engine_is_injected(backend, seed, rates, with_index, flushed):
+    check_injected(backend, seed, rates, with_index=with_index, flushed=flushed)
+
+
+@pytest.mark.parametrize("backend", few(HYBRID))
+@settings(max_examples=FEWEST_EXAMPLES)  # the models differ by their sizes, and have one manager
+@any_rates
+def test_every_problem_of_a_faithful_hybrid_engine_is_injected(backend, seed, rates, with_index, flushed):
+    check_injected(backend, seed, rates, with_index=with_index, flushed=flushed)
+
+
+def check_injected(backend, seed, rates, *, with_index, flushed):
     traffic = Traffic(backend, seed, router_of(backend) if with_index else None, faults=rates)
     for _ in range(20):
         traffic.step()
@@ -66,10 +81,24 @@ def test_every_problem_of_a_faithful_engine_is_injected(backend, seed, rates, wi
     assert {problem.fault.kind for problem in problems} <= rates.keys()
 
 
-@pytest.mark.parametrize("backend", few(BACKENDS, 3))
+any_kinds = given(seed=st.integers(0, 2**32), kinds=st.lists(st.sampled_from(list(FAULTS)), min_size=1, max_size=4))
+
+
+@pytest.mark.parametrize("backend", few(PLAIN, 3))
 @settings(max_examples=examples(40))
-@given(seed=st.integers(0, 2**32), kinds=st.lists(st.sampled_from(list(FAULTS)), min_size=1, max_size=4))
+@any_kinds
 def test_so_it_is_with_faults_by_hand(backend, seed, kinds):
+    check_by_hand(backend, seed, kinds)
+
+
+@pytest.mark.parametrize("backend", few(HYBRID))
+@settings(max_examples=FEWEST_EXAMPLES)  # as above
+@any_kinds
+def test_so_it_is_with_faults_by_hand_of_a_hybrid_engine(backend, seed, kinds):
+    check_by_hand(backend, seed, kinds)
+
+
+def check_by_hand(backend, seed, kinds):
     traffic = Traffic(backend, seed, router_of(backend))
     traffic.run(5)
     for kind in kinds:

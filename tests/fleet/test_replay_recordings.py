@@ -1,6 +1,7 @@
 """Replays recorded from Dynamo's mocker 1.1.1 and 1.2.1, to the bit."""
 
-from itertools import islice
+from itertools import groupby, islice
+from operator import itemgetter
 
 import pytest
 from depth import few, whole_trace
@@ -38,6 +39,9 @@ def test_hash_cache_equals_the_mocker_that_had_it(case, version):
 MOONCAKE = recorded("replay_mooncake.json.gz")
 # What 1.2.1 does not report, of 1.3.1: what each request reused is a matter of the manager, and the same.
 WITH_REUSED_BLOCKS = [run for run in MOONCAKE if "reused_blocks" in run]
+WORLD = itemgetter("trace", "num_gpu_blocks", "replay_concurrency")
+REPLAYS = [[*runs] for _, runs in groupby(sorted(MOONCAKE, key=WORLD), key=WORLD)]
+"""The runs of each world: one replay shows them all."""
 HEAD = 1_000  # requests: the smaller caches are filled after a hundred
 
 
@@ -58,10 +62,11 @@ def test_the_head_of_a_mooncake_trace_reuses_the_recorded_blocks(run, traces_dir
 
 
 @whole_trace
-@pytest.mark.parametrize("run", MOONCAKE, ids=[run["id"] for run in MOONCAKE])
-def test_a_mooncake_trace_equals_the_recorded_replay(run, traces_dir):
-    report = replay_mooncake(run, traces_dir)
-    if "summary" in run:
-        check_summary(run["summary"], report)
-    if "reused_blocks" in run:
-        assert run["reused_blocks"] == reused_blocks(report)
+@pytest.mark.parametrize("runs", REPLAYS, ids=lambda runs: " ".join(run["id"] for run in runs))
+def test_a_mooncake_trace_equals_the_recorded_replays(runs, traces_dir):
+    report = replay_mooncake(runs[0], traces_dir)
+    for run in runs:
+        if "summary" in run:
+            check_summary(run["summary"], report)
+        if "reused_blocks" in run:
+            assert run["reused_blocks"] == reused_blocks(report)

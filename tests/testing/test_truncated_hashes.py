@@ -3,7 +3,7 @@
 import pytest
 from contract_runs import failure_of, names_of_tests
 from depth import examples, few
-from hybrid_sizes import block_size_of, sized
+from hybrid_sizes import HYBRID, block_size_of, sized
 from hypothesis import Phase, given, seed, settings
 from truncating_indexes import KEPT, HashIndex, TokenIndex
 
@@ -126,7 +126,8 @@ def test_traffic_finds_an_index_that_keeps_a_part_of_a_hash(kind, of, kept):
 @each_kind
 def test_an_index_that_keeps_all_of_a_hash_passes_in_traffic_over_every_backend(kind, backend):
     counts, size = backend_spec(backend).traits.copies, block_size_of(backend, 4)
-    assert not is_found(lambda: kind(counts=counts, size=size), 1, backend, most=20)
+    most = 5 if backend in HYBRID else 20  # models differ by their sizes, and have one manager
+    assert not is_found(lambda: kind(counts=counts, size=size), 1, backend, most)
 
 
 @each_truncation
