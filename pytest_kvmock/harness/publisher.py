@@ -125,7 +125,7 @@ class Publisher:
         return self.next_ids.get((worker_id, dp_rank), 0)
 
     def publish(self, event: RouterEvent) -> None:
-        """Publish an event of a worker; what the harness itself raises is reported, as a worker only logs it."""
+        """Publish an event of a worker; what cannot be judged is reported, as a worker only logs it."""
         with self.lock:
             try:
                 self._publish(event)
@@ -173,7 +173,7 @@ class Publisher:
                 raise
 
     def _raised(self, error: Exception, event: RouterEvent) -> None:
-        self._judge.sink_failed(f"the harness raised {type(error).__name__}: {error}", event, missed=False)
+        self._judge.sink_failed(f"it could not be judged: {type(error).__name__}: {error}", event, missed=False)
 
     def _note_id(self, event: RouterEvent) -> None:
         """Note the id of an event that is published."""

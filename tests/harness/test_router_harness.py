@@ -487,7 +487,7 @@ def test_what_the_harness_itself_raises_fails_the_test(kv):
     kv.worker(0).serve(kv.prompt(1))
     (problem,) = (e for e in kv.judge().errors if e.rule == "sink_failure")
     assert ("sink_failure", 1) == (problem.rule, problem.event_id)
-    assert "the harness raised KeyError: 'no route'" == problem.observed
+    assert "it could not be judged: KeyError: 'no route'" == problem.observed
 
 
 # ------------------------------------------------------------------------------------------------------- counters
