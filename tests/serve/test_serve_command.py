@@ -224,7 +224,9 @@ def test_a_hybrid_model_is_served_with_its_cache_groups():
         ),
     ],
 )
-def test_what_cannot_be_served_is_one_line(args, text, capsys):
+def test_what_cannot_be_served_is_one_line(args, text, capsys, monkeypatch):
+    # Else it would be served until somebody asks for the end.
+    monkeypatch.setattr("pytest_kvmock.serve.command._wait", lambda end: pytest.fail("it is served"))
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     before = [signal.getsignal(each) for each in signals]
     try:
