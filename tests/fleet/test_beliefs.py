@@ -127,7 +127,7 @@ def judged(router_type, setting="plain", seed=0, backend="lineage", **options):
 # -------------------------------------------------------------------------------------------------- no false alarm
 
 
-@pytest.mark.parametrize("seed", few(range(20)))
+@pytest.mark.parametrize("seed", few(range(10)))
 @pytest.mark.parametrize("setting", [each for each in SETTINGS if each != "lost"])
 def test_a_right_router_believes_nothing_wrong(setting, seed):
     assert () == bare(RightRouter, setting, seed).beliefs
@@ -143,7 +143,7 @@ def test_nor_over_any_other_engine(backend, setting):
     assert () == report.beliefs
 
 
-@pytest.mark.parametrize("seed", few(range(20)))
+@pytest.mark.parametrize("seed", few(range(10)))
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_nor_in_a_harness_behind_faults(setting, seed):
     world, report = judged(RightRouter, setting, seed)
@@ -220,7 +220,7 @@ BUGS = [
 ]
 
 
-@pytest.mark.parametrize("seed", few(range(20)))
+@pytest.mark.parametrize("seed", few(range(10)))
 @pytest.mark.parametrize(("bug", "setting", "rule"), BUGS, ids=[bug.__name__ for bug, *_ in BUGS])
 def test_a_planted_bug_is_found_at_the_first_wrong_belief(bug, setting, rule, seed):
     report = bare(bug, setting, seed)

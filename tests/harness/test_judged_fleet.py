@@ -177,7 +177,7 @@ def shapes(world):
 
 
 @pytest.mark.parametrize("happens", [None, "restart", "crash"])
-@pytest.mark.parametrize("seed", seeds(20))
+@pytest.mark.parametrize("seed", seeds(10))
 @pytest.mark.parametrize("backend", ["lineage", "vllm", "mocker_sglang_1_6"])
 def test_what_was_recorded_makes_the_same_events(backend, seed, happens):
     world = harness(backend, name=str(seed))

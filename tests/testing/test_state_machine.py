@@ -3,8 +3,8 @@
 import re
 
 import pytest
-from depth import examples, few
-from hybrid_sizes import EACH, block_size_of
+from depth import FEWEST_EXAMPLES, examples, few
+from hybrid_sizes import EACH, HYBRID, block_size_of
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 from mutants_indexes import IgnoresRemoved
@@ -29,7 +29,8 @@ QUICK = settings(
 def test_a_sound_backend_passes(backend):
     sizes = {"workers": 2, "block_size": block_size_of(backend, 2)}
     machine = KvStateMachine.for_backend(backend, **sizes, make_index=lambda: RadixIndex(count_copies=True))
-    run_state_machine_as_test(machine, settings=settings(QUICK, max_examples=examples(30)))
+    most = FEWEST_EXAMPLES if backend in HYBRID else examples(30)  # models have one manager
+    run_state_machine_as_test(machine, settings=settings(QUICK, max_examples=most))
 
 
 class PromotesInSilence(Spoilt):
