@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from pytest_kvmock.cache.dynamo.eviction.policy import EvictionPolicy as EvictionPolicy
     from pytest_kvmock.cache.manager import KvManager as KvManager
     from pytest_kvmock.cache.paged import PagedCacheManager as PagedCacheManager
+    from pytest_kvmock.clock.engine_state import EngineStalled as EngineStalled
+    from pytest_kvmock.clock.mock_engine import MockEngine as MockEngine
+    from pytest_kvmock.clock.replay import replay as replay
     from pytest_kvmock.engine.args import MockEngineArgs as MockEngineArgs
     from pytest_kvmock.engine.worker import KvWorker as KvWorker
     from pytest_kvmock.engine.worker import OutOfBlocks as OutOfBlocks
@@ -30,9 +33,6 @@ if TYPE_CHECKING:
     from pytest_kvmock.events import RouterEvent as RouterEvent
     from pytest_kvmock.events import StorageTier as StorageTier
     from pytest_kvmock.events import Stored as Stored
-    from pytest_kvmock.fleet.engine_state import EngineStalled as EngineStalled
-    from pytest_kvmock.fleet.mock_engine import MockEngine as MockEngine
-    from pytest_kvmock.fleet.replay import replay as replay
     from pytest_kvmock.harness import KvSink as KvSink
     from pytest_kvmock.harness import RouterHarness as RouterHarness
     from pytest_kvmock.harness.faults import Faults as Faults
@@ -60,7 +60,7 @@ _HOME = {
     "CapturingSink": "sinks",
     "Cleared": "events",
     "EngineProfile": "backends",
-    "EngineStalled": "fleet.engine_state",
+    "EngineStalled": "clock.engine_state",
     "EventLog": "hygiene.log",
     "EvictionPolicy": "cache.dynamo.eviction.policy",
     "Faults": "harness.faults",
@@ -73,7 +73,7 @@ _HOME = {
     "KvSink": "harness",
     "KvSubscriber": "wire.zmq",
     "KvWorker": "engine.worker",
-    "MockEngine": "fleet.mock_engine",
+    "MockEngine": "clock.mock_engine",
     "MockEngineArgs": "engine.args",
     "OutOfBlocks": "engine.worker",
     "PagedCacheManager": "cache.paged",
@@ -90,7 +90,7 @@ _HOME = {
     "Tiers": "tiers.config",
     "block_hashes": "tokens",
     "create_manager": "backends",
-    "replay": "fleet.replay",
+    "replay": "clock.replay",
     "reproduce": "reduce",
     "sequence_hashes": "tokens",
 }

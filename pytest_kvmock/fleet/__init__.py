@@ -1,17 +1,17 @@
 """Whole engines in virtual time: scheduler, clock and worker in one, several of them on one clock, and their reports."""
 
+from pytest_kvmock.clock.arrivals import FleetRequest
+from pytest_kvmock.clock.engine_request import EngineRequest
+from pytest_kvmock.clock.engine_state import EngineMetrics, EngineStalled
+from pytest_kvmock.clock.mock_engine import MockEngine
+from pytest_kvmock.clock.replay import replay
 from pytest_kvmock.engine.args import MockEngineArgs
 from pytest_kvmock.engine.driver import SchedulerDriver
 from pytest_kvmock.engine.nested_args import ReasoningConfig, SglangArgs
 from pytest_kvmock.engine.performance import CallableModel, InterpolatedModel, PerformanceModel, PolynomialModel
 from pytest_kvmock.engine.scheduler import ForwardPass, ScheduledRequest, ScheduledTokens
-from pytest_kvmock.fleet.arrivals import FleetRequest
-from pytest_kvmock.fleet.engine_request import EngineRequest
-from pytest_kvmock.fleet.engine_state import EngineMetrics, EngineStalled
 from pytest_kvmock.fleet.fleet import Fleet
 from pytest_kvmock.fleet.incidents import Moment
-from pytest_kvmock.fleet.mock_engine import MockEngine
-from pytest_kvmock.fleet.replay import replay
 from pytest_kvmock.fleet.router_calls import RouterError, RouterStalled
 from pytest_kvmock.fleet.scheduler_cases import (
     SCHEDULER_CASES,

@@ -22,8 +22,9 @@ from pytest_kvmock.router.loads import LoadBook
 from pytest_kvmock.router.routing import id_of
 
 if TYPE_CHECKING:
+    from pytest_kvmock.clock.passes import Calls
     from pytest_kvmock.fleet.fleet_events import Knowledge
-    from pytest_kvmock.fleet.router_calls import Calls, RouterCalls
+    from pytest_kvmock.fleet.router_calls import RouterCalls
     from pytest_kvmock.router.routing import RouterRequest, Worker
 
 _PARTS: Final = ("prefill tokens", "blocks", "requests")

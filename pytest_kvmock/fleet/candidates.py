@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from pytest_kvmock.router.routing import Candidate
 
 if TYPE_CHECKING:
+    from pytest_kvmock.clock.mock_engine import MockEngine
     from pytest_kvmock.fleet.fleet_events import KnownCaches
-    from pytest_kvmock.fleet.mock_engine import MockEngine
     from pytest_kvmock.router.loads import LoadBook
     from pytest_kvmock.router.routing import RouterRequest, Worker
 

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pytest_kvmock.backends import BACKENDS
 from pytest_kvmock.checks import check_integer, check_number, unknown_text
-from pytest_kvmock.fleet.arrivals import Arrivals
+from pytest_kvmock.clock.arrivals import Arrivals
+from pytest_kvmock.clock.mock_engine import MockEngine
+from pytest_kvmock.clock.replay_checks import check_sizes, turns_of
 from pytest_kvmock.fleet.fleet_events import EventDelay, Heard, Knowledge, TrueCaches
 from pytest_kvmock.fleet.fleet_run import FleetRun, LoadSource
 from pytest_kvmock.fleet.incidents import NEXT_WORKER, Incident, Moment
-from pytest_kvmock.fleet.mock_engine import MockEngine
-from pytest_kvmock.fleet.replay_checks import check_sizes, turns_of
 from pytest_kvmock.fleet.router_calls import RouterCalls
-from pytest_kvmock.fleet.run_notes import Recorder
+from pytest_kvmock.fleet.run_record import Recorder
 from pytest_kvmock.long_runs import long_run
 from pytest_kvmock.report.report import Report
 from pytest_kvmock.report.rows import Happened, Objectives, Pools, RunFacts, WorkerCount
@@ -28,8 +28,8 @@ from pytest_kvmock.router.routing import id_of
 from pytest_kvmock.router.selection import DynamoRouter
 
 if TYPE_CHECKING:
+    from pytest_kvmock.clock.arrivals import FleetRequest
     from pytest_kvmock.engine.scheduler import EngineSemantics
-    from pytest_kvmock.fleet.arrivals import FleetRequest
     from pytest_kvmock.router.routing import Worker
     from pytest_kvmock.traces import TraceRequest
 
@@ -351,7 +351,7 @@ class Fleet:
             ),
             event_errors=self._knowledge.event_errors,
             marks=tuple(self._knowledge.marks),
-            recorder=run.notes.recorder,
+            recorder=run.recorder,
             beliefs=None if run.beliefs is None else tuple(run.beliefs.found),
         )
         return self.report

@@ -14,14 +14,15 @@ from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from pytest_kvmock.checks import check_number
+from pytest_kvmock.clock.mock_engine import MockEngine
 from pytest_kvmock.events import RouterEvent
-from pytest_kvmock.fleet.mock_engine import MockEngine
 from pytest_kvmock.router.index import KvEventError, RadixIndex
 from pytest_kvmock.router.routing import id_of, stream_of
 
 if TYPE_CHECKING:
+    from pytest_kvmock.clock.passes import Calls
     from pytest_kvmock.events import StreamKey
-    from pytest_kvmock.fleet.router_calls import Calls, RouterCalls
+    from pytest_kvmock.fleet.router_calls import RouterCalls
     from pytest_kvmock.report.rows import Belief, EventMark
     from pytest_kvmock.router.routing import RouterRequest, Worker
 

@@ -18,23 +18,24 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
+from pytest_kvmock.clock.passes import EngineRun, Passes
+from pytest_kvmock.clock.run_notes import RunNotes
 from pytest_kvmock.fleet.beliefs import Beliefs
 from pytest_kvmock.fleet.candidates import Offer
 from pytest_kvmock.fleet.incidents import Incident, Incidents
-from pytest_kvmock.fleet.passes import EngineRun, Passes
 from pytest_kvmock.fleet.router_calls import RouterStalled
-from pytest_kvmock.fleet.run_notes import Recorder, RunNotes
+from pytest_kvmock.fleet.run_record import Recorder
 from pytest_kvmock.report.rows import Pick
 from pytest_kvmock.router.loads import LoadBook
 from pytest_kvmock.router.routing import RouterRequest, id_of
 
 if TYPE_CHECKING:
+    from pytest_kvmock.clock.arrivals import Arrivals, Turn
+    from pytest_kvmock.clock.mock_engine import MockEngine
+    from pytest_kvmock.clock.passes import Calls, Seat
     from pytest_kvmock.engine.scheduler import ForwardPass, ScheduledRequest
-    from pytest_kvmock.fleet.arrivals import Arrivals, Turn
     from pytest_kvmock.fleet.fleet_events import Knowledge
-    from pytest_kvmock.fleet.mock_engine import MockEngine
-    from pytest_kvmock.fleet.passes import Seat
-    from pytest_kvmock.fleet.router_calls import Calls, RouterCalls
+    from pytest_kvmock.fleet.router_calls import RouterCalls
     from pytest_kvmock.router.routing import Candidate, Worker
 
 LoadSource: TypeAlias = Literal["router", "engine"]
@@ -110,7 +111,8 @@ class FleetRun(EngineRun):
         self._routed: dict[ScheduledRequest, tuple[RouterRequest, Worker]] = {}
         self.arrived = 0
         self.numbers: list[int] = []
-        self.notes = RunNotes(engines, start_ms, recorder)
+        self.notes = RunNotes(engines, start_ms)
+        self.recorder = recorder
 
     def _take(self, engines: Mapping[Worker, MockEngine]) -> None:
         """Take engines that are there from now on; those of one worker id run together, if they do so in this run."""
@@ -191,9 +193,9 @@ class FleetRun(EngineRun):
 
     def ended(self, seat: Seat, done: ForwardPass | None) -> Calls:
         """Deliver the events of a pass that has ended, then signal what became of each request; None: it was planned."""
-        if self.notes.recorder is not None:
+        if self.recorder is not None:
             each = ((at, engine) for at, engine in enumerate(self.engines.values()) if engine in seat.engines)
-            self.notes.recorder.passed(self.now_ms, each)
+            self.recorder.passed(self.now_ms, each)
         if done is None:
             return
         yield from self._knowledge.deliver(self.now_ms)
@@ -241,8 +243,8 @@ class FleetRun(EngineRun):
     def _note_arrival(self, request: RouterRequest, overlaps: Mapping[Worker, int]) -> None:
         """Note what each worker holds of a prompt that arrives at the router, or arrives anew."""
         request.overlaps = overlaps
-        if self.notes.recorder is not None:
-            self.notes.recorder.arrived(request)
+        if self.recorder is not None:
+            self.recorder.arrived(request)
 
     def _signal(self, hook: str, request: RouterRequest) -> Calls:
         """Tell the router, and ask it for those that wait."""
@@ -281,8 +283,8 @@ class FleetRun(EngineRun):
         if worker is None:
             return False
         known = request.overlaps or {}
-        if self.notes.recorder is not None:
-            self.notes.recorder.picked(request, worker, self._offer.of_book(request, {}), overlaps)
+        if self.recorder is not None:
+            self.recorder.picked(request, worker, self._offer.of_book(request, {}), overlaps)
         request.status = "running"
         self._book.dispatched(request, worker, known.get(worker, 0))
         best_overlap, best_held = self._greatest(known), self._greatest(overlaps)
@@ -377,6 +379,9 @@ class FleetRun(EngineRun):
                 for each in made:
                     self._book.add_worker(each)
                 self.notes.happens(self.now_ms, "join", worker, made)
+                if self.recorder is not None:
+                    for each, engine in made.items():
+                        self.recorder.caches.join(each, engine)
                 yield from self._tell("worker_added", ranks)
                 yield from self._knowledge.deliver(self.now_ms)
             case "notice":
@@ -426,6 +431,9 @@ class FleetRun(EngineRun):
         for each in ranks:
             self._passes.restarted(self.engines[each])
         self.notes.happens(self.now_ms, incident.kind, incident.worker, ranks, len(lost))
+        if self.recorder is not None:
+            for each in ranks:
+                self.recorder.caches.remove(each)
         again: list[RouterRequest] = []
         for served, request in lost:
             served.status = "lost"  # also one that the pass under way would have ended

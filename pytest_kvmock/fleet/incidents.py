@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 from pytest_kvmock.checks import check_number, unknown_text
 
 if TYPE_CHECKING:
-    from pytest_kvmock.fleet.mock_engine import MockEngine
-    from pytest_kvmock.fleet.router_calls import Calls
+    from pytest_kvmock.clock.mock_engine import MockEngine
+    from pytest_kvmock.clock.passes import Calls
     from pytest_kvmock.router.routing import Worker
 
 Kind: TypeAlias = Literal["crash", "notice", "restart", "leave", "join"]

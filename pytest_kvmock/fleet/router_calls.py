@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from inspect import isawaitable, iscoroutine, iscoroutinefunction, signature
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
 from pytest_kvmock.fleet.sent import SentBlocks
 from pytest_kvmock.hygiene.text import event_text
@@ -14,6 +14,7 @@ from pytest_kvmock.report.rows import BELIEFS
 from pytest_kvmock.router.routing import Candidate
 
 if TYPE_CHECKING:
+    from pytest_kvmock.clock.passes import Calls
     from pytest_kvmock.events import RouterEvent
     from pytest_kvmock.router.routing import RouterRequest, Worker
 
@@ -21,9 +22,6 @@ HOOKS: Final = (
     *("started", "dispatched", "first_token", "finished", "apply", "worker_added", "worker_removed", "next_waiting"),
 )
 """The methods that a router may have beside `pick`."""
-
-Calls: TypeAlias = Generator["Awaitable[Any]", Any, Any]
-"""What awaits in an async run, and is run to its end in another."""
 
 
 class RouterError(RuntimeError):

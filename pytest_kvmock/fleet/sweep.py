@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from pytest_kvmock.backends import backend_spec
 from pytest_kvmock.checks import check_integer
+from pytest_kvmock.clock.engine_state import EngineStalled
+from pytest_kvmock.clock.mock_engine import MockEngine
 from pytest_kvmock.engine.args import MockEngineArgs
 from pytest_kvmock.engine.worker import OutOfBlocks
-from pytest_kvmock.fleet.engine_state import EngineStalled
 from pytest_kvmock.fleet.fleet import Fleet
-from pytest_kvmock.fleet.mock_engine import MockEngine
 from pytest_kvmock.fleet.named_routers import MakeRouter, make_router
 from pytest_kvmock.fleet.router_calls import RouterError, RouterStalled
 from pytest_kvmock.long_runs import long_run

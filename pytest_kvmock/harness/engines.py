@@ -8,9 +8,9 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
 from pytest_kvmock.backends import EngineProfile
+from pytest_kvmock.clock.mock_engine import MockEngine
 from pytest_kvmock.engine.args import MockEngineArgs
 from pytest_kvmock.engine.worker import RequestError
-from pytest_kvmock.fleet.mock_engine import MockEngine
 from pytest_kvmock.harness.recording import Recording
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from pytest_kvmock.router.selection import DynamoRouter
 
 if TYPE_CHECKING:
     from pytest_kvmock.backends import EngineProfile
+    from pytest_kvmock.clock.mock_engine import MockEngine
     from pytest_kvmock.engine.worker import KvWorker
     from pytest_kvmock.events import RouterEvent, StreamKey
-    from pytest_kvmock.fleet.mock_engine import MockEngine
     from pytest_kvmock.fleet.router_calls import RouterCalls
     from pytest_kvmock.harness.faults import Faults
     from pytest_kvmock.harness.lookups import Overlap

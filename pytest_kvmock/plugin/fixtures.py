@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from pytest_kvmock.block_manager import Fabric, KvBlockManager
     from pytest_kvmock.cache.manager import KvManager
     from pytest_kvmock.cache.paged import PagedCacheManager
+    from pytest_kvmock.clock.mock_engine import MockEngine
     from pytest_kvmock.engine.driver import Traits
     from pytest_kvmock.engine.worker import KvWorker
     from pytest_kvmock.fleet.fleet import Fleet
-    from pytest_kvmock.fleet.mock_engine import MockEngine
     from pytest_kvmock.fleet.scheduler_cases import SchedulerCase, SchedulerRequest
     from pytest_kvmock.harness import KvSink, RouterHarness
     from pytest_kvmock.harness.recovery import Recovery

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from uuid import UUID
 
 from pytest_kvmock.checks import did_you_mean
+from pytest_kvmock.clock.engine_state import EngineStalled
 from pytest_kvmock.engine.driver import SlotsLost, WouldWait
 from pytest_kvmock.engine.worker import OutOfBlocks, RequestError
 from pytest_kvmock.events import (
@@ -23,7 +24,6 @@ from pytest_kvmock.events import (
     StorageTier,
     Stored,
 )
-from pytest_kvmock.fleet.engine_state import EngineStalled
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
 from pytest_kvmock.hygiene.log import Expectation
 from pytest_kvmock.hygiene.report import problem_text
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
     from pytest_kvmock.cache.manager import KvManager
+    from pytest_kvmock.clock.mock_engine import MockEngine
     from pytest_kvmock.engine.worker import KvWorker
-    from pytest_kvmock.fleet.mock_engine import MockEngine
     from pytest_kvmock.harness import RouterHarness
     from pytest_kvmock.moves import Block
     from pytest_kvmock.scenarios.values import Numbers, Scenario, Step, WorkerName

@@ -23,8 +23,8 @@ from pytest_kvmock.tokens import Prompt
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from pytest_kvmock.clock.engine_request import EngineRequest
     from pytest_kvmock.engine.scheduler import ForwardPass
-    from pytest_kvmock.fleet.engine_request import EngineRequest
     from pytest_kvmock.harness import RouterHarness
     from pytest_kvmock.harness.engines import HarnessEngine
     from pytest_kvmock.serve.api import Generate

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from pytest_kvmock import Prompt
-from pytest_kvmock.fleet.arrivals import Arrivals, Turn
+from pytest_kvmock.clock.arrivals import Arrivals, Turn
 from pytest_kvmock.traces import TraceRequest
 
 

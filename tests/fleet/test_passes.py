@@ -5,8 +5,8 @@ import math
 import pytest
 
 from pytest_kvmock import Prompt
+from pytest_kvmock.clock.passes import EngineRun, Passes
 from pytest_kvmock.fleet import MockEngine, MockEngineArgs
-from pytest_kvmock.fleet.passes import EngineRun, Passes
 
 
 class Decoding(EngineRun):

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Final, Self, cast
 from pytest_kvmock.backends import BACKENDS, BackendSpec, backend_spec
 from pytest_kvmock.cache.manager import protocol_mismatch
 from pytest_kvmock.checks import check_integer, check_number, is_integer
+from pytest_kvmock.clock.engine_parts import check_worker, make_scheduler, make_worker
+from pytest_kvmock.clock.engine_request import EngineRequest
+from pytest_kvmock.clock.engine_state import EngineMetrics, EngineSize, EngineStalled, RequestTooLarge
 from pytest_kvmock.engine.args import MockEngineArgs
 from pytest_kvmock.engine.driver import ReservingDriver
 from pytest_kvmock.engine.scheduler import ForwardPass
 from pytest_kvmock.engine.worker import KvWorker, RequestError
-from pytest_kvmock.fleet.engine_parts import check_worker, make_scheduler, make_worker
-from pytest_kvmock.fleet.engine_request import EngineRequest
-from pytest_kvmock.fleet.engine_state import EngineMetrics, EngineSize, EngineStalled, RequestTooLarge
 from pytest_kvmock.programs.operations import Abort, Log, Operation, Run, RunPasses, Submit, prompt_fields
 from pytest_kvmock.report.report import Report
 from pytest_kvmock.report.rows import RunFacts, WorkerRow

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from pytest_kvmock.checks import check_integer, is_integer
-from pytest_kvmock.fleet.arrivals import FleetRequest, Turn
-from pytest_kvmock.fleet.engine_state import EngineSize, RequestTooLarge
-from pytest_kvmock.fleet.mock_engine import MockEngine
+from pytest_kvmock.clock.arrivals import FleetRequest, Turn
+from pytest_kvmock.clock.engine_state import EngineSize, RequestTooLarge
+from pytest_kvmock.clock.mock_engine import MockEngine
 from pytest_kvmock.report.rows import Objectives
 from pytest_kvmock.tokens import Prompt
 from pytest_kvmock.traces import TraceRequest

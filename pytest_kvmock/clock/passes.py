@@ -16,21 +16,23 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from heapq import heappop, heappush
 from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from pytest_kvmock.fleet.engine_state import EngineStalled
-from pytest_kvmock.fleet.ranks import RankedWorker
+from pytest_kvmock.clock.engine_state import EngineStalled
+from pytest_kvmock.clock.ranks import RankedWorker
 
 if TYPE_CHECKING:
+    from pytest_kvmock.clock.arrivals import Turn
+    from pytest_kvmock.clock.engine_request import EngineRequest
+    from pytest_kvmock.clock.mock_engine import MockEngine
     from pytest_kvmock.engine.scheduler import ForwardPass, Release
-    from pytest_kvmock.fleet.arrivals import Turn
-    from pytest_kvmock.fleet.engine_request import EngineRequest
-    from pytest_kvmock.fleet.mock_engine import MockEngine
-    from pytest_kvmock.fleet.router_calls import Calls
+
+Calls: TypeAlias = Generator["Awaitable[Any]", Any, Any]
+"""What awaits in an async run, and is run to its end in another."""
 
 Stage: TypeAlias = Callable[[float], Iterable[Any]]
 """What is due at a moment happens; yields what is to be awaited."""

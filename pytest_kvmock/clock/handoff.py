@@ -12,14 +12,14 @@ from heapq import heappop, heappush
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from pytest_kvmock.fleet.engine_state import EngineStalled
+from pytest_kvmock.clock.engine_state import EngineStalled
 
 if TYPE_CHECKING:
+    from pytest_kvmock.clock.arrivals import Arrivals, Turn
+    from pytest_kvmock.clock.engine_request import EngineRequest
+    from pytest_kvmock.clock.mock_engine import MockEngine
+    from pytest_kvmock.clock.passes import Passes
     from pytest_kvmock.engine.scheduler import ForwardPass, ScheduledRequest
-    from pytest_kvmock.fleet.arrivals import Arrivals, Turn
-    from pytest_kvmock.fleet.engine_request import EngineRequest
-    from pytest_kvmock.fleet.mock_engine import MockEngine
-    from pytest_kvmock.fleet.passes import Passes
 
 # Theory of operation
 #

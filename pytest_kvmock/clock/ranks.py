@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from pytest_kvmock.engine.scheduler import ForwardPass
 
 if TYPE_CHECKING:
-    from pytest_kvmock.fleet.mock_engine import MockEngine
+    from pytest_kvmock.clock.mock_engine import MockEngine
 
 
 class RankedWorker:

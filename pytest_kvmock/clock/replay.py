@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, cast
 
-from pytest_kvmock.fleet.arrivals import Arrivals, Turn
-from pytest_kvmock.fleet.handoff import DestinationFirst, Handoff, Handoffs, ReservingHandoffs
-from pytest_kvmock.fleet.passes import EngineRun, Passes
-from pytest_kvmock.fleet.replay_checks import (
+from pytest_kvmock.clock.arrivals import Arrivals, Turn
+from pytest_kvmock.clock.handoff import DestinationFirst, Handoff, Handoffs, ReservingHandoffs
+from pytest_kvmock.clock.passes import EngineRun, Passes
+from pytest_kvmock.clock.replay_checks import (
     check_engines,
     check_objectives,
     check_settings,
@@ -21,16 +21,16 @@ from pytest_kvmock.fleet.replay_checks import (
     engines_of,
     turns_of,
 )
-from pytest_kvmock.fleet.run_notes import RunNotes
+from pytest_kvmock.clock.run_notes import RunNotes
 from pytest_kvmock.long_runs import long_run
 from pytest_kvmock.report.report import Report
 from pytest_kvmock.report.rows import Objectives, Pools, RunFacts, WorkerCount
 
 if TYPE_CHECKING:
+    from pytest_kvmock.clock.engine_request import EngineRequest
+    from pytest_kvmock.clock.mock_engine import MockEngine
+    from pytest_kvmock.clock.passes import Seat
     from pytest_kvmock.engine.scheduler import ForwardPass, ScheduledRequest
-    from pytest_kvmock.fleet.engine_request import EngineRequest
-    from pytest_kvmock.fleet.mock_engine import MockEngine
-    from pytest_kvmock.fleet.passes import Seat
     from pytest_kvmock.traces import TraceRequest
 
 # Theory of operation

@@ -1,0 +1,105 @@
+"""What a run notes for its report, as it goes: picks, who was there when, incidents. One note a pick and a request, nothing a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from pytest_kvmock.report.rows import Happened, Pick, WorkerRow
+
+if TYPE_CHECKING:
+    from pytest_kvmock.clock.mock_engine import MockEngine
+    from pytest_kvmock.router.routing import RouterRequest, Worker
+
+
+# Of a row, what an engine counts over all its runs.
+_COUNTED = ("passes", "prompt_tokens_computed", "blocks_evicted", "preemptions")
+
+
+class _Term:
+    """A worker from when it came until it went, with what its engine had counted before."""
+
+    __slots__ = ("before", "engine", "last_pick", "open", "since", "until_ms")
+
+    def __init__(self, engine: MockEngine, since: tuple[float, int]) -> None:
+        self.engine = engine
+        self.before = engine.row
+        self.since = since
+        self.until_ms: float | None = None
+        self.last_pick: int | None = None  # how many picks there were when it was a candidate no more
+        self.open = 0
+
+
+class RunNotes:
+    """Notes of one run.
+
+    Args:
+        engines: the engines at its start, by worker.
+        start_ms: when it starts.
+
+    Attributes:
+        picks: the choices of the router, in order.
+        happened: the incidents.
+    """
+
+    def __init__(self, engines: Mapping[Worker, MockEngine], start_ms: float) -> None:
+        self.picks: list[Pick] = []
+        self.happened: list[Happened] = []
+        self._terms = {worker: _Term(engine, (start_ms, 0)) for worker, engine in engines.items()}
+        self._open: dict[RouterRequest, tuple[_Term, int]] = {}
+
+    def picked(self, request: RouterRequest, pick: Pick) -> None:
+        """Note a choice; the request is open from the next one on."""
+        self.picks.append(pick)
+        self._open[request] = self._terms[pick.worker], len(self.picks)
+
+    def ended(self, request: RouterRequest) -> None:
+        """Note that a request is open no more."""
+        noted = self._open.pop(request, None)
+        if noted is not None:
+            term, since = noted
+            # Of one that ends on a worker which left, only the picks count that this was a candidate of.
+            upto = len(self.picks) if term.last_pick is None else term.last_pick
+            term.open += max(0, upto - since)
+
+    def no_candidate(self, worker: Worker) -> None:
+        """Note that the router is not offered a worker any more: as that leaves, or as its crash is noticed."""
+        self._terms[worker].last_pick = len(self.picks)
+
+    def happens(self, now_ms: float, kind: str, worker: int, ranks: Any, lost: int = 0) -> None:
+        """Note an incident: who comes, and who goes.
+
+        Args:
+            now_ms: when.
+            kind: what.
+            worker: the id of the worker.
+            ranks: what the router calls its ranks, or the worker itself; of a join a mapping of these to their engines.
+            lost: how many requests it lost.
+        """
+        self.happened.append(Happened(now_ms, kind, worker, lost))
+        for each in ranks:
+            if kind == "join":
+                self._terms[each] = _Term(ranks[each], (now_ms, len(self.picks)))
+            elif kind in ("crash", "leave"):
+                self._terms[each].until_ms = now_ms
+
+    def close(self, now_ms: float) -> list[WorkerRow]:
+        """End the notes; what each worker did, in the order in which they came."""
+        for request in list(self._open):
+            self.ended(request)
+        found = []
+        for position, (worker, term) in enumerate(self._terms.items()):
+            row, before = term.engine.row, term.before
+            did: dict[str, Any] = {name: getattr(row, name) - getattr(before, name) for name in _COUNTED}
+            found.append(
+                row._replace(
+                    worker=worker,
+                    position=position,
+                    since_ms=term.since[0],
+                    until_ms=now_ms if term.until_ms is None else term.until_ms,
+                    open_requests=term.open,
+                    picks=(len(self.picks) if term.last_pick is None else term.last_pick) - term.since[1],
+                    **did,
+                )
+            )
+        return found
