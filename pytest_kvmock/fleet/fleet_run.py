@@ -303,7 +303,8 @@ class FleetRun(EngineRun):
 
     def _greatest(self, overlaps: Mapping[Worker, int]) -> int:
         """Return the greatest overlap of a candidate."""
-        return max((overlaps.get(each, 0) for each in self._book.loads), default=0) if overlaps else 0
+        loads = self._book.loads
+        return max((blocks for each, blocks in overlaps.items() if each in loads), default=0)
 
     def _lost(self, request: RouterRequest, *, anew: bool = True) -> Calls:
         """Take a request out of the books whose worker is gone, and tell the router; `anew`: it waits for another."""
