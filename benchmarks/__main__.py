@@ -56,7 +56,7 @@ GROUPS = {
     "index": (index.speed, index.memory),
     "mooncake": (mooncake.whole_blocks, mooncake.as_long_as_they_were),
     "tiers": (tiers.host,),
-    "engines": (engines.shared_workload, engines.mooncake),
+    "engines": (engines.shared_workload, engines.mooncake, engines.newest),
     "fleet": (fleet.speed, fleet.memory, fleet.one_test),
     "reduce": (reduce.events, reduce.requests),
     "serve": (serve.ready, serve.traffic),

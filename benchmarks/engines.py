@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from benchmarks import manager, workload
 from benchmarks.measure import Figure, alternating, cpu_seconds, dynamo
@@ -49,3 +50,28 @@ def mooncake():
     seconds, other = alternating(ROUNDS, lambda: _statistics(requests, size, blocks, None), peer, clock=cpu_seconds)
     name = "the conversation trace through a scheduler, one request at a time"
     yield Figure(name, other / seconds, 0.3, f"run_mocker_trace_replay, {version}")
+
+
+def newest():
+    """The conversation trace as its requests arrive, over one engine and over eight, by the rules of 1.6.1 and beside it."""
+    core, version = dynamo("1.6")
+    path, size, blocks = traces(), MOONCAKE_BLOCK_SIZE, 4_000
+    given = {"engine": {"backend": "vllm", "block_size": size, "num_gpu_blocks": blocks}}
+    args = MockEngineArgs(block_size=size, num_gpu_blocks=blocks, semantics="1.6.1")
+    with TemporaryDirectory() as directory:
+        head = Path(directory, "trace.jsonl")
+        head.write_text("".join(path.read_text().splitlines(keepends=True)[:8_000]))
+        for requests, file, count, bar in (("all requests", path, 1, 0.25), ("8,000 requests", head, 8, 0.83)):
+
+            def ours(file=file, count=count):
+                replay(read_mooncake(file), [MockEngine(args) for _ in range(count)]).to_json()
+
+            def peer(file=file, count=count):
+                core.run_mocker_trace_replay(
+                    [str(file)], extra_engine_args=given, num_workers=count, trace_block_size=size
+                )
+
+            seconds, other = alternating(ROUNDS, ours, peer, clock=cpu_seconds)
+            engines = f"{count} engine{'s' * (count > 1)}"
+            name = "the conversation trace through schedulers, as it arrives"
+            yield Figure(name, other / seconds, bar, f"run_mocker_trace_replay, {version}", f"{requests}, {engines}")

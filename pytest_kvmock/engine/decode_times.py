@@ -1,8 +1,8 @@
 """When passes end that only decode: how long each takes by the lengths of its requests, looked up where that is known.
 
 Theory of operation. Dynamo's default model goes by nothing but the tokens in use, of which there are as many values as an
-engine has tokens, and a trace meets the same ones again and again. So the durations of the smaller ones are kept in an array
-by tokens, 8 bytes each, and the passes of a plan, whose tokens grow by the same number each, are a slice of it with that step.
+engine has tokens, and a trace meets the same ones again and again. So durations are kept in an array by tokens, 8 bytes each,
+which engines alike share, and the passes of a plan, whose tokens grow by the same number each, are a slice of it with that step.
 What is not known yet is 0 there (no pass takes so little), and is asked for one by one. A model of another kind is asked each
 time, as it goes by the mean length too, and a user's own may go by anything. Sums are made pass by pass, as the original
 makes them: so all moments are the same to the bit, however they are found.
@@ -14,6 +14,7 @@ from array import array
 from bisect import bisect_left
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final
+from weakref import WeakValueDictionary
 
 from pytest_kvmock.engine.performance import PolynomialModel
 from pytest_kvmock.engine.timing import rounded_ms
@@ -21,8 +22,11 @@ from pytest_kvmock.engine.timing import rounded_ms
 if TYPE_CHECKING:
     from pytest_kvmock.engine.performance import PerformanceModel
 
-_KEPT: Final = 2**18
-"""So many durations are kept at most, 2 MB."""
+_KEPT: Final = 2**21
+"""So many durations are kept at most, 16 MB."""
+
+_TABLES: Final[WeakValueDictionary[tuple[PerformanceModel, int, float], array[float]]] = WeakValueDictionary()
+"""The durations by model, tokens of all blocks and speedup, while an engine that has these is there."""
 
 _AT_ONCE: Final = 64
 """So many passes are looked up before anybody looks at the time."""
@@ -42,7 +46,9 @@ class DecodeTimes:
     def __init__(self, model: PerformanceModel, total_tokens: int, speedup: float) -> None:
         self._model, self._total, self._speedup = model, total_tokens, speedup
         # By tokens, those that were asked for, others 0; as long as the largest of them. None: they are not kept.
-        self._kept = array("d") if type(model) is PolynomialModel else None
+        self._kept: array[float] | None = None
+        if type(model) is PolynomialModel:
+            self._kept = _TABLES.setdefault((model, total_tokens, speedup), array("d"))
 
     def ms(self, tokens: int, count: int) -> float:
         """Return how long a pass takes.

@@ -12,6 +12,7 @@ endless cache that sees the requests in order of arrival.
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from hashlib import sha256
@@ -131,9 +132,23 @@ class Rows:
         """Return mean, a percentile or another of `POINTS`; those of gaps are sketched from 1.6.1 on."""
         known = self._statistics.get(what)
         if known is None:
-            sketches = self.facts.sketches and what in ("itl", "per_user")
-            known = self._statistics[what] = (sketched_statistics if sketches else statistics)(self.values(what))
+            values = self.values(what)
+            if self.facts.sketches and what in ("itl", "per_user"):
+                known = sketched_statistics(values, self.gap_counts[what == "per_user"])
+            else:
+                known = statistics(values)
+            self._statistics[what] = known
         return known[point]
+
+    @cached_property
+    def gap_counts(self) -> tuple[Counter[float], Counter[float]]:
+        """How often each gap is there, and each number of tokens a second that one makes: a tenth of them to divide."""
+        gaps = Counter(self.gaps)
+        per_user: Counter[float] = Counter()
+        for gap, times in gaps.items():
+            if gap:
+                per_user[1000.0 / gap] += times
+        return gaps, per_user
 
     # --------------------------------------------------------------------------------------------------- routing
 

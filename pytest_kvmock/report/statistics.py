@@ -6,7 +6,7 @@ import math
 from array import array
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, repeat
 from operator import mul, sub
 from typing import Final
@@ -18,7 +18,9 @@ POINTS: Final = ("mean", *_PERCENTILES, "max", "min", "std")
 """What is calculated of many values."""
 
 
-def statistics(values: Sequence[float], counted: Counter[float] | None = None) -> dict[str, float]:
+def statistics(
+    values: Sequence[float], counted: Counter[float] | None = None, percentiles: Mapping[str, float] | None = None
+) -> dict[str, float]:
     """Return mean, least, greatest, exact percentiles and deviation of values (`POINTS`); 0 where there are none.
 
     A percentile is the value at `round((n - 1) * q)` of the n sorted ones (half up), a standard deviation that of the population.
@@ -26,25 +28,28 @@ def statistics(values: Sequence[float], counted: Counter[float] | None = None) -
     Args:
         values: the values, in their order.
         counted: how often each is there, where that is known.
+        percentiles: these, in place of exact ones.
     """
     count = len(values)
     if not count:
         return dict.fromkeys(POINTS, 0.0)
     # Gaps between tokens are millions, of a few thousand values: these are counted, as a sorted list would take much memory.
     tally = (Counter(values) if counted is None else counted) if count > _MOST_SORTED else None
-    counts = None
-    if tally is None or len(tally) > _MOST_SORTED:
-        ordered: Sequence[float] = sorted(values)
-    else:
-        ordered = sorted(tally)
-        counts = [tally[each] for each in ordered]
-    out = {"mean": sum(values) / count, "min": ordered[0], "max": ordered[-1]}
-    upto = None if counts is None else list(accumulate(counts))
-    for key, percent in _PERCENTILES.items():
-        place = math.floor((count - 1) * (percent / 100) + 0.5)
-        out[key] = ordered[place if upto is None else bisect_right(upto, place)]
+    if tally is not None and len(tally) > _MOST_SORTED:
+        tally = None
+    out = {"mean": sum(values) / count, "min": min(counted or values), "max": max(counted or values)}
+    ordered: Sequence[float] = [] if tally is None else sorted(tally)
+    counts = None if tally is None else [tally[each] for each in ordered]
+    out |= _exact(ordered or sorted(values), counts, count) if percentiles is None else percentiles
     out["std"] = _deviation(values if counts is None else ordered, counts)
     return out
+
+
+def _exact(ordered: Sequence[float], counts: Sequence[int] | None, count: int) -> dict[str, float]:
+    """Return the percentiles of so many values, the different ones in order; `counts`: how often each is there; None: once."""
+    upto = None if counts is None else list(accumulate(counts))
+    places = {key: math.floor((count - 1) * (percent / 100) + 0.5) for key, percent in _PERCENTILES.items()}
+    return {key: ordered[place if upto is None else bisect_right(upto, place)] for key, place in places.items()}
 
 
 def _deviation(values: Sequence[float], counts: Sequence[int] | None = None) -> float:
@@ -61,10 +66,10 @@ def _deviation(values: Sequence[float], counts: Sequence[int] | None = None) -> 
     return math.sqrt(max(0.0, math.fsum(map(mul, weighted, apart)) / count - mean * mean))
 
 
-def sketched_statistics(values: Sequence[float]) -> dict[str, float]:
+def sketched_statistics(values: Sequence[float], counted: Counter[float] | None = None) -> dict[str, float]:
     """Return the same with percentiles that are sketched; mean and deviation, least and greatest value are not."""
-    counted = Counter(values)
-    return statistics(values, counted) | (_sketched(counted) if counted else {})
+    counted = Counter(values) if counted is None else counted
+    return statistics(values, counted, _sketched(counted) if counted else None)
 
 
 # DDSketch (Masson, Rim, Lee, 2019) counts a value in a bucket whose bounds grow by a fixed factor, so that a percentile is
