@@ -48,6 +48,8 @@ def test_a_contract_may_name_the_hosts():
     contract.tiers = ()
     with pytest.raises(pytest.skip.Exception, match="backends and tiers name no vLLM with chunks of 1"):
         contract().test_a_cleared_leaves_a_host_that_is_a_copy()
+    with pytest.raises(pytest.skip.Exception, match="tiers names no host: tiers below the device were not checked"):
+        contract().test_a_tier_goes_on_where_the_faster_ones_end()
 
 
 @pytest.mark.parametrize(("backends", "tiers"), [(("sglang",), None), (("vllm",), ())])
