@@ -107,7 +107,11 @@ class PrefillFirstScheduler(SglangScheduler):
             self._admit(done)
         done.active_blocks = self._driver.manager.num_active_blocks
         if done.scheduled:
-            self._charge_prefill(done)
+            try:
+                self._charge_prefill(done)
+            except BaseException:  # a model of a user's own: whom the pass took up waits again
+                self._waiting.extendleft(reversed([each.request for each in done.scheduled]))
+                raise
             self._start(done)
         else:
             self._retract(done)

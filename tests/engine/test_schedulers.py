@@ -26,6 +26,38 @@ def test_an_engine_of_each_release_serves_over_the_default_backend(spec):
             assert ("finished", 5) == (request.status, request.generated_tokens)
 
 
+class RaisesOnce:
+    """A performance model of a user's own, whose first answer of a kind is an error."""
+
+    def __init__(self, kind):
+        self._left = {kind}
+
+    def _ms(self, kind):
+        if kind in self._left:
+            self._left.clear()
+            raise RuntimeError("no such measurement")
+        return 5.0
+
+    def prefill_ms(self, batch, isl, prefix):
+        return self._ms("prefill")
+
+    def decode_ms(self, active_kv_tokens, total_kv_tokens, context_length):
+        return self._ms("decode")
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+@ROWS
+def test_a_performance_model_that_raises_loses_no_request(spec, kind):
+    for semantics in spec.releases:
+        args = args_of(spec, semantics=semantics, block_size=4, performance_model=RaisesOnce(kind))
+        with MockEngine(args) as engine:
+            requests = [engine.submit(range(9), 3), engine.submit(range(20, 26), 2)]
+            with pytest.raises(RuntimeError, match="no such measurement"):
+                engine.run()
+            engine.run()
+            assert [("finished", 3), ("finished", 2)] == [(each.status, each.generated_tokens) for each in requests]
+
+
 @ROWS
 def test_what_is_not_given_is_as_the_row_says(spec):
     args = args_of(spec)
