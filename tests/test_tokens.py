@@ -5,7 +5,7 @@ from array import array
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
@@ -173,6 +173,8 @@ def test_a_root_has_no_parent_fragment():
 
 
 @given(st.lists(u64, min_size=1, max_size=5), st.sampled_from([0, 253, 65_533]), st.none() | u64)
+@example(chain=[U64, U64 - 1, 5, U64], start=254, parent=U64)
+@example(chain=[U64, U64 - 1, 5, U64], start=65534, parent=U64)
 def test_lineage_hashes_are_those_of_each_block(chain, start, parent):
     parents = [parent, *chain]
     expected = [lineage_hash(own, parents[i], start + i) for i, own in enumerate(chain)]

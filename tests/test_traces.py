@@ -251,6 +251,7 @@ BAD_LINES = [
     (row(hash_ids=[False, 1]), "hash_ids", f"id 0: {ID}false"),
     (row(hash_ids=[0, 1.0]), "hash_ids", f"id 1: {ID}1.0"),
     (row(hash_ids=[0, "x" * 80]), "hash_ids", f'id 1: {ID}"{"x" * 56}...'),
+    (row(hash_ids=[0, "x" * 58]), "hash_ids", f'id 1: {ID}"{"x" * 58}"'),
     (
         row(hash_ids=[0]),
         "hash_ids",

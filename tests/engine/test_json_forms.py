@@ -120,6 +120,10 @@ def test_what_is_read_is_written():
     )
 
 
+def test_the_default_model_is_written_by_its_name():
+    assert {"type": "polynomial"} == MockEngineArgs(semantics="1.6.1").to_dict()["engine"]["timing_model"]
+
+
 def test_inert_arguments_are_known_ones():
     with pytest.raises(ValueError, match=rf"^inert must be a mapping of {next(iter(INERT))}"):
         MockEngineArgs(semantics="1.6.1", inert={"x": 1})

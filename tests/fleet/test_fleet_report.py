@@ -11,9 +11,9 @@ from depth import few, seeds
 from pytest_kvmock import EngineProfile, Prompt, RouterHarness
 from pytest_kvmock.engine.nested_args import SglangArgs
 from pytest_kvmock.fleet import Fleet, FleetRequest, MockEngine, MockEngineArgs, Report, replay
-from pytest_kvmock.report.figures import FIGURES, PRINTED, names_of
+from pytest_kvmock.report.figures import FIGURES, MOST_WIDE, PRINTED, folded, names_of
 from pytest_kvmock.report.routing_figures import Choice, assert_balanced, jain, max_to_mean, of_best
-from pytest_kvmock.report.statistics import statistics
+from pytest_kvmock.report.statistics import sketched_statistics, statistics
 from pytest_kvmock.router import DynamoRouter, LeastLoaded, MostCached, RoundRobin
 from pytest_kvmock.testing import RightRouter
 from pytest_kvmock.traces import TraceRequest, synthetic_trace
@@ -292,6 +292,19 @@ def test_a_report_is_printed_as_a_table():
     assert "Report: RoundRobin on small" == lines[0]
     assert ["worker", "all", "0", "1"] * 2 == [line.split()[0] for line in lines[1:9]]
     assert lines[10].startswith("30 ms: crash of worker 1")
+
+
+def test_a_table_that_just_fits_is_not_folded():
+    named, columns = [["worker", "0"]], [["x" * 10, "1"]] * 9
+    assert [MOST_WIDE] == [len(line) for line in folded(named, [*columns, ["y" * 4, "2"]]).splitlines()[:1]]
+    assert 4 == len(folded(named, [*columns, ["y" * 5, "2"]]).splitlines())
+
+
+def test_a_sketch_tells_the_first_value_above_zero_from_the_last_zero():
+    """Of ten values the median is the sixth."""
+    assert [0.0, 1.0] == [
+        round(sketched_statistics([0.0] * zeros + [1.0] * (10 - zeros))["median"], 2) for zeros in (6, 5)
+    ]
 
 
 def test_a_printed_table_is_no_wider_than_a_terminal():

@@ -6,6 +6,7 @@ import pytest
 
 from pytest_kvmock import Prompt, RadixIndex, RouterHarness
 from pytest_kvmock.events import Cleared, KvCacheEvent, Located, Removed, RouterEvent, StorageTier, Stored
+from pytest_kvmock.harness.under_test import difference_below
 from pytest_kvmock.hygiene.entries import Opened
 from pytest_kvmock.hygiene.stream_spec import StreamSpec
 
@@ -416,6 +417,13 @@ def test_an_answer_with_tiers_by_name_and_zeros_is_read():
     worker = sink.worker_id
     index.answers[1, 2, 3] = {"device": {worker: 1, 7: 0}, "host_pinned": {worker: 1}, "disk": {}, "external": {7: 0}}
     assert {DEVICE: {worker: 1}, HOST: {worker: 1}} == kv.overlap(Prompt(hashes=[1, 2, 3]), tier=None)
+
+
+def test_below_any_tier_that_differs_nothing_is_looked_at():
+    """A host that is right is no proof of what goes on from a device that is not."""
+    answer, expected = {DEVICE: {(0, 0): 1}, DISK: {(0, 0): 1}}, {DEVICE: {(0, 0): 2}}
+    assert difference_below(answer, expected, ()) is None
+    assert (DISK, 0, 0, 1, range(1)) == difference_below(answer, {DEVICE: {(0, 0): 1}}, ())
 
 
 def test_below_a_device_that_may_differ_any_extension_is_right():

@@ -964,6 +964,7 @@ def test_sglangs_own_api():
         assert ended
         _, rows = call(url, "/generate", {"input_ids": [[1, 2], [3]], "sampling_params": {"max_new_tokens": 1}})
         assert len(rows) == 2
+        assert call(url, "/generate", {"text": "a"})[1]["meta_info"]["completion_tokens"] == 128
         for path in ("/server_info", "/get_server_info"):
             info = call(url, path)[1]
             assert info["kv_events"]["endpoint_port_base"] == urlsplit(server.publisher(0).endpoints[0]).port

@@ -80,6 +80,10 @@ def test_nesting_has_a_limit(server, begin):
         assert refused(server.control_url, "/text", nested(MOST_DEPTH - 1, name))
 
 
+def test_one_token_below_zero_is_named(server):
+    assert "greater than or equal to 0" in refused(server.url(), "/v1/completions", {"prompt": [5, -1]})
+
+
 def test_booleans_are_tokens_to_engines_as_to_pydantic_and_to_nobody_else(server):
     assert complete(server.url(), [True, False])["usage"]["prompt_tokens"] == 2
     for prompt in ([True, "a"], [[True], "a"], [[True], None]):
