@@ -103,6 +103,13 @@ def test_null_is_a_list_without_elements(server):
     assert not call(server.control_url, "/check", {"prompt": text, "blocks": None})[1]["right"]
 
 
+def test_a_router_that_names_no_worker_does_not_know_of_its_one_block(server):
+    text = server.text(1)
+    complete(server.url(), text)
+    _, answer = call(server.control_url, "/check", {"prompt": text, "blocks": []})
+    assert (answer["right"], answer["differences"]) == (False, "worker 0 rank 0: the router knows 0 blocks, 1 are held")
+
+
 def test_half_a_pair_of_utf_16_is_a_question_mark(server):
     assert call(server.control_url, "/text", {"blocks": 0, "after": "a\ud800"}) == (200, {"text": "a?"})
 
