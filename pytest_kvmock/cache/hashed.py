@@ -129,12 +129,7 @@ class HashedTokens:
 
     def append(self, token: int) -> None:
         """Add one token; a block that it completes has its name at once."""
-        if not self._grown or not (self.num_tokens + 1) % self.block_size:
-            self.extend((token,))
-            return
-        self.num_tokens += 1  # it completes none: most tokens that a scheduler generates one by one
-        if self.tokens is not None:
-            self.tokens.append(token)  # type: ignore[attr-defined]  # it is a list by now
+        self.extend((token,))
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Add tokens; the blocks that they complete have their names at once."""

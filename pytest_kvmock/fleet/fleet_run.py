@@ -65,6 +65,7 @@ class FleetRun(EngineRun):
         beliefs: compares what the router believes; None: it says nothing of that.
         notes: what is noted for the report, the picks of the router first.
         incidents: what happens to workers.
+        recorder: as above.
     """
 
     def __init__(

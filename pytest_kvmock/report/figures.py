@@ -142,7 +142,7 @@ class Rows:
 
     @cached_property
     def gap_counts(self) -> tuple[Counter[float], Counter[float]]:
-        """How often each gap is there, and each number of tokens a second that one makes: a tenth of them to divide."""
+        """How often each gap between tokens is there, and each rate of tokens a second, which is that of a gap: each gap is divided once."""
         gaps = Counter(self.gaps)
         per_user: Counter[float] = Counter()
         for gap, times in gaps.items():

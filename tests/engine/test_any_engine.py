@@ -42,7 +42,7 @@ def test_any_traffic(engine, program, chunk, num_blocks):
 
 
 @pytest.mark.parametrize("engine", [name for name in ENGINES if name in HYBRID])
-@settings(max_examples=FEWEST_EXAMPLES)  # the models differ by their sizes, and have one manager
+@settings(max_examples=FEWEST_EXAMPLES)  # the models of a program differ by their sizes, and share its manager
 @any_program
 def test_any_traffic_of_a_hybrid_model(engine, program, chunk, num_blocks):
     check_any_traffic(engine, program, chunk, num_blocks)

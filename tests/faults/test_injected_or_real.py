@@ -63,7 +63,7 @@ def test_every_problem_of_a_faithful_engine_is_injected(backend, seed, rates, wi
 
 
 @pytest.mark.parametrize("backend", few(HYBRID))
-@settings(max_examples=FEWEST_EXAMPLES)  # the models differ by their sizes, and have one manager
+@settings(max_examples=FEWEST_EXAMPLES)  # the models of a program differ by their sizes, and share its manager
 @any_rates
 def test_every_problem_of_a_faithful_hybrid_engine_is_injected(backend, seed, rates, with_index, flushed):
     check_injected(backend, seed, rates, with_index=with_index, flushed=flushed)

@@ -62,15 +62,15 @@ class Overflows(Sound):
         self.queue.clear()
 
 
-class ForgetsWhenTold(RadixIndex):
+class ForgetsWhenItKnows(RadixIndex):
     """Every Removed, once it has seen the block 4711, which is no block's parent."""
 
-    told = False
+    knows = False
 
     def apply(self, event):
-        if self.told and isinstance(event.event.data, Removed):
+        if self.knows and isinstance(event.event.data, Removed):
             return
-        self.told = self.told or 4711 in event.event.data.block_hashes
+        self.knows = self.knows or 4711 in event.event.data.block_hashes
         super().apply(event)
 
 

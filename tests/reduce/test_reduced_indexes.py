@@ -13,7 +13,7 @@ from faulty_worlds import (
     ForgetsLongRemoved,
     ForgetsOldest,
     ForgetsWhatWasFlushed,
-    ForgetsWhenTold,
+    ForgetsWhenItKnows,
     Overflows,
     RaisesOnRemoved,
     Sound,
@@ -39,14 +39,14 @@ def test_an_index_that_forgets_is_shown_by_events(busy, failure_of):
 def test_a_cause_that_no_block_leads_to_is_found_among_all_events(busy, failure_of):
     """A block stored by hand on a worker that is full, which the replay, without an engine, cannot make room for."""
 
-    def tell(kv):
+    def store(kv):
         kv.apply(Stored(None, (4711,), (4711,)), worker_id=1)
 
-    found = reproduce(busy(index=ForgetsWhenTold(), amid=tell))
+    found = reproduce(busy(index=ForgetsWhenItKnows(), amid=store))
 
     assert ("index_drift", "events", 3) == (found.rule, found.level, found.size)
     assert () == found.allow
-    assert "index_drift" in failure_of(found, ForgetsWhenTold()).splitlines()[0]
+    assert "index_drift" in failure_of(found, ForgetsWhenItKnows()).splitlines()[0]
 
 
 def test_an_index_that_raises_is_shown_by_events(busy, failure_of):

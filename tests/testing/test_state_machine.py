@@ -29,7 +29,7 @@ QUICK = settings(
 def test_a_sound_backend_passes(backend):
     sizes = {"workers": 2, "block_size": block_size_of(backend, 2)}
     machine = KvStateMachine.for_backend(backend, **sizes, make_index=lambda: RadixIndex(count_copies=True))
-    most = FEWEST_EXAMPLES if backend in HYBRID else examples(30)  # models have one manager
+    most = FEWEST_EXAMPLES if backend in HYBRID else examples(30)  # the models of a program share its manager
     run_state_machine_as_test(machine, settings=settings(QUICK, max_examples=most))
 
 

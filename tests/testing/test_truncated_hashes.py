@@ -126,7 +126,7 @@ def test_traffic_finds_an_index_that_keeps_a_part_of_a_hash(kind, of, kept):
 @each_kind
 def test_an_index_that_keeps_all_of_a_hash_passes_in_traffic_over_every_backend(kind, backend):
     counts, size = backend_spec(backend).traits.copies, block_size_of(backend, 4)
-    most = 5 if backend in HYBRID else 20  # models differ by their sizes, and have one manager
+    most = 5 if backend in HYBRID else 20  # the models of a program differ by their sizes, and share its manager
     assert not is_found(lambda: kind(counts=counts, size=size), 1, backend, most)
 
 
