@@ -165,16 +165,22 @@ class GroupPolicy:
         table.shares_last = bool(hit % self.block_size and hits)
         table.cached = hit // self.block_size if table.shares_last else len(table.blocks)
 
+    def receive(self, table: GroupTable, upto: int) -> None:
+        """Take blocks for what comes from elsewhere, computed, up to so many tokens; null behind the window."""
+        skipped, size = max(self.skipped(upto), 0), self.block_size
+        behind = skipped // size - len(table.blocks)
+        if behind > 0:
+            table.blocks += [NULL] * behind
+            table.cached = len(table.blocks)
+        count = -(-upto // size) - len(table.blocks)
+        if count > 0 and skipped < upto:
+            table.blocks += self._pool.take(count)
+
     def fill(self, table: GroupTable, span: Span, copies: list[tuple[int, int]]) -> None:
         """Take blocks for what is asked; pairs of blocks whose contents are copied are appended to `copies`."""
         self._copy_shared(table, copies)
         count = -(-span.slots // self.block_size) - len(table.blocks)
         if count > 0:
-            behind = max(self.skipped(span.start), 0) // self.block_size - len(table.blocks)
-            if behind > 0:  # of what comes from elsewhere, which is computed as it comes
-                table.blocks += [NULL] * behind
-                table.cached = len(table.blocks)
-                count -= behind
             table.blocks += self._pool.take(count)
 
     def _copy_shared(self, table: GroupTable, copies: list[tuple[int, int]]) -> None:
@@ -391,8 +397,15 @@ class RingPolicy(GroupPolicy):
         """Nothing ever happens."""
         return self.block_size
 
+    def receive(self, table: GroupTable, upto: int) -> None:  # noqa: ARG002 - as above
+        """Take the one block."""
+        self._take_once(table)
+
     def fill(self, table: GroupTable, span: Span, copies: list[tuple[int, int]]) -> None:  # noqa: ARG002 - as above
         """Take the one block."""
+        self._take_once(table)
+
+    def _take_once(self, table: GroupTable) -> None:
         if not table.blocks:
             table.blocks = self._pool.take(1)
 

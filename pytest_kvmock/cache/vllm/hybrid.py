@@ -299,7 +299,8 @@ class HybridManager(VllmManager):
             new_computed_blocks: what `get_computed_blocks` found just before, for a request without blocks.
             num_lookahead_tokens: slots beyond them for a draft model.
             full_sequence_must_fit: admit it only if there are blocks for all its tokens.
-            num_external_tokens: tokens between the hits and the new ones that come from elsewhere; there may be no new ones then.
+            num_external_tokens: tokens between the hits and the new ones that come from elsewhere, 0 where a group keeps states;
+                there may be no new ones then.
             delay_cache_blocks: these are not there yet: what they complete is cached by `cache_blocks`.
 
         Returns:
@@ -307,7 +308,7 @@ class HybridManager(VllmManager):
             window is freed.
 
         Raises:
-            ValueError: no tokens, or hits for a request that has blocks.
+            ValueError: no tokens, hits for a request that has blocks, or states that would come from elsewhere.
         """
         if new_computed_blocks is not None and request.holds_blocks:
             raise ValueError("new_computed_blocks are for a request without blocks; this one has some")
@@ -315,6 +316,11 @@ class HybridManager(VllmManager):
         if num_new_tokens < least:
             raise ValueError(f"num_new_tokens must be at least 1, got {num_new_tokens!r}")
         coordinator, free, hit = self._coordinator, self._pool.free, 0
+        if num_external_tokens and coordinator.has_states:
+            raise ValueError(
+                "num_external_tokens must be 0 where a group keeps states, as how these come from elsewhere was not recorded; "
+                f"got {num_external_tokens!r} over {groups_text(self.geometry.groups)}"
+            )
         if new_computed_blocks is not None:
             hit, request.junction = new_computed_blocks.num_tokens, new_computed_blocks.junction
         if full_sequence_must_fit:
