@@ -24,7 +24,7 @@ class Chain(Protocol):
     """The rule by which one engine names its blocks; an object belongs to one stream, and may have state.
 
     Where blocks are named by more than tokens (`Prompt.keys`), both methods are given what travels beside the event as one
-    more argument.
+    more argument; one with an attribute `reads_extra` that is true always is.
     """
 
     def expected(
@@ -265,7 +265,7 @@ def wrong_hash(
                     f"block {block_text(block)} has local hash {block_text(local)}",
                     f"its {size} tokens{_with(event.extra)} have local hash {block_text(made)}",
                 )
-    extra = event.extra if names_blocks(event.extra) else None
+    extra = event.extra if names_blocks(event.extra) or getattr(chain, "reads_extra", False) else None
     rights = chain.expected(data, tokens, size) if extra is None else chain.expected(data, tokens, size, extra)
     if rights is not None and tuple(rights) != data.block_hashes:
         for i, (block, local, expected) in enumerate(zip(data.block_hashes, data.tokens_hashes, rights, strict=True)):
