@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from pytest_kvmock.backends import backend_spec, known_backends, recorded_backend
+from pytest_kvmock.backends import backend_spec, known_backends, recorded_backend, speaker_of
 from pytest_kvmock.cache.vllm.vllm_manager import VllmManager
 from pytest_kvmock.capture.injected import InjectedFaults
 from pytest_kvmock.capture.lines import HEADER, KINDS, VERSION, CaptureError, entry_of, event_of, key_of
@@ -33,7 +33,7 @@ from pytest_kvmock.hygiene.stream import Stream
 from pytest_kvmock.hygiene.stream_spec import Residency, StreamSpec, check_residency
 from pytest_kvmock.long_runs import long_run
 from pytest_kvmock.wire.decoding import decode
-from pytest_kvmock.wire.event_names import NEWEST, EventNames, NameChain, hashers
+from pytest_kvmock.wire.event_names import NEWEST, EventNames, NameChain, hasher_of, hashers
 from pytest_kvmock.wire.table import Dialect, find_dialect, known_dialects
 
 MOST_UNREADABLE: Final = 10
@@ -205,7 +205,7 @@ class _Names:
 
     def of(self, hash_name: str, seed: str | None) -> Callable[[], Chain]:
         """What makes the rule of a stream that says by what it is named."""
-        self._stated.append(EventNames(hashers(NEWEST, hash_name, seed)))
+        self._stated.append(EventNames((hasher_of(hash_name, seed),), is_given=True))
         return self._stated[-1].chain
 
     def chain(self) -> Callable[[], Chain] | None:
@@ -238,16 +238,17 @@ def _names_of(dialect: Dialect, naming: tuple[str | None, str | None]) -> EventN
     Raises:
         ValueError: a hash is given for another dialect.
     """
-    made = backend_spec(dialect.backend).make(num_blocks=1, block_size=16, dp_rank=0, sink=None)
+    made = speaker_of(dialect).make(num_blocks=1, block_size=16, dp_rank=0, sink=None)
     if not isinstance(made, VllmManager):
         if naming != (None, None):
             raise ValueError(
                 f"a hash is for dialects of vLLM, whose names follow from it; got dialect {dialect.name!r}"
             )
         return None
-    release = dialect.version or made.version.name
+    release = made.version.name
     says_keys = any(field.name == "extra_keys" for field in dialect.stored)
-    return EventNames(hashers(release, *naming), release=release, says_keys=says_keys)
+    given = None not in naming
+    return EventNames(hashers(release, *naming), release=release, says_keys=says_keys, is_given=given)
 
 
 def _judge_payloads(
@@ -295,7 +296,7 @@ class _Replay:
         self._naming = naming
         self._progress = progress
         self._ledger = Ledger()
-        source = None if naming == (None, None) else EventNames(hashers(NEWEST, *naming))
+        source = None if naming == (None, None) else EventNames(hashers(NEWEST, *naming), is_given=None not in naming)
         self._names = _Names(checked, self._ledger, source)
         self._unchained: set[StreamKey] = set()  # by what rule their hashes are chained is not known
         self._injected = InjectedFaults(checked.log, checked.faults)
@@ -403,7 +404,7 @@ class _Replay:
         backend = value.get("backend")
         if backend is None:
             if value.get("hash") is not None:
-                return self._names.of(value["hash"], value.get("hash_seed"))
+                return self._names.of(value["hash"], value.get("seed"))
             return self._names.chain() or DynamoChain
         self._unchained.discard(key)
         if backend not in known_backends():

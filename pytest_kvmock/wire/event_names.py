@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from pytest_kvmock.cache.hashed import HashChain
 from pytest_kvmock.cache.vllm.hashes import ALGORITHMS, VERSIONS, VllmHasher, VllmVersion, vllm_version
-from pytest_kvmock.prompt_keys import block_keys
+from pytest_kvmock.checks import unknown_text
+from pytest_kvmock.prompt_keys import block_keys, part_of
 from pytest_kvmock.wire.batch import DIGESTS
 
 if TYPE_CHECKING:
@@ -40,29 +42,47 @@ _OTHER_PARENT, _NO_TOKENS, _NO_HASH = (
     "without tokens",
     "by no hash and seed that were tried",
 )
+_RANDOM_ROOT = "below a random root"
+_NOT_SAID = "that do not follow from tokens alone, and the dialect does not say what else was hashed"
 
 
-def hashers(release: str = NEWEST, hash: str | None = None, seed: str | None = None) -> tuple[VllmHasher, ...]:  # noqa: A002 - the user's word
-    """Make what may name the blocks of a stream.
+def hasher_of(hash: object, seed: object, release: str = NEWEST) -> VllmHasher:  # noqa: A002 - the user's word
+    """Make what names the blocks of a stream.
+
+    Args:
+        hash: one of `ALGORITHMS`.
+        seed: as PYTHONHASHSEED; None: that of the release where it is not set.
+        release: of vLLM.
+
+    Raises:
+        ValueError: there is no such hash, the seed is none, or the release has none of its own.
+    """
+    if not isinstance(hash, str) or hash not in ALGORITHMS:
+        raise ValueError(unknown_text("hash", hash, ALGORITHMS))
+    if seed is not None and (not isinstance(seed, str) or not seed):
+        raise ValueError(f"seed must be a string, as PYTHONHASHSEED is, or None; got {seed!r:.80}")
+    if seed is None and (vllm_version(release).fixed_seed is None or not hash.startswith("sha256")):
+        raise ValueError(f"seed is missing: without one, vLLM {release} has other {hash} hashes in each process")
+    return VllmHasher(release, hash, seed)
+
+
+def hashers(release: str = NEWEST, hash: str | None = None, seed: str | None = None) -> tuple[VllmHasher, ...]:  # noqa: A002 - as above
+    """Make all that may name the blocks of a stream.
 
     Args:
         release: of vLLM.
-        hash: one of `ALGORITHMS`; None: any.
-        seed: as PYTHONHASHSEED; None: "0", and what the release has where it is not set.
-
-    Returns:
-        One, where hash and seed say it.
+        hash: as `hasher_of`; None: any.
+        seed: as there; None: "0", and that of the release where there is one.
 
     Raises:
-        ValueError: the hash or the seed is none.
+        ValueError: there is no such hash, or the seed is none.
     """
-    fixed = vllm_version(release).fixed_seed
-    return tuple(
-        VllmHasher(release, algorithm, each)
-        for algorithm in (ALGORITHMS if hash is None else (hash,))
-        for each in (("0", fixed) if seed is None else (seed,))
-        if each is not None and (each is seed or each != fixed or algorithm.startswith("sha256"))
-    )
+    found = []
+    for algorithm in ALGORITHMS if hash is None else (hash,):
+        for each in ("0", None) if seed is None else (seed,):
+            with suppress(ValueError) if each is None else nullcontext():
+                found.append(hasher_of(algorithm, each, release))
+    return tuple(found)
 
 
 class Waiting(NamedTuple):
@@ -87,20 +107,30 @@ class EventNames:
         release: of vLLM, which hashes other things beside tokens than others.
         says_keys: whether events have `extra_keys`, where something beside tokens is hashed. Without, a name that does not
             follow is passed over, but where it follows from another parent.
+        is_given: the only candidate names them, whatever comes.
 
     Attributes:
+        is_given: as above.
         computed: how many names were.
         skipped: how many were not, by why.
         found: in words, by what names are computed, as it was given or found.
     """
 
-    def __init__(self, candidates: Sequence[VllmHasher], *, release: str = NEWEST, says_keys: bool = True) -> None:
+    def __init__(
+        self,
+        candidates: Sequence[VllmHasher],
+        *,
+        release: str = NEWEST,
+        says_keys: bool = True,
+        is_given: bool = False,
+    ) -> None:
         self.candidates = tuple(candidates)
         self.release: VllmVersion = vllm_version(release)
         self.says_keys = says_keys
         self.computed = 0
         self.skipped: Counter[str] = Counter()
-        self.found: dict[str, None] = dict.fromkeys(map(_hasher_text, candidates) if len(candidates) == 1 else ())
+        self.is_given = is_given
+        self.found: dict[str, None] = dict.fromkeys(map(_hasher_text, candidates) if is_given else ())
         self._waiting: dict[StreamKey, list[Waiting]] = {}
 
     def __deepcopy__(self, memo: object) -> EventNames:
@@ -129,7 +159,8 @@ class EventNames:
     def close(self) -> None:
         """Count what waits in vain."""
         for waiting in self._waiting.values():
-            self.skipped[_NO_HASH] += sum(count for _, _, count in waiting)
+            if waiting:
+                self.skipped[_NO_HASH] += sum(count for _, _, count in waiting)
         self._waiting.clear()
 
     @property
@@ -141,7 +172,7 @@ class EventNames:
         return f"{self.computed:,} name{'s' * (self.computed != 1)} computed{f' ({by})' if by else ''}{left}"
 
 
-def _hasher_text(hasher: VllmHasher, roots: bool = True) -> str:
+def _hasher_text(hasher: Any, roots: bool = True) -> str:
     return f"{hasher.algorithm}, seed {hasher.seed!r}" if roots else f"{hasher.algorithm}, random root"
 
 
@@ -157,7 +188,7 @@ class NameChain(HashChain):
         waits_for: the last Stored that was not judged, as that is not known yet.
     """
 
-    __slots__ = ("_fits", "_roots", "_tries", "is_found", "names", "waits_for")
+    __slots__ = ("_roots", "_tries", "_units", "is_found", "names", "waits_for")
 
     reads_extra = True
 
@@ -165,9 +196,9 @@ class NameChain(HashChain):
         super().__init__(names.candidates[0])
         self.names = names
         self._roots = True  # whether what stands before a root is known
-        self._fits = False  # whether a block had the name that was computed, so that the unit is right
+        self._units: dict[int, int | None] = {}  # by size of blocks, of how many tokens a digest was found to be
         self._tries = MOST_CHAINS
-        self.is_found = len(names.candidates) == 1
+        self.is_found = names.is_given
         self.waits_for: Stored | None = None
 
     def expected(
@@ -190,7 +221,7 @@ class NameChain(HashChain):
             return None
         assert size is not None
         assert token_ids is not None
-        if not (self._fits and self._roots) and not any(block_keys(extra) if extra else ()):
+        if not (size in self._units and self._roots) and not any(block_keys(extra) if extra else ()):
             self._find(data, token_ids, size, None if extra is None else extra.get(DIGESTS))
         if self.is_found:
             return self._judged(data, token_ids, size, extra)
@@ -216,47 +247,43 @@ class NameChain(HashChain):
     def _judged(
         self, data: Stored, token_ids: BlockTokens, size: int, extra: EventExtra | None
     ) -> Sequence[int] | None:
-        names, count, first = self.names, len(data.block_hashes), 0
+        names, blocks, first = self.names, data.block_hashes, 0
         parent, digests = data.parent_hash, None if extra is None else extra.get(DIGESTS)
         before = None if parent is None else self._digests.get(parent)
         if digests is not None:
             before, given = digests
             if before is None and not self._roots:
                 before, first = given[0], 1  # of a random root; its name is at hand
+                self._digests[blocks[0]] = given[0]
+                names.skipped[_RANDOM_ROOT] += 1
         if before is None and (parent is not None or not self._roots):
-            why = _OTHER_PARENT if parent is not None else "below a random root"
-            names.skipped[why] += count
+            names.skipped[_RANDOM_ROOT if parent is None else _OTHER_PARENT] += len(blocks)
             return None
-        left = token_ids[first:]
-        made = self._made([token for block in left for token in block], size, before, extra)
+        keys = extra if not first else part_of(extra, range(first, len(blocks)))
+        self._unit = self._units.get(size)
+        made = self._made([token for block in token_ids[first:] for token in block], size, before, keys)
         if made is None:
-            names.skipped["whose keys are of units less than a block"] += count
+            names.skipped["whose keys are of a block, and hashes of less"] += len(blocks) - first
             return None
-        made_names = [*data.block_hashes[:first], *made[1]]
+        fits = next((n for n, name in enumerate(made[1]) if name != blocks[first + n]), len(made[1]))
+        self._digests.update(zip(made[1][:fits], made[0], strict=False))
         if (
-            not names.says_keys
-            and tuple(made_names) != data.block_hashes
-            and not self._fits_elsewhere(data, token_ids, size)
+            fits == len(made[1])
+            or names.says_keys
+            or (not fits and self._fits_elsewhere(blocks[first], token_ids[first]))
         ):
-            names.skipped[
-                "that do not follow from tokens alone, and the dialect does not say what else was hashed"
-            ] += count
-            return None
-        names.computed += count - first
-        if first:
-            names.skipped["below a random root"] += first
-            self._digests[data.block_hashes[0]] = before  # type: ignore[assignment]  # it was given
-        self._digests.update(zip(made[1], made[0], strict=True))
-        return made_names
+            names.computed += len(made[1])
+            return [*blocks[:first], *made[1]]
+        names.computed += fits
+        names.skipped[_NOT_SAID] += len(made[1]) - fits
+        return None
 
-    def _fits_elsewhere(self, data: Stored, token_ids: BlockTokens, size: int) -> bool:
-        """Whether the first block follows from its tokens and another parent."""
-        tokens, wanted = token_ids[0], data.block_hashes[0]
-        others: Iterator[Any] = islice(reversed(self._digests.values()), MOST_TRIED)
-        parents = (*others, *((None,) if self._roots else ()))
-        for before in parents:
-            made = self._made(tokens, size, before, None)
-            if made is not None and made[1][0] == wanted:
+    def _fits_elsewhere(self, block: int, tokens: Sequence[int]) -> bool:
+        """Whether a block follows from its tokens and another parent."""
+        others: Iterator[bytes] = islice(reversed(self._digests.values()), MOST_TRIED)
+        for before in (*others, *((None,) if self._roots else ())):
+            made = self._made(tokens, len(tokens), before, None)
+            if made is not None and made[1][0] == block:
                 return True
         return False
 
@@ -278,19 +305,18 @@ class NameChain(HashChain):
 
     def _fit(self, before: bytes | None, tokens: Sequence[int], size: int, name: int) -> bool:
         """Whether something names a block so; it names the others from then on."""
-        if before is not None and self._fits:
-            return True  # only what stands before a root is to be found still
-        kept = self._hasher, self._unit
-        for hasher in self.names.candidates:
+        kept, is_known = self._hasher, self.is_found and (before is not None or self._roots)
+        for hasher in (kept,) if is_known else self.names.candidates:
             for unit in (None, *(each for each in range(size - 1, 0, -1) if not size % each)):
                 self._hasher, self._unit = hasher, unit
                 made = self._made(tokens, size, before, None)
                 if made is not None and made[1][0] == name:
-                    self.is_found = self._fits = True
-                    self._roots = before is None
-                    self.names.found[_hasher_text(hasher, self._roots)] = None
+                    if not is_known:
+                        self._roots = before is None
+                        self.names.found[_hasher_text(hasher, self._roots)] = None
+                    self.is_found, self._units[size] = True, unit
                     return True
-        self._hasher, self._unit = kept
+        self._hasher = kept
         return False
 
     def _hidden(self, extra: EventExtra | None) -> str | None:
