@@ -116,6 +116,11 @@ class KvSink:
         return f"<KvSink worker {self.worker_id}, {len(self.events)} events>"
 
     @property
+    def is_watched(self) -> bool:
+        """Whether `compare` was called, whatever was published."""
+        return bool(self._compared)
+
+    @property
     def is_compared(self) -> bool:
         """Whether `compare` was given what its engine holds, in each rank and tier whose blocks were published."""
         return bool(self._compared) and self._published <= self._compared
