@@ -1,5 +1,6 @@
 """The events of one worker and rank in order, with lookups: which event stored a block last, its parent, its tokens.
 
+One subject: what the events before tell of a block.
 The index is built at the first lookup: a stream without a problem pays for a list of its events.
 """
 
