@@ -15,7 +15,7 @@ from pytest_kvmock.cache.manager import protocol_mismatch
 from pytest_kvmock.checks import check_integer, check_number, is_integer
 from pytest_kvmock.clock.engine_parts import check_worker, make_scheduler, make_worker
 from pytest_kvmock.clock.engine_request import EngineRequest
-from pytest_kvmock.clock.engine_state import EngineMetrics, EngineSize, EngineStalled, RequestTooLarge
+from pytest_kvmock.clock.engine_state import EngineMetrics, EngineSize, EngineStalled
 from pytest_kvmock.engine.args import MockEngineArgs
 from pytest_kvmock.engine.driver import ReservingDriver
 from pytest_kvmock.engine.scheduler import ForwardPass
@@ -52,6 +52,7 @@ class MockEngine:
     Attributes:
         args: as above, with the release of Dynamo that it follows as `semantics`.
         worker: its worker: manager, requests, restarts.
+        size: what can ever be served here.
         now_ms: its time, in milliseconds from its start.
         requests: all requests that it was given.
         passes: how many forward passes it ran.
@@ -81,7 +82,6 @@ class MockEngine:
         args = self.args = args.following(known.semantics)
         self.worker = worker or make_worker(args, spec, sink, Random(self._rng.getrandbits(64)))  # noqa: S311 - as above
         check_worker(args, self.worker)
-        self._size = EngineSize.of(args)
         self.now_ms = 0.0
         self.requests: list[EngineRequest] = []
         self.passes = 0
@@ -93,6 +93,7 @@ class MockEngine:
         self._idle_passes = 0
         self._under_way: ForwardPass | None = None
         self._begin()
+        self.size = EngineSize.of(args, self._driver)
 
     def __repr__(self) -> str:
         return f"<MockEngine {self.args.engine_type} over {self.worker.backend} at {self.now_ms:g} ms>"
@@ -246,7 +247,7 @@ class MockEngine:
                 a pass instead (vllm).
         """
         self.worker.accept(prompt)
-        if not self._size.rejects_prompt(prompt.length(self.args.block_size)):
+        if not self.size.rejects_prompt(prompt.length(self.args.block_size)):
             self._check_size(prompt, max_output_tokens)
         request = self._open(prompt, max_output_tokens, arrival_ms, priority)
         self.scheduler.submit(request)
@@ -267,7 +268,7 @@ class MockEngine:
             ValueError: the prompt carries what the engine names no blocks by.
         """
         self.worker.accept(prompt)
-        rejected = self._size.rejects_prompt(prompt.length(self.args.block_size))
+        rejected = self.size.rejects_prompt(prompt.length(self.args.block_size))
         if not rejected:
             self._check_size(prompt, max_output_tokens)
         request = self._open(prompt, max_output_tokens, arrival_ms, 0)
@@ -328,7 +329,7 @@ class MockEngine:
             arrival_ms=arrival_ms,
             priority=priority,
         )
-        request.max_output_tokens = self._size.output_of(request.prompt_tokens, max_output_tokens)
+        request.max_output_tokens = self.size.output_of(request.prompt_tokens, max_output_tokens)
         request.opened = len(self.requests)
         self.requests.append(request)
         self.worker.requests.append(request)
@@ -339,11 +340,8 @@ class MockEngine:
         return Random(self._rng.getrandbits(64))  # noqa: S311 - mock data
 
     def _check_size(self, prompt: Prompt, max_output_tokens: int) -> None:
-        size = self._size
-        asked = prompt.length(size.block_size)
-        needed = size.exceeded_by(asked, max_output_tokens)
-        if needed:
-            raise RequestTooLarge(needed, size.blocks, f"a request of {asked} + {max_output_tokens} tokens", repr(self))
+        asked = prompt.length(self.args.block_size)
+        self.size.check(asked, max_output_tokens, f"a request of {asked} + {max_output_tokens} tokens", repr(self))
 
     def _check_arrival(self, arrival_ms: float | None) -> float:
         last = self._arriving[-1].arrival_ms if self._arriving else self._last_delivered

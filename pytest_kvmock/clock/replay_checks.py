@@ -11,7 +11,7 @@ from typing import Any
 
 from pytest_kvmock.checks import check_integer, is_integer
 from pytest_kvmock.clock.arrivals import FleetRequest, Turn
-from pytest_kvmock.clock.engine_state import EngineSize, RequestTooLarge
+from pytest_kvmock.clock.engine_state import EngineSize
 from pytest_kvmock.clock.mock_engine import MockEngine
 from pytest_kvmock.report.rows import Objectives
 from pytest_kvmock.tokens import Prompt
@@ -228,7 +228,7 @@ def check_sizes(
 
 def _sizes(engines: Iterable[MockEngine]) -> list[EngineSize]:
     """Return the sizes of engines, each once."""
-    return list(dict.fromkeys(EngineSize.of(engine.args) for engine in engines))
+    return list(dict.fromkeys(engine.size for engine in engines))
 
 
 def _accepts(size: EngineSize, turn: Turn, output: int, where: str, engines: str) -> bool:
@@ -236,10 +236,7 @@ def _accepts(size: EngineSize, turn: Turn, output: int, where: str, engines: str
     prompt = turn.prompt.length(size.block_size)
     if size.rejects_prompt(prompt):
         return False
-    needed = size.exceeded_by(prompt, output)
-    if needed:
-        request = f"{where} of {prompt} tokens and {output} of output"
-        raise RequestTooLarge(needed, size.blocks, request, engines)
+    size.check(prompt, output, f"{where} of {prompt} tokens and {output} of output", engines)
     return True
 
 
