@@ -381,6 +381,7 @@ class FleetRun(EngineRun):
             self._arrivals.called_off(turn, self.now_ms)
         else:
             self._arrivals.done(turn, self.now_ms)
+        turn.prompt.release()
 
     # ---------------------------------------------------------------------------------------- one that is called off
 
