@@ -108,6 +108,8 @@ class EngineAborts:
             now_ms: its end.
             has_last_pass: its tokens are handed out all the same, and an end that it made is one.
         """
+        if not self._noted:
+            return
         noted, self._noted = self._noted, {}
         for request, is_planned in noted.items():
             if not has_last_pass:

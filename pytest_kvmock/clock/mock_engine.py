@@ -521,15 +521,21 @@ class MockEngine:
             self.log.operate(operation, *fields)
 
     def _step(self) -> ForwardPass:
-        aborts, arriving = self._aborts, self._arriving
-        aborts.at(self.now_ms)
-        while arriving and not self.has_work and arriving[0].arrival_ms > self.now_ms:
-            self.now_ms = arriving[0].arrival_ms
-            aborts.at(self.now_ms)
-        aborts.during_pass((done := self.start_pass(self.now_ms)).end_ms, done)
+        while not self._is_ready() and not self.is_idle:
+            pass
+        done = self.start_pass(self.now_ms)
+        self._aborts.during_pass(done.end_ms, done)
         self.finish_pass()
-        aborts.at(self.now_ms)
+        self._aborts.at(self.now_ms)
         return done
+
+    def _is_ready(self) -> bool:
+        """Act on who is called off by now, and wait for the next arrival where nothing runs or waits; whether a pass has something to do."""
+        self._aborts.at(self.now_ms)
+        if self._arriving and not self.has_work:
+            self.now_ms = max(self.now_ms, self._arriving[0].arrival_ms)
+            self._aborts.at(self.now_ms)
+        return self.has_work or bool(self._arriving and self._arriving[0].arrival_ms <= self.now_ms)
 
     def run(self, until_ms: float | None = None) -> Report:
         """Run passes until no request is open, or until a moment.
@@ -549,6 +555,8 @@ class MockEngine:
         while not self.is_idle and self.now_ms < until:
             if not self.has_work and self._arriving[0].arrival_ms >= until:
                 break
+            if not self._is_ready():  # who was to be served is called off
+                continue
             self._step()
             next_arrival = self._arriving[0].arrival_ms if self._arriving else math.inf
             ends = self.plan(self.now_ms, min(until, next_arrival, self._aborts.next_ms), ahead=True)

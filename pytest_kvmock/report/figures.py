@@ -492,7 +492,7 @@ def digest_of(rows: Sequence[object]) -> str:
 
 
 def trace_digest(turns: Iterable[Asked], block_size: int) -> str:
-    """Return eight digits that two traces share if they ask for the same: prompts, lengths, times, sessions and priorities.
+    """Return eight digits that two traces share if they ask for the same: prompts, lengths, times, sessions, priorities, and when they are called off.
 
     Args:
         turns: the requests of a trace, in its order.
@@ -504,5 +504,8 @@ def trace_digest(turns: Iterable[Asked], block_size: int) -> str:
         times = asked.timestamp, asked.delay, asked.session_id, asked.priority
         sizes = prompt.length(block_size), asked.output_length
         found.update(repr((prompt.sequence_hashes(block_size)[-1:], *sizes, *times)).encode())
+        called_off = getattr(turn, "abort_after_ms", None), getattr(turn, "abort_after_tokens", None)
+        if called_off != (None, None):
+            found.update(repr(called_off).encode())
         prompt.release()
     return found.hexdigest()[:8]

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from pytest_kvmock.clock.replay import replay
 from pytest_kvmock.engine.args import MockEngineArgs
 from pytest_kvmock.engine.worker import RequestError
-from pytest_kvmock.fleet import MockEngine
+from pytest_kvmock.fleet import Fleet, FleetRequest, MockEngine
+from pytest_kvmock.router import RoundRobin
 from pytest_kvmock.sinks import CapturingSink
 from pytest_kvmock.traces import TraceRequest
 from tests.depth import examples
@@ -242,6 +243,16 @@ def test_what_is_no_time_or_count_is_refused_and_nothing_has_changed(after, mess
     assert ([], True) == (engine.requests, engine.is_idle)
 
 
+def test_who_goes_as_it_arrives_moves_no_clock_beyond_its_end():
+    engine = engine_of()
+    engine.submit(prompt(8), 5, arrival_ms=50.0, abort_after_ms=0)
+    late = engine.submit(prompt(8), 5, arrival_ms=500.0)
+    engine.run(until_ms=100.0)
+    assert (100.0, 0, "waiting") == (engine.now_ms, engine.passes, late.status)
+    engine.step()
+    assert [("running", 1, 1)] == statuses(late)
+
+
 planned = st.lists(
     st.tuples(
         st.integers(1, 60),  # prompt
@@ -274,6 +285,31 @@ def test_passes_in_one_go_and_one_by_one_are_the_same(requests, backend):
         runs.append([(each.status, each.generated_tokens, each.token_ms, each.ended_ms) for each in engine.requests])
         assert (True, 0, []) == (engine.is_idle, engine.metrics.active_blocks, engine.worker.requests)
     assert runs[0] == runs[1]
+
+
+@given(planned, st.sampled_from(BACKENDS))
+@settings(max_examples=examples(400), deadline=None)
+def test_an_engine_and_a_fleet_of_one_agree(requests, backend):
+    rows = [
+        FleetRequest(prompt(length, 100 * (at % 3)), output, 7.0 * at, abort_after_ms=ms, abort_after_tokens=tokens)
+        for at, (length, output, ms, tokens) in enumerate(requests)
+    ]
+    alone = engine_of(backend)
+    for each in rows:
+        alone.submit(
+            each.prompt,
+            each.output_tokens,
+            arrival_ms=each.timestamp,
+            abort_after_ms=each.abort_after_ms,
+            abort_after_tokens=each.abort_after_tokens,
+        )
+    alone.run()
+    report = Fleet([engine_of(backend)], RoundRobin()).run(rows)
+    found = [
+        [(each.status, each.generated_tokens, each.token_ms, each.ended_ms) for each in served]
+        for served in (alone.requests, report.requests)
+    ]
+    assert found[0] == found[1]
 
 
 # ----------------------------------------------------------------------------------------------------------- a replay
