@@ -92,11 +92,11 @@ class Aborts:
         """Note that a request is over, whatever ended it."""
         number = request.number
         del self._open[number]
-        self.called_off.discard(request)
         if request.status == "aborted":
             self._aborted.add(number)
-        elif number in self._limited:
+        elif number in self._limited or request in self.called_off:  # it ended before its engine acted
             self._miss(now_ms, number)
+        self.called_off.discard(request)
         self._limited.discard(number)
 
     def _miss(self, ms: float, number: int) -> None:

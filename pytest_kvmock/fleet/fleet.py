@@ -48,7 +48,7 @@ class Fleet:
             `dp_size` above 1 each worker has so many in a row, its ranks, and is named (id, rank).
         router: picks: `pick(request, candidates)` returns the worker of one of the candidates, or None, and the request waits. Each only if it
             has it, these are called too: `started(workers)` once, before its first pick; `dispatched(request, worker)` right after a pick; `first_token(request)`, not where
-            that is the last token too; `finished(request)`; `apply(event)` for each event; `next_waiting(requests)` returns which
+            that is the last token too; `finished(request)`; `withdrawn(request)` where one that waits is called off; `apply(event)` for each event; `next_waiting(requests)` returns which
             of those that wait is asked for next, or None for none now; `worker_added(worker)`, `worker_removed(worker)`. Async ones are for
             `arun`. What it believes is compared with what it was told where it has `loads()`, `overlap(request)`, `believed(request)` or `workers()`. None: a `DynamoRouter` of the engines' release.
         index: answers overlaps: it has `apply(event)` and `find_matches(local_hashes)`. None: a `RadixIndex`.

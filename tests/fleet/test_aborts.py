@@ -377,6 +377,30 @@ def test_what_did_not_happen_is_missed():
     assert report.duration_ms < 1e4
 
 
+def test_one_that_sglang_ends_by_itself_before_it_acts_is_missed():
+    router = Told()
+    report = Fleet(engines(backend="sglang"), router).run(requests(1, output=1, _0={"abort_after_ms": 1}))
+    assert (0, [0], "finished") == (report.aborted, [each.request for each in report.missed], report.requests[0].status)
+    check_told(router, report)
+
+
+def test_runs_that_call_off_others_are_of_another_trace():
+    digests = [
+        Fleet(engines(), Told()).run(requests(_0=fields)).trace_digest
+        for fields in ({}, {"abort_after_ms": 5e5}, {"abort_after_tokens": 5})
+    ]
+    assert 3 == len(set(digests))
+
+
+def test_its_page_can_be_made(tmp_path):
+    rows = requests(12, apart=3.0, _3={"abort_after_ms": 1}, _5={"abort_after_tokens": 2}, _9={"abort_after_ms": 1})
+    report = Fleet(engines(), Told(most=6), record=True).run(rows)
+    assert (3, 1) == (report.aborted, report.facts.withdrawn)
+    report.to_html(tmp_path / "page.html")
+    assert "3 of 12 requests were called off" in str(report)
+    assert ["aborted"] * 2 == [row.request.status for row in report.served if row.request.status != "finished"]
+
+
 def test_what_is_planned_is_for_one_run():
     fleet = Fleet(engines(), Told())
     fleet.at(100.0).abort(0)
