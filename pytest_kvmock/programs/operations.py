@@ -211,11 +211,13 @@ class Submit(WithPrompt, OnRequest):
         arrival_ms: when it arrives; None: now.
         priority: its priority; None where the engine has none.
         keys: what the prompt carries beside its tokens.
+        abort_after_ms: how long after its arrival it is called off; None: it is not.
+        abort_after_tokens: after how many of its tokens it is called off; None: it is not.
     """
 
     kind = "submit"
     by_place = ("output_tokens",)
-    by_name = ("arrival_ms", "priority")
+    by_name = ("arrival_ms", "priority", "abort_after_ms", "abort_after_tokens")
     whose = "engine"
     takes = {
         "request": "text",
@@ -223,12 +225,14 @@ class Submit(WithPrompt, OnRequest):
         "output_tokens": "tokens from 1",
         "arrival_ms": "ms",
         "priority": "integer",
+        "abort_after_ms": "ms",
+        "abort_after_tokens": "from 0",
         "worker": "worker",
     }
     needs = ()
     short = ""
     amount = "output_tokens"
-    optional = ("arrival_ms", "priority", "keys")
+    optional = ("arrival_ms", "priority", "abort_after_ms", "abort_after_tokens", "keys")
 
     blocks: tuple[int | tuple[int, ...], ...] = ()
     tail: int | tuple[int, ...] | None = 0
@@ -239,6 +243,8 @@ class Submit(WithPrompt, OnRequest):
     arrival_ms: float | None = None
     priority: int | None = None
     keys: PromptKeys | None = None
+    abort_after_ms: float | None = None
+    abort_after_tokens: int | None = None
 
     def do(self, doer: Doer) -> Any:
         doer.submitted.pop(self.name, None)
