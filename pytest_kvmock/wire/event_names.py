@@ -106,7 +106,7 @@ class EventNames:
         candidates: what may name the blocks; of several, the one that fits the first chain of plain tokens does.
         release: of vLLM, which hashes other things beside tokens than others.
         says_keys: whether events have `extra_keys`, where something beside tokens is hashed. Without, a name that does not
-            follow is passed over, but where it follows from another parent.
+            follow is passed over, but where it follows from another parent, or others follow from what it should be.
         is_given: the only candidate names them, whatever comes.
 
     Attributes:
@@ -271,9 +271,11 @@ class NameChain(HashChain):
             return None
         fits = next((n for n, name in enumerate(made[1]) if name != blocks[first + n]), len(made[1]))
         self._digests.update(zip(made[1][:fits], made[0], strict=False))
+        goes_on = any(name == made[1][n] for n, name in enumerate(blocks[first:]) if n > fits)  # behind a wrong name
         if (
             fits == len(made[1])
             or names.says_keys
+            or goes_on
             or (not fits and self._fits_elsewhere(blocks[first], token_ids[first]))
         ):
             names.computed += len(made[1])

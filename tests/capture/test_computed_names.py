@@ -196,6 +196,18 @@ def test_a_dialect_that_does_not_say_what_is_hashed_shows_another_parent(tmp_pat
     assert "; the hash fits parent" in problem.observed
 
 
+@pytest.mark.parametrize("dialect", [name for name in OF_VLLM if name not in SAY_KEYS])
+def test_a_wrong_name_shows_there_where_the_blocks_behind_it_are_right(tmp_path, dialect):
+    def of_a_second(fields):
+        if len(fields["block_hashes"]) < 3:
+            return False
+        other_name(fields, None)
+        return True
+
+    payloads = changed(traffic(dialect, keys=False), dialect, of_a_second)
+    assert wrong(checked(tmp_path, payloads, dialect, **GIVEN))
+
+
 @pytest.mark.parametrize("keys", [{"cache_salt": "t"}, {"multimodal": [("ab" * 32, 5, 6)]}])
 def test_keys_that_are_in_the_events_are_hashed(tmp_path, keys):
     worker, events, wire = engine("vllm-0.33")
