@@ -162,14 +162,21 @@ WRONG = {
     "stretched scores": (
         Stretched,
         TEMPLATE,
-        "all begin with the same 16 tokens, which worker 1 holds: worker 1 has 4.00 " + ONE_HAS_ALL,
+        "all begin with the same 16 tokens, which worker 1 holds: workers 0, 2 and 3 got none of 200 requests; worker 1 has 4.00 "
+        + ONE_HAS_ALL,
     ),
     "the hash of the first block": (FirstBlock, TEMPLATE, "has 4.00 " + ONE_HAS_ALL),
-    "a short cut": (ShortCut, SHORT, "200 requests, all of less than a block: worker 0 has 4.00 " + ONE_HAS_ALL),
+    "a short cut": (
+        ShortCut,
+        SHORT,
+        "200 requests, all of less than a block: workers 1 to 3 got none of 200 requests; worker 0 has 4.00 "
+        + ONE_HAS_ALL,
+    ),
     "the first of the best": (
         FirstOfBest,
         ALL_HOLD,
-        "of one prefix, which all workers hold, by loads that are polled each 500 ms: worker 0 has 4.00 " + ONE_HAS_ALL,
+        "of one prefix, which all workers hold, by loads that are polled each 500 ms: workers 1 to 3 got none of 200 "
+        "requests; worker 0 has 4.00 " + ONE_HAS_ALL,
     ),
     "draws where all tie": (
         DrawsWhereAllTie,
