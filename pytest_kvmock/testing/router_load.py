@@ -56,6 +56,8 @@ class EverydayLoad:
 
         def _judge(self, where: str, report: Report) -> None: ...
 
+        def _each_is_picked(self, where: str, report: Report, workers: Sequence[Worker]) -> None: ...
+
         def _check_selector(self) -> None: ...
 
         def _fail(self, text: str) -> NoReturn: ...
@@ -79,6 +81,7 @@ class EverydayLoad:
         self._judge(where, report)
         self._excuse(where, "packs")
         self._require(where, report.assert_balanced)
+        self._each_is_picked(where, report, range(_WORKERS))
 
     def test_a_burst_is_shared_where_all_hold_its_prefix(self) -> None:
         """Loads are polled, and a burst of one moment finds workers alike: all idle, all with the prefix."""

@@ -116,6 +116,13 @@ class ShortCut(TwoChoices):
         return super().pick(request, candidates) if request.local_hashes else candidates[0].worker
 
 
+class NeverTheLast(RoundRobin):
+    """Is off by one where it has nothing to look up."""
+
+    def pick(self, request, candidates):
+        return super().pick(request, candidates if request.local_hashes else candidates[:-1])
+
+
 class FirstOfBest:
     """Takes the first of the best, by the overlap and what it is shown of loads."""
 
@@ -171,6 +178,11 @@ WRONG = {
         SHORT,
         "200 requests, all of less than a block: workers 1 to 3 got none of 200 requests; worker 0 has 4.00 "
         + ONE_HAS_ALL,
+    ),
+    "never the last": (
+        NeverTheLast,
+        SHORT,
+        "all of less than a block: worker 3 got none of 200 requests (worker 0: 67",
     ),
     "the first of the best": (
         FirstOfBest,
