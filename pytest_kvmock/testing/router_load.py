@@ -102,7 +102,7 @@ class EverydayLoad:
         if sum(counts.values()) < _REQUESTS / 2:  # worker 0 has most
             self._require(where, report.assert_balanced)
         else:
-            self._require(where, lambda: assert_balanced("the requests that went to who holds it", counts))
+            self._require(where, lambda: assert_balanced("requests to workers that hold it", counts))
 
     def test_workers_that_tie_share(self) -> None:
         """With a `selector`: of workers that tie for the least cost each gets its part, as `Report.assert_ties_shared` has it."""

@@ -193,7 +193,7 @@ WRONG = {
     "draws where all tie": (
         DrawsWhereAllTie,
         SOME_HOLD,
-        "worker 1 has 3.00 times the mean of the requests that went to who holds it, must be at most 1.8 times (1: 200, 2: 0, 3: 0)",
+        "worker 1 has 3.00 times the mean of requests to workers that hold it, must be at most 1.8 times (1: 200, 2: 0, 3: 0)",
     ),
     "the first unless all tie": (FirstUnlessAllTie, SOME_HOLD, "worker 0 has 4.00 " + ONE_HAS_ALL),
 }
@@ -214,7 +214,7 @@ def test_of_those_that_hold_a_prefix_none_may_have_most():
             return (1, 0, 1, 0, 1, 0, 1, 0, 2, 1, 0, 1, 0, 1, 0, 1, 0, 3, 1, 2)[request.number % 20]
 
     assert (
-        "worker 1 has 2.25 times the mean of the requests that went to who holds it, must be at most 1.8 times (1: 90, 2: 20, 3: 10)"
+        "worker 1 has 2.25 times the mean of requests to workers that hold it, must be at most 1.8 times (1: 90, 2: 20, 3: 10)"
         in failure_of(contract(Turns), SOME_HOLD)
     )
 
