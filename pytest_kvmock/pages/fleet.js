@@ -43,6 +43,7 @@ function hottest(name) {
 function findings() {
   const items = [];
   if (workers.length > 1 && COUNT) {
+    if (DATA.got_nothing) items.push(el("span", { class: "problem" }, `${DATA.got_nothing[0].toUpperCase()}${DATA.got_nothing.slice(1)}.`));
     const hot = DATA.most_work, slow = greatest("ttft_p95"), wait = greatest("engine_wait_ms");
     if (hot) {
       const much = `worker ${hot.worker}, ${number(hot.times)} times the mean of the prompt tokens computed, ${number(workers.find((row) => row.worker === hot.worker).requests)} of ${number(all.requests)} requests`;

@@ -17,6 +17,7 @@ from pytest_kvmock.report.report import Report
 from pytest_kvmock.report.rows import BELIEFS, Pick
 from pytest_kvmock.router.routing import Worker
 from pytest_kvmock.testing.router_aborts import RouterAborts
+from pytest_kvmock.testing.router_load import EverydayLoad
 from pytest_kvmock.testing.subject import call_with, check_backends, refuse
 from pytest_kvmock.tokens import Prompt
 from pytest_kvmock.traces import TraceRequest, synthetic_trace
@@ -29,7 +30,7 @@ _LATER_MS: Final = 1500.0
 """When the trace is long over."""
 
 
-class RouterContract(RouterAborts):
+class RouterContract(RouterAborts, EverydayLoad):
     """Tests that hold for every router of a `Fleet`.
 
     A subclass defines `make_router`::
@@ -38,7 +39,8 @@ class RouterContract(RouterAborts):
             def make_router(self, workers):  # or make_router(self)
                 return MyRouter(workers)
 
-    Each test plays a trace of forty requests on three workers, some of whose clients go away in some. All requests must end, so nobody may be picked who is gone, and none may
+    Each test plays a trace of forty requests on three workers, some of whose clients go away in some, or of two hundred on four. All
+    requests must end, so nobody may be picked who is gone, and none may
     wait for ever while a worker could take it. What the router believes is compared before each pick where it has `loads()`,
     `overlap(request)` or `workers()`. A test of what the router does not have is skipped, and says what was not checked.
 
@@ -47,9 +49,11 @@ class RouterContract(RouterAborts):
         backend: of the engines, by name or as a `BackendSpec`; None: the default one.
         selector: says what a request costs on a worker, as for `Report.regret`: every pick must be among the cheapest by it.
             None: which picks are good is not checked.
-        packs: the policy fills one worker before it uses another, on purpose: that each gets some is not checked.
+        packs: the policy fills one worker before it uses another, on purpose: that workers share is not checked.
         first_of_equals: of workers that are alike the policy takes the first, on purpose, as `LeastLoaded` does: that an idle fleet is
-            shared is not checked.
+            shared is not checked, nor that workers are which tie, or which stale loads show alike.
+        follows_prefix: the policy goes where the prefix is, however loaded, on purpose, as `MostCached`, a hash ring, and the rules of
+            AIBrix, Ray and SGLang do: that workers share prompts which begin alike is not checked.
     """
 
     block_size: ClassVar[int] = 16
@@ -57,6 +61,7 @@ class RouterContract(RouterAborts):
     selector: ClassVar[Any] = None
     packs: ClassVar[bool] = False
     first_of_equals: ClassVar[bool] = False
+    follows_prefix: ClassVar[bool] = False
 
     def make_router(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002 - for those who define it
         """Make a new router; to be defined by a subclass, with the workers that are there from the start as argument or with none."""
@@ -208,13 +213,7 @@ class RouterContract(RouterAborts):
         """By `selector`, on true loads and true caches, no pick cost more than it had to."""
         if self.selector is None:
             pytest.skip(f"{type(self).__name__}.selector is None: whether a cheaper worker was there was not checked")
-        problem = None
-        try:
-            check_selector(self.selector)
-        except TypeError as error:
-            problem = str(error)
-        if problem is not None:
-            refuse(self, problem)
+        self._check_selector()
         for where, happens, options in (
             ("three workers that share prefixes", None, {}),
             (f"a restart of worker 1 at {_AT_MS:g} ms", lambda fleet: fleet.at(_AT_MS).restart(1), {}),
@@ -228,6 +227,16 @@ class RouterContract(RouterAborts):
                 self._fail(f"{where}: {regret}")
 
     # ------------------------------------------------------------------------------------------------ the means
+
+    def _check_selector(self) -> None:
+        __tracebackhide__ = True
+        problem = None
+        try:
+            check_selector(self.selector)
+        except TypeError as error:
+            problem = str(error)
+        if problem is not None:
+            refuse(self, problem)
 
     def _engine(self, num_blocks: int = 400, ranks: int = 1) -> MockEngine:
         __tracebackhide__ = True
@@ -271,13 +280,17 @@ class RouterContract(RouterAborts):
         return [FleetRequest(prompts[at % len(prompts)], 1, 8.0 * at) for at in range(40)]
 
     def _sessions(self) -> list[FleetRequest]:
-        """Conversations of two turns: the first ones at once, the second ones when those are long over."""
+        """Conversations of two turns: the first ones at once, the second ones when those are long over, one by one.
+
+        Of one moment they would all go to who is least busy then, by a right policy that goes by what the engines have in use.
+        """
         size, count = self.block_size, 20 * _WORKERS
         prompts = [range(first, first + 2 * size) for first in range(0, 2 * size * count, 2 * size)]
         first = [FleetRequest(each, 4, 0.0, f"session {at}") for at, each in enumerate(prompts)]
         more = range(2**20, 2**20 + size)
         second = [
-            FleetRequest((*each, *more), 4, None, f"session {at}", 2 * _LATER_MS) for at, each in enumerate(prompts)
+            FleetRequest((*each, *more), 4, None, f"session {at}", 2 * _LATER_MS + 10.0 * at)
+            for at, each in enumerate(prompts)
         ]
         return [*first, *second]
 
