@@ -33,7 +33,8 @@ try:
     from pytest_kvmock.serve.api import MOST_TOKENS, Call, Model, release_of
     from pytest_kvmock.serve.control import ControlPort
     from pytest_kvmock.serve.engine_loop import EngineLoop
-    from pytest_kvmock.serve.worker_port import WorkerPort, check_descriptors
+    from pytest_kvmock.serve.listening import check_descriptors
+    from pytest_kvmock.serve.worker_port import WorkerPort
     from pytest_kvmock.wire.zmq import KvPublisher
 except ImportError as error:  # pragma: no cover - the environment without the extra
     raise ImportError(f"a KvServer needs aiohttp, msgspec and pyzmq ({error}): {install_text('serve')}") from None

@@ -339,7 +339,10 @@ def test_the_control_api_is_the_methods(server):
 
 
 READS = ("ready", "expect", "replays", "requests", "routing", "verdict", "wait_subscribed", "wait_requests")
-ACTS = ("check", "hold", "release", "fault", "restart", "stop", "start", "reset", "step", "text")
+ACTS = (
+    *("check", "hold", "release", "fault", "restart", "stop", "start", "reset", "step", "text"),
+    *("drain", "answer", "cut"),
+)
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD", "PUT", "DELETE", "OPTIONS"])
