@@ -32,7 +32,8 @@ class ServedRequest:
         cached_tokens: tokens of the prompt that were cached; None: it was not admitted yet.
         output_tokens: tokens that were generated.
         status: of the answer; None: it is not over, or was cut off.
-        aborted: whether it was cut off: its client went before the end, or its engine restarted or stopped.
+        aborted: whether it was cut off: its client went before the end, or its engine restarted, stopped or was asked to cut it.
+        body: of the request, where the server keeps bodies; else empty.
     """
 
     number: int
@@ -47,6 +48,7 @@ class ServedRequest:
     output_tokens: int = 0
     status: int | None = None
     aborted: bool = False
+    body: bytes = field(default=b"", repr=False)
 
     @property
     def choice(self) -> Choice:
