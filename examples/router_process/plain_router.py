@@ -165,6 +165,11 @@ class Worker:
         return max(held), held.index(max(held))
 
 
+def kept(headers):
+    """Return what of headers is passed on."""
+    return {name: value for name, value in headers.items() if name.lower() not in HOP_BY_HOP}
+
+
 class Router:
     def __init__(self, block_size):
         self.block_size = block_size
@@ -210,31 +215,38 @@ class Router:
         tried = []
         while (worker := self.pick(root, tokens, tried)) is not None:
             tried.append(worker)
-            headers = {name: value for name, value in request.headers.items() if name.lower() not in HOP_BY_HOP}
+            headers = kept(request.headers)
             if len(worker.ranks) > 1:
                 headers.setdefault("X-data-parallel-rank", str(worker.overlap(root, tokens)[1]))
             worker.open += 1
             try:
-                return await self.passed_on(request, worker, headers, data)
+                upstream = await self.send(request, worker, headers, data)
             except ClientConnectionError:
                 continue  # nothing was answered yet
+            else:
+                async with upstream:
+                    return await self.passed_on(request, upstream)
             finally:
                 worker.open -= 1
         return web.json_response({"error": {"message": "no worker can be reached", "code": 503}}, status=503)
 
-    async def passed_on(self, request, worker, headers, data):
+    async def send(self, request, worker, headers, data):
+        """Send a request to a worker, and return its answer, of which the head is there."""
+        return await request.app["client"].post(worker.url + request.path_qs, data=data, headers=headers)
+
+    async def passed_on(self, request, upstream):
         """Return a worker's answer as it is, part by part."""
-        async with request.app["client"].post(worker.url + request.path_qs, data=data, headers=headers) as upstream:
-            kept = {name: value for name, value in upstream.headers.items() if name.lower() not in HOP_BY_HOP}
-            answer = web.StreamResponse(status=upstream.status, headers=kept)
-            answer.content_length = upstream.content_length
+        answer = web.StreamResponse(status=upstream.status, headers=kept(upstream.headers))
+        answer.content_length = upstream.content_length
+        try:
             await answer.prepare(request)
-            try:
-                async for part in upstream.content.iter_any():
-                    await answer.write(part)
-            except ClientError:
-                self.cut(request)  # as the worker did: what was sent cannot be taken back
-            return answer
+            async for part in upstream.content.iter_any():
+                await answer.write(part)
+        except ConnectionError:
+            pass  # the client has gone
+        except ClientError:
+            self.cut(request)  # as the worker did: what was sent cannot be taken back
+        return answer
 
     def cut(self, request):
         if request.transport is not None:

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 
 from pytest_kvmock.backends import speaker_of
+from pytest_kvmock.testing.process_client import DONE
 from pytest_kvmock.testing.process_subject import ProcessSubject
+from pytest_kvmock.testing.process_world import asked_text
 from pytest_kvmock.wire import find_dialect
 
 if TYPE_CHECKING:
@@ -205,17 +207,20 @@ class ProcessContract(ProcessSubject):
         dialect = find_dialect(kv_dialect)
         if not dialect.mocks_groups and speaker_of(dialect).scheduler != "sglang":
             self.skip(f"{kv_dialect} has no cache groups", "what it makes of gpt-oss", "the dialect of a later release")
-        with self._special(kv_dialect, model="gpt-oss", num_blocks=400) as world:
+        with self._special(kv_dialect, model="gpt-oss", num_blocks=300) as world:
             where = "worker 0 serves gpt-oss"
-            prompt = world.text(30)
+            prompt, after = world.text(30), world.text(10)
             world.direct(0, prompt + "x", max_tokens=40)
             world.direct(0, prompt[: len(prompt) // 2] + "y")
+            world.direct(0, after + "x")
             world.judge(f"{where}, and has served a prompt of 30 blocks and half of it", prompt)
+            world.judge(f"{where}, and has served another prompt after outputs of 40 tokens", after)
             if not self.tells_blocks():
                 return
-            for _ in range(20):  # windows go before the attention does
-                world.direct(0, world.text(10) + "x")
+            while world.server.held(prompt):
                 world.judge_blocks(f"{where}, and has evicted some of its windows", prompt)
+                world.direct(0, world.text(10) + "x")
+            world.judge_blocks(f"{where}, and has evicted a prompt", prompt)
 
     def test_it_hears_every_rank(self, kv_dialect: str) -> None:
         """Each worker has two ranks, which publish at endpoints of their own."""
@@ -234,17 +239,14 @@ class ProcessContract(ProcessSubject):
         """The same tokens with another salt, or another adapter, are held by somebody else."""
         self._needs_events()
         with self._world(make_kv_server, adapters=["tenant-lora"]) as world:
-            all_keys: dict[str, Any] = {"cache_salt": "tenant-a", "lora_name": "tenant-lora"}
-            named = speaker_of(world.server.dialect).prompt_keys
-            keys = [{name: value} for name, value in all_keys.items() if name in named]
-            prompt = world.text(8)
-            world.direct(0, prompt)
-            for each in keys:
-                world.direct(1, prompt[: len(prompt) // 2], **each)
-            world.judge("worker 0 has served a prompt", prompt)
-            for each in keys:
-                where = f"worker 0 holds 8 blocks of a prompt, and worker 1 4 of them with a {next(iter(each))} of their own"
-                world.judge(where, prompt, **each)
+            keys: dict[str, Any] = {"cache_salt": "tenant-a", "lora_name": "tenant-lora"}
+            for name in [each for each in speaker_of(world.server.dialect).prompt_keys if each in keys]:
+                prompt, key = world.text(8), {name: keys[name]}
+                world.direct(0, prompt)
+                world.direct(1, prompt[: len(prompt) // 2], **key)
+                where = f"worker 0 holds 8 blocks of a prompt, and worker 1 4 of them with a {name} of their own"
+                world.judge(where, prompt)
+                world.judge(f"{where}, asked with that", prompt, **key)
 
     # ---------------------------------------------------------------------------------------- workers that come and go
 
@@ -372,7 +374,7 @@ class ProcessContract(ProcessSubject):
                 world.server.cut(worker, after_chunks=2)
             reply, asked = world.send(world.text(), stream=True, max_tokens=6)
             where = "an engine died after 2 of 6 chunks of a stream"
-            chunks = [each for each in reply.chunks if '"error"' not in each]
+            chunks = [each for each in reply.chunks if '"error"' not in each and each != DONE]
             if len(asked) != 1 or len(chunks) > 2:
                 world.fail(
                     f"{where}: {len(asked)} engines were asked and {len(chunks)} chunks came; expected 1 and 2: what was sent cannot be taken back"
@@ -401,6 +403,7 @@ class ProcessContract(ProcessSubject):
         """A client closes its connection: its request is aborted in the engine."""
         with self._world(make_kv_server) as world:
             for stream in (True, False):
+                count = len(world.server.requests)
                 world.server.hold()
                 pending = world.begin(world.text(), stream=stream, max_tokens=8)
                 world.wait_open(1, "a completion was asked for, and no engine has it")
@@ -408,9 +411,13 @@ class ProcessContract(ProcessSubject):
                     world.server.step(1)
                     pending.chunks(1)
                 pending.close()
-                what = "a stream" if stream else "an answer that is no stream"
-                world.wait_open(0, f"the client of {what} went away, and its request goes on in the engine")
+                what = f"the client of {'a stream' if stream else 'an answer that is no stream'} went away"
+                world.wait_open(0, f"{what}, and its request goes on in the engine")
                 world.server.release()
+                world.picked("after that", world.text())
+                asked = world.server.requests[count:-1]
+                if len(asked) > 1:
+                    world.fail(f"{what}, and it was sent on again: {asked_text(asked)}; expected one worker")
 
     @_fleet
     def test_what_a_client_sends_reaches_the_engine(self, make_kv_server: Callable[..., KvServer]) -> None:

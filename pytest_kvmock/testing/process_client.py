@@ -7,8 +7,11 @@ import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 from urllib.parse import urlsplit
+
+DONE: Final = "[DONE]"
+"""The data of the event that ends a stream."""
 
 
 @dataclass(slots=True)
@@ -38,7 +41,7 @@ class Reply:
     @property
     def is_finished(self) -> bool:
         """Whether a stream says that it is over: by its end, or by a reason why it finished."""
-        return any(each == "[DONE]" or finish_reason_of(each) is not None for each in self.chunks)
+        return any(each == DONE or finish_reason_of(each) is not None for each in self.chunks)
 
     @property
     def reports_error(self) -> bool:

@@ -149,7 +149,7 @@ class ProcessWorld:
         reply, asked = self.send(prompt, **options)
         if reply.status != 200 or not reply.is_whole or not asked:
             self.fail(
-                f"{where}: a completion was answered with {reply.text}, asked of {_asked_text(asked)}; expected 200"
+                f"{where}: a completion was answered with {reply.text}, asked of {asked_text(asked)}; expected 200"
             )
         return asked[-1].worker
 
@@ -350,5 +350,6 @@ def _is_blocks(answer: object) -> bool:
     return True
 
 
-def _asked_text(asked: Sequence[ServedRequest]) -> str:
+def asked_text(asked: Sequence[ServedRequest]) -> str:
+    """Return which workers were asked, in words."""
     return ", ".join(f"worker {each.worker}" for each in asked) or "no worker"
