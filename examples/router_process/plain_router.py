@@ -63,9 +63,10 @@ class Cache:
             self.copies[prefix] += 1
 
     def root(self, event):
-        """Return the name of an empty prompt: the adapter and the salt, which stands behind it in the keys of the first block."""
-        keys = [each for each in (event.get("extra_keys") or [None])[0] or () if each != event["lora_name"]]
-        return hash((event["lora_name"], keys[0] if keys else None))
+        """Return the name of an empty prompt: the adapter and the salt. In vLLM that stands behind the adapter in the keys of the first block."""
+        adapter = event.get("lora_name")
+        keys = [each for each in (event.get("extra_keys") or [None])[0] or () if each != adapter]
+        return hash((adapter, event.get("cache_salt", keys[0] if keys else None)))
 
     def remove(self, blocks):
         for block in blocks:

@@ -157,7 +157,7 @@ def _check(server: Server, given: dict[str, Any]) -> Any:
     found = truth.compare(asked, [] if answer is None else answer, given.get("last_batch"))
     if found.is_outdated:  # it is the client that asks again, so nothing is kept
         return _json(409, {"error": "more was published since last_batch: ask again", **truth.expect(asked)})
-    return {"right": not found.text, "differences": truth.keep(found)}
+    return {"right": not found.text, "differences": truth.keep(asked, found)}
 
 
 def _prompt(given: dict[str, Any]) -> Any:

@@ -1,7 +1,7 @@
 """What every router process promises, as tests that the tests of one inherit: it believes what is true, and passes on what it is given.
 
-One subject: the promises. `process_subject` has what they have in common; `process_world` engines behind sockets, the process, what is sent
-and what is asked.
+One subject: the promises. `process_subject` has what is given of it, `process_judge` what tests have in common, `process_world` engines behind
+sockets, the process, what is sent and what is asked.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from pytest_kvmock.backends import speaker_of
+from pytest_kvmock.backends import served_by, speaker_of
 from pytest_kvmock.testing.process_client import DONE
-from pytest_kvmock.testing.process_subject import ProcessSubject
+from pytest_kvmock.testing.process_judge import ProcessJudge
 from pytest_kvmock.testing.process_world import asked_text
 from pytest_kvmock.wire import find_dialect
 
@@ -30,7 +30,7 @@ _PICTURE: Final = "data:image/png;base64,iVBORw0KGgo="
 _fleet = pytest.mark.kvmock(workers=2, num_blocks=4096)
 
 
-class ProcessContract(ProcessSubject):
+class ProcessContract(ProcessJudge):
     """Tests that hold for every router that is a process.
 
     A subclass says how it is started, and how it is asked what it knows::
@@ -205,7 +205,7 @@ class ProcessContract(ProcessSubject):
         self._needs_events()
         self._needs_a_start("what it makes of gpt-oss")
         dialect = find_dialect(kv_dialect)
-        if not dialect.mocks_groups and speaker_of(dialect).scheduler != "sglang":
+        if served_by(dialect, "gpt-oss").traits_at(16).publishes_groups and not dialect.mocks_groups:
             self.skip(f"{kv_dialect} has no cache groups", "what it makes of gpt-oss", "the dialect of a later release")
         with self._special(kv_dialect, model="gpt-oss", num_blocks=300) as world:
             where = "worker 0 serves gpt-oss"

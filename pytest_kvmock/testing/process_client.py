@@ -163,3 +163,17 @@ class PendingReply:
             with suppress(OSError):
                 self._answer.close()
         self._connection.close()
+
+
+def openai_completion(
+    model: str,
+    prompt: str,
+    *,
+    max_tokens: int = 1,
+    stream: bool = False,
+    cache_salt: str | None = None,
+    lora_name: str | None = None,
+) -> dict[str, Any]:
+    """Return the body of a completion as OpenAI's clients send it, with vLLM's salt."""
+    salt = {} if cache_salt is None else {"cache_salt": cache_salt}
+    return {"model": lora_name or model, "prompt": prompt, "max_tokens": max_tokens, "stream": stream, **salt}

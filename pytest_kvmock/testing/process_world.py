@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from pytest_kvmock.checks import is_integer
 from pytest_kvmock.serve.text import encode
-from pytest_kvmock.testing.process_client import PendingReply, Reply
+from pytest_kvmock.testing.process_client import PendingReply, Reply, openai_completion
 from pytest_kvmock.testing.router_process import ProcessEnded, RouterProcess, ServedEngine, ServedEngines
 from pytest_kvmock.testing.subject import refuse
 from pytest_kvmock.tokens import Prompt
@@ -208,7 +208,8 @@ class ProcessWorld:
         asked = Prompt(encode(prompt), **keys)
         text = self.server.check(asked, lambda: self._rows(asked, prompt, keys), timeout=self._seconds)
         if text:
-            self.fail(f"{where}: {text} ({self._seconds:g} s after the first question)")
+            state = f"; {self.process.state_text}" if self.process is not None and self.process.is_alive else ""
+            self.fail(f"{where}: {text} ({self._seconds:g} s after the first question{state})")
 
     def judge(self, where: str, prompt: str, **keys: Any) -> None:
         """Fail unless the process knows of a prompt what it should: by its own answer, and by where it sends it.
@@ -324,20 +325,6 @@ class ProcessWorld:
             self.process.wait(_MOMENT_S)
         else:
             threading.Event().wait(_MOMENT_S)
-
-
-def openai_completion(
-    model: str,
-    prompt: str,
-    *,
-    max_tokens: int = 1,
-    stream: bool = False,
-    cache_salt: str | None = None,
-    lora_name: str | None = None,
-) -> dict[str, Any]:
-    """Return the body of a completion as OpenAI's clients send it, with vLLM's salt."""
-    salt = {} if cache_salt is None else {"cache_salt": cache_salt}
-    return {"model": lora_name or model, "prompt": prompt, "max_tokens": max_tokens, "stream": stream, **salt}
 
 
 def _is_blocks(answer: object) -> bool:
