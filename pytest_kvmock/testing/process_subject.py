@@ -90,7 +90,7 @@ class ProcessSubject:
     @property
     def tells_open(self) -> bool:
         """Whether it answers how many requests it counts as open."""
-        return hasattr(self, "open_requests")
+        return getattr(self, "open_requests", None) is not None
 
     @staticmethod
     def keys_of(method: Callable[..., Any], keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,6 +110,5 @@ class ProcessSubject:
         return method()
 
     def skip(self, why: str, what: str, lets: str) -> NoReturn:
-        """Skip the rest of a test, in one line."""
-        __tracebackhide__ = True
+        """Skip the rest of a test, in one line: the same for each test that is skipped for the same, which the summary counts."""
         pytest.skip(f"{type(self).__name__}: {why}: {what} was not judged; {lets} would let it")

@@ -30,6 +30,9 @@ _AHEAD: Final = 2
 _MOMENT_S: Final = 0.01
 """Between two questions, in seconds."""
 
+_DYING_S: Final = 0.2
+"""How long a process may take to end after its connections are closed, in seconds."""
+
 
 class ProcessWorld:
     """Engines, and a router process before them.
@@ -113,6 +116,8 @@ class ProcessWorld:
     def fail(self, text: str) -> NoReturn:
         """Fail the test in one line; if the process has ended, it is said with what it has printed."""
         __tracebackhide__ = True
+        if self.process is not None:
+            self.process.wait(_DYING_S)  # a connection that is closed is seen before its process has ended
         ended = f" ({self.process.state_text})" if self.process is not None and not self.process.is_alive else ""
         refuse(self._contract, f"{text}{ended}")
 

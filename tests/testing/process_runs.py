@@ -17,7 +17,7 @@ from pytest_kvmock.serve import KvServer
 from pytest_kvmock.testing import ProcessEnded
 from pytest_kvmock.wire import find_dialect
 
-OfPlainRouter.__test__ = False  # it is run where it stands
+PLAIN = Path(__file__).parents[2] / "examples" / "router_process" / "plain_router.py"
 PROGRAM = Path(__file__).with_name("wrong_router.py")
 
 
@@ -27,10 +27,10 @@ def of_bug(name, **traits):
     def command(self, engines):
         return [sys.executable, PROGRAM, name, str(engines.block_size), *map(source_of, engines)]
 
-    return type(f"Of_{name}", (OfPlainRouter,), {"command": command, "ready": _patient, "timeout_s": 2.0, **traits})
+    return type(f"Of_{name}", (OfPlainRouter,), {"command": command, "ready": patient, "timeout_s": 2.0, **traits})
 
 
-def _patient(self, process):
+def patient(self, process):
     """Wait for the port of a process for 20 s, so that a wrong one is waited for 2 s alone."""
     for _ in range(10):
         try:
