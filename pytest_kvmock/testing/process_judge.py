@@ -102,16 +102,25 @@ class ProcessJudge(ProcessSubject):
             world.judge(f"worker {worker} has served a prompt", prompt)
         return worker
 
+    def _struck(self, world: ProcessWorld) -> list[int]:
+        """Return whose batches a fault strikes: where a process does not say what it knows, it may be right of one by chance."""
+        return [1] if self.tells_blocks() else world.workers
+
     def _strike(self, world: ProcessWorld, fault: str, where: str) -> None:
-        """Have a fault of the wire strike a batch of worker 1, and judge what is known of those before, in and after it."""
+        """Have a fault of the wire strike a batch of a worker, and judge what is known of those before, in and after it."""
         __tracebackhide__ = True
-        before, struck, after = (world.text(8) for _ in range(3))
-        world.direct(1, before)
-        world.server.fault(1, fault)
-        world.direct(1, struck)
-        world.direct(1, after)
-        for what, prompt in ((", of what came after it", after), ("", struck), (", of what came before it", before)):
-            world.judge(f"{where}{what}", prompt)
+        for worker in self._struck(world):
+            before, struck, after = (world.text(8) for _ in range(3))
+            world.direct(worker, before)
+            world.server.fault(worker, fault)
+            world.direct(worker, struck)
+            world.direct(worker, after)
+            for what, prompt in (
+                (", of what came after it", after),
+                ("", struck),
+                (", of what came before it", before),
+            ):
+                world.judge(f"{where.format(worker)}{what}", prompt)
 
     def _forget(self, world: ProcessWorld, where: str, happens: Callable[[], object], prompt: str = "") -> None:
         """Have worker 1 lose what it holds, and judge what is known of that."""
@@ -155,9 +164,27 @@ class ProcessJudge(ProcessSubject):
         for worker in world.workers:
             world.server.start(worker)
 
-    def _judge_status(self, world: ProcessWorld, where: str, reply: Reply, asked: Sequence[ServedRequest]) -> None:
-        """Fail unless a client got what the engine that was asked last has answered."""
+    def _judge_status(
+        self,
+        world: ProcessWorld,
+        where: str,
+        reply: Reply,
+        asked: Sequence[ServedRequest],
+        *,
+        may_break: bool = False,
+    ) -> None:
+        """Fail unless a client got what the engine that was asked last has answered.
+
+        Args:
+            world: in which.
+            where: what has happened.
+            reply: what the client got.
+            asked: what engines saw of its request.
+            may_break: whether it may ask none, after errors of all (a circuit breaker), if it says so by a status from 500 on.
+        """
         __tracebackhide__ = True
+        if not asked and may_break and reply.status is not None and reply.status >= 500:
+            return
         if not asked:
             world.fail(f"{where}: no engine was asked, and the client got {reply.text}")
         status = asked[-1].status

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import os
 import queue
+import secrets
 import signal
 import socket
 import subprocess
@@ -24,6 +25,8 @@ _MOST_LINES: Final = 200
 
 _SHOWN_LINES: Final = 3
 """Of these so many are shown, the last ones."""
+
+_PORTS: Final = range(10_000, 16_000)
 
 _MOMENT_S: Final = 0.02
 """Between two questions whether it is ready, in seconds."""
@@ -79,8 +82,13 @@ class ServedEngines(tuple[ServedEngine, ...]):  # noqa: SLOT001 - it has attribu
 
 
 def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port: int = listening.getsockname()[1]
+    """Return a port that nobody listens at, below those that systems give to connections, which may be taken before it is used."""
+    while True:
+        port = secrets.choice(_PORTS)
+        try:
+            socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            continue
         return port
 
 
