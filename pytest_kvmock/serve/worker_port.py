@@ -264,13 +264,20 @@ class WorkerPort:
         except ValueError as error:  # what its engine names no blocks by: an adapter, or a salt
             return _response(self._face.refusal(BadRequest(str(error))))
         encoder = Encoder(asked, self._model.name, int(time.time()))
+        was_cut = False
         try:
             if asked.stream:
                 return await self._stream(request, job, encoder, cut)
             return _response(await self._whole(job, encoder))
+        except _CutOff:
+            was_cut = True
+            raise
         finally:
             for row in rows:
-                row.aborted = row.status is None  # the client went, or an engine that restarts or stops cut it off
+                row.aborted = (
+                    row.status is None
+                )  # the client went, or an engine that restarts, stops or dies cut it off
+                row.called_off = row.aborted and job.failure is None and not was_cut
             if not job.is_over:
                 loop.abort(job)
 
@@ -339,11 +346,15 @@ def _response(answer: Answer, headers: Mapping[str, str] = {}, *, is_head: bool 
     return web.Response(body=body, status=answer.status, headers={"Content-Type": answer.content_type, **headers})
 
 
-def _cut_off(request: web.BaseRequest) -> ConnectionResetError:
+class _CutOff(ConnectionResetError):
+    """A connection was cut, as the test asked for."""
+
+
+def _cut_off(request: web.BaseRequest) -> _CutOff:
     """Cut the connection of a request, and return what its handler raises then."""
     if request.transport is not None:
         request.transport.abort()
-    return ConnectionResetError("cut, as the test asked for")
+    return _CutOff()
 
 
 def _failed(reason: str) -> BadRequest:

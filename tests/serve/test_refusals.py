@@ -97,7 +97,7 @@ def test_a_stream_is_cut_after_so_many_chunks_and_never_ends(server, chunks_sent
     assert min(chunks_sent, 4) == len(parts)
     connection.close()
     row = server.requests[-1]
-    assert (None, True) == (row.status, row.aborted)
+    assert (None, True, False) == (row.status, row.aborted, row.called_off)
     server.wait_requests(open=0)
     _, text = call(server.url(0), "/v1/completions", {"prompt": "abc", "stream": True})
     assert chunks(text)[1]
@@ -123,7 +123,7 @@ def test_a_request_is_cut_before_anything_is_sent(server, stream):
     with pytest.raises(ConnectionError):
         connection.getresponse()
     connection.close()
-    assert [(None, True)] == [(each.status, each.aborted) for each in server.requests]
+    assert [(None, True, False)] == [(each.status, each.aborted, each.called_off) for each in server.requests]
     assert complete(server.url(0), "abc")
 
 
