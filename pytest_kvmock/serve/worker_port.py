@@ -346,7 +346,7 @@ def _response(answer: Answer, headers: Mapping[str, str] = {}, *, is_head: bool 
     return web.Response(body=body, status=answer.status, headers={"Content-Type": answer.content_type, **headers})
 
 
-class _CutOff(ConnectionResetError):
+class _CutOff(ConnectionResetError):  # noqa: N818 - it is what was asked for
     """A connection was cut, as the test asked for."""
 
 
