@@ -279,6 +279,16 @@ def test_a_router_calls_a_request_off_in_a_hook():
     check_told(router, report)
 
 
+def test_one_that_would_leave_after_the_stop_is_unfinished():
+    class Never(Told):
+        def pick(self, request, candidates):
+            return None
+
+    router = Never()
+    report = Fleet(engines(), router, stop_ms=200.0).run(requests(1, _0={"abort_after_ms": 300}))
+    assert (0, [], [0]) == (report.aborted, router.told, [each.request for each in report.missed])
+
+
 # ------------------------------------------------------------------------------------------- what comes after it
 
 
