@@ -209,6 +209,13 @@ def sglang_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> Driv
     return RadixDriver(manager, prefix_caching, rng)
 
 
+def trtllm(**options: Any) -> KvManager:
+    """Make a `V1Manager`."""
+    from pytest_kvmock.cache.trtllm.v1_manager import V1Manager
+
+    return V1Manager(**options)
+
+
 def mocker_sglang_1_6(**options: Any) -> KvManager:
     """Make a `MockerRadixManager`."""
     from pytest_kvmock.cache.dynamo.mocker_sglang import MockerRadixManager
