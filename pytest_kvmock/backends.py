@@ -96,7 +96,11 @@ class BackendSpec:
             raise ValueError(f"backend {self.name!r}: make must be callable, got {self.make!r:.80}")  # noqa: TRY004 - one error
         if self.residency not in ("unique", "counted"):
             raise ValueError(f"backend {self.name!r}: residency must be 'unique' or 'counted', got {self.residency!r}")
-        if self.scheduler not in ("vllm", "sglang"):  # of a built-in backend: for those, no engine is imported
+        if self.scheduler not in (
+            "vllm",
+            "sglang",
+            "trtllm",
+        ):  # of a built-in backend: for those, no engine is imported
             _check_scheduler(self.name, self.scheduler)
         for field in ("prefix_closed", "in_matrix"):
             value = getattr(self, field)

@@ -113,7 +113,7 @@ class EngineSize(NamedTuple):
         release = args.release
         rejects = release.rejects_prompts or (release.reserves_destination and args.worker_type == "decode")
         last_token_free = release.last_token_free or (release.destination_first and args.worker_type == "prefill")
-        return cls(args.block_size, args.num_gpu_blocks, rejects, args.max_model_len, last_token_free)
+        return cls(args.block_size, args.num_gpu_blocks, rejects, args.most_tokens, last_token_free)
 
     def rejects_prompt(self, tokens: int) -> bool:
         """Whether a prompt of so many tokens is rejected."""
