@@ -279,6 +279,10 @@ class MockEngineArgs:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ValueError(f"{name} must be True or False, got {value!r:.80}")  # noqa: TRY004 - one error
+        if self.worker_type != "aggregated" and not self.scheduler.hands_over:
+            raise ValueError(
+                f"worker_type must be 'aggregated' for engine_type {self.engine_type!r}, got {self.worker_type!r}"
+            )
         own = self.scheduler.interval
         for spec in SCHEDULERS.values():
             other = spec.interval

@@ -44,6 +44,7 @@ class SchedulerSpec:
         budget_is_blocks: whether that must be a multiple of the block size.
         interval: the argument that has how many passes compute no prompts; of no effect on another scheduler. None: none has.
         block_size_alias: another name of the argument `block_size`; None: it has none.
+        hands_over: whether its engines can be those of handoffs: prefill and decode apart.
         over: what it schedules over, for the error of a backend that it cannot; None: the error names who can.
     """
 
@@ -57,6 +58,7 @@ class SchedulerSpec:
     interval: str | None
     budget_is_blocks: bool = False
     block_size_alias: str | None = None
+    hands_over: bool = True
     over: str | None = None
 
 
@@ -166,6 +168,7 @@ SCHEDULERS: Final[Mapping[str, SchedulerSpec]] = MappingProxyType(
                 default_block_size=32,
                 budget="max_num_batched_tokens",
                 interval=None,
+                hands_over=False,  # Dynamo's can; its handoffs were not recorded, and differ from those of vLLM's type
             ),
         )
     }

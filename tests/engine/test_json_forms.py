@@ -23,6 +23,7 @@ REFUSED = [
         {"backend": "trtllm", "trtllm": {"capacity_scheduler_policy": "max_utilization"}},
         "engine.trtllm has a capacity_scheduler_policy, which must be 'guaranteed_no_evict' in 1.6.1, got {'capacity_",
     ),
+    ({"backend": "trtllm", "worker_type": "decode"}, "worker_type must be 'aggregated' for engine_type 'trtllm', got"),
     ({"backend": "trtllm", "trtllm": None}, "engine.trtllm has a capacity_scheduler_policy, which must be"),
     ({"backend": "trtllm", "prefill_decode_interval": 2}, "prefill_decode_interval is for engine_type 'sglang', got 2"),
     ({"backend": "trtllm", "prefill_schedule_interval": 2}, "prefill_schedule_interval is for engine_type 'vllm', got"),
