@@ -216,6 +216,13 @@ def trtllm(**options: Any) -> KvManager:
     return V1Manager(**options)
 
 
+def trtllm_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> Driver:
+    """Make the driver of a `V1Manager`."""
+    from pytest_kvmock.engine.trtllm_driver import TrtllmDriver
+
+    return TrtllmDriver(manager, prefix_caching, rng)
+
+
 def mocker_sglang_1_6(**options: Any) -> KvManager:
     """Make a `MockerRadixManager`."""
     from pytest_kvmock.cache.dynamo.mocker_sglang import MockerRadixManager

@@ -357,7 +357,8 @@ class _Replay:
         return stream
 
 
-_ABOUT: Final = ("first_id", "block_size", "num_blocks", "tier_blocks", "residency", "prefix_closed", "clears_below")
+_FLAGS: Final = ("prefix_closed", "clears_below", "partial_blocks")
+_ABOUT: Final = ("first_id", "block_size", "num_blocks", "tier_blocks", "residency", *_FLAGS)
 """What a line says of a stream; the arguments of `Ledger.open`."""
 
 
@@ -371,7 +372,7 @@ def _check_about(about: Mapping[Any, Any]) -> None:
     for name, least in (("first_id", 0), ("block_size", 1), ("num_blocks", 1)):
         if about.get(name) is not None:
             check_integer(name, about[name], least, ", or null")
-    for name in ("prefix_closed", "clears_below"):
+    for name in _FLAGS:
         if not isinstance(about.get(name, True), bool):
             raise ValueError(f"{name} must be true or false, got {about[name]!r:.80}")  # noqa: TRY004 - as the others
 

@@ -98,6 +98,7 @@ class VllmScheduler(Scheduler):
             limit_passes(args.max_num_batched_tokens)
         self._begin_pass: Callable[[], None] | None = getattr(driver, "begin_pass", None)
         self._end_pass: Callable[[], None] | None = getattr(driver, "end_pass", None)
+        self._end_iteration: Callable[[], None] | None = getattr(driver, "end_iteration", None)
         self._blocks_alone: Callable[[object], int] | None = getattr(driver, "blocks_alone", None)
         self._chunk_tokens: Callable[[object, int], int] | None = getattr(driver, "chunk_tokens", None)
         # Of the pass that is under way.
@@ -157,6 +158,8 @@ class VllmScheduler(Scheduler):
         waits_ms = 0.0 if tiers is None else tiers.end_pass()
         done.prefill_ms = self._prefill_ms()
         self._decode()
+        if self._end_iteration is not None:
+            self._end_iteration()
         done.end_ms = (now_ms + waits_ms + done.prefill_ms) + done.decode_ms
         if tiers is not None and done.end_ms <= now_ms:
             deadline = tiers.parking.deadline

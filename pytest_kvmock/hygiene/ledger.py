@@ -21,7 +21,17 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
-from pytest_kvmock.events import Cleared, Located, Removed, RouterEvent, StorageTier, Stored, StreamKey, block_text
+from pytest_kvmock.events import (
+    Cleared,
+    Located,
+    Removed,
+    RouterEvent,
+    StorageTier,
+    Stored,
+    StreamKey,
+    Updated,
+    block_text,
+)
 from pytest_kvmock.hygiene import entries
 from pytest_kvmock.hygiene.content import DynamoChain, own_parent, sparse, wrong_hash
 from pytest_kvmock.hygiene.drift import confirm, differences, over_capacity
@@ -120,6 +130,8 @@ class Ledger:
                 stream.restored = {}
             if stream.groups and not isinstance(data, Removed):
                 before = over_capacity(stream)
+            if event.extra is not None and (gone := event.extra.get("silently_gone")):
+                part.take_gone(gone)
         restored, cause = part.restored, None
         if inner.event_id != stream.next_id and stream.next_id is not None:
             if not stream.take_hole(inner.event_id):
@@ -132,6 +144,8 @@ class Ledger:
             found = self._stored(part, event, data)
         elif isinstance(data, Removed):
             found = self._removed(part, event, data)
+        elif isinstance(data, Updated):
+            found = self._updated(part, event, data)
         else:
             found = []
             if isinstance(data, Located):
@@ -225,6 +239,9 @@ class Ledger:
         hashes, parent, tier = data.block_hashes, data.parent_hash, event.storage_tier
         on_device = tier is StorageTier.DEVICE
         held = stream.device if on_device else stream.held(tier)
+        partial = stream.spec.partial_blocks
+        if partial:
+            stream.give_way(hashes, is_told=_tells(event))
         fresh = held.keys().isdisjoint(hashes)
         # Below the device blocks come in the order of their eviction, without their parents (kvbm-logical).
         due = parent is None or parent in held or not (on_device or parent in hashes)
@@ -237,7 +254,7 @@ class Ledger:
         ):
             before = over_capacity(stream)
         problems = [] if plain else self._unsound(stream, event, data, again)
-        if event.token_ids is not None and (flaw := sparse(event, data, spec.block_size)) is not None:
+        if event.token_ids is not None and (flaw := sparse(event, data, spec.block_size, partial=partial)) is not None:
             problems.append(problem_of(SPARSE_TOKENS, stream, flaw.observed, flaw.expected, (flaw.block,), tier=tier))
         if self._judges_hashes and (event.chained or (not on_device and _hides_keys(event))):
             problems += self._wrong_hash(stream, event, data, problems)
@@ -257,6 +274,9 @@ class Ledger:
             if parent is not None and parent not in held:
                 stream.implied.add(parent)
             stream.add_again(hashes, parent, again)
+        if partial and event.extra is not None:
+            for block, level in zip(hashes, event.extra.get("cache_levels", ()), strict=False):
+                stream.move(block, level)
         stream.events.append(event)
         stream.mark_named(hashes, tier)
         desync = stream.desync
@@ -278,7 +298,10 @@ class Ledger:
         if not event.chained and _hides_keys(event):
             flaw = stream.unlike_before(event, data)
         else:  # also of a sink whose blocks were found to be a chain later on
-            flaw = wrong_hash(event, data, stream.spec.block_size, stream.hash_chain, stream.parents_of)
+            spec = stream.spec
+            flaw = wrong_hash(
+                event, data, spec.block_size, stream.hash_chain, stream.parents_of, partial=spec.partial_blocks
+            )
         if flaw is None:
             return []
         problem = problem_of(WRONG_HASH, stream, flaw.observed, flaw.expected, (flaw.block,), tier=event.storage_tier)
@@ -380,9 +403,25 @@ class Ledger:
             stream.removed_but_resident.update(resident)
             problems += restored
         if removed and on_device and stream.spec.prefix_closed:
-            problems += self._orphaned(stream, removed)
+            problems += self._orphaned(stream, removed, event)
         if stream.desync is not None:
             stream.desync.named(tier).update(hashes)
+        return problems
+
+    def _updated(self, stream: Stream, event: RouterEvent, data: Updated) -> list[Problem]:
+        """A move of a block between tiers, or a change of its priority: nothing is linked or unlinked."""
+        block, problems = data.block_hash, []
+        if block not in stream.device and block not in stream.implied:
+            observed, expected = story_of(stream, block), "an Updated names a block that is held"
+            problem = problem_of(BLOCK_NOT_FOUND, stream, observed, expected, (block,))
+            problems.append(fold(stream, problem))
+        elif data.levels is not None:
+            stream.move(block, data.levels[1])
+        stream.restored = {}
+        stream.events.append(event)
+        stream.mark_named((block,), StorageTier.DEVICE)
+        if stream.desync is not None:
+            stream.desync.resynced.add(block)
         return problems
 
     def _restored(self, stream: Stream, event: RouterEvent, hashes: tuple[int, ...]) -> list[Problem]:
@@ -409,17 +448,21 @@ class Ledger:
         return problems
 
     @classmethod
-    def _orphaned(cls, stream: Stream, removed: dict[int, int | None]) -> list[Problem]:
+    def _orphaned(cls, stream: Stream, removed: dict[int, int | None], event: RouterEvent) -> list[Problem]:
         """The children that the device holds though it does not hold their parent, one problem a cause.
 
         Args:
             stream: the stream of that worker and rank.
             removed: the blocks that were removed there, each with what `Stream.remove` returned.
+            event: the Removed.
         """
+        untold = stream.spec.partial_blocks and not _tells(event)
         orphans: dict[Problem | None, list[tuple[int, int]]] = {}
         desync = stream.desync
         for block, child in removed.items():
             for orphan in stream.orphans(block, child):
+                if orphan in stream.gone or (untold and stream.device[orphan] == LAST):
+                    continue
                 cause = stream.removed_but_resident.get(block)
                 if cause is None and desync is not None and orphan not in desync.resynced:
                     cause = desync.cause
@@ -626,6 +669,11 @@ class Ledger:
 def _hides_keys(event: RouterEvent) -> bool:
     """Whether an event does not say what was hashed beside its tokens, as those of vLLM's host."""
     return event.extra is not None and event.extra.get("extra_keys", ()) is None
+
+
+def _tells(event: RouterEvent) -> bool:
+    """Whether an engine says beside its events what it has dropped without a Removed; no wire has that."""
+    return event.extra is not None and "silently_gone" in event.extra
 
 
 def _several(parts: Sequence[range]) -> str:

@@ -99,10 +99,10 @@ class V1Hasher:
         return BlockKey(tuple(tokens), self.adapter, self.salt)
 
     def digests(self, tokens: Sequence[int], block_size: int, position: int, parent: bytes | None) -> list[bytes]:  # noqa: ARG002 - the signature of BlockHasher
-        """Chained digest of each complete block of these tokens; see `BlockHasher.digests`."""
+        """Chained digest of each block of these tokens, also of a last one that is not full; see `BlockHasher.digests`."""
         before, found = 0 if parent is None else self.name(parent), []
-        for end in range(block_size, len(tokens) + 1, block_size):
-            before = v1_block_key(self.key(tokens[end - block_size : end]), before)
+        for start in range(0, len(tokens), block_size):
+            before = v1_block_key(self.key(tokens[start : start + block_size]), before)
             found.append(before.to_bytes(8, "big"))
         return found
 

@@ -22,8 +22,6 @@ class QueuedBlock(NamedTuple):
     key: BlockKey
     level: int
     priority: int
-    was_taken: bool
-    """Whether it was stored before, and left for a partial match, which no event said."""
 
 
 @dataclass(slots=True)
@@ -38,6 +36,7 @@ class Queued:
         names: of a Removed in their order, or of an Updated.
         levels: of an Updated, those before and after; None: it stayed. Of "created", the blocks of each.
         priorities: of an Updated, likewise.
+        gone: names that left the tree without a Removed since the last event of the window: leaves that partial matches took.
         keys: of a Stored, what the prompt carried beside its tokens.
         position: of a Stored, how many blocks of it stand before the first.
     """
@@ -49,6 +48,7 @@ class Queued:
     names: list[int] = field(default_factory=list)
     levels: tuple[int, int] | None = None
     priorities: tuple[int, int] | None = None
+    gone: list[int] = field(default_factory=list)
     keys: PromptKeys | None = None
     position: int = 0
 
@@ -60,23 +60,32 @@ class IterationEvents:
         removed_order: one of `REMOVED_ORDERS`.
     """
 
-    __slots__ = ("_late", "_queue", "_removed")
+    __slots__ = ("_gone", "_late", "_queue", "_removed")
 
     def __init__(self, removed_order: str) -> None:
         self._queue: list[Queued] = []
         self._late = removed_order != REMOVED_ORDERS[0]
         self._removed: dict[int, list[int]] = {}
+        self._gone: dict[int, list[int]] = {}
+
+    def _add(self, event: Queued) -> None:
+        event.gone = self._gone.pop(event.window, [])
+        self._queue.append(event)
+
+    def gone(self, window: int, name: int) -> None:
+        """Note a name that left the tree without a Removed, for the next event of its window."""
+        self._gone.setdefault(window, []).append(name)
 
     def created(self, window: int, blocks: tuple[int, int]) -> None:
         """Queue how many blocks each level of a window has."""
-        self._queue.append(Queued(window, "created", levels=blocks))
+        self._add(Queued(window, "created", levels=blocks))
 
     def stored(
         self, window: int, parent: int | None, blocks: Sequence[QueuedBlock], keys: PromptKeys | None, position: int
     ) -> None:
         """Queue a Stored, each block the child of the one before; of a request, from one of its blocks on."""
         self._send_removed([window])
-        self._queue.append(Queued(window, "stored", parent, blocks, keys=keys, position=position))
+        self._add(Queued(window, "stored", parent, blocks, keys=keys, position=position))
 
     def removed(self, window: int, name: int) -> None:
         """Queue a Removed of one block; it joins the event before, if that is one of the same window."""
@@ -85,7 +94,7 @@ class IterationEvents:
         elif self._queue and (self._queue[-1].kind, self._queue[-1].window) == ("removed", window):
             self._queue[-1].names.append(name)
         else:
-            self._queue.append(Queued(window, "removed", names=[name]))
+            self._add(Queued(window, "removed", names=[name]))
 
     def updated(
         self,
@@ -96,13 +105,13 @@ class IterationEvents:
         priorities: tuple[int, int] | None = None,
     ) -> None:
         """Queue an Updated: a block has another level or another priority, from and to."""
-        self._queue.append(Queued(window, "updated", names=[name], levels=levels, priorities=priorities))
+        self._add(Queued(window, "updated", names=[name], levels=levels, priorities=priorities))
 
     def _send_removed(self, windows: Iterable[int]) -> None:
         for window in windows:
             names = self._removed.pop(window, None)
             if names:
-                self._queue.append(Queued(window, "removed", names=names))
+                self._add(Queued(window, "removed", names=names))
 
     def take(self) -> list[Queued]:
         """End the iteration: return its events, in order."""

@@ -57,6 +57,7 @@ class V1Manager(RequestLevel):
         requests: those that have blocks, in the order in which they came.
         max_seq_len: as above.
         event_buffer: as above.
+        enable_caching: whether requests reuse and leave anything.
         hasher: names the blocks of requests without adapter and salt.
     """
 
@@ -97,6 +98,7 @@ class V1Manager(RequestLevel):
             check_integer("event_buffer", event_buffer, 1, " events, or None")
         self.event_buffer = event_buffer
         self.hasher = V1Hasher()
+        self.enable_caching = True
         self._lora_ids = LoraIds()
         self._rng = Random(0)  # noqa: S311 - mock data
         self._events = IterationEvents(removed_order)
@@ -154,8 +156,14 @@ class V1Manager(RequestLevel):
         """Count the tokens that a request would reuse now, at most all but its last one. Changes nothing."""
         return sum(tokens for _, tokens, _ in self._longest.match(self._keys(request)))
 
+    def turn_caching_off(self) -> None:
+        """Have an engine that caches nothing from the start, before its first request."""
+        self.enable_caching = False
+
     def _keys(self, request: V1Request) -> list[BlockKey]:
         """The keys of what may be matched: all but the last token, and an empty one if that is alone in its block."""
+        if not self.enable_caching:
+            return []
         count = len(request.tokens)
         keys = request.block_keys(count - 1, partial=True)
         return [*keys, request.hasher.key(())] if count % self.block_size == 1 else keys
@@ -205,11 +213,25 @@ class V1Manager(RequestLevel):
         """Append a token: it counts for what is stored, and not yet for blocks."""
         request.tokens.append(token)
 
-    def store_context_blocks(self, request: V1Request) -> None:
-        """Store the full blocks of all tokens but the last, where a window is as long as a request may be."""
-        for window in self.windows:
-            if window.window >= self.max_seq_len:
-                window.store(request, request.block_keys(len(request.tokens) - 1, partial=False))
+    def store_context_blocks(self, request: V1Request, tokens: int | None = None) -> None:
+        """Store the full blocks of a prompt that is computed, where a window is as long as a request may be.
+
+        Args:
+            request: which one.
+            tokens: so many of its tokens are computed; None: all but the last, which came out.
+        """
+        self._store(request, tokens, partial=False, windows=[each for each in self.windows if self.is_full(each)])
+
+    def is_full(self, window: WindowBlocks) -> bool:
+        """Whether a window is as long as a request may be."""
+        return window.window >= self.max_seq_len
+
+    def _store(self, request: V1Request, tokens: int | None, *, partial: bool, windows: Sequence[WindowBlocks]) -> None:
+        if not self.enable_caching:
+            return
+        keys = request.block_keys(len(request.tokens) - 1 if tokens is None else tokens, partial=partial)
+        for window in windows:
+            window.store(request, keys)
 
     def takes_block(self, request: V1Request) -> bool:
         """Whether one token more takes a block of a request."""
@@ -236,16 +258,17 @@ class V1Manager(RequestLevel):
                 taken[window.window] = window.grow(request, *request.retention.decode)
         return taken
 
-    def remove(self, request: V1Request, *, store: bool = True) -> None:
-        """End a request: store all of its tokens but the last, the last block partial, and let its blocks go, last first.
+    def remove(self, request: V1Request, *, store: bool = True, tokens: int | None = None) -> None:
+        """End a request: store its tokens, the last block partial, and let its blocks go, last first.
 
         Args:
             request: one that has blocks.
             store: False: nothing more is stored.
+            tokens: so many are computed; None: all but the last.
         """
         for window in self.windows:
             if store and window.window not in request.spoilt:
-                window.store(request, request.block_keys(len(request.tokens) - 1, partial=True))
+                self._store(request, tokens, partial=True, windows=[window])
             window.release(reversed(request.tables[window.window][request.left :]))
         del self.requests[request]
         request.forget()
@@ -278,7 +301,7 @@ class V1Manager(RequestLevel):
 
     def _published(self, event: Queued) -> tuple[EventData, BlockTokens | None, dict[str, Any]]:
         """An event in the house's terms: what it says, its tokens, and what travels beside it."""
-        extra = self._group_extra(event.window)
+        extra = {**self._group_extra(event.window), "silently_gone": event.gone}
         if event.kind == "created":
             return Cleared(), None, {**extra, "blocks_per_level": event.levels}
         if event.kind == "removed":
@@ -296,9 +319,6 @@ class V1Manager(RequestLevel):
         }
         if keys is not None:
             extra |= keys.carried(event.position, event.position + len(tokens), self.block_size, self._lora_ids)
-        again = [block.name for block in event.blocks if block.was_taken]
-        if again:
-            extra["stored_again"] = again
         names = tuple(block.name for block in event.blocks)
         return Stored(event.parent, names, tuple(local)), tokens, extra
 
@@ -347,9 +367,20 @@ class V1Manager(RequestLevel):
         """Names of what is cached in a tier, in the longest window; partial blocks too."""
         return [block.name for block in self._longest.cached() if LEVELS[block.level] == tier]
 
-    def silently_gone(self) -> Collection[int]:
-        """Names that its events promise in the longest window, and that a partial match took without a word."""
-        return self._longest.taken
+    def announced(self, tier: StorageTier = StorageTier.DEVICE) -> Collection[int]:
+        """Names that its events promise in a tier, in the longest window: what is resident, and what partial matches took.
+
+        A free leaf that a partial match takes leaves the tree without a Removed. Events in process say so themselves, in
+        `RouterEvent.extra["silently_gone"]`.
+        """
+        resident = self.resident(tier)
+        return [*resident, *self._longest.taken] if tier == StorageTier.DEVICE else resident
+
+    @property
+    def tier_sizes(self) -> dict[StorageTier, int]:
+        """Blocks of each tier, of all windows together."""
+        sizes = (sum(window.blocks[level] for window in self.windows) for level in range(len(LEVELS)))
+        return {tier: size for tier, size in zip(LEVELS, sizes, strict=True) if size}
 
     def clear(self) -> bool:
         """Evict all that is cached, with a Removed of it; False, and nothing happens, while any block is in use.

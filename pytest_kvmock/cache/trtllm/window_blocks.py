@@ -134,6 +134,7 @@ class WindowBlocks:
                     if is_partial:  # a free leaf is taken itself: it leaves the tree, and no event says so
                         block.leave()
                         self.taken[block.name] = None
+                        self._events.gone(self.window, block.name)
             block.refs += 1
             table.append(block)
         return found
@@ -222,10 +223,7 @@ class WindowBlocks:
             before = new[0].parent
             assert before is not None
             parent = None if before is self.root else before.name
-            rows = [
-                QueuedBlock(block.name, _key_of(block), block.level, block.priority, block.name in self.taken)
-                for block in new
-            ]
+            rows = [QueuedBlock(block.name, _key_of(block), block.level, block.priority) for block in new]
             for block in new:
                 self.taken.pop(block.name, None)
             self._events.stored(self.window, parent, rows, request.keys, position)

@@ -59,11 +59,14 @@ def test_a_leaf_that_a_partial_match_takes_leaves_without_an_event():
     manager.flush()
     assert [(TWO, (PART,))] == [(each.parent_hash, each.block_hashes) for each in data(sink)]
     assert {ONE, TWO, PART} == {*manager.resident()}
-    assert [FULL] == [*manager.silently_gone()]
+    assert [FULL] == sink.router_events[-1].extra["silently_gone"]
+    assert {ONE, TWO, PART, FULL} == {*manager.announced()}
     serve(manager, ONE_TO_TEN, (11, 12, 13))
     manager.flush()
-    assert [FULL] == sink.router_events[-1].extra["stored_again"]
-    assert [PART] == [*manager.silently_gone()]  # which was hit exactly, and is taken all the same
+    # Which was hit exactly, and is taken all the same.
+    assert [PART] == sink.router_events[-1].extra["silently_gone"]
+    assert {ONE, TWO, PART, FULL} == {*manager.announced()}
+    assert {ONE, TWO, FULL} == {*manager.resident()}
 
 
 def test_what_is_offloaded_is_updated_and_on_the_host():
@@ -91,8 +94,9 @@ def test_what_a_window_has_travels_beside_its_events():
         "kv_cache_spec_kind": "sliding_window",
         "kv_cache_spec_sliding_window": 8,
         "blocks_per_level": (6, 2),
+        "silently_gone": [],
     } == short
-    assert {"window_size": 32, "group_idx": 1, "blocks_per_level": (8, 0)} == full
+    assert {"window_size": 32, "group_idx": 1, "blocks_per_level": (8, 0), "silently_gone": []} == full
 
 
 def test_only_a_window_of_the_whole_length_stores_while_a_request_runs():
