@@ -357,8 +357,7 @@ class _Replay:
         return stream
 
 
-_FLAGS: Final = ("prefix_closed", "clears_below", "partial_blocks")
-_ABOUT: Final = ("first_id", "block_size", "num_blocks", "tier_blocks", "residency", *_FLAGS)
+_ABOUT: Final = ("first_id", "block_size", "num_blocks", "tier_blocks", "residency", "prefix_closed", "clears_below")
 """What a line says of a stream; the arguments of `Ledger.open`."""
 
 
@@ -372,7 +371,7 @@ def _check_about(about: Mapping[Any, Any]) -> None:
     for name, least in (("first_id", 0), ("block_size", 1), ("num_blocks", 1)):
         if about.get(name) is not None:
             check_integer(name, about[name], least, ", or null")
-    for name in _FLAGS:
+    for name in ("prefix_closed", "clears_below"):
         if not isinstance(about.get(name, True), bool):
             raise ValueError(f"{name} must be true or false, got {about[name]!r:.80}")  # noqa: TRY004 - as the others
 

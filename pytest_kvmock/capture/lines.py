@@ -152,9 +152,8 @@ def _opened(entry: entries.Opened) -> dict[str, Any]:
     if spec is None:
         return line
     sizes = {"block_size": spec.block_size, "num_blocks": spec.num_blocks, "tier_blocks": spec.tier_blocks}
-    more = {} if spec.clears_below else {"clears_below": False}
-    more |= {"partial_blocks": True} if spec.partial_blocks else {}
-    return {**line, **sizes, "residency": spec.residency, "prefix_closed": spec.prefix_closed, **more}
+    below = {} if spec.clears_below else {"clears_below": False}
+    return {**line, **sizes, "residency": spec.residency, "prefix_closed": spec.prefix_closed, **below}
 
 
 def _missed(entry: entries.Missed) -> dict[str, Any]:

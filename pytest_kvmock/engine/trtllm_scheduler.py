@@ -38,6 +38,10 @@ class TrtllmScheduler(VllmScheduler):
         super().submit(request)
 
     def _lacks_room(self, request: ScheduledRequest) -> bool:
+        """Whether it and the running requests need more blocks until they end than nobody has.
+
+        Hits that somebody holds count as had; a block that several running requests share is counted for each of them.
+        """
         driver, size = self._driver, self._driver.manager.block_size
         held = -(-len(request) // size) - self._need_whole(request)
         missing = self._blocks_to_completion(request) - held
@@ -46,5 +50,9 @@ class TrtllmScheduler(VllmScheduler):
         return missing > driver.room()
 
     def _blocks_to_completion(self, request: ScheduledRequest) -> int:
+        """Blocks of a request when it ends, whoever else has some of them.
+
+        It ends at its last token of output, or at the longest length that there is.
+        """
         tokens = min(request.prompt_tokens + request.max_output_tokens, self._longest)
         return -(-tokens // self._driver.manager.block_size)

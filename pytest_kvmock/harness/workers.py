@@ -260,7 +260,6 @@ class Workers:
             DynamoChain if spec.chain is None else partial(spec.chain, worker.manager),
             clears_below=worker.traits.clears_below,
             chunk=worker.traits.chunk,
-            partial_blocks=worker.traits.partial_blocks,
         )
         if worker.traits.promises_more:
             self._judge.reuse.engines[worker_id, dp_rank] = worker

@@ -53,7 +53,7 @@ from pytest_kvmock.hygiene.story import story_of, where_text
 from pytest_kvmock.hygiene.stream import LAST, Desync, Stream
 from pytest_kvmock.hygiene.stream_spec import UNKNOWN, StreamSpec
 from pytest_kvmock.hygiene.text import blocks_text, ids_text
-from pytest_kvmock.prompt_keys import group_of
+from pytest_kvmock.prompt_keys import group_of, has_window_size
 
 _Answer: TypeAlias = tuple[list[Problem], bool]
 """What an entry shows, and whether it is kept: one that changes nothing is not."""
@@ -239,7 +239,7 @@ class Ledger:
         hashes, parent, tier = data.block_hashes, data.parent_hash, event.storage_tier
         on_device = tier is StorageTier.DEVICE
         held = stream.device if on_device else stream.held(tier)
-        partial = stream.spec.partial_blocks
+        partial = has_window_size(event.extra)
         if partial:
             stream.give_way(hashes, is_told=_tells(event))
         fresh = held.keys().isdisjoint(hashes)
@@ -298,10 +298,9 @@ class Ledger:
         if not event.chained and _hides_keys(event):
             flaw = stream.unlike_before(event, data)
         else:  # also of a sink whose blocks were found to be a chain later on
-            spec = stream.spec
-            flaw = wrong_hash(
-                event, data, spec.block_size, stream.hash_chain, stream.parents_of, partial=spec.partial_blocks
-            )
+            partial = has_window_size(event.extra)
+            size = stream.spec.block_size
+            flaw = wrong_hash(event, data, size, stream.hash_chain, stream.parents_of, partial=partial)
         if flaw is None:
             return []
         problem = problem_of(WRONG_HASH, stream, flaw.observed, flaw.expected, (flaw.block,), tier=event.storage_tier)
@@ -456,7 +455,7 @@ class Ledger:
             removed: the blocks that were removed there, each with what `Stream.remove` returned.
             event: the Removed.
         """
-        untold = stream.spec.partial_blocks and not _tells(event)
+        untold = has_window_size(event.extra) and not _tells(event)
         orphans: dict[Problem | None, list[tuple[int, int]]] = {}
         desync = stream.desync
         for block, child in removed.items():

@@ -45,7 +45,6 @@ class StreamSpec:
             has a state.
         clears_below: whether a Cleared, which has no tier, empties the tiers below the device, too; vLLM's is of the device alone.
         chunk: blocks of a chunk below the device, which no event says (`Traits.chunk`).
-        partial_blocks: the last block of a Stored may have fewer tokens, and a leaf may leave without a Removed (`Traits`).
     """
 
     block_size: int | None = None
@@ -56,7 +55,6 @@ class StreamSpec:
     chain: Callable[[], Chain] = DynamoChain
     clears_below: bool = True
     chunk: int | None = None
-    partial_blocks: bool = False
 
     def capacity(self, tier: StorageTier) -> int | None:
         """How many blocks the engine has in a tier; None: unknown."""
