@@ -30,7 +30,9 @@ class TrtllmScheduler(VllmScheduler):
 
     def __init__(self, driver: SchedulerDriver, args: SchedulerArgs, tiers: Clock | None = None) -> None:
         super().__init__(driver, args, tiers)
-        self._longest = args.most_tokens or 0
+        longest = args.most_tokens
+        assert longest is not None, "its release fits lengths to blocks"
+        self._longest: int = longest
 
     def submit(self, request: ScheduledRequest) -> None:
         """Take a request that has arrived; all of its prompt may be cached."""
