@@ -478,6 +478,8 @@ def served_by(dialect: Dialect, model: str) -> BackendSpec:
         ValueError: as `speaker_of`.
     """
     spec = speaker_of(dialect)
+    if spec.scheduler == "trtllm":
+        return spec
     program = "sglang" if spec.scheduler == "sglang" else "vllm"
     hybrid = BACKENDS.get(f"{program}_{model.lower().replace('-', '_')}")
     return hybrid if hybrid is not None and hybrid.group == HYBRID and spec.name.startswith(program) else spec
