@@ -336,7 +336,7 @@ class RouterHarness:
         """Publish events made by hand to the router.
 
         Args:
-            events: one or more: Stored, Removed, Located or Cleared, which get their worker's next id, KvCacheEvent, RouterEvent.
+            events: one or more: Stored, Removed, Located, Updated or Cleared, which get their worker's next id, KvCacheEvent, RouterEvent.
             worker_id: the worker of events that name none.
             dp_rank: and its rank.
 

@@ -240,9 +240,8 @@ class _Writer:
         if isinstance(data, Located):
             return self._of_located(event, data)
         if type(data) is not Cleared:
-            raise EncodeError(
-                event_flaw(event) or f"its data must be Stored, Removed, Located or Cleared, got {data!r:.80}"
-            )
+            flaw = event_flaw(event)
+            raise EncodeError(flaw or f"dialect {self._dialect.name!r} has no {type(data).__name__}, got {data!r:.80}")
         if self._digests is not None:
             self._digests.cleared()
         return self._cleared
