@@ -288,6 +288,11 @@ class Dialect:
         return self.has_groups and self.hashes != "bytes"
 
     @property
+    def clears(self) -> bool:
+        """Whether it has an event that says that all is gone; TensorRT-LLM has none."""
+        return self.form != "trtllm_json"
+
+    @property
     def is_msgpack(self) -> bool:
         """Whether it is written in msgpack, which takes the extra `wire`."""
         return self.form in ("array", "map")
