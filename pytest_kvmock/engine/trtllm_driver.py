@@ -67,6 +67,7 @@ class TrtllmDriver:
             groups = [CacheGroup("sliding_window", size, window=window) for window in windows[:-1]]
             groups.append(CacheGroup("full_attention", size))
             self.traits = replace(self.traits, publishes_groups=True, groups=tuple(groups))
+        self.manager.flush()  # its first iteration, in which there is nothing but created
 
     def open(self, prompt: Prompt, *, to_look: bool = False) -> V1Request:
         """A request that has no block yet."""

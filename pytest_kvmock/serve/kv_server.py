@@ -263,6 +263,9 @@ class KvServer(Controls, RouterChecks):
         if self._described.release.is_polled:
             most = getattr(self.harness.worker(worker).manager, "event_buffer", None)
             publisher = cast("KvPublisher", PolledEvents(self.dialect, ranks=ranks, most=most))
+            for entry in self.harness.events:  # nobody has asked for these yet
+                if entry.event.worker_id == worker:
+                    publisher.publish(entry.event)
         else:
             publisher = KvPublisher(self.dialect, ranks=ranks, digests=self._digests(worker), **options)
         self.harness.add_sink(publisher, worker_id=worker)
