@@ -5,6 +5,7 @@ of a Stored what stands before the first partial block; no Removed of what it le
 ignored, so that a block on the host counts as one of the device until it is gone.
 """
 
+from collections import defaultdict
 from dataclasses import replace
 
 from pytest_kvmock import Cleared, Removed, Stored
@@ -16,13 +17,14 @@ class DynamoPublisher:
 
     Args:
         index: Dynamo's, or another that it is to feed.
+        block_size: tokens a block, which Dynamo's is told, too.
     """
 
-    def __init__(self, index):
-        self.index = index
+    def __init__(self, index, block_size):
+        self.index, self.block_size = index, block_size
         self.find_matches = index.find_matches
         self.longest = {}  # by worker and rank
-        self.partial = set()  # names that were left out
+        self.partial = defaultdict(set)  # names that were left out, likewise
 
     def apply(self, event):
         passed = self.passed(event)
@@ -38,26 +40,23 @@ class DynamoPublisher:
         if isinstance(data, Updated) or window < self.longest.get(event.key, 0):
             return None
         if isinstance(data, Stored):
-            data = self.whole(data, event.token_ids)
+            data = self.whole(data, event.token_ids, self.partial[event.key])
         else:
-            names = [name for name in data.block_hashes if name not in self.partial]
-            self.partial.difference_update(data.block_hashes)
+            left_out = self.partial[event.key]
+            names = [name for name in data.block_hashes if name not in left_out]
+            left_out.difference_update(data.block_hashes)
             data = Removed(map(signed, names))
         if not data.block_hashes:
             return None
         return replace(event, event=replace(event.event, data=data), token_ids=None, extra=None)
 
-    def whole(self, data, token_ids):
+    def whole(self, data, token_ids, left_out):
         """A Stored up to its first partial block, in signed hashes."""
-        size = max(self.size, *map(len, token_ids))
-        self.size = size
-        count = next((place for place, tokens in enumerate(token_ids) if len(tokens) < size), len(token_ids))
-        self.partial.update(data.block_hashes[count:])
+        sizes = [*map(len, token_ids)]
+        count = sizes.count(self.block_size)  # only the last one may have fewer
+        left_out.update(data.block_hashes[count:])
         parent = None if data.parent_hash is None else signed(data.parent_hash)
         return Stored(parent, tuple(map(signed, data.block_hashes[:count])), data.tokens_hashes[:count])
-
-    size = 0
-    """Tokens a block, as far as any was seen; Dynamo's publisher is told."""
 
 
 def signed(name):

@@ -23,7 +23,7 @@ def served(backend, index):
 
 @pytest.mark.parametrize("backend", [BACKENDS["trtllm"], WITH_HOST, TWO_WINDOWS], ids=lambda spec: spec.name)
 def test_what_it_lets_through_answers_every_prompt_as_the_events_do(backend):
-    for kv in served(backend, DynamoPublisher(RadixIndex())):
+    for kv in served(backend, DynamoPublisher(RadixIndex(), 4)):
         assert kv.events
 
 

@@ -128,7 +128,8 @@ class Ledger:
             part = stream.part_of(event)
             if part is not stream:
                 stream.restored = {}
-            if stream.groups and not isinstance(data, Removed):
+            # Between its own events one of TensorRT-LLM may hold more: it says Removed last, or of another window later.
+            if stream.groups and not isinstance(data, Removed) and not has_window_size(event.extra):
                 before = over_capacity(stream)
             if event.extra is not None and (gone := event.extra.get("silently_gone")):
                 part.take_gone(gone)
@@ -249,8 +250,13 @@ class Ledger:
         again = set() if fresh else held.keys() & hashes
         before: list[Problem] = []
         spec = stream.spec
-        if spec.tier_blocks or (
-            spec.num_blocks is not None and (stream.overfull or stream.copies or len(stream.device) > spec.num_blocks)
+        is_at_rest = not (partial and stream.groups)  # as above
+        if is_at_rest and (
+            spec.tier_blocks
+            or (
+                spec.num_blocks is not None
+                and (stream.overfull or stream.copies or len(stream.device) > spec.num_blocks)
+            )
         ):
             before = over_capacity(stream)
         problems = [] if plain else self._unsound(stream, event, data, again)
