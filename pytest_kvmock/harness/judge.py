@@ -422,6 +422,13 @@ class Judge:
         self.end_burst()
         return (yield from self.under_test.look_up(prompt, block_size, by_tier=by_tier))
 
+    @property
+    def num_taken_for_device(self) -> int:
+        """Blocks that an Updated has moved to the host, and that the index under test takes for the device's, as it asks for none."""
+        if self.under_test is None or self.under_test.takes_updates:
+            return 0
+        return sum(len(stream.moved) for stream in self.ledger.streams.values())
+
     def flush_index(self) -> None:
         """Flush the index under test, and compare what must be right by now; nothing to do for an async one."""
         if self._comparison is not None and not self.is_async:

@@ -421,6 +421,11 @@ class Ledger:
             problem = problem_of(BLOCK_NOT_FOUND, stream, observed, expected, (block,))
             problems.append(fold(stream, problem))
         elif data.levels is not None:
+            level = int(block in stream.moved)
+            if level != data.levels[0] and (stream.desync is None or block in stream.desync.resynced):
+                observed = f"block {block_text(block)} is on level {level}, and moves from level {data.levels[0]}"
+                expected = "an Updated moves a block from the level where it is"
+                problems.append(fold(stream, problem_of(BLOCK_NOT_FOUND, stream, observed, expected, (block,))))
             stream.move(block, data.levels[1])
         stream.restored = {}
         stream.events.append(event)

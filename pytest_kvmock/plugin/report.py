@@ -248,6 +248,8 @@ def record_properties(case: Case) -> None:
     # What a scenario file publishes is written there, and there is no engine to compare it with.
     if isinstance(case.item, pytest.Function) and (uncompared := case.harness.publisher.num_uncompared_sinks):
         mine.append(("kvmock.uncompared_sinks", uncompared))
+    if taken := case.harness.num_taken_for_device:
+        mine.append(("kvmock.taken_for_device", taken))
     properties = case.item.user_properties
     properties[:] = [pair for pair in properties if not pair[0].startswith("kvmock.")] + mine
 
@@ -265,7 +267,7 @@ def summary_line(reports: Iterable[pytest.TestReport], settings: Settings, *, on
     """Return the line on the events that a run judged: tests, backends, events, warnings by rule; None: there were none.
 
     Then what was asked for and not done: faults at random, each with the tests in which it was injected into no event, and
-    sinks whose engine nobody compared.
+    sinks whose engine nobody compared; and how many blocks on the host an index took for the device's.
 
     Args:
         reports: of teardowns, with what `record_properties` put there; of a test that was run again, the last counts.
@@ -274,7 +276,7 @@ def summary_line(reports: Iterable[pytest.TestReport], settings: Settings, *, on
     """
     from pytest_kvmock.hygiene.rules import RULES
 
-    tests = events = uncompared = 0
+    tests = events = uncompared = taken = 0
     backends: set[str] = set()
     warnings: Counter[str] = Counter()
     engine_warnings: Counter[str] = Counter()
@@ -288,6 +290,7 @@ def summary_line(reports: Iterable[pytest.TestReport], settings: Settings, *, on
         if "kvmock.backend" in properties:
             backends.add(properties["kvmock.backend"])
         uncompared += properties.get("kvmock.uncompared_sinks", 0)
+        taken += properties.get("kvmock.taken_for_device", 0)
         for key, counts in counted.items():
             for part in properties.get(key, "").split(", ") if key in properties else ():
                 count, _, rule = part.partition(" ")
@@ -298,6 +301,8 @@ def summary_line(reports: Iterable[pytest.TestReport], settings: Settings, *, on
     if uncompared:
         engines = "its engine" if uncompared == 1 else "their engines"
         undone.append(f"{uncompared:,} sink{'s' * (uncompared != 1)} never compared with {engines} (kv_sink.compare)")
+    if taken:
+        undone.append(f"{taken:,} block{'s' * (taken != 1)} on the host taken for the device's (no takes_updates)")
     if only_undone or not tests:
         return f"kvmock: {'; '.join(undone)}" if undone else None
     order = [*RULES]
