@@ -154,6 +154,8 @@ class Controls:
         known = known_faults()
         if name not in known:
             raise ValueError(f"unknown fault {name!r:.80}; known: {', '.join(known)}")
+        if not hasattr(faults, name):
+            raise ValueError(f"fault {name!r} is of events that are sent over ZMQ; this engine's are polled")
         fault = getattr(faults, name)
         takes = list(inspect.signature(fault).parameters)
         for each in options:

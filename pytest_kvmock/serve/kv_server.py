@@ -34,7 +34,8 @@ try:
     from pytest_kvmock.serve.control import ControlPort
     from pytest_kvmock.serve.engine_loop import EngineLoop
     from pytest_kvmock.serve.listening import check_descriptors
-    from pytest_kvmock.serve.worker_port import WorkerPort
+    from pytest_kvmock.serve.polled_events import PolledEvents
+from pytest_kvmock.serve.worker_port import WorkerPort
     from pytest_kvmock.wire.zmq import KvPublisher
 except ImportError as error:  # pragma: no cover - the environment without the extra
     raise ImportError(f"a KvServer needs aiohttp, msgspec and pyzmq ({error}): {install_text('serve')}") from None
@@ -128,9 +129,10 @@ class KvServer(Controls, RouterChecks):
     ) -> None:
         self.dialect = find_dialect(dialect)
         release = release_of(self.dialect.models, self.dialect.backend)
-        if release is None or self.dialect.replay is None:
+        if release is None or (self.dialect.replay is None and not release.is_polled):
             raise ValueError(
-                f"KvServer: dialect {self.dialect.name!r} has no engine that serves HTTP; those of vLLM and SGLang have"
+                f"KvServer: dialect {self.dialect.name!r} has no engine that serves HTTP; those of vLLM, SGLang and TensorRT-LLM "
+                "have"
             )
         network = Network.of(host, advertise_host)
         self._makes_token = token is None and not network.is_loopback and control_port is not None
@@ -257,7 +259,7 @@ class KvServer(Controls, RouterChecks):
                 f"KvServer: dialect {self.dialect.name!r} is spoken by engines of type {wanted!r}, worker {worker} is one of "
                 f"type {engine.args.engine_type!r} over {engine.worker.backend!r}"
             )
-        if engine.worker.traits.publishes_groups:
+        if engine.worker.traits.publishes_groups and not self._described.release.is_polled:
             self.dialect.check_groups()
         if engine.driver is not None:
             raise ValueError(f"KvServer: {engine!r} is driven by {engine.driver} already")
@@ -265,7 +267,14 @@ class KvServer(Controls, RouterChecks):
 
     def _publisher(self, worker: int, **options: Any) -> KvPublisher:
         ranks = self.harness.profile.dp_size
-        publisher = KvPublisher(self.dialect, ranks=ranks, digests=self._digests(worker), **options)
+        if self._described.release.is_polled:
+            most = getattr(self.harness.worker(worker).manager, "event_buffer", None)
+            publisher = cast("KvPublisher", PolledEvents(self.dialect, ranks=ranks, most=most))
+            for entry in self.harness.events:  # nobody has asked for these yet
+                if entry.event.worker_id == worker:
+                    publisher.publish(entry.event)
+        else:
+            publisher = KvPublisher(self.dialect, ranks=ranks, digests=self._digests(worker), **options)
         self.harness.add_sink(publisher, worker_id=worker)
         return publisher
 
@@ -354,7 +363,7 @@ class KvServer(Controls, RouterChecks):
         return self._port(worker).url
 
     def publisher(self, worker: int = 0) -> KvPublisher:
-        """The publisher of a worker: its endpoints, its faults, who subscribed.
+        """The publisher of a worker: its endpoints, its faults, who subscribed; of one that is polled, a `PolledEvents`.
 
         Raises:
             ValueError: there is no such worker.

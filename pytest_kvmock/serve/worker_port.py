@@ -88,7 +88,9 @@ class WorkerPort:
 
     @property
     def endpoints(self) -> list[str]:
-        """Where the events of each rank are published, as others are given it."""
+        """Where the events of each rank are published, as others are given it; of those that are polled, where they are asked for."""
+        if self._model.release.is_polled:
+            return [f"{self.url}/kv_cache_events"]
         return [self._network.endpoint(each) for each in self.publisher.endpoints]
 
     @property
@@ -195,6 +197,12 @@ class WorkerPort:
             return False
         with self.publisher.step():
             return sum(loop.clear() for loop in self.loops) == len(self.loops)  # of each, whatever others say
+
+    def take_events(self) -> list[dict[str, Any]]:
+        """Return the events that wait to be polled, and forget them."""
+        polled: Any = self.publisher
+        rows: list[dict[str, Any]] = polled.take()
+        return rows
 
     def event_sources(self) -> list[dict[str, Any]]:
         """Return of each rank where its events are published."""
