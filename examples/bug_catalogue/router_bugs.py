@@ -14,10 +14,11 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
 from pytest_kvmock import Prompt
+from pytest_kvmock.router import Candidate
 from pytest_kvmock.testing import RightRouter
 
 if TYPE_CHECKING:
-    from pytest_kvmock.router import Candidate, RouterRequest
+    from pytest_kvmock.router import RouterRequest
     from pytest_kvmock.router.routing import Worker
 
 Setting: TypeAlias = Literal["plain", "restart", "join", "crash", "adapters", "ranks", "late"]
@@ -44,6 +45,8 @@ class Herd(RightRouter):
     _polled_ms = float("-inf")
     _polled: Mapping[Worker, int] = MappingProxyType({})
 
+    needs_candidates = True
+
     def pick(self, request: RouterRequest, candidates: Sequence[Candidate]) -> Worker:
         if request.now_ms - self._polled_ms >= self._EVERY_MS:
             self._polled_ms = request.now_ms
@@ -61,8 +64,10 @@ class NeverFreed(RightRouter):
 class EmptyScores(RightRouter):
     """Picks the first worker for a prompt of which nobody holds a block."""
 
-    def pick(self, request: RouterRequest, candidates: Sequence[Candidate]) -> Worker:
-        return super().pick(request, candidates) if any(self.overlap(request).values()) else self.workers()[0]
+    def pick(self, request: RouterRequest, candidates: Sequence[Candidate]) -> Worker | None:
+        if any(self.overlap(request).values()) or not candidates:
+            return super().pick(request, candidates)
+        return candidates[0].worker
 
 
 class CountedTwice(RightRouter):
@@ -85,6 +90,9 @@ class DeadWorkerKept(RightRouter):
 
     def worker_removed(self, worker: Worker) -> None:
         self.index.remove_worker(worker[0] if isinstance(worker, tuple) else worker)
+
+    def pick(self, request: RouterRequest, candidates: Sequence[Candidate]) -> Worker | None:
+        return super().pick(request, [Candidate(worker) for worker in self.workers()])
 
     def worker_added(self, worker: Worker) -> None:
         if worker not in self.book.loads:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from pytest_kvmock.checks import is_integer
-from pytest_kvmock.fleet.fleet_events import by_worker, has_ranks
+from pytest_kvmock.fleet.fleet_events import by_worker
 from pytest_kvmock.fleet.router_calls import RouterError
 from pytest_kvmock.hygiene.rules import LOAD_DRIFT, OVERLAP_DRIFT, WORKER_DRIFT
 from pytest_kvmock.report.rows import Belief
@@ -52,7 +52,7 @@ class Beliefs:
         self._methods = {name: method for name, method in calls.beliefs.items() if name != left}
         self._knowledge = knowledge
         self._book = book
-        self._has_ranks = has_ranks(book.loads)
+        self._has_ranks = knowledge.has_ranks
         # Prompts by what overlapped at the pick, where the book has what did on arrival: either is right.
         self._at_pick = LoadBook(book.loads)
         self._fresh: Mapping[Worker, int] = {}
@@ -184,9 +184,9 @@ class Beliefs:
         missing, extra = [each for each in self._book.loads if each not in believed], sorted(believed - live, key=repr)
         wrong = [f"does not know worker {each!r}" for each in missing[:3]]
         wrong += [f"knows worker {each!r}, which is not there" for each in extra[:3]]
-        expected = ", ".join(map(repr, self._book.loads))
+        expected = f"the workers {', '.join(map(repr, self._book.loads))}" if live else "none, as no worker was there"
         about = (missing or extra)[0]
-        return about, f"{self._calls.name}.workers() {' and '.join(wrong)}", f"the workers {expected}", False
+        return about, f"{self._calls.name}.workers() {' and '.join(wrong)}", expected, False
 
     def _loads(self, request: RouterRequest | None, now_ms: float) -> Calls:
         if "loads" not in self._methods:

@@ -11,7 +11,7 @@ from pytest_kvmock.router.routing import Candidate
 if TYPE_CHECKING:
     from pytest_kvmock.clock.mock_engine import MockEngine
     from pytest_kvmock.fleet.fleet_events import KnownCaches
-    from pytest_kvmock.router.loads import LoadBook
+    from pytest_kvmock.router.loads import Load, LoadBook
     from pytest_kvmock.router.routing import RouterRequest, Worker
 
 
@@ -39,6 +39,11 @@ class Offer:
         self._every_ms = every_ms
         self._read_ms = -math.inf
         self._read: dict[Worker, tuple[int, int, int, int, float]] = {}
+
+    @property
+    def workers(self) -> Mapping[Worker, Load]:
+        """Who can be picked, with its load."""
+        return self._book.loads
 
     def shown(self, request: RouterRequest, overlaps: Mapping[Worker, int], now_ms: float) -> tuple[Candidate, ...]:
         """Return the candidates for a request as the router is shown them; see `of_book`."""

@@ -49,6 +49,7 @@ class FleetRun(EngineRun):
         calls: calls the router.
         knowledge: what is known of the caches.
         arrivals: decides when which request arrives.
+        like: an engine as those are that join and are not given.
         loads: whose loads candidates show: those of a load book, or of the engines.
         loads_every_ms: how old those of engines may be; 0: they are read at each pick.
         in_lock_step: whether the ranks of a worker run their passes together.
@@ -74,6 +75,7 @@ class FleetRun(EngineRun):
         calls: RouterCalls,
         knowledge: Knowledge[Any],
         arrivals: Arrivals,
+        like: MockEngine,
         *,
         loads: LoadSource = "router",
         loads_every_ms: float = 0.0,
@@ -90,7 +92,7 @@ class FleetRun(EngineRun):
         self._calls = calls
         self._knowledge = knowledge
         self._arrivals = arrivals
-        self._like = like = next(iter(engines.values()))
+        self._like = like
         release, self._ranks, self._block_size = like.args.release, like.args.dp_size, like.args.block_size
         self._in_lock_step = in_lock_step
         self._passes = Passes(self, release, plans=plans)
@@ -114,6 +116,8 @@ class FleetRun(EngineRun):
         self.numbers: list[int] = []
         self.notes = RunNotes(engines, start_ms)
         self.recorder = recorder
+        self._nobody_from_ms: float | None = None  # since when no worker is there
+        self._note_who_is_there()
 
     def _take(self, engines: Mapping[Worker, MockEngine]) -> None:
         """Take engines that are there from now on; those of one worker id run together, if they do so in this run."""
@@ -162,10 +166,10 @@ class FleetRun(EngineRun):
         self._stop_ms = min(self._stop_ms, self.now_ms)
 
     def check_served(self) -> None:
-        """Raise if requests are left for which nothing happens any more."""
+        """Raise if requests are left for which nothing happens any more; that nobody is there who could serve them is no error."""
         if self._routed:
             raise self.stalled(self.engines.values())
-        if self._waiting:
+        if self._waiting and self._nobody_from_ms is None:
             raise RouterStalled(self.now_ms, self._waiting, self._asked)
 
     @property
@@ -234,7 +238,7 @@ class FleetRun(EngineRun):
         self._turn_of[request] = turn
         overlaps = self._knowledge.overlaps(request)
         self._note_arrival(request, overlaps)
-        if self._waiting:
+        if self._waiting or self._keeps_requests:
             self._waiting.append(request)
             if not self._routed:  # nothing runs, so that nothing would have it asked for again
                 yield from self._ask_again()
@@ -256,7 +260,7 @@ class FleetRun(EngineRun):
 
     def _ask_again(self) -> Calls:
         """Ask for each request that waits, once; in the router's order, where it has one."""
-        if not self._waiting:
+        if not self._waiting or self._keeps_requests:
             return
         left = list(self._waiting)
         has_order = self._calls.has("next_waiting")
@@ -357,6 +361,8 @@ class FleetRun(EngineRun):
         self._calls.left_open = self._calls.left_open or bool(self._routed)
         for request in self._waiting:
             request.status = "unfinished"
+            if self._nobody_from_ms is not None and request in self._place:
+                self.requests[self._place[request]].status = "unfinished"
         if self._routed:
             for engine in self.engines.values():
                 engine.close()
@@ -368,7 +374,25 @@ class FleetRun(EngineRun):
     def _happen(self, incident: Incident) -> Calls:
         """Let an incident happen, and ask for those that wait."""
         yield from self._do(incident)
+        self._note_who_is_there()
         yield from self._ask_again()
+
+    def _note_who_is_there(self) -> None:
+        """Note since when nobody is there."""
+        if self._offer.workers:
+            self._nobody_from_ms = None
+        elif self._nobody_from_ms is None:
+            self._nobody_from_ms = self.now_ms
+
+    @property
+    def _keeps_requests(self) -> bool:
+        """Whether requests wait without the router being asked: it needs candidates, and nobody is there."""
+        return self._nobody_from_ms is not None and self._calls.needs_candidates
+
+    @property
+    def unserved_from_ms(self) -> float | None:
+        """Since when nobody has been there for requests that wait; None: they wait for something else, or none does."""
+        return self._nobody_from_ms if self._waiting else None
 
     def _do(self, incident: Incident) -> Calls:
         worker = incident.worker

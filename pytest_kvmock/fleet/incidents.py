@@ -115,7 +115,7 @@ class Moment:
             notice_ms: how long the router still sees it; what it sends there is sent back, and waits.
 
         Raises:
-            ValueError: there is no such worker then, or none would be left; or an argument is out of range.
+            ValueError: there is no such worker then, or an argument is out of range.
         """
         if lost not in _LOST:
             raise ValueError(f"crash: {unknown_text('lost', lost, _LOST)}")
@@ -142,7 +142,7 @@ class Moment:
         """Have a worker leave: it gets no further request, ends those that it has, and then what it holds is forgotten.
 
         Raises:
-            ValueError: there is no such worker then, or none would be left.
+            ValueError: there is no such worker then.
         """
         self._plan(Incident(self._ms, "leave", worker))
 

@@ -23,6 +23,11 @@ HOOKS: Final = (
 )
 """The methods that a router may have beside `pick`."""
 
+_NOBODY: Final = (
+    "no worker was there. Asked with no candidates, pick() returns None, and the request waits; a router that cannot be asked "
+    "so says needs_candidates = True"
+)
+
 
 class RouterError(RuntimeError):
     """The router under test did what a router must not; what it raised is the cause.
@@ -106,12 +111,14 @@ class RouterCalls:
         timeout_s: how long an async pick may take, in seconds of real time.
 
     Raises:
-        TypeError: it is a class, has no method `pick`, or one of `BELIEFS` does not take what it is asked with.
+        TypeError: it is a class, has no method `pick`, one of `BELIEFS` does not take what it is asked with, or `needs_candidates` is
+            neither True nor False.
 
     Attributes:
         router: as above.
         beliefs: its methods that say what it believes, by name.
         asynchronous: the names of its methods that are coroutine functions.
+        needs_candidates: whether it is not asked where no worker is there.
         excused: what it raised on events on which an index that knows parents must raise, a line each.
         left_open: whether a clock stopped while requests were open, of whose end the router was never told.
         sent: what was sent to each worker, run after run, where it says what it believes of that.
@@ -124,6 +131,10 @@ class RouterCalls:
         if not callable(getattr(router, "pick", None)):
             raise TypeError(f"router must have a method pick(request, candidates), got {router!r:.80}")
         self.router = router
+        self.needs_candidates = getattr(router, "needs_candidates", False)
+        if not isinstance(self.needs_candidates, bool):
+            name = type(router).__name__
+            raise TypeError(f"{name}.needs_candidates must be True or False, got {self.needs_candidates!r:.80}")
         self.on_hook: Callable[..., Calls] | None = None
         self.left_open = False
         self.sent = SentBlocks()
@@ -182,13 +193,20 @@ class RouterCalls:
         Raises:
             RouterError: it raised, was slow, or returned what is no worker.
         """
-        chosen = yield from self._call("pick", self._pick, request, candidates, request, candidates)
+        try:
+            chosen = yield from self._call("pick", self._pick, request, candidates, request, candidates)
+        except RouterError as error:
+            if candidates or isinstance(error.__cause__, TimeoutError):
+                raise
+            raise RouterError(f"{error.problem}: {_NOBODY}", error.now_ms, request) from error.__cause__
         if chosen is None:
             return None
         for each in candidates:
             if each.worker == chosen:
                 return each.worker
         offered = ", ".join(repr(each.worker) for each in candidates[:8]) + (", ..." if len(candidates) > 8 else "")
+        if not candidates:
+            raise RouterError(f"{self.name}.pick() returned {chosen!r:.80}: {_NOBODY}", request.now_ms, request)
         if has_ranks and not isinstance(chosen, tuple):
             why = "workers have ranks, so it must be a pair (worker id, rank)"
         elif isinstance(chosen, Candidate):

@@ -135,7 +135,9 @@ class JudgedEvents(Knowledge[Delivery]):
 
     def drifted(self, belief: Belief) -> None:
         """Note a wrong belief in the log, under the one that it may follow from."""
-        named = belief.worker if belief.worker in self._harness.workers else next(iter(self._harness.workers))
+        workers = self._harness.workers
+        # Of one that is not there, the first that is; where nobody is, the one that it is about.
+        named = belief.worker if belief.worker in workers else next(iter(workers), belief.worker)
         key = stream_of(named)
         log = self._harness.events
         problem = Problem(belief.rule, *key, belief.observed, belief.expected, position=log.total - 1)
@@ -220,7 +222,7 @@ def make_fleet(
         )
         for worker in serving
     }
-    if router is None:
+    if router is None and engines:
         args = next(iter(engines.values())).args
         router = DynamoRouter(args.release.dynamo, rng=Random(f"{seed}:router"))  # noqa: S311 - mock data
     return Fleet(engines, router, knowledge=JudgedEvents(harness, publisher, event_delay_ms), **options)

@@ -233,7 +233,7 @@ class Report:
         `onboarded_input_tokens` is ours: what came back from the host. "fleet" has `router`, `trace` (its name) and `trace_digest`,
         `picks_digest` (equal where all picks are), `held_before` (blocks that
         the engines held as the run began), `all` (the figures without latencies, which are at the top), `workers` (a list: `worker`, `since_ms`, `until_ms`, and its figures, without gaps between
-        tokens), of hybrid models `lacking`, `incidents` (`ms`, `kind`, `worker`, `lost`), `event_errors` (how many, or None) and `beliefs` (rows of `Belief`,
+        tokens), of hybrid models `lacking`, `nobody_from_ms` where that has a value, `incidents` (`ms`, `kind`, `worker`, `lost`), `event_errors` (how many, or None) and `beliefs` (rows of `Belief`,
         or None).
         """
         whole = self._rows(by_end=True).to_json()
@@ -257,6 +257,7 @@ class Report:
                     for each in self.services
                 ],
                 **({"lacking": lacking} if (lacking := self.lacking()) else {}),
+                **({} if self.nobody_from_ms is None else {"nobody_from_ms": self.nobody_from_ms}),
                 "incidents": [each._asdict() for each in self.incidents],
                 "event_errors": None if self.event_errors is None else len(self.event_errors),
                 "beliefs": None if self.beliefs is None else [each._asdict() for each in self.beliefs],
@@ -312,6 +313,11 @@ class Report:
     def loads_every_ms(self) -> float | None:
         """How old the loads of engines were at most that the router was shown; None: it was shown those of the load book."""
         return self.facts.loads_every_ms
+
+    @property
+    def nobody_from_ms(self) -> float | None:
+        """From when on no worker was there for the requests that are unfinished, in virtual milliseconds; None: all were served, or there was one."""
+        return self.facts.nobody_from_ms
 
     @property
     def workers(self) -> list[Worker]:
@@ -427,11 +433,9 @@ class Report:
             parts.append(
                 f"the engines held {self.held_before} blocks before this run: their hits count, and the ideal knows none of them"
             )
-        parts += [f"{each.ms:g} ms: {each.kind} of worker {each.worker!r}, {each.lost} lost" for each in self.incidents]
-        parts += [
-            f"the run ended before {each.ms:g} ms: no {each.kind} of worker {each.worker!r}" for each in self.missed
-        ]
-        parts += map(str, self.beliefs or ())
+        parts += [f"{each.when}: {each.what}, {each.lost} lost" for each in self.incidents]
+        parts += [f"the run ended before {each.when}: no {each.what}" for each in self.missed]
+        parts += filter(None, (self.facts.nobody_text, *map(str, self.beliefs or ())))
         if self.event_errors:
             parts.append(f"errors of events: {len(self.event_errors)}")
         return "\n".join(parts)
@@ -555,7 +559,7 @@ class Report:
         kept = ", ".join(f"{name}={limit:g}" for name, limit in limits.items())
         text = f"{good} of {self.arrived} requests ({good / self.arrived:.1%}) keep {kept}, must be {at:.1%}"
         if not bad:
-            raise AssertionError(f"{text}; the others never left the router")
+            raise AssertionError(f"{text}; {self.facts.nobody_text or 'the others never left the router'}")
         worst = max(bad, key=_lateness)
         raise AssertionError(f"{text}. The worst:\n{worst}\n{self._worst_pick(worst.number)}")
 

@@ -1,6 +1,6 @@
 """What a run leaves for its report: a row a request, a row a worker, the picks of a router, and what happened.
 
-All are values; times are virtual milliseconds.
+One subject: the values of a run. Times are virtual milliseconds.
 """
 
 from __future__ import annotations
@@ -190,6 +190,16 @@ class Happened(NamedTuple):
     worker: int
     lost: int = 0
 
+    @property
+    def when(self) -> str:
+        """Its time, as text."""
+        return f"{self.ms:g} ms"
+
+    @property
+    def what(self) -> str:
+        """What happened to whom, as text."""
+        return f"{self.kind} of worker {self.worker!r}"
+
 
 class EventMark(NamedTuple):
     """What happened to events at a time of a run.
@@ -378,6 +388,8 @@ class RunFacts:
         arrived: how many requests arrived; None: those that were dispatched.
         held_before: blocks that the engines held as the run began.
         loads_every_ms: how old the loads of engines were at most that the router was shown; None: it was shown those of the load book.
+        nobody_from_ms: from when on no worker was there for the requests that waited at the end, in virtual milliseconds; None: all
+            were served, or there was one.
     """
 
     block_size: int
@@ -390,3 +402,9 @@ class RunFacts:
     arrived: int | None = None
     held_before: int = 0
     loads_every_ms: float | None = None
+    nobody_from_ms: float | None = None
+
+    @property
+    def nobody_text(self) -> str:
+        """What reports and messages say of that nobody was there; "" where somebody was."""
+        return "" if self.nobody_from_ms is None else f"no worker was there from {self.nobody_from_ms:g} ms on"

@@ -166,6 +166,20 @@ class RouterContract:
         report = self._played(lambda fleet: fleet.at(_AT_MS).crash(1, notice_ms=60))
         self._judge(f"a crash of worker 1 at {_AT_MS:g} ms, noticed 60 ms later", report)
 
+    def test_requests_wait_while_nobody_is_there(self) -> None:
+        """The last worker is lost, or leaves; requests arrive, and are served as others join."""
+        gone_ms, joins_ms = _AT_MS + 10 * (_WORKERS - 1), 2 * _AT_MS
+        for kind in ("crash", "leave"):
+
+            def happens(fleet: Fleet, kind: str = kind) -> None:
+                for worker in range(_WORKERS):
+                    getattr(fleet.at(_AT_MS + 10 * worker), kind)(worker)
+                for at in range(2):
+                    fleet.at(joins_ms + 40 * at).join(engine=self._engine())
+
+            where = f"all workers {kind}, the last one at {gone_ms:g} ms, and others join from {joins_ms:g} ms on"
+            self._judge(where, self._played(happens))
+
     def test_it_keeps_ranks_apart(self) -> None:
         """Workers have two ranks each, which are picked by (worker, rank) and hold blocks of their own."""
         self._judge("two workers of two ranks", self._played(workers=4, ranks=2))

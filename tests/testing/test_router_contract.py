@@ -257,6 +257,8 @@ class SharesOfPrompts(RoundRobin):
 class FirstOfEquals(RoundRobin):
     """Takes the first of equal workers."""
 
+    needs_candidates = True
+
     def pick(self, request, candidates):
         return min(candidates, key=lambda each: (each.active_requests, -each.overlap)).worker
 
@@ -291,6 +293,31 @@ class BansForGood(RoundRobin):
 
     def pick(self, request, candidates):
         return super().pick(request, [each for each in candidates if each.worker not in self.banned])
+
+
+class FirstOfAll:
+    """Cannot be asked with no candidates, and does not say so."""
+
+    def pick(self, request, candidates):
+        return candidates[request.number % len(candidates)].worker
+
+
+class GivesUp(RoundRobin):
+    """Serves nothing any more once nobody was there."""
+
+    gave_up = False
+
+    def pick(self, request, candidates):
+        self.gave_up = self.gave_up or not candidates
+        return None if self.gave_up else super().pick(request, candidates)
+
+
+class KeepsTheLast(RightRouter):
+    """Believes that a last worker which is gone is there still."""
+
+    def worker_removed(self, worker):
+        if len(self.book.loads) > 1:
+            super().worker_removed(worker)
 
 
 class StaleTree(RoundRobin):
@@ -361,6 +388,17 @@ WRONG = {
         "test_it_uses_a_worker_that_is_back",
         "and a burst of new prompts comes after it: worker 1 got none of 36 requests",
     ),
+    "first of all": (
+        FirstOfAll,
+        "test_requests_wait_while_nobody_is_there",
+        "raised ZeroDivisionError('integer modulo by zero'): no worker was there. Asked with no candidates, pick() returns None",
+    ),
+    "gives up": (GivesUp, "test_requests_wait_while_nobody_is_there", "pick() returned None and nothing runs"),
+    "keeps the last": (
+        lambda: KeepsTheLast(range(3)),
+        "test_requests_wait_while_nobody_is_there",
+        "knows worker 2, which is not there",
+    ),
     "stale tree": (StaleTree, "test_it_follows_a_restart", "overlap_drift: StaleTree.believed() says"),
     "adapters mixed": (
         lambda: StaleTree(forgets=True, adapters=False),
@@ -386,6 +424,13 @@ def test_a_right_tree_of_what_was_sent_holds_it(name):
     skipped = skip_of(of(lambda: StaleTree(forgets=True)), name)
     may_skip = ("_are_right", "_cheapest", "_evictions")
     assert skipped is None or name.endswith(may_skip)
+
+
+def test_a_router_that_needs_candidates_is_right_where_it_says_so():
+    failure = failure_of(of(FirstOfAll), "test_requests_wait_while_nobody_is_there")
+    assert "a router that cannot be asked so says needs_candidates = True" in failure
+    declared = type("Declared", (FirstOfAll,), {"needs_candidates": True})
+    assert all(failure_of(of(declared), name) is None for name in TESTS)
 
 
 def test_a_policy_that_takes_the_first_of_equals_says_so():
