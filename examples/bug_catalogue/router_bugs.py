@@ -14,11 +14,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
 from pytest_kvmock import Prompt
-from pytest_kvmock.router import Candidate
 from pytest_kvmock.testing import RightRouter
 
 if TYPE_CHECKING:
-    from pytest_kvmock.router import RouterRequest
+    from pytest_kvmock.router import Candidate, RouterRequest
     from pytest_kvmock.router.routing import Worker
 
 Setting: TypeAlias = Literal["plain", "restart", "join", "crash", "adapters", "ranks", "late"]
@@ -91,8 +90,8 @@ class DeadWorkerKept(RightRouter):
     def worker_removed(self, worker: Worker) -> None:
         self.index.remove_worker(worker[0] if isinstance(worker, tuple) else worker)
 
-    def pick(self, request: RouterRequest, candidates: Sequence[Candidate]) -> Worker | None:
-        return super().pick(request, [Candidate(worker) for worker in self.workers()])
+    def choices(self, candidates: Sequence[Candidate]) -> list[Worker]:
+        return self.workers()
 
     def worker_added(self, worker: Worker) -> None:
         if worker not in self.book.loads:

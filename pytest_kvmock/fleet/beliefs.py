@@ -10,7 +10,7 @@ there at a pick counts. The first wrong belief of each kind is kept; later ones 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from pytest_kvmock.checks import is_integer
@@ -37,6 +37,7 @@ class Beliefs:
         calls: calls the router.
         knowledge: the reference.
         book: the load book.
+        cordoned: who is there and no candidate: the router is not told, and may know it by that.
         has_blocks: whether the engine of a worker has blocks as the run begins.
 
     Attributes:
@@ -44,7 +45,12 @@ class Beliefs:
     """
 
     def __init__(
-        self, calls: RouterCalls, knowledge: Knowledge[Any], book: LoadBook, has_blocks: Callable[[Worker], bool]
+        self,
+        calls: RouterCalls,
+        knowledge: Knowledge[Any],
+        book: LoadBook,
+        cordoned: Collection[Worker],
+        has_blocks: Callable[[Worker], bool],
     ) -> None:
         self._calls = calls
         # Loads that a stopped clock left open are nobody's mistake.
@@ -52,6 +58,8 @@ class Beliefs:
         self._methods = {name: method for name, method in calls.beliefs.items() if name != left}
         self._knowledge = knowledge
         self._book = book
+        self._cordoned = cordoned
+        self._hidden: Collection[Worker] = ()  # cordoned at the last pick: the router has not seen that they are back
         self._has_ranks = knowledge.has_ranks
         # Prompts by what overlapped at the pick, where the book has what did on arrival: either is right.
         self._at_pick = LoadBook(book.loads)
@@ -150,6 +158,7 @@ class Beliefs:
                 )
                 self.found.append(belief)
                 self._knowledge.drifted(belief)
+        self._hidden = frozenset(self._cordoned)
 
     # ------------------------------------------------------------------------------------------------ comparisons
 
@@ -169,6 +178,10 @@ class Beliefs:
                 text = f"names a worker {name!r:.80}; in this fleet a worker is named by {allowed}"
                 raise RouterError(f"{self._calls.name}.{method}() {text}", now_ms, request)
 
+    def _may_be_left_out(self, worker: Worker) -> bool:
+        """Whether a router may say nothing of a worker: it was none of the candidates that it was shown last."""
+        return worker in self._cordoned or worker in self._hidden
+
     def _workers(self, request: RouterRequest | None, now_ms: float) -> Calls:
         if "workers" not in self._methods:
             return None
@@ -179,9 +192,10 @@ class Beliefs:
         known = list(answer)
         self._check_names("workers", known, request, now_ms)
         believed = set(by_worker(dict.fromkeys(known, 0), has_ranks=self._has_ranks))
-        if believed == live:
+        missing = [each for each in self._book.loads if each not in believed and not self._may_be_left_out(each)]
+        extra = sorted(believed - live, key=repr)
+        if not missing and not extra:
             return None
-        missing, extra = [each for each in self._book.loads if each not in believed], sorted(believed - live, key=repr)
         wrong = [f"does not know worker {each!r}" for each in missing[:3]]
         wrong += [f"knows worker {each!r}, which is not there" for each in extra[:3]]
         expected = f"the workers {', '.join(map(repr, self._book.loads))}" if live else "none, as no worker was there"
@@ -223,6 +237,8 @@ class Beliefs:
             return None
         believed, loads = (yield from self._blocks("overlap", request, now_ms)), self._book.loads
         for worker in loads:
+            if worker not in believed and self._may_be_left_out(worker):
+                continue
             if worker not in self._untold and believed.get(worker, 0) != self._fresh.get(worker, 0):
                 said, right = believed.get(worker, 0), self._fresh.get(worker, 0)
                 whole = len(request.local_hashes)

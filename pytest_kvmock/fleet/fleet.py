@@ -160,13 +160,14 @@ class Fleet:
         self._incidents: list[Incident] = []
         self._ids = set(map(id_of, self.engines))  # of all workers that were ever there
         self._ended_ms = 0.0
+        self._cordoned: set[Worker] = set()
         self._run: FleetRun | None = None  # while it serves
 
     def __repr__(self) -> str:
         return f"<Fleet of {len(self.engines)} engines behind {self._calls.name}>"
 
     def at(self, ms: float) -> Moment:
-        """Return what may happen at a moment of the next run, or of the one under way: `fleet.at(500).crash(1)`; `restart`, `leave`, `join` too.
+        """Return what may happen at a moment of the next run, or of the one under way: `fleet.at(500).crash(1)`; `restart`, `leave`, `join`, `cordon`, `uncordon` too.
 
         Args:
             ms: when, in virtual milliseconds from the start of the run.
@@ -202,7 +203,7 @@ class Fleet:
             if each.worker not in there:
                 who = f"there are {', '.join(map(repr, sorted(there)))}" if there else "nobody is there"
                 raise ValueError(f"{where}: there is no such worker then; {who}")
-            if each.kind != "restart":
+            if each.kind in ("crash", "leave"):
                 there.discard(each.worker)
         if run is None:
             self._incidents = planned
@@ -316,6 +317,7 @@ class Fleet:
             stop_ms=math.inf if self._stop_ms is None else start_ms + self._stop_ms,
             plans=self._plans,
             incidents=self._incidents,
+            cordoned=self._cordoned,
             recorder=None if self._caches is None else Recorder(self._caches),
         )
         self._incidents = []

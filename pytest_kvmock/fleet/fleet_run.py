@@ -57,6 +57,7 @@ class FleetRun(EngineRun):
         stop_ms: when it stops: from then on no pass starts, and no request arrives.
         plans: whether passes that only decode are run in one go.
         incidents: what happens to workers, by time.
+        cordoned: the workers that are no candidates; what happens changes it.
         recorder: notes passes and candidates; None: nothing does.
 
     Attributes:
@@ -84,6 +85,7 @@ class FleetRun(EngineRun):
         stop_ms: float = math.inf,
         plans: bool = True,
         incidents: Sequence[Incident] = (),
+        cordoned: set[Worker] | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         super().__init__(start_ms, stop_ms)
@@ -98,10 +100,13 @@ class FleetRun(EngineRun):
         self._passes = Passes(self, release, plans=plans)
         self._take(engines)
         self._book = LoadBook(engines)
-        self.beliefs = Beliefs(calls, knowledge, self._book, self._has_blocks) if calls.beliefs else None
+        self._cordoned: set[Worker] = set() if cordoned is None else cordoned
+        self.beliefs = None
+        if calls.beliefs:
+            self.beliefs = Beliefs(calls, knowledge, self._book, self._cordoned, self._has_blocks)
         calls.on_hook = None if self.beliefs is None else self.beliefs.after
         every_ms = loads_every_ms if loads == "engine" else None
-        self._offer = Offer(self.engines, self._book, knowledge, every_ms)
+        self._offer = Offer(self.engines, self._book, self._cordoned, knowledge, every_ms)
         self._waiting: list[RouterRequest] = []
         self._asked: tuple[Candidate, ...] = ()
         self.incidents = Incidents(self._happen, start_ms, incidents)
@@ -115,6 +120,9 @@ class FleetRun(EngineRun):
         self.arrived = 0
         self.numbers: list[int] = []
         self.notes = RunNotes(engines, start_ms)
+        self._cordoned.intersection_update(engines)  # not those that were lost as the last run ended
+        for each in self._cordoned:
+            self.notes.is_candidate(each, still=False)
         self.recorder = recorder
         self._nobody_from_ms: float | None = None  # since when no worker is there
         self._note_who_is_there()
@@ -284,7 +292,9 @@ class FleetRun(EngineRun):
             yield from self.beliefs.check(request)
         candidates = self._offer.shown(request, overlaps, self.now_ms)
         self._asked = candidates
-        worker = yield from self._calls.pick(request, candidates, self._position, has_ranks=self._ranks > 1)
+        worker = yield from self._calls.pick(
+            request, candidates, self._position, self._cordoned, has_ranks=self._ranks > 1
+        )
         if worker is None:
             return False
         known = request.overlaps or {}
@@ -308,8 +318,8 @@ class FleetRun(EngineRun):
 
     def _greatest(self, overlaps: Mapping[Worker, int]) -> int:
         """Return the greatest overlap of a candidate."""
-        loads = self._book.loads
-        return max((blocks for each, blocks in overlaps.items() if each in loads), default=0)
+        there = self._offer.workers
+        return max((blocks for each, blocks in overlaps.items() if each in there), default=0)
 
     def _lost(self, request: RouterRequest, *, anew: bool = True) -> Calls:
         """Take a request out of the books whose worker is gone, and tell the router; `anew`: it waits for another."""
@@ -411,17 +421,13 @@ class FleetRun(EngineRun):
                 yield from self._tell("worker_added", ranks)
                 yield from self._knowledge.deliver(self.now_ms)
             case "notice":
-                for each in ranks:
-                    self._book.remove_worker(each)
-                    self.notes.no_candidate(each)
+                self._remove(ranks)
                 self._knowledge.remove(worker)
                 yield from self._tell("worker_removed", ranks)
             case "leave":
                 self._leaving.update(ranks)
                 self.notes.happens(self.now_ms, "leave", worker, ranks)
-                for each in ranks:
-                    self._book.remove_worker(each)
-                    self.notes.no_candidate(each)
+                self._remove(ranks)
                 self._drain(worker)
                 yield from self._tell("worker_removed", ranks)
             case "crash":
@@ -433,6 +439,14 @@ class FleetRun(EngineRun):
                 else:
                     yield from self._do(Incident(incident.ms, "notice", worker))
                 self._waiting += lost
+            case "cordon" | "uncordon":
+                # What is so already stays so.
+                changed = [each for each in ranks if (each in self._cordoned) == (incident.kind == "uncordon")]
+                self._cordoned.symmetric_difference_update(changed)
+                if changed:
+                    self.notes.happens(self.now_ms, incident.kind, worker, changed)
+                for each in changed:
+                    self.notes.is_candidate(each, still=each not in self._cordoned)
             case "restart":
                 restart = partial(self._knowledge.restart, announced=incident.announced)
                 lost = yield from self._lose_requests(incident, restart)
@@ -440,6 +454,13 @@ class FleetRun(EngineRun):
                     yield from self._tell("worker_removed", ranks)
                     yield from self._tell("worker_added", ranks)
                 self._waiting += lost
+
+    def _remove(self, ranks: Sequence[Worker]) -> None:
+        """Take the ranks of a worker out of the books that is gone, or gets nothing more."""
+        for each in ranks:
+            self._book.remove_worker(each)
+            self.notes.is_candidate(each, still=False)
+        self._cordoned.difference_update(ranks)
 
     def _lose_requests(self, incident: Incident, empty: Callable[[Worker, MockEngine], None]) -> Calls:
         """Empty each engine of a worker by this; return those of its requests that wait for another, in the order of their dispatch."""

@@ -11,7 +11,7 @@ from pytest_kvmock.fleet.sent import SentBlocks
 from pytest_kvmock.hygiene.text import event_text
 from pytest_kvmock.report.regret import candidates_table
 from pytest_kvmock.report.rows import BELIEFS
-from pytest_kvmock.router.routing import Candidate
+from pytest_kvmock.router.routing import Candidate, id_of
 
 if TYPE_CHECKING:
     from pytest_kvmock.clock.passes import Calls
@@ -185,6 +185,7 @@ class RouterCalls:
         request: RouterRequest,
         candidates: Sequence[Candidate],
         known: Collection[Worker],
+        cordoned: Collection[Worker] = (),
         *,
         has_ranks: bool,
     ) -> Calls:
@@ -205,9 +206,12 @@ class RouterCalls:
             if each.worker == chosen:
                 return each.worker
         offered = ", ".join(repr(each.worker) for each in candidates[:8]) + (", ..." if len(candidates) > 8 else "")
-        if not candidates:
+        of = next((each for each in cordoned if each == chosen), None)
+        if not candidates and of is None:
             raise RouterError(f"{self.name}.pick() returned {chosen!r:.80}: {_NOBODY}", request.now_ms, request)
-        if has_ranks and not isinstance(chosen, tuple):
+        if of is not None:
+            why = f"worker {id_of(of)!r} is cordoned"
+        elif has_ranks and not isinstance(chosen, tuple):
             why = "workers have ranks, so it must be a pair (worker id, rank)"
         elif isinstance(chosen, Candidate):
             why = "that is a candidate; return its worker"
@@ -216,7 +220,7 @@ class RouterCalls:
         else:
             why = "there is no such worker"
         raise RouterError(
-            f"{self.name}.pick() returned {chosen!r:.80}; {why}. Candidates: {offered}",
+            f"{self.name}.pick() returned {chosen!r:.80}; {why}. Candidates: {offered or 'none'}",
             request.now_ms,
             request,
             candidates,

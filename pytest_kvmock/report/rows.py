@@ -180,7 +180,7 @@ class Happened(NamedTuple):
 
     Attributes:
         ms: when, in virtual milliseconds.
-        kind: "crash", "restart", "leave" or "join".
+        kind: "crash", "restart", "leave", "join", "cordon" or "uncordon".
         worker: to whom, by the id.
         lost: how many requests it lost.
     """

@@ -60,12 +60,17 @@ class RightRouter:
         prefill = (load.prefill_tokens + max(request.prompt_tokens, overlap * size)) / size
         return max(0.0, prefill - overlap) + load.blocks + load.new_blocks(request.sequence_hashes)
 
+    def choices(self, candidates: Sequence[Candidate]) -> list[Worker]:
+        """Return the workers that it picks one of: those that it knows of the candidates."""
+        there = {each.worker for each in candidates}
+        return [worker for worker in self.workers() if worker in there]
+
     def pick(self, request: RouterRequest, candidates: Sequence[Candidate]) -> Worker | None:
         """Return a candidate of the least cost, by books of its own; None: nobody is there."""
         if not candidates:
             return None
-        overlaps, there = self.overlap(request), {each.worker for each in candidates}
-        costs = {each: self.cost(request, each, overlaps.get(each, 0)) for each in self.workers() if each in there}
+        overlaps = self.overlap(request)
+        costs = {each: self.cost(request, each, overlaps.get(each, 0)) for each in self.choices(candidates)}
         least = min(costs.values())
         return self.rng.choice([worker for worker, cost in costs.items() if cost == least])
 

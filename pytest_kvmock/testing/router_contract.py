@@ -1,4 +1,7 @@
-"""What every router promises, as tests that the tests of a router inherit: it serves all, and believes nothing wrong."""
+"""What every router promises, as tests that the tests of a router inherit: it serves all, and believes nothing wrong.
+
+One subject: the scenes, and what each is judged by.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from pytest_kvmock.fleet.router_calls import RouterCalls
 from pytest_kvmock.hygiene.rules import LOAD_DRIFT, OVERLAP_DRIFT, WORKER_DRIFT
 from pytest_kvmock.report.regret import check_selector
 from pytest_kvmock.report.report import Report
+from pytest_kvmock.report.routing_figures import most, most_times
 from pytest_kvmock.report.rows import BELIEFS, Pick
 from pytest_kvmock.router.routing import Worker
 from pytest_kvmock.testing.subject import call_with, check_backends, refuse
@@ -26,6 +30,9 @@ _AT_MS: Final = 150.0
 
 _LATER_MS: Final = 1500.0
 """When the trace is long over."""
+
+_MORE: Final = 1.5
+"""By how many times a fleet may be less even while a worker is cordoned, where it is not even by itself."""
 
 
 class RouterContract:
@@ -167,9 +174,9 @@ class RouterContract:
         self._judge(f"a crash of worker 1 at {_AT_MS:g} ms, noticed 60 ms later", report)
 
     def test_requests_wait_while_nobody_is_there(self) -> None:
-        """The last worker is lost, or leaves; requests arrive, and are served as others join."""
+        """The last worker is lost, leaves, or is cordoned; requests arrive, and are served as others join."""
         gone_ms, joins_ms = _AT_MS + 10 * (_WORKERS - 1), 2 * _AT_MS
-        for kind in ("crash", "leave"):
+        for kind in ("crash", "leave", "cordon"):
 
             def happens(fleet: Fleet, kind: str = kind) -> None:
                 for worker in range(_WORKERS):
@@ -177,8 +184,38 @@ class RouterContract:
                 for at in range(2):
                     fleet.at(joins_ms + 40 * at).join(engine=self._engine())
 
-            where = f"all workers {kind}, the last one at {gone_ms:g} ms, and others join from {joins_ms:g} ms on"
+            where = f"{kind} of all workers, of the last one at {gone_ms:g} ms, and others join from {joins_ms:g} ms on"
             self._judge(where, self._played(happens))
+
+    def test_a_cordoned_worker_gets_nothing(self) -> None:
+        """A worker is no candidate for a while, and nobody says so: the others share its work, and then it gets some again."""
+        again_ms, workers = 2 * _LATER_MS, _WORKERS + 2
+        bursts = zip((_LATER_MS, _LATER_MS, again_ms, again_ms), range(2**40, 2**41, 2**20), strict=False)
+        rows = [*self._rows(), *(each for ms, first in bursts for each in self._burst(ms, first=first))]
+
+        def happens(fleet: Fleet) -> None:
+            fleet.at(_AT_MS).cordon(1)
+            fleet.at((_LATER_MS + again_ms) / 2).uncordon(1)
+
+        def shares(report: Report) -> dict[Worker, float]:
+            picked = [pick.worker for pick in report.picks if _LATER_MS <= pick.ms < again_ms]
+            return {worker: picked.count(worker) for worker in report.workers if worker != 1}
+
+        where = f"worker 1 is cordoned at {_AT_MS:g} ms, and a burst of prompts of which nobody holds a block comes to the others"
+        report = self._played(happens, workers=workers, rows=rows)
+        self._judge(where, report)
+        if self.packs:
+            pytest.skip(f"{type(self).__name__}.packs is True: {where}: whether they share it was not checked")
+        found, others = most(shares(report)), workers - 1
+        alone = most(shares(self._played(workers=workers, rows=rows)))
+        limit = max(most_times(others), _MORE * alone.times if alone else 0.0)
+        if found is None or found.times > limit:
+            counts = ", ".join(f"worker {worker!r}: {count:g}" for worker, count in shares(report).items())
+            self._fail(
+                f"{where}: one has more than {limit:.3g} times the mean ({counts}); as even as before were expected"
+            )
+        where = f"worker 1 is cordoned for a while, and then a burst of new prompts comes at {again_ms:g} ms"
+        self._each_is_picked(where, report, [1], lambda pick: pick.ms >= again_ms)
 
     def test_it_keeps_ranks_apart(self) -> None:
         """Workers have two ranks each, which are picked by (worker, rank) and hold blocks of their own."""
@@ -272,9 +309,9 @@ class RouterContract:
         )
         return list(rows)
 
-    def _burst(self, ms: float, apart_ms: float = 0.0) -> list[TraceRequest]:
-        """Many requests whose prompts nobody holds, of one moment, or one after the other."""
-        ids = [2**40 + 2 * at for at in range(12 * _WORKERS)]
+    def _burst(self, ms: float, apart_ms: float = 0.0, first: int = 2**40) -> list[TraceRequest]:
+        """Many requests whose prompts nobody holds, of one moment, or one after the other; their blocks are named from `first` on."""
+        ids = [first + 2 * at for at in range(12 * _WORKERS)]
         size = 2 * self.block_size
         return [TraceRequest(ms + at * apart_ms, size, 4, (each, each + 1)) for at, each in enumerate(ids)]
 

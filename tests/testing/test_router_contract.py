@@ -9,6 +9,7 @@ from planted_bugs import ROUTER_BUGS
 from pytest_kvmock import Prompt
 from pytest_kvmock.backends import BACKENDS
 from pytest_kvmock.router import DynamoRouter, LeastLoaded, RoundRobin
+from pytest_kvmock.router.loads import Load
 from pytest_kvmock.testing import RightRouter, RouterContract
 
 TESTS = names_of_tests(RouterContract)
@@ -320,6 +321,54 @@ class KeepsTheLast(RightRouter):
             super().worker_removed(worker)
 
 
+class OwnList(RightRouter):
+    """Picks by its own list of workers, whoever is a candidate."""
+
+    def choices(self, candidates):
+        return self.workers()
+
+
+class FirstWhereOneIsMissing(RoundRobin):
+    """Sends all to the first while fewer are candidates than there are."""
+
+    def started(self, workers):
+        self.there = set(workers)
+
+    def worker_added(self, worker):
+        self.there.add(worker)
+
+    def worker_removed(self, worker):
+        self.there.discard(worker)
+
+    def pick(self, request, candidates):
+        is_whole = {each.worker for each in candidates} == self.there
+        return super().pick(request, candidates if is_whole else candidates[:1])
+
+
+class LeavesOutForGood(RoundRobin):
+    """Never picks a worker again that was once no candidate."""
+
+    def started(self, workers):
+        self.there = set(workers)
+
+    def worker_added(self, worker):
+        self.there.add(worker)
+
+    def pick(self, request, candidates):
+        self.there &= {each.worker for each in candidates}
+        return super().pick(request, [each for each in candidates if each.worker in self.there])
+
+
+class TakesForGone(RightRouter):
+    """Takes a worker that is no candidate for one that is gone."""
+
+    def pick(self, request, candidates):
+        for worker in set(self.workers()) - {each.worker for each in candidates}:
+            self.book.loads[worker] = Load()
+            self.index.remove_worker(worker)
+        return super().pick(request, candidates)
+
+
 class StaleTree(RoundRobin):
     """Keeps what it sent to a worker that restarts."""
 
@@ -398,6 +447,22 @@ WRONG = {
         lambda: KeepsTheLast(range(3)),
         "test_requests_wait_while_nobody_is_there",
         "knows worker 2, which is not there",
+    ),
+    "own list": (lambda: OwnList(range(5)), "test_a_cordoned_worker_gets_nothing", "returned 1; worker 1 is cordoned"),
+    "first where one is missing": (
+        FirstWhereOneIsMissing,
+        "test_a_cordoned_worker_gets_nothing",
+        "one has more than 2 times the mean (worker 0: 72, worker 2: 0, worker 3: 0, worker 4: 0)",
+    ),
+    "leaves out for good": (
+        LeavesOutForGood,
+        "test_a_cordoned_worker_gets_nothing",
+        "and then a burst of new prompts comes at 3000 ms: worker 1 got none of 72 requests",
+    ),
+    "takes for gone": (
+        lambda: TakesForGone(range(5)),
+        "test_a_cordoned_worker_gets_nothing",
+        "load_drift: TakesForGone.loads() says",
     ),
     "stale tree": (StaleTree, "test_it_follows_a_restart", "overlap_drift: StaleTree.believed() says"),
     "adapters mixed": (
