@@ -64,6 +64,8 @@ class Beliefs:
         # Prompts by what overlapped at the pick, where the book has what did on arrival: either is right.
         self._at_pick = LoadBook(book.loads)
         self._fresh: Mapping[Worker, int] = {}
+        self._restarts = calls.restarts
+        self._noticed: Mapping[Worker, int] = {}  # of workers that began anew, by an index that noticed it
         self._untold = knowledge.untold
         self._sent = calls.sent if "believed" in self._methods else None
         if self._sent is not None:
@@ -80,13 +82,17 @@ class Beliefs:
         if hook == "apply":
             data = argument.event.data
             of = (argument.worker_id, argument.event.dp_rank)
+            name = of if self._has_ranks else of[0]
             if self._sent is not None:
-                self._sent.stored(argument, of if self._has_ranks else of[0])
+                self._sent.stored(argument, name)
+            self._restarts.applied(argument, name, self._knowledge.new_index, now_ms)
             text = f"apply() of {type(data).__name__} event {argument.event.event_id} {at}"
             self._told[of] = self._told[of[0]] = text
             return
-        if hook in ("worker_added", "worker_removed") and self._sent is not None:
-            self._sent.forget(argument)
+        if hook in ("worker_added", "worker_removed"):
+            self._restarts.forget(argument)
+            if self._sent is not None:
+                self._sent.forget(argument)
         if hook == "worker_added":
             self._at_pick.loads.pop(argument, None)
             self._at_pick.add_worker(argument)
@@ -97,12 +103,15 @@ class Beliefs:
             if worker not in self._at_pick.loads:
                 self._at_pick.add_worker(worker)
             self._at_pick.dispatched(argument, worker, self._fresh.get(worker, 0))
+            self._restarts.dispatched(argument, worker, self._noticed.get(worker, self._fresh.get(worker, 0)))
             if self._sent is not None:
                 self._sent.sent(argument.local_hashes, worker)
         elif hook == "first_token":
             self._at_pick.first_token(argument)
+            self._restarts.prefilled(argument)
         elif hook == "finished":
             self._at_pick.finished(argument)
+            self._restarts.prefilled(argument)
         text = f"{hook}({f'request {argument.number}' if hasattr(argument, 'number') else repr(argument)}) {at}"
         if hook in ("worker_added", "worker_removed"):
             before = self._told.get(argument, "")
@@ -114,6 +123,10 @@ class Beliefs:
                 self._parted.pop(rule, None)
             else:
                 self._parted.setdefault(rule, text)
+
+    def restarted(self, workers: Iterable[Worker]) -> None:
+        """Note that workers have restarted, and that the router is not told."""
+        self._restarts.restarted(workers)
 
     def _is_kept(self, rule: str) -> bool:
         return any(each.rule == rule for each in self.found)
@@ -129,6 +142,7 @@ class Beliefs:
             RouterError: a method raised, or returned what is of another shape.
         """
         self._fresh = self._knowledge.reference_overlaps(request)
+        self._noticed = self._restarts.overlaps(request)
         for rule, compare in (
             (WORKER_DRIFT, self._workers),
             (OVERLAP_DRIFT, self._overlaps),
@@ -218,9 +232,11 @@ class Beliefs:
         for worker, load in self._book.loads.items():
             believed = tuple(said.get(worker, (0, 0, 0)))
             right = load.prefill_tokens, load.blocks, load.requests
-            also = self._at_pick.loads[worker].prefill_tokens if worker in self._at_pick.loads else right[0]
+            also = [self._restarts.prefill_tokens(worker)]
+            if worker in self._at_pick.loads:
+                also.append(self._at_pick.loads[worker].prefill_tokens)
             wrong = [part is not None and part != expected for part, expected in zip(believed, right, strict=True)]
-            wrong[0] = wrong[0] and believed[0] != also and worker not in self._untold
+            wrong[0] = wrong[0] and believed[0] not in also and worker not in self._untold
             if any(wrong):
                 before = {each.rule for each in self.found}
                 follows = WORKER_DRIFT in before or (wrong == [True, False, False] and OVERLAP_DRIFT in before)
@@ -239,14 +255,22 @@ class Beliefs:
         for worker in loads:
             if worker not in believed and self._may_be_left_out(worker):
                 continue
-            if worker not in self._untold and believed.get(worker, 0) != self._fresh.get(worker, 0):
-                said, right = believed.get(worker, 0), self._fresh.get(worker, 0)
+            said, right = believed.get(worker, 0), self._fresh.get(worker, 0)
+            noticed = self._noticed.get(worker, right)
+            must_notice = "restart" in self._calls.survives
+            if worker not in self._untold and said != noticed and (must_notice or said != right):
                 whole = len(request.local_hashes)
                 observed = f"{self._calls.name}.overlap() says {said} of {whole} blocks on worker {worker!r}"
                 ranks = [each for each in loads if each != worker and id_of(each) == id_of(worker)]
                 holds = next((each for each in ranks if self._fresh.get(each, 0) == said > right), None)
                 observed += "" if holds is None else f", which {holds!r} holds, another rank,"
-                return worker, observed, f"{right}, by the reference index of the same events", False
+                expected = f"{right}, by the reference index of the same events"
+                if worker in self._restarts.noticed:
+                    after = f"dropped what it held before {self._restarts.noticed[worker]}, which began its ids anew"
+                    expected = (
+                        f"{noticed}, as it {after}" if must_notice else f"{expected}, or {noticed} by one that {after}"
+                    )
+                return worker, observed, expected, False
         return None
 
     def _believed(self, request: RouterRequest | None, now_ms: float) -> Calls:

@@ -129,7 +129,7 @@ class Fleet:
                 raise ValueError(f"Fleet: {name} must be above 0, got {value!r}")
         if router is None:
             router = DynamoRouter(args.release.dynamo, rng=Random(seed))  # noqa: S311 - mock data
-        self._calls = RouterCalls(router, pick_timeout_s)
+        self._calls = router if isinstance(router, RouterCalls) else RouterCalls(router, pick_timeout_s)
         self._release = args.release if semantics is None else releases[semantics]
         self._loads: LoadSource = loads
         self._loads_every_ms = loads_every_ms

@@ -236,6 +236,10 @@ class Knowledge(KnownCaches, ABC, Generic[_T]):
         """Return events that tell an empty index what is held now, each copy by one of its own."""
         return self.reference.dump_events()
 
+    def new_index(self) -> RadixIndex:
+        """Return an empty index of events as the router is told them."""
+        return self.reference.new()
+
     def reference_overlaps(self, request: RouterRequest) -> Mapping[Worker, int]:
         """Return how many leading full blocks each worker holds, by the reference index."""
         return KnownCaches.overlaps(self, request)

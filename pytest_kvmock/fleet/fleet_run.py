@@ -455,6 +455,8 @@ class FleetRun(EngineRun):
                 if incident.announced:
                     yield from self._tell("worker_removed", ranks)
                     yield from self._tell("worker_added", ranks)
+                elif self.beliefs is not None:
+                    self.beliefs.restarted(ranks)
                 self._waiting += lost
 
     def _remove(self, ranks: Sequence[Worker]) -> None:

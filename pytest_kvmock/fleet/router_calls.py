@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from inspect import isawaitable, iscoroutine, iscoroutinefunction, signature
 from typing import TYPE_CHECKING, Any, Final
 
+from pytest_kvmock.fleet.noticed_restarts import NoticedRestarts
 from pytest_kvmock.fleet.sent import SentBlocks
 from pytest_kvmock.hygiene.text import event_text
 from pytest_kvmock.report.regret import candidates_table
@@ -109,23 +110,26 @@ class RouterCalls:
     Args:
         router: the router under test.
         timeout_s: how long an async pick may take, in seconds of real time.
+        survives: what is declared for it, beside its own `survives`.
 
     Raises:
-        TypeError: it is a class, has no method `pick`, one of `BELIEFS` does not take what it is asked with, or `needs_candidates` is
-            neither True nor False.
+        TypeError: it is a class, has no method `pick`, one of `BELIEFS` does not take what it is asked with, `needs_candidates` is
+            neither True nor False, or `survives` names something else than "restart".
 
     Attributes:
         router: as above.
         beliefs: its methods that say what it believes, by name.
         asynchronous: the names of its methods that are coroutine functions.
         needs_candidates: whether it is not asked where no worker is there.
+        survives: the faults that it must notice: "restart", of a worker that nobody announces.
         excused: what it raised on events on which an index that knows parents must raise, a line each.
         left_open: whether a clock stopped while requests were open, of whose end the router was never told.
         sent: what was sent to each worker, run after run, where it says what it believes of that.
+        restarts: the restarts that nobody announced, run after run, where it says what it believes.
         on_hook: called after each hook, whether the router has it or not; None: nobody is.
     """
 
-    def __init__(self, router: object, timeout_s: float = 5.0) -> None:
+    def __init__(self, router: object, timeout_s: float = 5.0, survives: Collection[str] = ()) -> None:
         if isinstance(router, type):
             raise TypeError(f"router is the class {router.__name__}; it must be an object, {router.__name__}()")
         if not callable(getattr(router, "pick", None)):
@@ -135,9 +139,15 @@ class RouterCalls:
         if not isinstance(self.needs_candidates, bool):
             name = type(router).__name__
             raise TypeError(f"{name}.needs_candidates must be True or False, got {self.needs_candidates!r:.80}")
+        own = getattr(router, "survives", ())
+        for declared in (own, survives):
+            if not isinstance(declared, tuple | list) or not all(each == "restart" for each in declared):
+                raise TypeError(f"{type(router).__name__}: survives must be ('restart',) or (), got {declared!r:.80}")
+        self.survives = {*own, *survives}
         self.on_hook: Callable[..., Calls] | None = None
         self.left_open = False
         self.sent = SentBlocks()
+        self.restarts = NoticedRestarts()
         self._is_started = False
         self.excused: list[str] = []
         self._removed_ms: dict[Worker, float] = {}  # workers that it was told are gone, and when

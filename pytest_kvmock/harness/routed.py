@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from random import Random
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from pytest_kvmock.backends import BACKENDS
 from pytest_kvmock.checks import check_integer, check_number
 from pytest_kvmock.events import Stored
 from pytest_kvmock.fleet.fleet import Fleet
@@ -14,6 +15,7 @@ from pytest_kvmock.fleet.fleet_events import EventDelay, Knowledge
 from pytest_kvmock.hygiene.delivery import Delivery
 from pytest_kvmock.hygiene.problem import ROUTER_RULES, Problem
 from pytest_kvmock.report.rows import EventMark
+from pytest_kvmock.router.index import RadixIndex
 from pytest_kvmock.router.routing import stream_of
 from pytest_kvmock.router.selection import DynamoRouter
 
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
     from pytest_kvmock.hygiene.log import EventLog
     from pytest_kvmock.hygiene.stream import Stream
     from pytest_kvmock.report.rows import Belief
-    from pytest_kvmock.router.index import RadixIndex
     from pytest_kvmock.router.routing import RouterRequest, Worker
     from pytest_kvmock.tokens import Prompt
 
@@ -154,6 +155,15 @@ class JudgedEvents(Knowledge[Delivery]):
             assert isinstance(event.event.data, Stored)
             held += [event] * copies.get(event.event.data.block_hashes[0], 0)
         return held
+
+    def new_index(self) -> RadixIndex:
+        """Return an empty index of events as the router is told them; the reference index counts no copies, the ledger does."""
+        workers = list(self._harness.workers.values())
+        specs = [BACKENDS.get(worker.backend) for worker in workers]
+        index = RadixIndex(count_copies=any(spec is not None and spec.residency == "counted" for spec in specs))
+        for worker in workers:
+            index.offloads_in_chunks(worker.worker_id, worker.dp_rank, worker.traits.chunk)
+        return index
 
     @property
     def event_errors(self) -> list[Problem]:
