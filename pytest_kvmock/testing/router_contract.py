@@ -32,11 +32,35 @@ _AT_MS: Final = 150.0
 _LATER_MS: Final = 1500.0
 """When the trace is long over."""
 
+_PROPERTY: Final = "kvmock.unjudged"
+"""By which the plugin finds, in the reports of tests, what it says at the end of a run."""
+
+_UNJUDGED: Final = (
+    (("loads",), "what it counts of its open requests"),
+    (("overlap", "believed"), "what it takes each worker to hold, after evictions and restarts, by rank and adapter"),
+    (("workers",), "whom it takes to be there"),
+)
+"""What a router believes: the methods of which one says it, and what it is."""
+
 _LENGTHS: Final = attrgetter("input_length", "output_length", "hash_ids")
 """Of a request what it asks for, whenever it comes."""
 
 _MORE: Final = 1.5
 """By how many times a fleet may be less even while a worker is cordoned, where it is not even by itself."""
+
+
+def _unjudged_text(router: object) -> str:
+    """Return what no scene can judge of a router, and by which method it could; "" where it says all that it believes."""
+    parts = [
+        f"{what} (no {' or '.join(map(_call_text, methods))})"
+        for methods, what in _UNJUDGED
+        if not any(callable(getattr(router, name, None)) for name in methods)
+    ]
+    return f"{type(router).__name__} was not judged by {', '.join(parts)}" if parts else ""
+
+
+def _call_text(method: str) -> str:
+    return f"{method}({', '.join(BELIEFS[method])})"
 
 
 class RouterContract:
@@ -50,7 +74,8 @@ class RouterContract:
 
     Each test plays a trace of forty requests on three workers. All requests must end, so nobody may be picked who is gone, and none may
     wait for ever while a worker could take it. What the router believes is compared before each pick where it has `loads()`,
-    `overlap(request)` or `workers()`. A test of what the router does not have is skipped, and says what was not checked.
+    `overlap(request)`, `believed(request)` or `workers()`. Of one that has not, a line in the summary of the run says what no scene could judge; a
+    test of that alone is skipped.
 
     Attributes:
         block_size: tokens a block.
@@ -70,6 +95,12 @@ class RouterContract:
     packs: ClassVar[bool] = False
     first_of_equals: ClassVar[bool] = False
     survives: ClassVar[Sequence[str]] = ()
+
+    _properties: list[tuple[str, object]] | None = None
+
+    @pytest.fixture(autouse=True)
+    def _kvmock_properties(self, request: pytest.FixtureRequest) -> None:
+        self._properties, self._class_id = request.node.user_properties, request.node.nodeid.rpartition("::")[0]
 
     def make_router(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002 - for those who define it
         """Make a new router; to be defined by a subclass, with the workers that are there from the start as argument or with none."""
@@ -103,7 +134,6 @@ class RouterContract:
     def test_it_follows_evictions(self) -> None:
         """Caches are so small that blocks are evicted all the time."""
         self._judge("caches that hold a few prompts", self._played(num_blocks=40))
-        self._needs("whether it follows evictions", "overlap")
 
     def test_workers_that_know_nothing_share_a_burst(self) -> None:
         """Of many requests of one moment whose prompts nobody holds each worker gets some: equal scores are no hot spot."""
@@ -241,7 +271,6 @@ class RouterContract:
         if not self._has_adapters:
             pytest.skip(f"backend {self.backend!r} names no blocks by lora_name: adapters were not checked")
         self._judge("prompts that differ in their LoRA adapter alone", self._played(rows=self._adapters()))
-        self._needs("whether it keeps adapters apart", "overlap", "believed")
 
     def test_late_events_do_not_stop_it(self) -> None:
         """Events come 40 ms late; it is right by those that came."""
@@ -375,6 +404,9 @@ class RouterContract:
             problem = str(error)
         if problem is not None:
             refuse(self, f"make_router gave {router!r:.80}: {problem}")
+        unjudged = _unjudged_text(router)
+        if unjudged and self._properties is not None:
+            self._properties.append((_PROPERTY, f"{self._class_id}: {unjudged}"))
         if happens is not None:
             happens(fleet)
         trace = self._rows() if rows is None else rows
@@ -410,7 +442,7 @@ class RouterContract:
         __tracebackhide__ = True
         subject = self._subject()
         if not any(callable(getattr(subject, name, None)) for name in methods):
-            asked = " or ".join(f"{name}({', '.join(BELIEFS[name])})" for name in methods)
+            asked = " or ".join(map(_call_text, methods))
             pytest.skip(f"{type(subject).__name__} has no {asked}: {what} was not checked")
 
     def _each_is_picked(
