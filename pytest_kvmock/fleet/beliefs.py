@@ -109,7 +109,7 @@ class Beliefs:
         elif hook == "first_token":
             self._at_pick.first_token(argument)
             self._restarts.prefilled(argument)
-        elif hook == "finished":
+        elif hook in ("finished", "withdrawn"):  # one that was withdrawn counts nowhere
             self._at_pick.finished(argument)
             self._restarts.prefilled(argument)
         text = f"{hook}({f'request {argument.number}' if hasattr(argument, 'number') else repr(argument)}) {at}"

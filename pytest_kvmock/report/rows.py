@@ -180,25 +180,17 @@ class Happened(NamedTuple):
 
     Attributes:
         ms: when, in virtual milliseconds.
-        kind: "crash", "restart", "leave", "join", "cordon" or "uncordon".
-        worker: to whom, by the id.
+        kind: "crash", "restart", "leave", "join", "cordon" or "uncordon"; of what was missed also "abort".
+        worker: to whom, by the id; None: to a request.
         lost: how many requests it lost.
+        request: of an abort, which request was to be called off, by the order of arrival.
     """
 
     ms: float
     kind: str
-    worker: int
+    worker: int | None = None
     lost: int = 0
-
-    @property
-    def when(self) -> str:
-        """Its time, as text."""
-        return f"{self.ms:g} ms"
-
-    @property
-    def what(self) -> str:
-        """What happened to whom, as text."""
-        return f"{self.kind} of worker {self.worker!r}"
+    request: int | None = None
 
 
 class EventMark(NamedTuple):
@@ -386,6 +378,7 @@ class RunFacts:
         turns: the trace.
         objectives: what counts as good.
         arrived: how many requests arrived; None: those that were dispatched.
+        withdrawn: how many of them were called off before they were ever dispatched.
         held_before: blocks that the engines held as the run began.
         loads_every_ms: how old the loads of engines were at most that the router was shown; None: it was shown those of the load book.
         nobody_from_ms: from when on no worker was there for the requests that waited at the end, in virtual milliseconds; None: all
@@ -400,6 +393,7 @@ class RunFacts:
     turns: Sequence[Asked] = ()
     objectives: Objectives = Objectives()
     arrived: int | None = None
+    withdrawn: int = 0
     held_before: int = 0
     loads_every_ms: float | None = None
     nobody_from_ms: float | None = None

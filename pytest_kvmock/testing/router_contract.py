@@ -18,9 +18,10 @@ from pytest_kvmock.fleet.router_calls import RouterCalls
 from pytest_kvmock.hygiene.rules import LOAD_DRIFT, OVERLAP_DRIFT, WORKER_DRIFT
 from pytest_kvmock.report.regret import check_selector
 from pytest_kvmock.report.report import Report
-from pytest_kvmock.report.routing_figures import most, most_times
 from pytest_kvmock.report.rows import BELIEFS, Pick
 from pytest_kvmock.router.routing import Worker
+from pytest_kvmock.testing.router_aborts import RouterAborts
+from pytest_kvmock.testing.router_absence import RouterAbsence
 from pytest_kvmock.testing.subject import call_with, check_backends, refuse
 from pytest_kvmock.tokens import Prompt
 from pytest_kvmock.traces import TraceRequest, synthetic_trace
@@ -45,9 +46,6 @@ _UNJUDGED: Final = (
 _LENGTHS: Final = attrgetter("input_length", "output_length", "hash_ids")
 """Of a request what it asks for, whenever it comes."""
 
-_MORE: Final = 1.5
-"""By how many times a fleet may be less even while a worker is cordoned, where it is not even by itself."""
-
 
 def _unjudged_text(router: object) -> str:
     """Return what no scene can judge of a router, and by which method it could; "" where it says all that it believes."""
@@ -63,7 +61,7 @@ def _call_text(method: str) -> str:
     return f"{method}({', '.join(BELIEFS[method])})"
 
 
-class RouterContract:
+class RouterContract(RouterAborts, RouterAbsence):
     """Tests that hold for every router of a `Fleet`.
 
     A subclass defines `make_router`::
@@ -72,7 +70,7 @@ class RouterContract:
             def make_router(self, workers):  # or make_router(self)
                 return MyRouter(workers)
 
-    Each test plays a trace of forty requests on three workers. All requests must end, so nobody may be picked who is gone, and none may
+    Each test plays a trace of forty requests on three workers, some of whose clients go away in some. All requests must end, so nobody may be picked who is gone, and none may
     wait for ever while a worker could take it. What the router believes is compared before each pick where it has `loads()`,
     `overlap(request)`, `believed(request)` or `workers()`. Of one that has not, a line in the summary of the run says what no scene could judge; a
     test of that alone is skipped.
@@ -217,50 +215,6 @@ class RouterContract:
         """For 60 ms what is sent to the lost worker comes back."""
         report = self._played(lambda fleet: fleet.at(_AT_MS).crash(1, notice_ms=60))
         self._judge(f"a crash of worker 1 at {_AT_MS:g} ms, noticed 60 ms later", report)
-
-    def test_requests_wait_while_nobody_is_there(self) -> None:
-        """The last worker is lost, leaves, or is cordoned; requests arrive, and are served as others join."""
-        gone_ms, joins_ms = _AT_MS + 10 * (_WORKERS - 1), 2 * _AT_MS
-        for kind in ("crash", "leave", "cordon"):
-
-            def happens(fleet: Fleet, kind: str = kind) -> None:
-                for worker in range(_WORKERS):
-                    getattr(fleet.at(_AT_MS + 10 * worker), kind)(worker)
-                for at in range(2):
-                    fleet.at(joins_ms + 40 * at).join(engine=self._engine())
-
-            where = f"{kind} of all workers, of the last one at {gone_ms:g} ms, and others join from {joins_ms:g} ms on"
-            self._judge(where, self._played(happens))
-
-    def test_a_cordoned_worker_gets_nothing(self) -> None:
-        """A worker is no candidate for a while, and nobody says so: the others share its work, and then it gets some again."""
-        again_ms, workers = 2 * _LATER_MS, _WORKERS + 2
-        bursts = zip((_LATER_MS, _LATER_MS, again_ms, again_ms), range(2**40, 2**41, 2**20), strict=False)
-        rows = [*self._rows(), *(each for ms, first in bursts for each in self._burst(ms, first=first))]
-
-        def happens(fleet: Fleet) -> None:
-            fleet.at(_AT_MS).cordon(1)
-            fleet.at((_LATER_MS + again_ms) / 2).uncordon(1)
-
-        def shares(report: Report) -> dict[Worker, float]:
-            picked = [pick.worker for pick in report.picks if _LATER_MS <= pick.ms < again_ms]
-            return {worker: picked.count(worker) for worker in report.workers if worker != 1}
-
-        where = f"worker 1 is cordoned at {_AT_MS:g} ms, and a burst of prompts of which nobody holds a block comes to the others"
-        report = self._played(happens, workers=workers, rows=rows)
-        self._judge(where, report)
-        if self.packs:
-            pytest.skip(f"{type(self).__name__}.packs is True: {where}: whether they share it was not checked")
-        found, others = most(shares(report)), workers - 1
-        alone = most(shares(self._played(workers=workers, rows=rows)))
-        limit = max(most_times(others), _MORE * alone.times if alone else 0.0)
-        if found is None or found.times > limit:
-            counts = ", ".join(f"worker {worker!r}: {count:g}" for worker, count in shares(report).items())
-            self._fail(
-                f"{where}: one has more than {limit:.3g} times the mean ({counts}); as even as before were expected"
-            )
-        where = f"worker 1 is cordoned for a while, and then a burst of new prompts comes at {again_ms:g} ms"
-        self._each_is_picked(where, report, [1], lambda pick: pick.ms >= again_ms)
 
     def test_it_keeps_ranks_apart(self) -> None:
         """Workers have two ranks each, which are picked by (worker, rank) and hold blocks of their own."""
@@ -420,7 +374,7 @@ class RouterContract:
 
     def _judge(self, where: str, report: Report) -> None:
         __tracebackhide__ = True
-        left = report.arrived - len(report.completed)
+        left = report.arrived - len(report.completed) - report.aborted
         if left:
             self._fail(f"{where}: {left} of {report.arrived} requests were not served")
         for belief in report.beliefs or ():

@@ -54,7 +54,7 @@ def test_a_cordoned_worker_gets_nothing_until_it_is_uncordoned(router, loads):
     assert 40 == len(report.completed)
     assert not [pick for pick in report.picks if 25 < pick.ms < 75 and pick.worker == 1]
     assert [pick for pick in report.picks if pick.ms > 75 and pick.worker == 1]
-    assert [("cordon", 1, 0), ("uncordon", 1, 0)] == [each[1:] for each in report.incidents]
+    assert [("cordon", 1), ("uncordon", 1)] == [each[1:3] for each in report.incidents]
     assert not report.beliefs
 
 
