@@ -32,6 +32,26 @@ _MORE: Final = 1.5
 class RouterAbsence:
     """Scenes of workers that are no candidates; a part of `RouterContract`, which plays them."""
 
+    packs: ClassVar[bool]
+
+    if TYPE_CHECKING:  # what it has of the contract
+
+        def _engine(self) -> MockEngine: ...
+
+        def _rows(self) -> list[TraceRequest]: ...
+
+        def _burst(self, ms: float, apart_ms: float = 0.0, first: int = ...) -> list[TraceRequest]: ...
+
+        def _played(self, happens: Callable[[Fleet], object] | None = None, **options: Any) -> Report: ...
+
+        def _judge(self, where: str, report: Report) -> None: ...
+
+        def _each_is_picked(
+            self, where: str, report: Report, workers: Sequence[Worker], of: Callable[[Pick], bool]
+        ) -> None: ...
+
+        def _fail(self, text: str) -> NoReturn: ...
+
     def test_requests_wait_while_nobody_is_there(self) -> None:
         """The last worker is lost, leaves, or is cordoned; requests arrive, and are served as others join."""
         gone_ms, joins_ms = AT_MS + 10 * (WORKERS - 1), 2 * AT_MS
@@ -75,30 +95,3 @@ class RouterAbsence:
             )
         where = f"worker 1 is cordoned for a while, and then a burst of new prompts comes at {again_ms:g} ms"
         self._each_is_picked(where, report, [1], lambda pick: pick.ms >= again_ms)
-
-    # ----------------------------------------------------------------------------------- what the contract does
-
-    packs: ClassVar[bool]
-
-    def _engine(self) -> MockEngine:
-        raise NotImplementedError
-
-    def _rows(self) -> list[TraceRequest]:
-        raise NotImplementedError
-
-    def _burst(self, ms: float, apart_ms: float = 0.0, first: int = ...) -> list[TraceRequest]:
-        raise NotImplementedError
-
-    def _played(self, happens: Callable[[Fleet], object] | None = None, **options: Any) -> Report:
-        raise NotImplementedError
-
-    def _judge(self, where: str, report: Report) -> None:
-        raise NotImplementedError
-
-    def _each_is_picked(
-        self, where: str, report: Report, workers: Sequence[Worker], of: Callable[[Pick], bool] = ...
-    ) -> None:
-        raise NotImplementedError
-
-    def _fail(self, text: str) -> NoReturn:
-        raise NotImplementedError
