@@ -152,7 +152,8 @@ class FleetRun(EngineRun):
         """
         yield from self._calls.start(tuple(self.engines), self.now_ms)
         yield from self.pass_time(self._knowledge.deliver, self._passes.end, self._until_stop)
-        if self.now_ms < self._stop_ms and self.incidents.next_ms == math.inf:  # one to come would come after the stop
+        # One to come would come after the stop.
+        if self.now_ms < self._stop_ms and self.incidents.next_ms == math.inf and self.aborts.next_ms == math.inf:
             self.check_served()
         self._leave_open()
         yield from self._knowledge.deliver(math.inf)

@@ -34,7 +34,7 @@ from pytest_kvmock.report.figures import (
     trace_digest,
 )
 from pytest_kvmock.report.regret import Regret, assert_ties_shared, candidates_table, check_selector, stale_note
-from pytest_kvmock.report.report_text import report_text
+from pytest_kvmock.report.report_text import MissedAbort, report_text
 from pytest_kvmock.report.request_rows import STATUS, joined_rows, request_json
 from pytest_kvmock.report.routing_figures import (
     assert_at_least,
@@ -96,8 +96,8 @@ class Report:
             semantics of 1.2.1 it is empty.
         picks: the choices of the router, in order.
         incidents: what happened to workers, in order.
-        missed: what was planned to happen to workers after the run had ended, and did not; likewise the aborts ("abort", with the
-            number of the request as `request`) of requests that were over by then, or had not arrived.
+        missed: what was planned to happen to workers after the run had ended, and did not; likewise the aborts (`MissedAbort`: `ms`, `number` and
+            the kind "abort") of requests that were over by then, or had not arrived.
         event_errors: what the verdict of a harness has against the events of this run, an error each that no injected fault explains
             and no test expects; None: bare engines, which nobody judges.
         marks: when faults were injected in a harness, and when events were wrong, in order.
@@ -116,7 +116,7 @@ class Report:
     handoffs: Mapping[ScheduledRequest, Mapping[str, Any]] = field(default_factory=dict)
     picks: Sequence[Pick] = ()
     incidents: Sequence[Happened] = ()
-    missed: Sequence[Happened] = ()
+    missed: Sequence[Happened | MissedAbort] = ()
     event_errors: Sequence[object] | None = None
     marks: Sequence[EventMark] = ()
     recorder: Record | None = None
@@ -249,10 +249,7 @@ class Report:
                 ],
                 **({"lacking": lacking} if (lacking := self.lacking()) else {}),
                 **({"aborted": aborted} if (aborted := self.aborted) else {}),
-                "incidents": [
-                    {"ms": each.ms, "kind": each.kind, "worker": each.worker, "lost": each.lost}
-                    for each in self.incidents
-                ],
+                "incidents": [each._asdict() for each in self.incidents],
                 "event_errors": None if self.event_errors is None else len(self.event_errors),
                 "beliefs": None if self.beliefs is None else [each._asdict() for each in self.beliefs],
             }

@@ -180,17 +180,15 @@ class Happened(NamedTuple):
 
     Attributes:
         ms: when, in virtual milliseconds.
-        kind: "crash", "restart", "leave" or "join"; of what was missed also "abort".
-        worker: to whom, by the id; None: to a request.
+        kind: "crash", "restart", "leave" or "join".
+        worker: to whom, by the id.
         lost: how many requests it lost.
-        request: of an abort, which request was to be called off, by the order of arrival.
     """
 
     ms: float
     kind: str
-    worker: int | None = None
+    worker: int
     lost: int = 0
-    request: int | None = None
 
 
 class EventMark(NamedTuple):
