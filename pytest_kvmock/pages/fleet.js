@@ -56,7 +56,7 @@ function findings() {
   for (const mark of wrong) items.push(el("span", { class: "problem" }, `At ${seconds(mark.ms)}, worker ${mark.worker}: ${mark.text}`));
   const faults = DATA.marks.filter((mark) => mark.kind.startsWith("fault "));
   if (faults.length) items.push(`${quantity(faults.length, "fault")} injected, the first at ${seconds(faults[0].ms)}: ${faults[0].text}.`);
-  const broken = DATA.marks.filter((mark) => !wrong.includes(mark) && !faults.includes(mark) && !["crash", "restart", "leave", "join"].includes(mark.kind));
+  const broken = DATA.marks.filter((mark) => !wrong.includes(mark) && !faults.includes(mark) && !["crash", "restart", "leave", "join", "cordon", "uncordon"].includes(mark.kind));
   if (broken.length) items.push(el("span", { class: "problem" }, `The first event that was wrong, at ${seconds(broken[0].ms)}, worker ${broken[0].worker}: ${broken[0].kind}, ${broken[0].text}`));
   for (const mark of DATA.marks) if (!wrong.includes(mark) && !faults.includes(mark) && !broken.includes(mark)) items.push(`At ${seconds(mark.ms)}: ${mark.kind} of worker ${mark.worker}, ${mark.text}.`);
   const errors = DATA.event_errors || [];

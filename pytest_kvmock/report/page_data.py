@@ -68,6 +68,8 @@ def fleet_data(
         notes.append(f"The timeline has {len(shown):,} of {len(served):,} requests, at even distances.")
     if report.arrived > len(served):
         notes.append(f"{report.arrived - len(served):,} requests arrived and were never sent to a worker.")
+    if report.facts.nobody_text:
+        notes.append(f"{report.facts.nobody_text.capitalize()}.")
     if not served:
         notes.append("This report has no requests.")
     # Those that cost nothing too, where the chosen worker held less than another: what a reader asks about next.

@@ -224,7 +224,7 @@ class Report:
         `onboarded_input_tokens` is ours: what came back from the host. "fleet" has `router`, `trace` (its name) and `trace_digest`,
         `picks_digest` (equal where all picks are), `held_before` (blocks that
         the engines held as the run began), `all` (the figures without latencies, which are at the top), `workers` (a list: `worker`, `since_ms`, `until_ms`, and its figures, without gaps between
-        tokens), of hybrid models `lacking`, where requests were called off `aborted` (how many), `incidents` (`ms`, `kind`, `worker`, `lost`), `event_errors` (how many, or None) and `beliefs` (rows of `Belief`,
+        tokens), of hybrid models `lacking`, `nobody_from_ms` where that has a value, where requests were called off `aborted` (how many), `incidents` (`ms`, `kind`, `worker`, `lost`), `event_errors` (how many, or None) and `beliefs` (rows of `Belief`,
         or None).
         """
         whole = self._rows(by_end=True).to_json()
@@ -248,6 +248,7 @@ class Report:
                     for each in self.services
                 ],
                 **({"lacking": lacking} if (lacking := self.lacking()) else {}),
+                **({} if self.nobody_from_ms is None else {"nobody_from_ms": self.nobody_from_ms}),
                 **({"aborted": aborted} if (aborted := self.aborted) else {}),
                 "incidents": [each._asdict() for each in self.incidents],
                 "event_errors": None if self.event_errors is None else len(self.event_errors),
@@ -304,6 +305,11 @@ class Report:
     def loads_every_ms(self) -> float | None:
         """How old the loads of engines were at most that the router was shown; None: it was shown those of the load book."""
         return self.facts.loads_every_ms
+
+    @property
+    def nobody_from_ms(self) -> float | None:
+        """From when on no worker was there for the requests that are unfinished, in virtual milliseconds; None: all were served, or there was one."""
+        return self.facts.nobody_from_ms
 
     @property
     def workers(self) -> list[Worker]:
@@ -527,7 +533,7 @@ class Report:
         kept = ", ".join(f"{name}={limit:g}" for name, limit in limits.items())
         text = f"{good} of {arrived} requests ({good / arrived:.1%}) keep {kept}, must be {at:.1%}"
         if not bad:
-            raise AssertionError(f"{text}; the others never left the router")
+            raise AssertionError(f"{text}; {self.facts.nobody_text or 'the others never left the router'}")
         worst = max(bad, key=_lateness)
         raise AssertionError(f"{text}. The worst:\n{worst}\n{self._worst_pick(worst.number)}")
 

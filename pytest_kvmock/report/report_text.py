@@ -59,7 +59,7 @@ def report_text(report: Any, about: str) -> str:
         parts.append(f"{report.aborted} of {report.arrived} requests were called off")
     if missed:
         parts.append(f"{missed[0]}, and {len(missed) - 1} more" if len(missed) > 1 else str(missed[0]))
-    parts += map(str, report.beliefs or ())
+    parts += filter(None, (report.facts.nobody_text, *map(str, report.beliefs or ())))
     if report.event_errors:
         parts.append(f"errors of events: {len(report.event_errors)}")
     return "\n".join(parts)
