@@ -205,6 +205,11 @@ class NameChain(HashChain):
         self.is_found = names.is_given
         self.waits_for: Stored | None = None
 
+    @property
+    def named_by(self) -> str:
+        """By what it names blocks, in words."""
+        return _hasher_text(self._hasher, self._roots)
+
     def expected(
         self,
         data: Stored,

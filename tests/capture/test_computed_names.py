@@ -248,6 +248,14 @@ def test_one_line_says_how_many_were_computed_and_of_how_many_not_and_why(tmp_pa
     assert f"note: {line}\nclean" in found.text()
 
 
+def test_a_wrong_name_is_told_with_the_hash_that_it_does_not_follow_by(tmp_path):
+    found = checked(tmp_path, traffic("vllm-0.33"), "vllm-0.33", hash="sha256", seed="7")
+    assert all(
+        problem.expected.startswith("the chain of parent and tokens (sha256, seed '7') is ") for problem in wrong(found)
+    )
+    assert wrong(found)
+
+
 @pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"])
 @pytest.mark.parametrize("seed", ["0", "42", None])
 def test_the_hash_that_fits_is_found_with_the_seed_0_and_without_one(tmp_path, algorithm, seed):
