@@ -377,7 +377,7 @@ class Judge:
             ranks = [rank for _, rank in keys]
             calls = self.under_test.removal_calls(worker_id, ranks, whole=keys == of_worker)
             self._comparison.removed(keys, calls)
-        self.log.worker_removed(worker_id, dp_rank, keys)
+        self.log.worker_removed(worker_id, dp_rank, keys, restarted=first_id is not None)
         self.ledger.take(entries.WorkerRemoved(worker_id, dp_rank, first_id, tuple(keys)))
         for key in keys:
             self.reference.remove_worker_dp_rank(*key)

@@ -62,6 +62,8 @@ class IndexContract(DistinctBlocks, HybridStreams, TiersBelow, WorkersThatGo, Un
         bounded: how many blocks an index that forgets keeps at least, of all workers, from 1 to 10,000; None: it forgets
             none. What was stored beyond that it may forget. It must not find what is not held, nor raise on an event that names
             what it forgot.
+        bounded_at_most: how many blocks such an index keeps at most, of all workers together, from `bounded` to 100,000, by its
+            `size()`, or where it has none by what look-ups find; None: that is not checked.
         tiers: the hosts below the engines of `backends`, each as `kvmock(tiers=...)` takes it; None: one of Dynamo's, and vLLM's in both
             forms of its events, in chunks of one block and of two.
         traits: of the engine that the next index is made for.

@@ -237,11 +237,12 @@ class IndexDriver:
         self._lora_ids.pop(worker, None)
         self._applied.append(f"worker {worker} restarted, unannounced: its event ids begin with 0")
 
-    def publish(self, steps: Iterable[tuple[str, str]]) -> None:
-        """Publish many events of worker 0, without a flush or a look-up in between.
+    def publish(self, steps: Iterable[tuple[str, str]], worker: int = 0) -> None:
+        """Publish many events of a worker, without a flush or a look-up in between.
 
         Args:
             steps: "store" with the letters of a chain, or "remove" with the chain whose last block is removed.
+            worker: whose they are.
         """
         __tracebackhide__ = True
         events = []
@@ -254,10 +255,10 @@ class IndexDriver:
                 tokens = [[ord(letter)] * self._size for letter in chain]
             else:
                 data = Removed((self._names(chain)[-1],))
-            event_id = self._ids.get((0, 0), 0)
-            self._ids[0, 0] = event_id + 1
-            events.append(RouterEvent(0, KvCacheEvent(event_id, data), token_ids=tokens))
-        self._applied.append(f"worker 0 published {len(events):,} events, without a flush in between")
+            event_id = self._ids.get((worker, 0), 0)
+            self._ids[worker, 0] = event_id + 1
+            events.append(RouterEvent(worker, KvCacheEvent(event_id, data), token_ids=tokens))
+        self._applied.append(f"worker {worker} published {len(events):,} events, without a flush in between")
 
         async def apply_all() -> None:
             for event in events:
@@ -306,6 +307,14 @@ class IndexDriver:
             self._lora_ids.pop(worker, None)
             self._ids = {key: next_id for key, next_id in self._ids.items() if key[0] != worker}
             self._applied.append(f"worker {worker} removed: its event ids begin with 0")
+
+    def remove_rank(self, worker: int, rank: int) -> None:
+        """Remove one rank of a worker, where the index has `remove_worker_dp_rank`; one that comes back begins anew."""
+        remove = self.index.remove_rank
+        if remove is not None:
+            self._do(remove, worker, rank)
+            self._ids.pop((worker, rank), None)
+            self._applied.append(f"worker {worker} rank {rank} removed: its event ids begin with 0")
 
     def _apply(
         self,

@@ -516,6 +516,126 @@ class Sized(Tree):
         return len(self.known)
 
 
+@INDEXES.breaks("test_it_does_not_grow_with_events_that_repeat")
+class KeepsEveryStored(Radix):
+    class Subject(Sized):
+        """Of each block, every Stored that named it."""
+
+        def __init__(self):
+            super().__init__()
+            self.of_block = {}
+
+        def apply(self, event):
+            super().apply(event)
+            for block in event.event.data.block_hashes if isinstance(event.event.data, Stored) else ():
+                self.of_block.setdefault((event.worker_id, block), []).append(event)
+            self.of_block = {pair: events for pair, events in self.of_block.items() if pair in self.known}
+
+        def size(self):
+            return sum(map(len, self.of_block.values()))
+
+
+@INDEXES.breaks("test_it_does_not_grow_with_events_that_repeat")
+class KeepsCopiesThatAreRemoved(IndexContract):
+    backends = ("vllm",)
+
+    def make_index(self):
+        return CountsUpAlone()
+
+
+class CountsUpAlone(HashIndex):
+    """Drops a block at the last Removed, and its count never."""
+
+    def __init__(self):
+        super().__init__(counts=True)
+        self.seen = Counter()
+
+    def apply(self, event):
+        super().apply(event)
+        self.seen.update(getattr(event.event.data, "block_hashes", ()) if isinstance(event.event.data, Stored) else ())
+
+    def size(self):
+        return self.seen.total()
+
+
+class SizedWithin(BoundedIndex):
+    """A right one, but for what the next two do."""
+
+    def size(self):
+        return len(self.held)
+
+
+class ABudgetForEachWorker:
+    """As many bounded indexes as there are workers."""
+
+    def __init__(self):
+        self.of = {}
+
+    def apply(self, event):
+        self.of.setdefault(event.worker_id, SizedWithin(32)).apply(event)
+
+    def find_matches(self, local_hashes):
+        return {key: n for index in self.of.values() for key, n in index.find_matches(local_hashes).items()}
+
+    def remove_worker(self, worker_id):
+        self.of.pop(worker_id, None)
+
+
+@INDEXES.breaks("test_a_bound_holds_for_all_workers_together")
+class HasABudgetForEachWorker(IndexContract):
+    bounded = bounded_at_most = 32
+
+    def make_index(self):
+        return ABudgetForEachWorker()
+
+
+@INDEXES.breaks("test_a_bound_holds_for_all_workers_together")
+class SaysThatItHoldsMoreThanItMay(IndexContract):
+    bounded = bounded_at_most = 32
+
+    def make_index(self):
+        index = ABudgetForEachWorker()
+        index.size = lambda: sum(each.size() for each in index.of.values())
+        return index
+
+
+class Ranks(Tree):
+    """A sound index that removes ranks."""
+
+    def remove_worker_dp_rank(self, worker_id, dp_rank):
+        self.tree.remove_worker_dp_rank(worker_id, dp_rank)
+
+
+@INDEXES.breaks("test_a_removed_rank_leaves_the_others")
+class RemovesAllRanksForOne(Radix):
+    class Subject(Ranks):
+        def remove_worker_dp_rank(self, worker_id, dp_rank):
+            self.tree.remove_worker(worker_id)
+
+
+@INDEXES.breaks("test_a_removed_rank_leaves_the_others")
+class RemovesRankZeroForAny(Radix):
+    class Subject(Ranks):
+        def remove_worker_dp_rank(self, worker_id, dp_rank):
+            super().remove_worker_dp_rank(worker_id, 0)
+
+
+@INDEXES.breaks("test_a_removed_rank_leaves_the_others")
+class RemovesTheRankOfAllWorkers(Radix):
+    class Subject(Ranks):
+        def remove_worker_dp_rank(self, worker_id, dp_rank):
+            for worker, rank in [*self.tree.workers]:
+                if rank == dp_rank:
+                    super().remove_worker_dp_rank(worker, rank)
+
+
+@INDEXES.breaks("test_a_removed_rank_leaves_the_others")
+class DoesNotRemoveTheRank(Radix):
+    class Subject(Ranks):
+        def remove_worker_dp_rank(self, worker_id, dp_rank):
+            pass
+
+
 @INDEXES.breaks("test_it_does_not_grow_with_workers_that_go")
 class KeepsWhatIsCleared(Radix):
     class Subject(Sized):

@@ -130,6 +130,18 @@ CASES = [
         "bounded must be an integer from 1 to 10000 (blocks), or None, got 20000",
     ),
     (
+        subject(IndexContract, make_index=lambda self: RadixIndex(), bounded_at_most=10),
+        "bounded_at_most is for an index that forgets: set bounded, too, the blocks that it keeps at least",
+    ),
+    (
+        subject(IndexContract, make_index=lambda self: RadixIndex(), bounded=10, bounded_at_most=9),
+        "bounded_at_most must be an integer from bounded, 10, to 100000 (blocks), or None, got 9",
+    ),
+    (
+        subject(ManagerContract, backend="lru", semantics="e2"),
+        "semantics must be None, 'e0' or 'e1', got 'e2'",
+    ),
+    (
         subject(IndexContract, make_index=lambda self: {}),
         "make_index gave {}: the index under test (dict) has no apply(event), which takes a RouterEvent",
     ),
@@ -196,8 +208,8 @@ def test_an_index_that_grows_is_told_by_how_much():
 
     contract = subject(IndexContract, make_index=lambda self: Sized())
     assert failure_of(contract, "test_it_does_not_grow_with_events").partition("\n")[0] == (
-        "AssertionError: size() is 10,000 after 5,000 blocks that were stored and removed, and 20,000 after 10,000; "
-        "expected to grow by 2,500 at most"
+        "AssertionError: size() is 16,000 after 8,000 blocks that were stored and removed, and 20,000 after 10,000; "
+        "expected to grow by 1,000 at most"
     )
 
 
@@ -323,6 +335,21 @@ def test_a_fault_in_live_traffic_that_cannot_be_reproduced_is_told_why():
             "TestMine.bounded is not set: an index that forgets what is stored beyond a bound was not checked",
         ),
         (
+            "test_a_bound_holds_for_all_workers_together",
+            "TestMine.bounded_at_most is not set: how much it keeps at most was not checked",
+        ),
+        (
+            "test_it_does_not_grow_with_events_that_repeat",
+            "Plain has no size(): what a chain leaves that is stored often was not checked",
+        ),
+        (
+            "test_a_removed_rank_leaves_the_others",
+            (
+                "Plain has no remove_worker_dp_rank(worker_id, dp_rank): a rank that leaves or restarts by itself was not "
+                "checked"
+            ),
+        ),
+        (
             "test_an_unannounced_restart_is_noticed",
             "TestMine.survives does not name 'restart': a worker that restarts unannounced was not checked",
         ),
@@ -396,9 +423,9 @@ class WantsEveryId(RadixIndex):
         self.due[key] = event.event.event_id + 1
         super().apply(event)
 
-    def remove_worker(self, worker_id):
-        super().remove_worker(worker_id)
-        self.due = {key: event_id for key, event_id in self.due.items() if key[0] != worker_id}
+    def remove_worker_dp_rank(self, worker_id, dp_rank):  # RadixIndex.remove_worker calls it for each rank
+        super().remove_worker_dp_rank(worker_id, dp_rank)
+        self.due.pop((worker_id, dp_rank), None)
 
 
 class OfEveryId(IndexContract):

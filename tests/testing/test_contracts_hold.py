@@ -371,9 +371,68 @@ class TestAnIndexThatMayBeAskedFromThreads(IndexContract):
 
 class TestAnIndexThatForgets(IndexContract):
     bounded = 64
+    bounded_at_most = 64
 
     def make_index(self):
         return BoundedIndex(64)
+
+
+class SizedBoundedIndex(BoundedIndex):
+    def size(self):
+        return len(self.held)
+
+
+class TestAnIndexThatForgetsAndSaysHowMuchItHolds(IndexContract):
+    bounded = 64
+    bounded_at_most = 80
+
+    def make_index(self):
+        return SizedBoundedIndex(70)
+
+
+class KeepsLateNames(RadixIndex):
+    """A right index that keeps the names of the last blocks that it let go of, for locations that come late."""
+
+    def __init__(self, most, **options):
+        super().__init__(**options)
+        self.most, self.names, self.late = most, {}, {}
+
+    def apply(self, event):
+        super().apply(event)
+        key, data = (event.worker_id, event.event.dp_rank), event.event.data
+        if event.storage_tier is StorageTier.DEVICE and not isinstance(data, Cleared | Removed):
+            self.names.setdefault(key, {}).update(dict.fromkeys(data.block_hashes))
+        elif event.storage_tier is StorageTier.DEVICE:
+            self.let_go(key, data.block_hashes if isinstance(data, Removed) else self.names.get(key, ()))
+
+    def let_go(self, key, blocks):
+        for block in [*blocks]:
+            self.names.get(key, {}).pop(block, None)
+            self.late[key, block] = None
+        while len(self.late) > self.most:
+            del self.late[next(iter(self.late))]
+
+    def remove_worker(self, worker_id):
+        for key in [key for key in self.names if key[0] == worker_id]:
+            self.let_go(key, self.names[key])
+        super().remove_worker(worker_id)
+
+    def size(self):
+        return sum(map(len, self.names.values())) + len(self.late)
+
+
+class TestAnIndexThatKeepsLateNames(IndexContract):
+    backends = ("lru", "vllm")
+
+    def make_index(self):
+        traits = self.traits
+        return KeepsLateNames(4096, count_copies=traits.copies, chunk=traits.chunk, clears_below=traits.clears_below)
+
+
+class TestAnIndexThatKeepsManyLateNames(TestAnIndexThatKeepsLateNames):
+    def make_index(self):
+        traits = self.traits
+        return KeepsLateNames(8000, count_copies=traits.copies, chunk=traits.chunk, clears_below=traits.clears_below)
 
 
 class TestAnIndexThatForgetsSoon(IndexContract):
