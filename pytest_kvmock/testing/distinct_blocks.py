@@ -123,7 +123,7 @@ class DistinctBlocks(OverIndex):
         The test is skipped for an index that is asked by tokens alone, and where no engine names blocks by that.
         """
         index = self._start()
-        if not index.takes_keys:
+        if not index.index.takes_extra:
             pytest.skip(
                 f"match_tokens(tokens) of {index.index.name} takes no `extra`: prompts with an adapter, a salt or multimodal "
                 "items were not checked"

@@ -12,7 +12,6 @@ from reprlib import Repr
 from threading import Barrier, Event, Thread
 from typing import Any, Final, Literal, TypeAlias
 
-from pytest_kvmock.checks import has_parameter
 from pytest_kvmock.events import (
     Cleared,
     EventData,
@@ -90,11 +89,6 @@ class IndexDriver:
         self._tokens: dict[str, tuple[int, ...]] = {}
         self._hashes: dict[str, int] = {}
         self._roots: dict[str, int] = {}
-
-    @property
-    def takes_keys(self) -> bool:
-        """Whether it can be asked for prompts that carry more than tokens."""
-        return not self.index.takes_tokens or has_parameter(self.index.ask, "extra")
 
     def near(self, what: Literal["local", "block"], kept: str) -> None:
         """From here on, p and q are first blocks whose hashes agree in a part, which a truncating index keeps.
