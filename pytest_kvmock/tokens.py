@@ -38,6 +38,7 @@ SEED: Final = 1337
 """Salt of block hashes and seed of their chain, in the mocker and in the router alike."""
 
 _U64: Final = 2**64 - 1
+_TOKEN: Final = 2**32 - 1
 _pack_pair: Final = struct.Struct("<QQ").pack
 
 
@@ -327,8 +328,50 @@ class TokenBlockSequence:
 # ---------------------------------------------------------------------------------------------------- prompts
 
 
-class CheckedTokens(list[int]):
-    """Token ids of whom it is known that each is one."""
+class TokenRuns:
+    """Token ids that are made when they are asked for: of each of some ids the low 32 bits, so many times (Dynamo's loader of traces).
+
+    Args:
+        ids: integers from 0.
+        times: how often each is there, at least 1.
+        length: tokens in all; at most all of them.
+    """
+
+    __slots__ = ("_ids", "_length", "_times")
+
+    def __init__(self, ids: Sequence[int], times: int, length: int) -> None:
+        self._ids = ids
+        self._times = times
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def tokens(self) -> tuple[int, ...]:
+        """Make the token ids."""
+        made: list[int] = []
+        times = self._times
+        for each in self._ids:
+            made += [each & _TOKEN] * times
+        del made[self._length :]
+        return tuple(made)
+
+    def block_hashes(self, block_size: int) -> list[int]:
+        """Local hashes of the complete blocks; those of an id are hashed once where blocks end with the ids."""
+        blocks, over = divmod(self._times, block_size)
+        if over:
+            return block_hashes(self.tokens(), block_size)
+        found: list[int] = []
+        for each in self._ids:
+            found += [_hash_of_run(each & _TOKEN, block_size)] * blocks
+        del found[self._length // block_size :]
+        return found
+
+
+@lru_cache(maxsize=2**14)
+def _hash_of_run(token: int, block_size: int) -> int:
+    """The local hash of a block that is one token again and again."""
+    return xxh3_64_intdigest(token.to_bytes(4, "little") * block_size, SEED)
 
 
 class Prompt:
@@ -356,20 +399,17 @@ class Prompt:
             prompt; or a name, salt or items beside `hashes`, which have them in them.
     """
 
-    __slots__ = ("_given", "_kept", "_packed", "keys", "num_tokens", "tokens")
+    __slots__ = ("_given", "_kept", "_packed", "_runs", "_tokens", "keys", "num_tokens")
 
     keys: PromptKeys | None
     """What it carries beside its tokens; None: nothing."""
-
-    tokens: tuple[int, ...] | None
-    """The token ids; None where only hashes are known."""
 
     num_tokens: int | None
     """Length in tokens; None for hashes without a stated length, which are whole blocks of any size."""
 
     def __init__(
         self,
-        tokens: TokenIds | None = None,
+        tokens: TokenIds | TokenRuns | None = None,
         *,
         hashes: Iterable[int] | None = None,
         num_tokens: int | None = None,
@@ -387,15 +427,19 @@ class Prompt:
         self._kept: dict[Any, Any] = {}
         self._given: list[int] | None = None
         self._packed: bytes | None = None  # the tokens as words, until they are hashed
+        self._runs: TokenRuns | None = None  # what tokens are made of, where they can be made again
+        self._tokens: tuple[int, ...] | None = None
         if tokens is not None:
             if num_tokens is not None:
                 raise TypeError("num_tokens goes with hashes=; tokens have a length of their own")
-            if hasattr(tokens, "__next__"):
-                tokens = tuple(tokens)
-            if not isinstance(tokens, CheckedTokens):
+            if isinstance(tokens, TokenRuns):
+                self._runs = tokens
+            else:
+                if hasattr(tokens, "__next__"):
+                    tokens = tuple(tokens)
                 self._packed = _token_bytes(tokens)
-            self.tokens = tuple(tokens)
-            self.num_tokens = len(self.tokens)
+                self._tokens = tuple(tokens)
+            self.num_tokens = len(tokens)
             if self.keys is not None:
                 self.keys.check_fits(self.num_tokens)
             return
@@ -409,8 +453,19 @@ class Prompt:
         _check_locals(self._given)
         if num_tokens is not None and num_tokens < len(self._given):
             raise ValueError(f"num_tokens={num_tokens} is less than the {len(self._given)} blocks given by hashes=")
-        self.tokens = None
         self.num_tokens = num_tokens
+
+    @property
+    def tokens(self) -> tuple[int, ...] | None:
+        """The token ids; None where only hashes are known."""
+        if self._tokens is None and self._runs is not None:
+            self._tokens = self._runs.tokens()
+        return self._tokens
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether its token ids are known."""
+        return self._given is None
 
     @property
     def lora_name(self) -> str | None:
@@ -514,11 +569,20 @@ class Prompt:
             found = self._kept[key] = make()
         return found
 
+    def release(self) -> None:
+        """Drop the tokens and hashes of a prompt that is served, if they can be made again: a trace's."""
+        if self._runs is None:
+            return
+        self._tokens = None
+        self._kept = {}
+
     def _hashes(self, block_size: int) -> _Hashes:
         found: _Hashes | None = self._kept.get(block_size)
         if found is None:
             local = self._given
-            if local is None:
+            if local is None and self._runs is not None and self.keys is None:
+                local = self._runs.block_hashes(check_block_size(block_size))
+            elif local is None:
                 assert self.tokens is not None
                 if self._packed is not None and self.keys is None:
                     local = _packed_hashes(self._packed, check_block_size(block_size))
@@ -529,6 +593,44 @@ class Prompt:
                 check_block_size(block_size)
             found = self._kept[block_size] = _Hashes(local)
         return found
+
+
+class GrowingTokens:
+    """The tokens of a prompt, and those that follow it. These are kept by themselves, as the prompt's may be made again.
+
+    Args:
+        prompt: one that has tokens.
+
+    Attributes:
+        output: the tokens after the prompt's.
+    """
+
+    __slots__ = ("_prompt", "output")
+
+    def __init__(self, prompt: Prompt) -> None:
+        self._prompt = prompt
+        self.output = array("I")
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """All tokens so far."""
+        tokens = self._prompt.tokens
+        assert tokens is not None
+        return (*tokens, *self.output) if self.output else tokens
+
+    def cut(self, start: int, end: int) -> Sequence[int]:
+        """Return the tokens from one place to another."""
+        before = self._prompt.num_tokens
+        assert before is not None
+        if start >= before:
+            return self.output[start - before : end - before]
+        tokens = self._prompt.tokens
+        assert tokens is not None
+        return tokens[start:end] if end <= before else (*tokens[start:], *self.output[: end - before])
+
+    def rows(self, start: int, end: int, size: int) -> list[tuple[int, ...]]:
+        """Return the tokens of each block of a size, from one block to another."""
+        return [tuple(self.cut(at, at + size)) for at in range(start * size, end * size, size)]
 
 
 class _Hashes:

@@ -83,6 +83,10 @@ class EngineRequest(ScheduledRequest):
             raise RequestError(f"abort on a request that is {self.status}; it must be waiting, running or preempted")
         self._owner.abort(self)
 
+    def end(self) -> None:
+        """Drop the source of its tokens, as none follows; a large thing."""
+        self._rng = None
+
     def lose(self) -> None:
         """Give the request up, as its worker restarts."""
         self.status = "lost"

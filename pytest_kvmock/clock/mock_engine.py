@@ -309,7 +309,7 @@ class MockEngine:
     # ---------------------------------------------------------------------------------------------- opening requests
 
     def _open(self, prompt: Prompt, max_output_tokens: int, arrival_ms: float, priority: int) -> EngineRequest:
-        rng = None if prompt.tokens is None else self._token_source(prompt)
+        rng = self._token_source(prompt) if prompt.has_tokens else None
         reasoning = self.args.reasoning
         planned: dict[int, int] = {}
         if reasoning is not None:
@@ -544,7 +544,9 @@ class MockEngine:
         for request in (*done.finished, *done.rejected):
             request.ended_ms = done.end_ms
             if not request.keeps_blocks or request.status == "rejected":
-                worker.requests.remove(cast("EngineRequest", request))  # it was given no other
+                own = cast("EngineRequest", request)  # it was given no other
+                worker.requests.remove(own)
+                own.end()
         self._under_way = done
         self._preemptions += len(done.preempted)
         self.prefill_tokens += done.prefill_tokens

@@ -326,3 +326,4 @@ class _Replay(EngineRun):
         if request.status == "failed":  # the rest of its session is not sent
             turn.next = None
         self._arrivals.done(turn, self.now_ms)
+        turn.prompt.release()

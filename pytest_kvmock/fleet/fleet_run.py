@@ -347,7 +347,9 @@ class FleetRun(EngineRun):
         request.status = cast("Any", served.status)
         self._book.finished(request)
         self.notes.ended(request)
-        self._arrivals.done(self._turn_of.pop(request), self.now_ms)
+        turn = self._turn_of.pop(request)
+        self._arrivals.done(turn, self.now_ms)
+        turn.prompt.release()
         yield from self._signal("finished", request)
         if worker in self._leaving:
             self._drain(id_of(worker))

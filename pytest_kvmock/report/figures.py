@@ -167,6 +167,7 @@ class Rows:
             if each.asked is None or each.request.status == "rejected":
                 continue
             blocks = each.asked.prompt.sequence_hashes(size)
+            each.asked.prompt.release()
             known = next((at for at, block in enumerate(blocks) if block not in seen), len(blocks))
             seen.update(blocks)
             if each.request.status == "finished":
@@ -499,4 +500,5 @@ def trace_digest(turns: Iterable[Asked], block_size: int) -> str:
         times = asked.timestamp, asked.delay, asked.session_id, asked.priority
         sizes = prompt.length(block_size), asked.output_length
         found.update(repr((prompt.sequence_hashes(block_size)[-1:], *sizes, *times)).encode())
+        prompt.release()
     return found.hexdigest()[:8]

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import tracemalloc
 from dataclasses import replace
 from random import Random
 from statistics import pstdev
@@ -10,6 +11,7 @@ import pytest
 from depth import seeds
 
 from pytest_kvmock import EngineProfile, OutOfBlocks, Prompt, RouterHarness, Stored
+from pytest_kvmock.backends import BACKENDS
 from pytest_kvmock.fleet import (
     EngineStalled,
     Fleet,
@@ -656,3 +658,27 @@ def test_the_routers_of_a_sweep_and_of_a_harness_are_told_too():
     world.fleet(router).run(trace())
     assert [[0, 1, 2]] == router.calls
     assert [] == world.judge().errors
+
+
+# ---------------------------------------------------------------------------------------------- what is over
+
+
+@pytest.mark.parametrize("backend", ["lineage", "vllm", "vllm_gemma3", "sglang", "mocker_sglang_1_6"])
+def test_requests_that_are_over_keep_numbers_and_no_tokens(backend):
+    spec = BACKENDS[backend]
+    args = MockEngineArgs(num_gpu_blocks=400, block_size=256, engine_type=spec.scheduler)
+    served = [TraceRequest(1_000.0 * at, 4_096, 3, tuple(range(8 * at, 8 * at + 8))) for at in range(60)]
+    fleet = Fleet([MockEngine(args, backend=backend)], RoundRobin(), trace_block_size=512)
+    fleet.run(served[:2])  # what is loaded and made once
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    report = fleet.run(served)
+    after, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    tokens = sum(each.input_length for each in served)
+    assert 60 == len(report.completed)
+    held = 200_000  # what is in the cache, rows and reports
+    assert after - before < 2 * tokens + held, "a tuple of the tokens has 8 bytes each"
+    assert peak - before < 4 * tokens + held
+    for asked, row in zip(served, report.completed, strict=True):
+        assert asked.prompt(tokens=True).tokens == row.prompt.tokens

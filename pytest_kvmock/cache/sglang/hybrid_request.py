@@ -30,7 +30,7 @@ class BigramTokens(HashedTokens):
     __slots__ = ("_bigrams",)
 
     def __init__(self, prompt: Prompt, block_size: int, hasher: SglangHasher, rng: Random) -> None:
-        if prompt.tokens is None:
+        if not prompt.has_tokens:
             raise ValueError("a prompt of hashes has no bigrams; is_eagle takes prompts of tokens")
         self._bigrams = hasher
         super().__init__(prompt, block_size, hasher, rng)
@@ -38,32 +38,27 @@ class BigramTokens(HashedTokens):
     @property
     def local_hashes(self) -> list[int]:
         """The router's hash of each complete page."""
-        assert self.tokens is not None
-        tokens = self.tokens[: len(self.names) * self.block_size + 1]
+        tokens = self.cut(0, len(self.names) * self.block_size + 1)
         return block_hashes(tokens, self.block_size, cache_namespace=self._bigrams.cache_salt, eagle=True)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Add tokens; the pages that they complete have their names at once."""
-        assert self.tokens is not None
-        self.tokens = [*self.tokens, *tokens]
+        assert self._tokens is not None
+        self._tokens.output.extend(tokens)
         self.num_tokens += len(tokens)
         size, first = self.block_size, len(self.names)
         end = (self.num_tokens - 1) // size
         if end > first:
             before = self._last
             assert not isinstance(before, int)
-            digests = self._bigrams.digests(self.tokens[first * size : end * size + 1], size, first, before)
+            digests = self._bigrams.digests(self.cut(first * size, end * size + 1), size, first, before)
             self.names = [*self.names, *map(self._bigrams.name, digests)]
             self._last = digests[-1]
 
     def block_tokens(self, start: int, end: int) -> list[tuple[Any, ...]] | None:
         """Bigrams of the complete pages from `start` to `end`, as pairs."""
-        assert self.tokens is not None
-        pairs = list(pairwise(self.tokens))
-        return [
-            tuple(pairs[at : at + self.block_size])
-            for at in range(start * self.block_size, end * self.block_size, self.block_size)
-        ]
+        size = self.block_size
+        return [tuple(pairwise(self.cut(at, at + size + 1))) for at in range(start * size, end * size, size)]
 
 
 class HybridRequest(RadixRequest):

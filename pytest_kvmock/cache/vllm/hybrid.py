@@ -206,7 +206,7 @@ class HybridManager(VllmManager):
         """
         prompt, main = Prompt.of(prompt), self.geometry.groups[self._main].block_size
         unit = self.geometry.hash_unit if self.enable_caching else main
-        if prompt.tokens is None and self.enable_caching and self.needs_tokens:
+        if not prompt.has_tokens and self.enable_caching and self.needs_tokens:
             raise ValueError(
                 f"a prompt of hashes has no tokens: this engine has blocks of several sizes, and hashes {unit} tokens at a time"
             )
@@ -425,19 +425,19 @@ class HybridManager(VllmManager):
                     [each // block_size - 1 - first for each in ends],
                 ),
             )
-        whole = tokens.tokens
         if len(ends) == last - first and block_size == tokens.block_size:
             data, token_ids = tokens.stored(first, last)
             publisher.publish(data, token_ids, extra=extra)
             return
         parent = request.key(start) if start else None
         names = tuple(map(request.key, ends))
-        blocks = None if whole is None else [tuple(whole[at : at + block_size]) for at in range(start, end, block_size)]
+        blocks = tokens.rows(first, last, block_size)
         if len(ends) < last - first:
             publisher.publish(SparseStored(parent, names, end - start, block_size), blocks, extra=extra)
             return
-        assert whole is not None  # with hashes alone, a block is a unit
-        local = keyed_block_hashes(whole[start:end], block_size, keys, first)
+        local = keyed_block_hashes(
+            tokens.cut(start, end), block_size, keys, first
+        )  # with hashes alone, a block is a unit
         publisher.publish(Stored(parent, names, tuple(local)), blocks, extra=extra)
 
     def removed(self, names: Sequence[tuple[int, int]]) -> None:
