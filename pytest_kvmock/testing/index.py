@@ -58,7 +58,8 @@ class IndexContract(DistinctBlocks, HybridStreams, TiersBelow, WorkersThatGo, Un
         index_semantics: what a Cleared empties, as in `RouterHarness`: None for a rank, "e1" for all ranks of a worker.
         survives: the faults that the index must survive: "double" (an event is delivered twice), "restart" (a worker restarts
             unannounced). What is not named is skipped, and the skip says so.
-        threads: whether look-ups may come from threads while another applies events. If not, that is skipped.
+        threads: whether it may be called from several threads: look-ups, events of different workers, `remove_worker`. If not, that
+            is skipped.
         bounded: how many blocks an index that forgets keeps at least, of all workers, from 1 to 10,000; None: it forgets
             none. What was stored beyond that it may forget. It must not find what is not held, nor raise on an event that names
             what it forgot.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Final
 
 import pytest
 
+from pytest_kvmock.testing.index_driver import IndexDriver
 from pytest_kvmock.testing.index_subject import OverIndex
 from pytest_kvmock.testing.subject import refuse
 
@@ -20,6 +23,12 @@ _REPEATS: Final = 100
 
 _ROUNDS, _SETTLED, _A_ROUND = 60, 40, 200
 """How often a worker goes, from where on `size()` must not grow, and blocks each time: a table of 8,000 late names is full by then."""
+
+_THREAD_ROUNDS, _THREAD_ROOTS = 12, 8
+"""How often workers publish at once, and how many chains each time."""
+
+_WRITERS, _CLEARED, _REMOVED, _GONE = (1, 2, 3, 4), 4, (5, 6), 7
+"""Workers that publish at once, the one of them that is cleared, two that do so and are removed meanwhile, and one that is removed."""
 
 _LOOK_UPS: Final = 1000
 """Look-ups of different prompts over which `size()` must stay bounded."""
@@ -149,6 +158,54 @@ class UnderLoad(OverIndex):
         index.expect("abcd", {1: 4})
         index.store("abc", 0)
         index.expect("abcd", {0: 3, 1: 4})
+
+    def test_events_may_come_from_threads(self) -> None:
+        """With `threads`: one thread a worker applies events, one removes workers, others look up; then an order of them is right."""
+        index = self._start()
+        if not self.threads:
+            pytest.skip(
+                f"{type(self).__name__}.threads is not set: events of several workers that are applied at once were not checked"
+            )
+        if index.index.is_async:
+            refuse(self, "threads = True is for an index that is not async; an async one is asked in its loop")
+        removed = () if index.index.remove_worker is None else (*_REMOVED, _GONE)
+        for number in range(_THREAD_ROUNDS):
+            index, roots = self._start(), [chr(1000 + _THREAD_ROOTS * number + each) for each in range(_THREAD_ROOTS)]
+            index.store("abcd", 0)
+            index.store("abcd", _GONE)
+            # All workers store the same chains, so that their threads change the same part of an index, whatever its form.
+            steps: list[tuple[str, ...]] = [("store", "abcd"), ("remove", "abcd")]
+            for root in roots:
+                steps += [("store", f"{root}a"), ("store", "bc", f"{root}a"), ("remove", f"{root}abc")]
+            streams = {worker: index.events_of(steps, worker) for worker in _WRITERS}
+            streams[_CLEARED] += index.events_of([("clear",), ("store", "abc")], _CLEARED)
+            chains = [f"{chr(ord(root) + more)}xy" for root in roots for more in (0, 20_000, 40_000)]
+            for worker in _REMOVED:  # of roots alone: it has all that it stored after it was removed last
+                streams[worker] = index.events_of([("store", chain) for chain in chains], worker)
+            at_once = partial(index.apply_at_once, streams, removed)
+            index.ask_meanwhile("abcd", [at_once], {0: range(4, 5), **dict.fromkeys((*_WRITERS, _GONE), range(5))})
+            index.expect("abcd", {0: 4, **dict.fromkeys(_WRITERS, 3), **({} if removed else {_GONE: 4})})
+            kept = {worker: index.expect_the_last_of(chains, worker) for worker in _REMOVED}
+            self._expect_names(index, roots, chains, kept)
+
+    def _expect_names(
+        self, index: IndexDriver, roots: Sequence[str], chains: Sequence[str], kept: Mapping[int, Sequence[str]]
+    ) -> None:
+        """The index knows each block by its name still: what of it is removed now is gone, and the rest is found."""
+        __tracebackhide__ = True
+        held = [worker for worker in _WRITERS if worker != _CLEARED]
+        for root in roots:
+            removed = {worker: 1 for worker, chains in kept.items() if f"{root}xy" in chains}
+            index.expect(f"{root}abc", {**dict.fromkeys(held, 3), **removed})
+            for worker in held:
+                index.remove(f"{root}ab", worker=worker)
+            index.expect(f"{root}abc", {**dict.fromkeys(held, 2), **removed})
+        for worker, whole in kept.items():
+            for chain in whole:
+                index.remove(chain, worker=worker)
+        for chain in chains:
+            removed = {worker: 2 for worker, whole in kept.items() if chain in whole}
+            index.expect(chain, {**removed, **(dict.fromkeys(held, 1) if chain[0] in roots else {})})
 
     def test_a_bound_holds_for_all_workers_together(self) -> None:
         """With `bounded_at_most`: over several workers `size()`, or else what look-ups find, stays within one budget."""

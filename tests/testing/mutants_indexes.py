@@ -8,6 +8,7 @@ from typing import ClassVar
 import hybrid_readers
 from bounded_indexes import BoundedIndex, HangsUnderTheRootWhatItForgot, RemovesNothingOnceItIsFull
 from contract_runs import Mutants
+from threaded_indexes import UnlockedApply
 from tiered_indexes import FOUND_BY, contract_of
 from truncating_indexes import HashIndex, KeyedTokenIndex, TokenIndex
 
@@ -1020,6 +1021,12 @@ class RaisesWhileItStores(Radix):
     class Subject(Paused):
         def found_between(self, local_hashes):
             raise RuntimeError("dictionary changed size during iteration")
+
+
+@INDEXES.breaks("test_events_may_come_from_threads")
+class AppliesWithoutALock(Radix):
+    threads = True
+    Subject = UnlockedApply
 
 
 @INDEXES.breaks("test_a_bounded_index_forgets_and_never_invents")

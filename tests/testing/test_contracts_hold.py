@@ -1,11 +1,11 @@
 """The contracts hold for what we ship: backends, eviction policies and the reference index."""
 
 from collections import Counter
-from threading import Lock
 
 from bounded_indexes import BoundedIndex
 from depth import few, takes_long
 from hybrid_sizes import EACH
+from threaded_indexes import Locked
 from truncating_indexes import KeyedTokenIndex
 
 from pytest_kvmock import BACKENDS, RadixIndex, create_manager
@@ -341,25 +341,6 @@ class TestAnIndexThatDoesNotTellRanksApart(IndexContract):
 
     def make_index(self):
         return OneRank()
-
-
-class Locked:
-    """A right index that may be asked from threads."""
-
-    def __init__(self):
-        self.lock, self.tree = Lock(), RadixIndex()
-
-    def apply(self, event):
-        with self.lock:
-            self.tree.apply(event)
-
-    def find_matches(self, local_hashes):
-        with self.lock:
-            return self.tree.find_matches(local_hashes)
-
-    def remove_worker(self, worker_id):
-        with self.lock:
-            self.tree.remove_worker(worker_id)
 
 
 class TestAnIndexThatMayBeAskedFromThreads(IndexContract):
