@@ -13,6 +13,7 @@ from pytest_kvmock.testing.drafts import random_traffic
 from pytest_kvmock.testing.hybrid_streams import HybridStreams
 from pytest_kvmock.testing.index_driver import prompt_of
 from pytest_kvmock.testing.index_load import UnderLoad
+from pytest_kvmock.testing.index_size import AtSize
 from pytest_kvmock.testing.subject import refuse
 from pytest_kvmock.testing.tiers_below import TiersBelow
 from pytest_kvmock.testing.workers_that_go import WorkersThatGo
@@ -23,7 +24,7 @@ _HYBRID_MOST: Final = 12
 """Blocks of the longest prompt for an engine of a hybrid model: more than its window has."""
 
 
-class IndexContract(DistinctBlocks, HybridStreams, TiersBelow, WorkersThatGo, UnderLoad):
+class IndexContract(DistinctBlocks, HybridStreams, TiersBelow, WorkersThatGo, UnderLoad, AtSize):
     """Tests that hold for every index, asked by local hashes or by tokens (see `kv_index` for what it offers).
 
     A subclass defines `make_index`::
@@ -65,6 +66,8 @@ class IndexContract(DistinctBlocks, HybridStreams, TiersBelow, WorkersThatGo, Un
             what it forgot.
         bounded_at_most: how many blocks such an index keeps at most, of all workers together, from `bounded` to 100,000, by its
             `size()`, or where it has none by what look-ups find; None: that is not checked.
+        size_blocks: how many blocks the index is given in the tests at production size, at least 1,000; below 20,000 look-ups are not
+            timed.
         tiers: the hosts below the engines of `backends`, each as `kvmock(tiers=...)` takes it; None: one of Dynamo's, and vLLM's in both
             forms of its events, in chunks of one block and of two.
         traits: of the engine that the next index is made for.

@@ -721,6 +721,72 @@ class LosesTheNewestOfAQueueThatOverflows(Radix):
                 super().apply(event)
 
 
+@INDEXES.breaks("test_it_holds_what_a_fleet_has")
+class HasABoundAndDoesNotSay(Radix):
+    class Subject(Tree):
+        stored = 0
+
+        def apply(self, event):
+            self.stored += len(getattr(event.event.data, "tokens_hashes", ()))
+            if self.stored <= 65_536:
+                super().apply(event)
+
+
+@INDEXES.breaks("test_it_holds_what_a_fleet_has")
+class NamesAHundredWorkersAtMost(Radix):
+    class Subject(Tree):
+        def find_matches(self, local_hashes):
+            return dict([*super().find_matches(local_hashes).items()][:100])
+
+
+@INDEXES.breaks("test_it_holds_what_a_fleet_has")
+class RecursesOverTheChain(IndexContract):
+    def make_index(self):
+        return Recursive()
+
+
+class Recursive(Tree):
+    """Follows each chain by calls that stand in each other."""
+
+    def find_matches(self, local_hashes):
+        def depth_of(left):
+            return 1 + depth_of(left - 1) if left else 0
+
+        return {key: depth_of(blocks) for key, blocks in super().find_matches(local_hashes).items()}
+
+
+@INDEXES.breaks("test_a_look_up_costs_no_more_than_its_share")
+class LooksEachPrefixUpWhole(IndexContract):
+    size_blocks = 20_000  # it is slow
+
+    def make_index(self):
+        return HashIndex()
+
+
+@INDEXES.breaks("test_a_look_up_costs_no_more_than_its_share")
+class LooksAtAllBlocksForEachOfAPrompt(IndexContract):
+    size_blocks = 20_000  # it is as slow as that
+
+    def make_index(self):
+        return Scans()
+
+
+class Scans(Tree):
+    """Has a list of blocks, and goes through it for each block of a prompt."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = []
+
+    def apply(self, event):
+        super().apply(event)
+        self.blocks += getattr(event.event.data, "tokens_hashes", ())
+
+    def find_matches(self, local_hashes):
+        known = [local for local in local_hashes if self.blocks.count(local)]
+        return super().find_matches(known)
+
+
 @INDEXES.breaks("test_local_hashes_are_compared_whole")
 class KeepsLocalHashesAsFloats(IndexContract):
     def make_index(self):

@@ -350,6 +350,10 @@ def test_a_fault_in_live_traffic_that_cannot_be_reproduced_is_told_why():
             ),
         ),
         (
+            "test_a_look_up_costs_no_more_than_its_share",
+            "TestMine.size_blocks is below 20,000: how a look-up grows with the blocks that there are was not checked",
+        ),
+        (
             "test_an_unannounced_restart_is_noticed",
             "TestMine.survives does not name 'restart': a worker that restarts unannounced was not checked",
         ),
@@ -364,7 +368,7 @@ def test_a_test_of_what_an_index_does_not_have_is_skipped_and_says_what_was_not_
             return {}
 
     with pytest.raises(pytest.skip.Exception) as skipped:
-        getattr(subject(IndexContract, make_index=lambda self: Plain())(), name)()
+        getattr(subject(IndexContract, make_index=lambda self: Plain(), size_blocks=2_000)(), name)()
     assert why == skipped.value.msg
 
 
@@ -377,6 +381,31 @@ def test_an_async_index_without_a_loop_is_refused():
     contract = subject(IndexContract, make_index=lambda self: Async())
     assert failure_of(contract, "test_a_stored_prompt_is_found_whole") == (
         "Failed: TestMine: the index is async, and a contract has no loop: define run(self, awaitable), which runs it in yours"
+    )
+
+
+@pytest.mark.parametrize("given", [999, "many", None])
+def test_a_size_that_is_too_small_is_refused(given):
+    contract = subject(IndexContract, make_index=lambda self: RadixIndex(), size_blocks=given)
+    for name in ("test_it_holds_what_a_fleet_has", "test_a_look_up_costs_no_more_than_its_share"):
+        assert failure_of(contract, name) == (
+            f"Failed: TestMine: size_blocks must be an integer of at least 1000 (blocks), got {given!r}"
+        )
+
+
+def test_a_bound_that_nobody_declares_is_told_of_with_what_is_found():
+    class Stops(RadixIndex):
+        stored = 0
+
+        def apply(self, event):
+            self.stored += 1
+            if self.stored <= 500:
+                super().apply(event)
+
+    contract = subject(IndexContract, make_index=lambda self: Stops())
+    assert failure_of(contract, "test_it_holds_what_a_fleet_has") == (
+        "AssertionError: with 100,000 blocks (size_blocks) over 64 workers of 8 ranks, a look-up of 177 blocks finds 0 of worker "
+        "62 rank 4; expected 2. An index that forgets declares how much it keeps at least: bounded"
     )
 
 

@@ -250,6 +250,7 @@ class ExactIndex:
 
 
 class TestAnExactIndexOfAHybridModel(IndexContract):
+    size_blocks = 2_000  # it looks at each end of a prompt, for each worker
     backends = ("vllm_gpt_oss",)
 
     def make_index(self, block_size):
@@ -306,6 +307,8 @@ class TestAnIndexThatNoticesRepeats(IndexContract):
 
 
 class TestAnIndexByTokensAndKeys(IndexContract):
+    size_blocks = 2_000  # it looks each prefix up whole
+
     def make_index(self):
         return KeyedTokenIndex()
 
@@ -321,6 +324,7 @@ class NamespaceIndex(KeyedTokenIndex):
 
 
 class TestAnIndexByTokensAndNamespaces(IndexContract):
+    size_blocks = 2_000  # it looks each prefix up whole
     backends = ("sglang",)
 
     def make_index(self):
@@ -328,6 +332,7 @@ class TestAnIndexByTokensAndNamespaces(IndexContract):
 
 
 class TestAnIndexByTokensAndEitherForm(IndexContract):
+    size_blocks = 2_000  # it looks each prefix up whole
     backends = ("lineage", "sglang", "vllm")
 
     def make_index(self):
@@ -351,6 +356,7 @@ class TestAnIndexThatMayBeAskedFromThreads(IndexContract):
 
 
 class TestAnIndexThatForgets(IndexContract):
+    size_blocks = 2_000  # it looks each prefix up whole
     bounded = 64
     bounded_at_most = 64
 
@@ -364,6 +370,7 @@ class SizedBoundedIndex(BoundedIndex):
 
 
 class TestAnIndexThatForgetsAndSaysHowMuchItHolds(IndexContract):
+    size_blocks = 2_000  # it looks each prefix up whole
     bounded = 64
     bounded_at_most = 80
 
@@ -417,6 +424,7 @@ class TestAnIndexThatKeepsManyLateNames(TestAnIndexThatKeepsLateNames):
 
 
 class TestAnIndexThatForgetsSoon(IndexContract):
+    size_blocks = 2_000  # it looks each prefix up whole
     bounded = 8
 
     def make_index(self):
