@@ -23,8 +23,7 @@ class HashIndex:
             return
         elif isinstance(data, Stored):
             parent = data.parent_hash
-            if parent is not None and parent not in blocks:
-                raise KeyError(f"nobody stored block {parent}")
+            assert parent is None or parent in blocks
             for block, local in zip(data.block_hashes, data.tokens_hashes, strict=True):
                 copies = blocks.get(block, []) if self.count_copies else []
                 blocks[block] = [(parent, local), *copies]

@@ -26,8 +26,7 @@ class TokenIndex:
             return
         elif isinstance(data, Stored):
             parent = data.parent_hash
-            if parent is not None and parent not in blocks:
-                raise KeyError(f"nobody stored block {parent}")
+            assert parent is None or parent in blocks
             for block, tokens in zip(data.block_hashes, event.token_ids, strict=True):
                 copies = blocks.get(block, []) if self.count_copies else []
                 blocks[block] = [(parent, tuple(tokens)), *copies]
