@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Final
 
+import pytest
+
 from pytest_kvmock.events import StorageTier
 from pytest_kvmock.testing.distinct_blocks import DistinctBlocks
 from pytest_kvmock.testing.drafts import random_traffic
@@ -195,6 +197,29 @@ class IndexContract(DistinctBlocks, HybridStreams, TiersBelow, WorkersThatGo, Un
         index.expect("abcd", {(0, 1): 4, (0, 0): 2})
         index.remove("abcd", "abc", "ab", "a", worker=0, rank=1)
         index.expect("abcd", {(0, 0): 2})
+
+    def test_ranks_may_each_have_blocks_of_their_own(self) -> None:
+        """Of two ranks, and of three, each has chains that no other has, below blocks that all have."""
+        if not self.tells_ranks_apart:
+            self._start()
+            pytest.skip("tells_ranks_apart is False: ranks that each have blocks of their own were not checked")
+        for ranks in (2, 3):
+            index = self._start()
+            own = ["cde"[rank] * (rank + 1) for rank in range(ranks)]
+            for rank, letters in enumerate(own):
+                index.store("ab", rank=rank)
+                index.store(letters, rank=rank, after="ab")
+                index.store(f"{'xyz'[rank]}q", rank=rank)
+            for rank, letters in enumerate(own):
+                index.expect(f"ab{letters}", {(0, each): 2 + len(letters) * (each == rank) for each in range(ranks)})
+                index.expect(f"{'xyz'[rank]}q", {(0, rank): 2})
+            last = ranks - 1
+            index.store("w", rank=last, after="abc", may_be_refused=True)  # below a block of rank 0
+            index.expect("abcw", {(0, each): 3 if each == 0 else 2 for each in range(ranks)})
+            index.remove("abc", rank=0)
+            index.remove(f"ab{own[last]}", rank=last)
+            index.expect("abc", {(0, each): 2 for each in range(ranks)})
+            index.expect(f"ab{own[last]}", {(0, each): 2 + last * (each == last) for each in range(ranks)})
 
     # ----------------------------------------------------------------------------------------------- removed
 

@@ -858,6 +858,75 @@ class IgnoresSalts(IndexContract):
         return KeyedTokenIndex("cache_salt")
 
 
+@INDEXES.breaks("test_adapters_with_salts_are_told_apart")
+class JoinsAdapterAndSalt(IndexContract):
+    def make_index(self):
+        return Joins()
+
+
+class Joins(KeyedTokenIndex):
+    """The names that a block carries are one text."""
+
+    def looked_at(self, keys, extra):
+        return ("".join(key if isinstance(key, str) else str(key) for key in keys or ()),)
+
+
+@INDEXES.breaks("test_adapters_with_salts_are_told_apart")
+class JoinsAdapterAndSaltByAColon(IndexContract):
+    def make_index(self):
+        index = Joins()
+        index.looked_at = lambda keys, extra: (":".join(map(str, keys or ())),)
+        return index
+
+
+@INDEXES.breaks("test_adapters_with_salts_are_told_apart")
+class TakesAdapterAndSaltInAnyOrder(IndexContract):
+    def make_index(self):
+        index = Joins()
+        index.looked_at = lambda keys, extra: (frozenset(keys or ()),)
+        return index
+
+
+def of_images(which):
+    """The contract over an index that looks at some of the images of a block: each is (identifier, offset)."""
+
+    class Subject(KeyedTokenIndex):
+        def looked_at(self, keys, extra):
+            images = [key for key in keys or () if isinstance(key, tuple)]
+            return (*(key for key in keys or () if isinstance(key, str)), which(images))
+
+    return lambda self: Subject()
+
+
+@INDEXES.breaks("test_several_multimodal_items_are_told_apart")
+class LooksAtTheFirstImageOfABlock(IndexContract):
+    make_index = of_images(lambda images: tuple(images[:1]))
+
+
+@INDEXES.breaks("test_several_multimodal_items_are_told_apart")
+class LooksAtTheLastImageOfABlock(IndexContract):
+    make_index = of_images(lambda images: tuple(images[-1:]))
+
+
+@INDEXES.breaks("test_several_multimodal_items_are_told_apart")
+class LooksAtImagesWhereTheyBegin(IndexContract):
+    make_index = of_images(lambda images: tuple(image for image in images if image[1] >= 0))
+
+
+@INDEXES.breaks("test_ranks_may_each_have_blocks_of_their_own")
+class LooksParentsUpInAllRanks(IndexContract):
+    def make_index(self):
+        return OneParentForAllRanks()
+
+
+@INDEXES.breaks("test_ranks_may_each_have_blocks_of_their_own")
+class KnowsTwoRanks(Radix):
+    class Subject(Tree):
+        def apply(self, event):
+            inner = event.event
+            super().apply(RouterEvent(event.worker_id, type(inner)(inner.event_id, inner.data, min(inner.dp_rank, 1))))
+
+
 @INDEXES.breaks("test_multimodal_items_are_told_apart")
 class IgnoresMultimodalItems(IndexContract):
     def make_index(self):
@@ -1026,6 +1095,19 @@ class OneParentForAll(HashIndex):
             for chain in found[:1] if data.parent_hash not in chains else ():
                 chains[data.parent_hash] = chain
                 chains |= {end: chain[: end + 1] for end in range(len(chain))}
+        super().apply(event)
+
+
+class OneParentForAllRanks(HashIndex):
+    """Looks a parent up in all ranks of a worker, and takes it for its own."""
+
+    def apply(self, event):
+        data, key = event.event.data, (event.worker_id, event.event.dp_rank)
+        if isinstance(data, Stored) and data.parent_hash is not None:
+            chains, _ = self.ranks.setdefault(key, ({}, Counter()))
+            for (worker, _), (of, _) in self.ranks.items():
+                if worker == key[0] and data.parent_hash in of and data.parent_hash not in chains:
+                    chains[data.parent_hash] = of[data.parent_hash]
         super().apply(event)
 
 
