@@ -68,6 +68,7 @@ class IndexContract(DistinctBlocks, HybridStreams, TiersBelow, WorkersThatGo, Un
             what it forgot.
         bounded_at_most: how many blocks such an index keeps at most, of all workers together, from `bounded` to 100,000, by its
             `size()`, or where it has none by what look-ups find; None: that is not checked.
+        reads_groups: whether the index tells cache groups apart, though `backends` names no engine that publishes them.
         size_blocks: how many blocks the index is given in the tests at production size, at least 1,000; below 20,000 look-ups are not
             timed.
         tiers: the hosts below the engines of `backends`, each as `kvmock(tiers=...)` takes it; None: one of Dynamo's, and vLLM's in both

@@ -36,6 +36,7 @@ class OverIndex:
     index_semantics: ClassVar[Literal["e1"] | None] = None
     survives: ClassVar[Sequence[str]] = ()
     threads: ClassVar[bool] = False
+    reads_groups: ClassVar[bool] = False
     bounded: ClassVar[int | None] = None
     bounded_at_most: ClassVar[int | None] = None
     traits: Traits = Traits()
@@ -140,8 +141,9 @@ class OverIndex:
             refuse(
                 self, f"survives must be a tuple or list of {' and '.join(map(repr, SURVIVED))}, got {survives!r:.80}"
             )
-        if not isinstance(self.threads, bool):
-            refuse(self, f"threads must be True or False, got {self.threads!r:.80}")
+        for name in ("threads", "reads_groups"):
+            if not isinstance(flag := getattr(self, name), bool):
+                refuse(self, f"{name} must be True or False, got {flag!r:.80}")
         if self.bounded is not None and not (is_integer(self.bounded, 1) and self.bounded <= 10_000):
             refuse(self, f"bounded must be an integer from 1 to 10000 (blocks), or None, got {self.bounded!r:.80}")
         most = self.bounded_at_most

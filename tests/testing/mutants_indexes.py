@@ -1270,6 +1270,55 @@ class TakesGroupZeroForTheAttentionGroup(MisreadsGroups):
     Reader = hybrid_readers.TakesGroupZero
 
 
+class OneNumberForAll(HashIndex):
+    """Takes the number that the attention group of one worker has for that of all."""
+
+    def __init__(self):
+        super().__init__(size=4)
+        self.group.numbers = OneForAll()
+
+
+class OneForAll(dict):
+    def __setitem__(self, key, number):
+        super().__setitem__(0, number)
+
+    def get(self, key, default=None):
+        return super().get(0, default)
+
+
+@INDEXES.breaks("test_workers_number_their_groups_each_in_its_own_way")
+class TakesTheNumberOfOneWorkerForAll(IndexContract):
+    reads_groups = True
+
+    def make_index(self):
+        return OneNumberForAll()
+
+
+class TakesKindsForAttention(HashIndex):
+    """Leaves out windows alone."""
+
+    def __init__(self):
+        super().__init__(size=4)
+
+    def apply(self, event):
+        extra = event.extra or {}
+        if "kv_cache_spec_kind" in extra and extra["kv_cache_spec_kind"] != "sliding_window":
+            event = (
+                event._replace(extra=None)
+                if hasattr(event, "_replace")
+                else RouterEvent(event.worker_id, event.event, event.storage_tier, event.token_ids)
+            )
+        super().apply(event)
+
+
+@INDEXES.breaks("test_groups_of_any_kind_beside_the_attention_group_count_for_nothing")
+class LeavesOutWindowsAlone(IndexContract):
+    reads_groups = True
+
+    def make_index(self):
+        return TakesKindsForAttention()
+
+
 @INDEXES.breaks("test_a_prompts_tail_is_no_block")
 class TakesTailsForBlocks(MisreadsGroups):
     Reader = hybrid_readers.TakesTailsForBlocks

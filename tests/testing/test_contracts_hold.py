@@ -6,7 +6,7 @@ from bounded_indexes import BoundedIndex
 from depth import few, takes_long
 from hybrid_sizes import EACH
 from threaded_indexes import Locked
-from truncating_indexes import KeyedTokenIndex
+from truncating_indexes import HashIndex, KeyedTokenIndex
 
 from pytest_kvmock import BACKENDS, RadixIndex, create_manager
 from pytest_kvmock.backends import backend_spec
@@ -304,6 +304,14 @@ class TestAnIndexThatNoticesRepeats(IndexContract):
     def make_index(self):
         traits = self.traits
         return NoticesRepeats(count_copies=traits.copies, chunk=traits.chunk, clears_below=traits.clears_below)
+
+
+class TestAnIndexThatReadsGroupsOverPlainEngines(IndexContract):
+    size_blocks = 2_000  # it looks each prefix up whole
+    reads_groups = True
+
+    def make_index(self, block_size):
+        return HashIndex(counts=self.traits.copies, size=block_size)
 
 
 class TestAnIndexByTokensAndKeys(IndexContract):
