@@ -34,7 +34,8 @@ class HybridStreams(OverIndex):
         index = self._start()
         if not self.reads_groups and not any(spec.traits.publishes_groups for spec in self._specs()):
             pytest.skip(
-                "backends names no engine that publishes cache groups (vLLM's hybrid models): they were not checked"
+                "backends names no engine that publishes cache groups (vLLM's hybrid models), and reads_groups is not set: they were "
+                "not checked"
             )
         return index
 

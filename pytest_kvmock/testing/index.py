@@ -308,9 +308,10 @@ class IndexContract(DistinctBlocks, HybridStreams, TiersBelow, WorkersThatGo, Un
     def test_a_block_is_held_until_its_last_copy_is_removed(self) -> None:
         """A block with copies is found until each is removed, where an engine of `backends` publishes copies."""
         self._start()
-        for spec in self._specs():
-            if not spec.traits.copies:
-                continue
+        copying = [spec for spec in self._specs() if spec.traits.copies]
+        if not copying:
+            pytest.skip("backends names no engine that publishes copies of a block (vLLM): copies were not checked")
+        for spec in copying:
             with self._harness(spec, num_blocks=3) as harness:
                 for letter in "aabcde":
                     harness.worker(0).serve(prompt_of(letter, self.block_size))

@@ -427,6 +427,15 @@ def test_prompts_that_no_engine_of_the_backends_takes_are_skipped():
     )
 
 
+def test_copies_that_no_engine_of_the_backends_publishes_are_skipped():
+    contract = subject(IndexContract, make_index=lambda self: RadixIndex(), backends=("lru",))
+    with pytest.raises(pytest.skip.Exception) as skipped:
+        contract().test_a_block_is_held_until_its_last_copy_is_removed()
+    assert skipped.value.msg == (
+        "backends names no engine that publishes copies of a block (vLLM): copies were not checked"
+    )
+
+
 def test_an_answer_that_cannot_be_read_is_shown_with_what_the_index_was_told():
     class Answers(RadixIndex):
         def find_matches(self, local_hashes):
