@@ -221,7 +221,7 @@ class ExactIndex:
         else:
             held.setdefault(group, Counter()).update(data.block_hashes)
             if (window := extra.get("kv_cache_spec_sliding_window")) is not None:
-                self.windows[group] = -(-(window - 1) // self.size)
+                self.windows.setdefault(key, {})[group] = -(-(window - 1) // self.size)
             else:
                 for parent, block, local in zip(
                     (data.parent_hash, *data.block_hashes), data.block_hashes, data.tokens_hashes, strict=False
@@ -235,15 +235,15 @@ class ExactIndex:
             if block is None:
                 break
             names.append(block)
-        return {key: self.reusable(held, names) for key, held in self.held.items()}
+        return {key: self.reusable(held, self.windows.get(key, {}), names) for key, held in self.held.items()}
 
-    def reusable(self, held, names):
+    def reusable(self, held, windows, names):
         def has(group, start, stop):
             return all(held.get(group, {}).get(name, 0) > 0 for name in names[max(start, 0) : stop])
 
-        full = [group for group in held if group not in self.windows]
+        full = [group for group in held if group not in windows]
         ends = (t for t in range(len(names), 0, -1) if full and all(has(group, 0, t) for group in full))
-        return next((t for t in ends if all(has(group, t - need, t) for group, need in self.windows.items())), 0)
+        return next((t for t in ends if all(has(group, t - need, t) for group, need in windows.items())), 0)
 
     def remove_worker(self, worker_id):
         self.held = {key: held for key, held in self.held.items() if key[0] != worker_id}
