@@ -22,6 +22,8 @@ EventExtra: TypeAlias = Mapping[str, Any]
 `lora_id`, `lora_name`, `cache_salt`, `session_id`; and `extra_keys`: per block, what vLLM hashes beside its tokens (a tuple, or
 None): the adapter's name, `(identifier, offset)` of each multimodal item, in the first block the salt. `lora_path` is on no wire.
 Of a cache group `group_idx`, `kv_cache_spec_kind` and `kv_cache_spec_sliding_window` (`group_extra`).
+TensorRT-LLM's have `window_size`, in tokens; a Stored `cache_levels` and `priorities` of each block, a Cleared that is its created
+`blocks_per_level`; and in process, on no wire, `silently_gone`: names that have left without a Removed since its window's last event.
 """
 
 FULL_ATTENTION: Final = "full_attention"
@@ -271,6 +273,11 @@ def group_extra(
     return found or None
 
 
+def has_window_size(extra: EventExtra | None) -> bool:
+    """Whether an event says its window, as TensorRT-LLM's do: its last block may be partial, and leaves may go without a word."""
+    return extra is not None and "window_size" in extra
+
+
 def is_of_group(extra: EventExtra | None) -> bool:
     """Whether an event says of which cache group it is, as those of a hybrid model do but for group 0 of full attention."""
     return extra is not None and any(name in extra for name in _OF_A_GROUP)
@@ -292,8 +299,12 @@ def is_attention_group(extra: EventExtra | None) -> bool:
 
 
 def may_be_sparse(extra: EventExtra | None) -> bool:
-    """Whether the cache group that a Stored is about may leave blocks of a span out, as far as its kind says it."""
-    return group_kind(extra) not in _WHOLE_PREFIX
+    """Whether the cache group that a Stored is about may leave blocks of a span out, as far as its kind says it.
+
+    One that says neither a kind nor a group is of full attention, as engines with one cache are.
+    """
+    kind = group_kind(extra)
+    return bool(group_of(extra)) if kind is None else kind not in _WHOLE_PREFIX
 
 
 def is_tail(

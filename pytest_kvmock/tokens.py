@@ -16,12 +16,12 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from itertools import repeat
 from operator import itemgetter
-from typing import Any, Final, NoReturn, TypeAlias, TypeVar
+from typing import Any, Final, NoReturn, SupportsIndex, TypeAlias, TypeVar, overload
 
 from xxhash import xxh3_64_intdigest
 
@@ -349,11 +349,13 @@ class TokenRuns:
 
     def tokens(self) -> tuple[int, ...]:
         """Make the token ids."""
-        made: list[int] = []
-        times = self._times
-        for each in self._ids:
-            made += [each & _TOKEN] * times
-        del made[self._length :]
+        return self.cut(0, self._length)
+
+    def cut(self, start: int, end: int) -> tuple[int, ...]:
+        """Make the token ids from one place to another, which is no further than the last."""
+        times, made = self._times, []
+        for place in range(start // times, -(-end // times)):
+            made += [self._ids[place] & _TOKEN] * (min(end, (place + 1) * times) - max(start, place * times))
         return tuple(made)
 
     def block_hashes(self, block_size: int) -> list[int]:
@@ -569,6 +571,18 @@ class Prompt:
             found = self._kept[key] = make()
         return found
 
+    def cut(self, start: int, end: int) -> Sequence[int]:
+        """Return the tokens from one place to another, which are known; those of a trace are not kept for it."""
+        if self._tokens is None:
+            assert self._runs is not None
+            return self._runs.cut(start, end)
+        return self._tokens[start:end]
+
+    @property
+    def source(self) -> TokenRuns | tuple[int, ...] | None:
+        """What its tokens are made of, or are; None where only hashes are known."""
+        return self._tokens if self._runs is None else self._runs
+
     def release(self) -> None:
         """Drop the tokens and hashes of a prompt that is served, if they can be made again: a trace's."""
         if self._runs is None:
@@ -611,6 +625,10 @@ class GrowingTokens:
         self._prompt = prompt
         self.output = array("I")
 
+    def release(self) -> None:
+        """Drop what can be made again of the prompt (`Prompt.release`)."""
+        self._prompt.release()
+
     @property
     def whole(self) -> tuple[int, ...]:
         """All tokens so far."""
@@ -624,13 +642,82 @@ class GrowingTokens:
         assert before is not None
         if start >= before:
             return self.output[start - before : end - before]
-        tokens = self._prompt.tokens
-        assert tokens is not None
-        return tokens[start:end] if end <= before else (*tokens[start:], *self.output[: end - before])
+        if end <= before:
+            return self._prompt.cut(start, end)
+        return (*self._prompt.cut(start, before), *self.output[: end - before])
 
-    def rows(self, start: int, end: int, size: int) -> list[tuple[int, ...]]:
+    def rows(self, start: int, end: int, size: int) -> TokenRows:
         """Return the tokens of each block of a size, from one block to another."""
-        return [tuple(self.cut(at, at + size)) for at in range(start * size, end * size, size)]
+        before = self._prompt.num_tokens
+        assert before is not None
+        if end * size <= before:
+            return TokenRows(self._prompt, start * size, end - start, size)
+        return TokenRows(tuple(self.cut(start * size, end * size)), 0, end - start, size)
+
+
+class TokenRows(Sequence[tuple[int, ...]]):
+    """Token ids of complete blocks, one tuple a block, as they travel with events: cut when somebody reads them.
+
+    Args:
+        source: the tokens, or a prompt that has them.
+        start: place of the first block's first token in it.
+        count: how many blocks.
+        size: tokens a block.
+
+    Attributes:
+        size: as above.
+    """
+
+    __slots__ = ("_count", "_source", "_start", "size")
+
+    def __init__(self, source: Prompt | tuple[int, ...], start: int, count: int, size: int) -> None:
+        self._source, self._start, self._count, self.size = source, start, count, size
+
+    def _cut(self, start: int, end: int) -> tuple[int, ...]:
+        source = self._source
+        return source[start:end] if isinstance(source, tuple) else tuple(source.cut(start, end))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[tuple[int, ...]]:
+        size = self.size
+        tokens = self._cut(self._start, self._start + self._count * size)
+        return (tokens[at : at + size] for at in range(0, len(tokens), size))
+
+    @overload
+    def __getitem__(self, at: int) -> tuple[int, ...]: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[tuple[int, ...]]: ...
+
+    def __getitem__(self, at: int | slice) -> tuple[int, ...] | list[tuple[int, ...]]:
+        if isinstance(at, slice):
+            return list(self)[at]
+        start = self._start + range(self._count)[at] * self.size
+        return self._cut(start, start + self.size)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, TokenRows | list):
+            return list(self) == list(other)
+        return NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # as a list
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+        return list, (list(self),)
+
+    @property
+    def given(self) -> tuple[Prompt | tuple[int, ...], int, int, int]:
+        """What it was made of."""
+        return self._source, self._start, self._count, self.size
+
+    def part(self, start: int, end: int) -> TokenRows:
+        """Return the rows of some blocks."""
+        return TokenRows(self._source, self._start + start * self.size, end - start, self.size)
 
 
 class _Hashes:

@@ -2,6 +2,7 @@
 
 import json
 from array import array
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from pytest_kvmock.plh import (
     lineage_position,
 )
 from pytest_kvmock.tokens import (
+    GrowingTokens,
     Prompt,
     TokenBlockSequence,
     TokenRuns,
@@ -428,3 +430,25 @@ def test_a_released_prompt_of_given_tokens_keeps_them():
     prompt.release()
     assert (1, 2, 3, 4) == prompt.tokens
     assert hashes is prompt.block_hashes(2)
+
+
+@settings(max_examples=examples(200))
+@given(RUNS, st.integers(1, 5), st.lists(u32, max_size=12), st.data())
+def test_rows_are_the_blocks_of_prompt_and_output(runs, size, output, data):
+    ids, times, length = runs
+    growing = GrowingTokens(Prompt(TokenRuns(ids, times, length)))
+    growing.output.extend(output)
+    whole = growing.whole
+    start = data.draw(st.integers(0, len(whole) // size))
+    end = data.draw(st.integers(start, len(whole) // size))
+    rows, expected = (
+        growing.rows(start, end, size),
+        [whole[at : at + size] for at in range(start * size, end * size, size)],
+    )
+    assert expected == list(rows) == rows == deepcopy(rows)
+    assert (len(expected), repr(expected)) == (len(rows), repr(rows))
+    first, last = sorted(data.draw(st.tuples(st.integers(0, len(rows)), st.integers(0, len(rows)))))
+    assert expected[first:last] == rows[first:last] == rows.part(first, last)
+    assert expected == [rows[at] for at in range(len(rows))]
+    with pytest.raises(IndexError):
+        rows[len(rows)]

@@ -27,6 +27,8 @@ BACKENDS = {
     "bug_09_match_over_a_hole": "lru",
     "bug_23_least_of_all_groups": "vllm_kimi_k3",
     "bug_24_span_divided_by_hashes": "vllm_deepseek_v4",
+    "bug_31_partial_blocks_count": "trtllm",
+    "bug_33_stored_twice_counts_twice": "trtllm",
 }
 
 

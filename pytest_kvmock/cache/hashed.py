@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 from pytest_kvmock.events import BlockTokens, Stored
 from pytest_kvmock.hashed_blocks import HashedBlocks, own_blocks
 from pytest_kvmock.prompt_keys import names_blocks
-from pytest_kvmock.tokens import GrowingTokens, Prompt, keyed_block_hashes, sequence_hashes
+from pytest_kvmock.tokens import GrowingTokens, Prompt, TokenRows, keyed_block_hashes, sequence_hashes
 
 if TYPE_CHECKING:
     from pytest_kvmock.prompt_keys import EventExtra, LoraIds
@@ -127,7 +127,7 @@ class HashedTokens:
         assert self._tokens is not None
         return self._tokens.cut(start, end)
 
-    def rows(self, start: int, end: int, size: int) -> list[tuple[int, ...]] | None:
+    def rows(self, start: int, end: int, size: int) -> TokenRows | None:
         """Return the tokens of each block of a size, from one block to another; None where only hashes are known."""
         return None if self._tokens is None else self._tokens.rows(start, end, size)
 
@@ -178,7 +178,7 @@ class HashedTokens:
             self._made_digests().extend(digests)
         self.names += names
 
-    def block_tokens(self, start: int, end: int) -> list[tuple[int, ...]] | None:
+    def block_tokens(self, start: int, end: int) -> Sequence[tuple[int, ...]] | None:
         """Token ids of the complete blocks from `start` to `end`, as they travel with an event; None if unknown."""
         rows = self.rows(start, end, self.block_size)
         if rows is None or self.keys is not None or self._hasher is None:
@@ -195,6 +195,7 @@ class HashedTokens:
         )
         if self._tokens is not None and self._hasher is not None:
             self._local = self._digests = None
+        self._prompt.release()
 
     def _made_digests(self) -> list[bytes]:
         """The digest of each complete block, where tokens are known."""

@@ -32,7 +32,7 @@ from operator import itemgetter
 from typing import Any, Final
 
 from pytest_kvmock.checks import MOST_U64, check_integer, is_integer
-from pytest_kvmock.events import Cleared, EventData, KvCacheEvent, RouterEvent, SparseStored, Stored, StreamKey
+from pytest_kvmock.events import Cleared, EventData, KvCacheEvent, RouterEvent, SparseStored, Stored, StreamKey, renamed
 from pytest_kvmock.hygiene import entries
 from pytest_kvmock.hygiene.injection import Injection
 from pytest_kvmock.hygiene.stream import Stream
@@ -155,7 +155,8 @@ def _opened(entry: entries.Opened) -> dict[str, Any]:
         return line
     sizes = {"block_size": spec.block_size, "num_blocks": spec.num_blocks, "tier_blocks": spec.tier_blocks}
     below = {} if spec.clears_below else {"clears_below": False}
-    return {**line, **sizes, "residency": spec.residency, "prefix_closed": spec.prefix_closed, **below}
+    named = {} if spec.hash is None else {"hash": spec.hash, "seed": spec.seed}
+    return {**line, **sizes, "residency": spec.residency, "prefix_closed": spec.prefix_closed, **below, **named}
 
 
 def _missed(entry: entries.Missed) -> dict[str, Any]:
@@ -269,7 +270,7 @@ def _with_hashes(data: EventData, published: Any) -> EventData:
         before = data.parent_hash if isinstance(data, Stored) else None
         if isinstance(hashes, list) and _u64(hashes) == list(data.block_hashes) and _u64([parent]) == [before]:
             if not isinstance(data, Stored):
-                return type(data)(hashes)
+                return renamed(data, hashes)
             if isinstance(data, SparseStored):
                 return SparseStored(parent, tuple(hashes), data.span, data.block_size)
             return Stored(parent, tuple(hashes), data.tokens_hashes, data.start_position, data.mm_extra_info)

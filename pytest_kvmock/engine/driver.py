@@ -34,6 +34,8 @@ class Traits:
         takes_hashes: it takes prompts that are known by hashes only; else prompts must have tokens.
         groups: the caches of its hybrid model with the sizes in force: tokens of blocks, windows and chunks; none of an engine
             with one cache. In SGLang a block of a state is how far apart states are.
+        partial_blocks: parts of cached blocks are reused, and blocks that are not full are published, so that the tokens that a
+            request reuses need not be whole blocks, and may be more than those that its events promise.
         chunk: of an engine that copies what it computes to a host of its own, as vLLM does, blocks of a chunk there, which no event
             says; None: what the device evicts goes to its host, or it has none.
         extra_keys: whether its events say per block what is hashed beside the tokens (vLLM's `extra_keys`); else once for all blocks,
@@ -51,6 +53,7 @@ class Traits:
     publishes_groups: bool = False
     takes_hashes: bool = True
     groups: tuple[CacheGroup, ...] = ()
+    partial_blocks: bool = False
     chunk: int | None = None
     extra_keys: bool = True
     clears_below: bool = True
@@ -211,9 +214,10 @@ class PoolSchedulerDriver(SchedulerDriver, Protocol):
     """Of an engine that allocates a block when the first of its tokens is computed: generating a token needs none.
 
     Where requests may not be cut anywhere, or one pass shows in another, a driver has besides, each alone: `limit_passes(tokens)`,
-    the most of one pass; `begin_pass()` and `end_pass()`, which are called before a pass schedules and after; `chunk_tokens(request, most)`, the tokens of the next chunk,
+    the most of one pass; `begin_pass()` and `end_pass()`, which are called before a pass schedules and after; `end_iteration()`,
+    which is called when it is over, with what it generated; `chunk_tokens(request, most)`, the tokens of the next chunk,
     0 where the request has to wait; `blocks_alone(request)`, the blocks of a prompt that shares none, where they are not one a block
-    of tokens; `decodes_ahead = False`, where blocks do other than open and fill at multiples of one size.
+    of tokens, and `alone(chunk, capped=)`, what requests of any length need there; `decodes_ahead = False`, where blocks do other than open and fill at multiples of one size.
     """
 
     def step_inside(self, request: Any, upto: int) -> bool:

@@ -47,13 +47,14 @@ class PrefillFirstScheduler(SglangScheduler):
     """
 
     has_priorities = False
+    has_last_pass = False
     _charges_hits = False
 
     _driver: PagedSchedulerDriver
 
     def __init__(self, driver: PagedSchedulerDriver, args: SchedulerArgs) -> None:
         super().__init__(driver, args)
-        self._most_tokens = args.max_model_len or math.inf
+        self._most_tokens = args.most_tokens or math.inf
         self._lpm &= args.enable_prefix_caching
         self._interval = args.prefill_decode_interval
         if args.dp_size > 1:  # attention in data parallel: SGLang divides both
@@ -91,6 +92,17 @@ class PrefillFirstScheduler(SglangScheduler):
             self._ready.remove(request)
             self._waiting.append(request)
         super().abort(request)
+
+    def call_off(self, request: ScheduledRequest) -> bool:
+        """Act on an open request whose client is gone: it is taken out, wherever it is.
+
+        Nothing more of it is cached (aisimulate-core 0.13.0, which is Dynamo's mock of 1.6.1: `cancel_active_request`).
+        """
+        if request in self._ready:
+            self._ready.remove(request)
+            self._waiting.append(request)
+        self._take_out(request)
+        return True
 
     # ---------------------------------------------------------------------------------------------- one pass
 

@@ -1,4 +1,7 @@
-"""One request's tokens as blocks, and the moves that they make."""
+"""One request's tokens as blocks, and the moves that they make.
+
+One subject: Dynamo's `ActiveSequence`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from pytest_kvmock.checks import check_integer
 from pytest_kvmock.hashed_blocks import HashedBlocks
 from pytest_kvmock.moves import Block, Deref, Destroy, Move, Promote, Use
 from pytest_kvmock.plh import LineageHashes, lineage_hash
-from pytest_kvmock.tokens import GrowingTokens, Prompt, TokenIds, chained_hash, keyed_block_hashes
+from pytest_kvmock.tokens import GrowingTokens, Prompt, TokenIds, TokenRows, chained_hash, keyed_block_hashes
 
 
 class ActiveSequence:
@@ -208,7 +211,7 @@ class ActiveSequence:
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
-    def _token_ids(self, start: int, end: int) -> list[tuple[int, ...]] | None:
+    def _token_ids(self, start: int, end: int) -> TokenRows | None:
         """Token ids of the complete blocks from `start` to `end`; None if they are not to be published."""
         if not self.emit_token_ids or start >= end:
             return None
@@ -381,6 +384,8 @@ class ActiveSequence:
         self.block_hashes = cast("list[int]", array("Q", self.block_hashes))
         if self.enable_prefix_caching:
             self._plhs = None
+        if self._tokens is not None:
+            self._tokens.release()
 
     # -------------------------------------------------------------------------------------------------- random
 

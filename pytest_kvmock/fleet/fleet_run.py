@@ -7,7 +7,7 @@ and again until nothing changes:
 
 1. events that were late are delivered; passes end, in the order in which they were started: their events are published, then request by request its end or its first
    token is signalled. After each signal the requests that wait in the router are asked for again;
-2. incidents happen; requests arrive, one by one: each is picked for and dispatched before the next;
+2. incidents happen; requests arrive, one by one: each is picked for and dispatched before the next; requests are called off;
 3. each engine that has work and runs no pass starts one, in the order of the engines.
 """
 
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from pytest_kvmock.clock.passes import EngineRun, Passes
 from pytest_kvmock.clock.run_notes import RunNotes
+from pytest_kvmock.fleet.aborts import Aborts, PlannedAbort
 from pytest_kvmock.fleet.beliefs import Beliefs
 from pytest_kvmock.fleet.candidates import Offer
 from pytest_kvmock.fleet.incidents import Incident, Incidents
@@ -31,6 +32,7 @@ from pytest_kvmock.router.routing import RouterRequest, id_of
 
 if TYPE_CHECKING:
     from pytest_kvmock.clock.arrivals import Arrivals, Turn
+    from pytest_kvmock.clock.engine_request import EngineRequest
     from pytest_kvmock.clock.mock_engine import MockEngine
     from pytest_kvmock.clock.passes import Calls, Seat
     from pytest_kvmock.engine.scheduler import ForwardPass, ScheduledRequest
@@ -49,6 +51,7 @@ class FleetRun(EngineRun):
         calls: calls the router.
         knowledge: what is known of the caches.
         arrivals: decides when which request arrives.
+        like: an engine as those are that join and are not given.
         loads: whose loads candidates show: those of a load book, or of the engines.
         loads_every_ms: how old those of engines may be; 0: they are read at each pick.
         in_lock_step: whether the ranks of a worker run their passes together.
@@ -56,6 +59,8 @@ class FleetRun(EngineRun):
         stop_ms: when it stops: from then on no pass starts, and no request arrives.
         plans: whether passes that only decode are run in one go.
         incidents: what happens to workers, by time.
+        cordoned: the workers that are no candidates; what happens changes it.
+        aborts: which requests are called off by their number, by time.
         recorder: notes passes and candidates; None: nothing does.
 
     Attributes:
@@ -65,6 +70,8 @@ class FleetRun(EngineRun):
         beliefs: compares what the router believes; None: it says nothing of that.
         notes: what is noted for the report, the picks of the router first.
         incidents: what happens to workers.
+        aborts: which requests are called off.
+        withdrawn: how many requests were called off that no engine was ever given.
         recorder: as above.
     """
 
@@ -74,6 +81,7 @@ class FleetRun(EngineRun):
         calls: RouterCalls,
         knowledge: Knowledge[Any],
         arrivals: Arrivals,
+        like: MockEngine,
         *,
         loads: LoadSource = "router",
         loads_every_ms: float = 0.0,
@@ -82,6 +90,8 @@ class FleetRun(EngineRun):
         stop_ms: float = math.inf,
         plans: bool = True,
         incidents: Sequence[Incident] = (),
+        cordoned: set[Worker] | None = None,
+        aborts: Sequence[PlannedAbort] = (),
         recorder: Recorder | None = None,
     ) -> None:
         super().__init__(start_ms, stop_ms)
@@ -90,16 +100,21 @@ class FleetRun(EngineRun):
         self._calls = calls
         self._knowledge = knowledge
         self._arrivals = arrivals
-        self._like = like = next(iter(engines.values()))
+        self._like = like
         release, self._ranks, self._block_size = like.args.release, like.args.dp_size, like.args.block_size
         self._in_lock_step = in_lock_step
         self._passes = Passes(self, release, plans=plans)
+        self.aborts = Aborts(self._call_off, start_ms, aborts)
+        self.withdrawn = 0
         self._take(engines)
         self._book = LoadBook(engines)
-        self.beliefs = Beliefs(calls, knowledge, self._book, self._has_blocks) if calls.beliefs else None
+        self._cordoned: set[Worker] = set() if cordoned is None else cordoned
+        self.beliefs = None
+        if calls.beliefs:
+            self.beliefs = Beliefs(calls, knowledge, self._book, self._cordoned, self._has_blocks)
         calls.on_hook = None if self.beliefs is None else self.beliefs.after
         every_ms = loads_every_ms if loads == "engine" else None
-        self._offer = Offer(self.engines, self._book, knowledge, every_ms)
+        self._offer = Offer(self.engines, self._book, self._cordoned, knowledge, every_ms)
         self._waiting: list[RouterRequest] = []
         self._asked: tuple[Candidate, ...] = ()
         self.incidents = Incidents(self._happen, start_ms, incidents)
@@ -110,10 +125,17 @@ class FleetRun(EngineRun):
         self._first_ms: dict[RouterRequest, float] = {}
         self._turn_of: dict[RouterRequest, Turn] = {}
         self._routed: dict[ScheduledRequest, tuple[RouterRequest, Worker]] = {}
+        # Of these, those that an engine may end as called off, and their engines.
+        self._may_abort: dict[EngineRequest, MockEngine] = {}
         self.arrived = 0
         self.numbers: list[int] = []
         self.notes = RunNotes(engines, start_ms)
+        self._cordoned.intersection_update(engines)  # not those that were lost as the last run ended
+        for each in self._cordoned:
+            self.notes.is_candidate(each, still=False)
         self.recorder = recorder
+        self._nobody_from_ms: float | None = None  # since when no worker is there
+        self._note_who_is_there()
 
     def _take(self, engines: Mapping[Worker, MockEngine]) -> None:
         """Take engines that are there from now on; those of one worker id run together, if they do so in this run."""
@@ -121,6 +143,7 @@ class FleetRun(EngineRun):
         for worker, engine in engines.items():
             self.engines[worker] = engine
             self._position[worker] = len(self._position)
+            engine.on_abort = self._abort_of_engine
             together.setdefault(id_of(worker) if self._in_lock_step else worker, []).append(engine)
         for ranks in together.values():
             self._passes.add(ranks)
@@ -141,7 +164,8 @@ class FleetRun(EngineRun):
         """
         yield from self._calls.start(tuple(self.engines), self.now_ms)
         yield from self.pass_time(self._knowledge.deliver, self._passes.end, self._until_stop)
-        if self.now_ms < self._stop_ms and self.incidents.next_ms == math.inf:  # one to come would come after the stop
+        # One to come would come after the stop.
+        if self.now_ms < self._stop_ms and self.incidents.next_ms == math.inf and self.aborts.next_ms == math.inf:
             self.check_served()
         self._leave_open()
         yield from self._knowledge.deliver(math.inf)
@@ -155,6 +179,7 @@ class FleetRun(EngineRun):
             yield from self.incidents.at(now_ms)
             for turn, arrival_ms in self._arrivals.take(now_ms):
                 yield from self._arrive(turn, arrival_ms)
+            yield from self.aborts.at(now_ms)
             yield from self._passes.start(now_ms)
 
     def stop(self) -> None:
@@ -162,10 +187,10 @@ class FleetRun(EngineRun):
         self._stop_ms = min(self._stop_ms, self.now_ms)
 
     def check_served(self) -> None:
-        """Raise if requests are left for which nothing happens any more."""
+        """Raise if requests are left for which nothing happens any more; that nobody is there who could serve them is no error."""
         if self._routed:
             raise self.stalled(self.engines.values())
-        if self._waiting:
+        if self._waiting and self._nobody_from_ms is None:
             raise RouterStalled(self.now_ms, self._waiting, self._asked)
 
     @property
@@ -177,6 +202,8 @@ class FleetRun(EngineRun):
             moment = min(moment, arrival)
         if (moment < math.inf or self._waiting) and self.incidents.next_ms < self._stop_ms:
             moment = min(moment, self.incidents.next_ms)
+        if (moment < math.inf or self._waiting or self._routed) and self.aborts.next_ms < self._stop_ms:
+            moment = min(moment, self.aborts.next_ms)
         # What is late by itself moves nothing, but for the order of what is heard.
         return min(moment, self._knowledge.next_ms) if moment < math.inf else moment
 
@@ -198,6 +225,7 @@ class FleetRun(EngineRun):
             each = ((at, engine) for at, engine in enumerate(self.engines.values()) if engine in seat.engines)
             self.recorder.passed(self.now_ms, each)
         if done is None:
+            yield from self._end_called_off(seat)
             return
         yield from self._knowledge.deliver(self.now_ms)
         # In the order of the original: who was to generate nothing, who generated, whom the engine rejected.
@@ -214,6 +242,7 @@ class FleetRun(EngineRun):
                 yield from self._signal("first_token", routed[0])
         for request in done.rejected:
             yield from self._finished(request)
+        yield from self._end_called_off(seat)
 
     # ---------------------------------------------------------------------------------------------- a request
 
@@ -232,9 +261,10 @@ class FleetRun(EngineRun):
         self.arrived += 1
         request.now_ms = self.now_ms
         self._turn_of[request] = turn
+        self.aborts.arrived(request, turn)
         overlaps = self._knowledge.overlaps(request)
         self._note_arrival(request, overlaps)
-        if self._waiting:
+        if self._waiting or self._keeps_requests:
             self._waiting.append(request)
             if not self._routed:  # nothing runs, so that nothing would have it asked for again
                 yield from self._ask_again()
@@ -256,7 +286,7 @@ class FleetRun(EngineRun):
 
     def _ask_again(self) -> Calls:
         """Ask for each request that waits, once; in the router's order, where it has one."""
-        if not self._waiting:
+        if not self._waiting or self._keeps_requests:
             return
         left = list(self._waiting)
         has_order = self._calls.has("next_waiting")
@@ -280,7 +310,9 @@ class FleetRun(EngineRun):
             yield from self.beliefs.check(request)
         candidates = self._offer.shown(request, overlaps, self.now_ms)
         self._asked = candidates
-        worker = yield from self._calls.pick(request, candidates, self._position, has_ranks=self._ranks > 1)
+        worker = yield from self._calls.pick(
+            request, candidates, self._position, self._cordoned, has_ranks=self._ranks > 1
+        )
         if worker is None:
             return False
         known = request.overlaps or {}
@@ -304,12 +336,12 @@ class FleetRun(EngineRun):
 
     def _greatest(self, overlaps: Mapping[Worker, int]) -> int:
         """Return the greatest overlap of a candidate."""
-        loads = self._book.loads
-        return max((blocks for each, blocks in overlaps.items() if each in loads), default=0)
+        there = self._offer.workers
+        return max((blocks for each, blocks in overlaps.items() if each in there), default=0)
 
     def _lost(self, request: RouterRequest, *, anew: bool = True) -> Calls:
         """Take a request out of the books whose worker is gone, and tell the router; `anew`: it waits for another."""
-        request.status, request.now_ms = "lost", self.now_ms
+        request.status, request.now_ms = "aborted" if request in self.aborts.called_off else "lost", self.now_ms
         self._book.finished(request)
         self.notes.ended(request)
         if self._calls.wants("finished"):
@@ -328,7 +360,10 @@ class FleetRun(EngineRun):
             request.arrival_ms,
             priority=request.priority,
             recorded_ms=self.now_ms,
+            abort_after_tokens=turn.abort_after_tokens,
         )
+        if turn.abort_after_tokens is not None:
+            self._may_abort[served] = engine
         place = self._place.get(request)
         if place is None:
             self._place[request] = len(self.requests)
@@ -341,24 +376,73 @@ class FleetRun(EngineRun):
     def _finished(self, served: ScheduledRequest) -> Calls:
         """Signal the end of a request: its place in a closed loop is free first, then those that wait are asked for."""
         request, worker = self._routed.pop(served)
+        self._may_abort.pop(cast("Any", served), None)
         if request in self._first_ms and served.token_ms:  # the first token that it ever had came of an earlier attempt
             served.token_ms[0] = self._first_ms.pop(request)
         self._place.pop(request, None)
         request.status = cast("Any", served.status)
         self._book.finished(request)
         self.notes.ended(request)
-        turn = self._turn_of.pop(request)
-        self._arrivals.done(turn, self.now_ms)
-        turn.prompt.release()
+        self._over(request)
         yield from self._signal("finished", request)
         if worker in self._leaving:
             self._drain(id_of(worker))
+
+    def _over(self, request: RouterRequest) -> None:
+        """Let what waits for the end of a request come: a place in a closed loop is free, the next turn of its session arrives."""
+        turn = self._turn_of.pop(request)
+        self.aborts.over(request, self.now_ms)
+        if request.status == "aborted":
+            self._arrivals.called_off(turn, self.now_ms)
+        else:
+            self._arrivals.done(turn, self.now_ms)
+        turn.prompt.release()
+
+    # ---------------------------------------------------------------------------------------- one that is called off
+
+    def _abort_of_engine(self, served: EngineRequest) -> None:
+        """Have a request called off at this moment, as `abort` was called for it: by a listener of its engine, say."""
+        self.aborts.now(self._routed[served][0], self.now_ms)
+
+    def _call_off(self, request: RouterRequest) -> Calls:
+        """Call an open request off: it waits here, or an engine has it, which acts when it runs no pass."""
+        place = self._place.get(request)
+        if request.status == "waiting":
+            self._waiting.remove(request)
+            request.status = "aborted"
+            if place is None:
+                self.withdrawn += 1
+            else:  # its worker was lost
+                self.requests[place].status = "aborted"
+                del self._place[request]
+                self._first_ms.pop(request, None)
+            self._over(request)
+            yield from self._signal("withdrawn", request)
+            return
+        assert place is not None
+        served = self.requests[place]
+        engine = self.engines[self._routed[served][1]]
+        yield from self._passes.end_planned(engine, self.now_ms)
+        self._passes.touch(engine, self.now_ms)
+        self._may_abort[served] = engine
+        engine.now_ms = max(engine.now_ms, self.now_ms)
+        engine.call_off(served, in_pass=self._passes.is_in_pass(engine))
+        if served.status == "aborted":
+            yield from self._finished(served)
+
+    def _end_called_off(self, seat: Seat) -> Calls:
+        """Signal the end of those that an engine has ended as called off."""
+        for served in [each for each, engine in self._may_abort.items() if engine in seat.engines]:
+            if served.status == "aborted":
+                yield from self._finished(served)
 
     def _leave_open(self) -> None:
         """Drop what is open as the clock stopped; the router is not told."""
         self._calls.left_open = self._calls.left_open or bool(self._routed)
         for request in self._waiting:
             request.status = "unfinished"
+            if self._nobody_from_ms is not None and request in self._place:
+                self.requests[self._place[request]].status = "unfinished"
         if self._routed:
             for engine in self.engines.values():
                 engine.close()
@@ -370,7 +454,25 @@ class FleetRun(EngineRun):
     def _happen(self, incident: Incident) -> Calls:
         """Let an incident happen, and ask for those that wait."""
         yield from self._do(incident)
+        self._note_who_is_there()
         yield from self._ask_again()
+
+    def _note_who_is_there(self) -> None:
+        """Note since when nobody is there."""
+        if self._offer.workers:
+            self._nobody_from_ms = None
+        elif self._nobody_from_ms is None:
+            self._nobody_from_ms = self.now_ms
+
+    @property
+    def _keeps_requests(self) -> bool:
+        """Whether requests wait without the router being asked: it needs candidates, and nobody is there."""
+        return self._nobody_from_ms is not None and self._calls.needs_candidates
+
+    @property
+    def unserved_from_ms(self) -> float | None:
+        """Since when nobody has been there for requests that wait; None: they wait for something else, or none does."""
+        return self._nobody_from_ms if self._waiting else None
 
     def _do(self, incident: Incident) -> Calls:
         worker = incident.worker
@@ -389,17 +491,13 @@ class FleetRun(EngineRun):
                 yield from self._tell("worker_added", ranks)
                 yield from self._knowledge.deliver(self.now_ms)
             case "notice":
-                for each in ranks:
-                    self._book.remove_worker(each)
-                    self.notes.no_candidate(each)
+                self._remove(ranks)
                 self._knowledge.remove(worker)
                 yield from self._tell("worker_removed", ranks)
             case "leave":
                 self._leaving.update(ranks)
                 self.notes.happens(self.now_ms, "leave", worker, ranks)
-                for each in ranks:
-                    self._book.remove_worker(each)
-                    self.notes.no_candidate(each)
+                self._remove(ranks)
                 self._drain(worker)
                 yield from self._tell("worker_removed", ranks)
             case "crash":
@@ -411,13 +509,30 @@ class FleetRun(EngineRun):
                 else:
                     yield from self._do(Incident(incident.ms, "notice", worker))
                 self._waiting += lost
+            case "cordon" | "uncordon":
+                # What is so already stays so.
+                changed = [each for each in ranks if (each in self._cordoned) == (incident.kind == "uncordon")]
+                self._cordoned.symmetric_difference_update(changed)
+                if changed:
+                    self.notes.happens(self.now_ms, incident.kind, worker, changed)
+                for each in changed:
+                    self.notes.is_candidate(each, still=each not in self._cordoned)
             case "restart":
                 restart = partial(self._knowledge.restart, announced=incident.announced)
                 lost = yield from self._lose_requests(incident, restart)
                 if incident.announced:
                     yield from self._tell("worker_removed", ranks)
                     yield from self._tell("worker_added", ranks)
+                elif self.beliefs is not None:
+                    self.beliefs.restarted(ranks)
                 self._waiting += lost
+
+    def _remove(self, ranks: Sequence[Worker]) -> None:
+        """Take the ranks of a worker out of the books that is gone, or gets nothing more."""
+        for each in ranks:
+            self._book.remove_worker(each)
+            self.notes.is_candidate(each, still=False)
+        self._cordoned.difference_update(ranks)
 
     def _lose_requests(self, incident: Incident, empty: Callable[[Worker, MockEngine], None]) -> Calls:
         """Empty each engine of a worker by this; return those of its requests that wait for another, in the order of their dispatch."""
@@ -440,11 +555,15 @@ class FleetRun(EngineRun):
                 self.recorder.caches.remove(each)
         again: list[RouterRequest] = []
         for served, request in lost:
-            served.status = "lost"  # also one that the pass under way would have ended
-            yield from self._lost(request, anew=incident.lost != "drop")
-            if incident.lost == "drop":
+            self._may_abort.pop(cast("Any", served), None)
+            over = incident.lost == "drop" or request in self.aborts.called_off
+            yield from self._lost(request, anew=not over)
+            served.status = (
+                "lost" if not over else cast("Any", request.status)
+            )  # also one that the pass under way would have ended
+            if over:
                 self._place.pop(request, None)
-                self._arrivals.done(self._turn_of.pop(request), self.now_ms)
+                self._over(request)
             else:
                 again.append(request)
         return again
@@ -468,7 +587,9 @@ class FleetRun(EngineRun):
         return {worker: engine for worker, engine in self.engines.items() if worker not in away}
 
     def close(self) -> None:
-        """Let ranks run by themselves again."""
+        """Let engines and ranks run by themselves again."""
+        for engine in self.engines.values():
+            engine.on_abort = None
         self._passes.close()
 
     def _tell(self, hook: str, workers: Sequence[Worker]) -> Calls:

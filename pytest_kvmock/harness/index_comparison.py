@@ -240,7 +240,8 @@ class IndexComparison:
         self._after_flush()
         answer, local = tiers.get(StorageTier.DEVICE, {}), tuple(asked.prompt.block_hashes(asked.block_size))
         exactly = self._under_test.answers_reusable and self.survival is None
-        if not exactly and not asked.by_tier and agree(answer, self._reference.find_matches(local).scores):
+        plainly = not asked.by_tier and self._under_test.asked != "find_tiered"
+        if not exactly and plainly and agree(answer, self._reference.find_matches(local).scores):
             return []  # nearly always, and without the names of blocks
         chain = self._chains.of_prompt(asked, self._ledger.streams)
         ignored = None if self.survival is None else self.survival.affected.keys()
@@ -428,6 +429,9 @@ class IndexComparison:
             (block,),
             fault=None if self.survival is None else self.survival.injection_of((worker, rank), (block,)),
             storage_tier=tier,
+            compared_at=self._arrived.position
+            if queued is not None and self._arrived.position > queued.position
+            else None,
         )
         if warning is not None:
             self._warned[problem] = warning
@@ -513,7 +517,7 @@ class IndexComparison:
         self._asking = asked = under_test.asked
         returned = yield self._question(chain)
         answer = under_test.read(returned)
-        wrong = self._wrong(answer, chain, ignored)
+        wrong = self._wrong(answer, chain, ignored, by_tier=asked == "find_tiered")
         if wrong is not None:
             return WrongAnswer(asked, answer, StorageTier.DEVICE, *wrong)
         if under_test.find_tiered is None or all(len(stream.tiers) == 1 for stream in self._ledger.streams.values()):
@@ -534,19 +538,26 @@ class IndexComparison:
     ) -> WrongAnswer | None:
         """What is wrong with the answers for a chain, tier by tier, or with that of the device alone."""
         answer = tiers.get(StorageTier.DEVICE, {})
-        wrong = self._wrong(answer, chain, ignored)
+        wrong = self._wrong(answer, chain, ignored, by_tier=asked == "find_tiered")
         if wrong is not None or not by_tier:
             return None if wrong is None else WrongAnswer(asked, answer, StorageTier.DEVICE, *wrong)
         free = () if self.survival is None else self.survival.unjudged_below(ignored)
-        due = self._reference.find_tiered(chain.local)
+        due = self._reference.find_tiered(chain.local, updated=self._under_test.takes_updates)
         below = difference_below(tiers, due, free, forgets=self._under_test.may_forget)
         return None if below is None else WrongAnswer(asked, answer, *below)
 
     def _wrong(
-        self, answer: Scores | WorkerScores, chain: QueriedChain, ignored: Collection[StreamKey] | None
+        self,
+        answer: Scores | WorkerScores,
+        chain: QueriedChain,
+        ignored: Collection[StreamKey] | None,
+        *,
+        by_tier: bool = False,
     ) -> tuple[int, int, int, range] | None:
         """The first worker for which an answer is wrong: (worker_id, dp_rank, blocks returned, blocks expected)."""
-        if self.survival is None:
+        if self.survival is None and by_tier and self._under_test.takes_updates:
+            expected = self._reference.find_tiered(chain.local).get(StorageTier.DEVICE, {})
+        elif self.survival is None:
             expected = self._reference.find_matches(chain.local).scores
         else:
             expected = self.survival.expected(answer, chain.local, ignored)

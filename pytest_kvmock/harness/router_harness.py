@@ -268,6 +268,8 @@ class RouterHarness:
         residency: Residency = "unique",
         prefix_closed: bool = True,
         worker_id: int | None = None,
+        hash: str | None = None,  # noqa: A002 - the user's word
+        seed: str | None = None,
     ) -> KvSink:
         """Make a sink where a block manager of the user's own publishes; each is a worker of its own.
 
@@ -279,9 +281,13 @@ class RouterHarness:
             residency: "unique" where a block is published once while it is held; "counted" where every copy is.
             prefix_closed: whether a block is removed before its parent (`orphaned_child`); see `BackendSpec`.
             worker_id: the worker it stands for; None: the first from 2**16 on that is free.
+            hash: by which of vLLM's hashes its blocks are named (`--prefix-caching-hash-algo`): they are judged by that chain
+                (`wrong_hash`), and not by Dynamo's.
+            seed: of the hash, as PYTHONHASHSEED; None: that of vLLM 0.33, which `xxhash` has not.
 
         Raises:
-            ValueError: a capacity below 1, an unknown tier, another residency, or the id of another worker or sink.
+            ValueError: a capacity below 1, an unknown tier, another residency, the id of another worker or sink, or an unknown
+                hash.
         """
         return self._workers.make_sink(
             chained=chained,
@@ -290,6 +296,7 @@ class RouterHarness:
             residency=residency,
             prefix_closed=prefix_closed,
             worker_id=worker_id,
+            named=(hash, seed),
         )
 
     def add_sink(self, sink: GivenSink, *, before: bool = False, worker_id: int | None = None) -> None:
@@ -336,7 +343,7 @@ class RouterHarness:
         """Publish events made by hand to the router.
 
         Args:
-            events: one or more: Stored, Removed, Located or Cleared, which get their worker's next id, KvCacheEvent, RouterEvent.
+            events: one or more: Stored, Removed, Located, Updated or Cleared, which get their worker's next id, KvCacheEvent, RouterEvent.
             worker_id: the worker of events that name none.
             dp_rank: and its rank.
 
@@ -582,7 +589,7 @@ class RouterHarness:
             verdict = self._verdicts.next()
             if self._faults is not None:
                 verdict.unmet.extend(self._faults.unmet())
-            return verdict
+            return verdict._replace(taken_for_device=self._judge.num_taken_for_device)
 
     def is_engines_own(self, warning: Problem) -> bool:
         """Whether a warning is one that a faithful mock engine causes by itself, as `multi_lru` and `hash_cache` do."""

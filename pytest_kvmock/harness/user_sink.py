@@ -19,6 +19,7 @@ from pytest_kvmock.events import (
     RouterEvent,
     StorageTier,
     Stored,
+    Updated,
     check_block_hashes,
 )
 from pytest_kvmock.hygiene.content import FoundChain
@@ -58,7 +59,7 @@ def is_event(event: object) -> TypeGuard[RouterEvent]:
         parent = () if data.parent_hash is None else (data.parent_hash,)
         blocks: tuple[Any, ...] = (parent, data.block_hashes)
         unsigned: tuple[Any, ...] = (data.tokens_hashes,)
-    elif isinstance(data, (Removed, Located)):
+    elif isinstance(data, (Removed, Located, Updated)):
         blocks, unsigned = (data.block_hashes,), ()
     elif isinstance(data, Cleared):
         blocks = unsigned = ()
@@ -83,7 +84,7 @@ class KvSink:
     Attributes:
         worker_id: the worker's id; the first from 2**16 on that was free, unless another was asked for.
         events: the events so far, in order.
-        chained: whether hashes must be Dynamo's chain; None: that is detected, see `FoundChain`.
+        chained: whether hashes must be a chain, Dynamo's or the one that its stream has; None: that is detected, see `FoundChain`.
         is_removed: whether the router has removed the worker, and nothing was published since; another sink may have its
             id then.
     """
@@ -96,9 +97,11 @@ class KvSink:
         compare_with: CompareWith,
         *,
         chained: bool | None = None,
+        judges_host: bool = True,
     ) -> None:
         self.worker_id = worker_id
         self.chained = chained
+        self._judges_host = judges_host  # vLLM's events of a host do not say what was hashed beside tokens
         self.events: list[KvCacheEvent] = []
         self.is_removed = False
         self._publisher = publisher
@@ -112,6 +115,11 @@ class KvSink:
 
     def __repr__(self) -> str:
         return f"<KvSink worker {self.worker_id}, {len(self.events)} events>"
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether `compare` was called, whatever was published."""
+        return bool(self._compared)
 
     @property
     def is_compared(self) -> bool:
@@ -148,7 +156,7 @@ class KvSink:
             addressed = RouterEvent(self.worker_id, event, tier, token_ids, extra)
             if not is_event(addressed):
                 raise TypeError(
-                    f"a kv_sink takes Stored, Removed, Located, Cleared, KvCacheEvent or RouterEvent, with {HASHES}, "
+                    f"a kv_sink takes Stored, Removed, Located, Updated, Cleared, KvCacheEvent or RouterEvent, with {HASHES}, "
                     f"got {event!r:.80} ({type(event).__name__})"
                 )
             self.events.append(event)
@@ -175,7 +183,7 @@ class KvSink:
     def _must_chain(self, addressed: RouterEvent) -> bool:
         """Whether the hashes of an event must be Dynamo's chain; where `chained` is None, only of one that breaks it."""
         if self.chained is not None:
-            return self.chained
+            return self.chained and (self._judges_host or addressed.storage_tier is StorageTier.DEVICE)
         data, chain = addressed.event.data, self._chain
         if not isinstance(data, Stored):
             return False

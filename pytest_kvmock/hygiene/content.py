@@ -24,7 +24,7 @@ class Chain(Protocol):
     """The rule by which one engine names its blocks; an object belongs to one stream, and may have state.
 
     Where blocks are named by more than tokens (`Prompt.keys`), both methods are given what travels beside the event as one
-    more argument.
+    more argument. One with an attribute `reads_extra` that is true always is, and is given the tokens as they came.
     """
 
     def expected(
@@ -203,13 +203,14 @@ def own_parent(hashes: tuple[int, ...], parent: int | None) -> int | None:
     return None
 
 
-def sparse(event: RouterEvent, data: Stored, size: int | None) -> BlockFlaw | None:
+def sparse(event: RouterEvent, data: Stored, size: int | None, *, partial: bool = False) -> BlockFlaw | None:
     """The first block whose token ids are missing from an event that has token ids; None where none are.
 
     Args:
         event: with token ids or without.
         data: its Stored.
         size: tokens a block; None: unknown, then it is enough that each block has some.
+        partial: the last block may have fewer.
     """
     tokens, hashes = event.token_ids, data.block_hashes
     if tokens is None:
@@ -219,6 +220,8 @@ def sparse(event: RouterEvent, data: Stored, size: int | None) -> BlockFlaw | No
     except TypeError:
         observed = "token ids came, and not as one sequence for each block"
         return BlockFlaw(hashes[0], observed, "each block has its tokens") if hashes else None
+    if partial and size is not None and sizes and 0 < sizes[-1] < size:
+        sizes[-1] = size
     if len(sizes) == len(hashes) and (size is None or sizes.count(size) == len(sizes)):
         return None
     expected = "one sequence of token ids a block" if size is None else f"each block has its {size} tokens"
@@ -239,6 +242,8 @@ def wrong_hash(
     size: int | None,
     chain: Chain,
     parents: Callable[[int], Iterable[int]] = lambda _: (),
+    *,
+    partial: bool = False,
 ) -> BlockFlaw | None:
     """The first block whose hashes do not follow from its parent, local hash and tokens.
 
@@ -248,24 +253,30 @@ def wrong_hash(
         size: tokens a block, to judge local hashes by tokens; None: they are not judged.
         chain: how the engine names blocks.
         parents: blocks that may be the right parent of a block, if the one that the event has is wrong.
+        partial: the last block may have fewer tokens.
     """
     tokens = event.token_ids
     own = own_blocks(data, tokens, size, event.extra) is not None
-    if tokens is not None and not own and (size is None or sparse(event, data, size) is not None):
+    by_itself = getattr(chain, "reads_extra", False)  # it looks at all that came
+    is_sparse = (
+        tokens is not None and not own and (size is None or sparse(event, data, size, partial=partial) is not None)
+    )
+    if is_sparse and not by_itself:
         tokens = ()
-    if tokens and size is not None and not own:
+    if tokens and size is not None and not own and not is_sparse:
         flat = [token for ids in tokens for token in ids]
-        made_of = (
-            block_hashes(flat, size) if event.extra is None else block_hashes(flat, size, **hash_options(event.extra))
-        )
+        options = {} if event.extra is None else hash_options(event.extra)
+        made_of = block_hashes(flat, size, **options)
+        if len(flat) % size:
+            made_of += block_hashes(tokens[-1], len(tokens[-1]), **options)
         for block, local, made in zip(data.block_hashes, data.tokens_hashes, made_of, strict=False):
             if local != made:
                 return BlockFlaw(
                     block,
                     f"block {block_text(block)} has local hash {block_text(local)}",
-                    f"its {size} tokens{_with(event.extra)} have local hash {block_text(made)}",
+                    f"its {len(tokens[data.block_hashes.index(block)])} tokens{_with(event.extra)} have local hash {block_text(made)}",
                 )
-    extra = event.extra if names_blocks(event.extra) else None
+    extra = event.extra if by_itself or names_blocks(event.extra) else None
     rights = chain.expected(data, tokens, size) if extra is None else chain.expected(data, tokens, size, extra)
     if rights is not None and tuple(rights) != data.block_hashes:
         for i, (block, local, expected) in enumerate(zip(data.block_hashes, data.tokens_hashes, rights, strict=True)):
@@ -280,7 +291,8 @@ def wrong_hash(
                 for candidate in (*others, *parents(block)):
                     if chain.name(candidate, local, known_tokens, size, *beside) == block:
                         return BlockFlaw(block, *_fits(observed, candidate))
-                return BlockFlaw(block, observed, f"the chain of parent and local hash is {block_text(expected)}")
+                content = "tokens" if by_itself else "local hash"
+                return BlockFlaw(block, observed, f"the chain of parent and {content} is {block_text(expected)}")
     return None
 
 

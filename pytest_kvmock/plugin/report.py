@@ -14,7 +14,7 @@ import pytest
 
 from pytest_kvmock.plugin.options import REDUCE_SECONDS, default_backends, known_backends
 from pytest_kvmock.plugin.precedence import resolve_matrix, resolve_policy
-from pytest_kvmock.plugin.settings import SETTINGS, Settings
+from pytest_kvmock.plugin.settings import SETTINGS, UNJUDGED, Settings
 
 if TYPE_CHECKING:
     from pytest_kvmock.hygiene.problem import Problem
@@ -246,10 +246,17 @@ def record_properties(case: Case) -> None:
     if unused := case.harness.publisher.unused_faults:
         mine.append(("kvmock.unused_faults", _counts_text(dict.fromkeys(unused, 1))))
     # What a scenario file publishes is written there, and there is no engine to compare it with.
-    if isinstance(case.item, pytest.Function) and (uncompared := case.harness.publisher.num_uncompared_sinks):
-        mine.append(("kvmock.uncompared_sinks", uncompared))
+    if isinstance(case.item, pytest.Function):
+        sinks = {
+            "uncompared_sinks": case.harness.publisher.num_uncompared_sinks,
+            "unused_sinks": len(case.harness.publisher.unused_sinks),
+        }
+        mine += [(f"kvmock.{name}", count) for name, count in sinks.items() if count]
+    if case.taken_for_device:
+        mine.append(("kvmock.taken_for_device", case.taken_for_device))
     properties = case.item.user_properties
-    properties[:] = [pair for pair in properties if not pair[0].startswith("kvmock.")] + mine
+    others = [pair for pair in properties if not pair[0].startswith("kvmock.") or pair[0] == UNJUDGED]
+    properties[:] = others + mine
 
 
 def _tests(count: int) -> str:
@@ -265,7 +272,8 @@ def summary_line(reports: Iterable[pytest.TestReport], settings: Settings, *, on
     """Return the line on the events that a run judged: tests, backends, events, warnings by rule; None: there were none.
 
     Then what was asked for and not done: faults at random, each with the tests in which it was injected into no event, and
-    sinks whose engine nobody compared.
+    sinks that nothing was published to, or whose engine nobody compared; and how many blocks on the host an index took for the
+    device's.
 
     Args:
         reports: of teardowns, with what `record_properties` put there; of a test that was run again, the last counts.
@@ -274,7 +282,7 @@ def summary_line(reports: Iterable[pytest.TestReport], settings: Settings, *, on
     """
     from pytest_kvmock.hygiene.rules import RULES
 
-    tests = events = uncompared = 0
+    tests = events = uncompared = idle = taken = 0
     backends: set[str] = set()
     warnings: Counter[str] = Counter()
     engine_warnings: Counter[str] = Counter()
@@ -288,6 +296,8 @@ def summary_line(reports: Iterable[pytest.TestReport], settings: Settings, *, on
         if "kvmock.backend" in properties:
             backends.add(properties["kvmock.backend"])
         uncompared += properties.get("kvmock.uncompared_sinks", 0)
+        idle += properties.get("kvmock.unused_sinks", 0)
+        taken += properties.get("kvmock.taken_for_device", 0)
         for key, counts in counted.items():
             for part in properties.get(key, "").split(", ") if key in properties else ():
                 count, _, rule = part.partition(" ")
@@ -295,9 +305,13 @@ def summary_line(reports: Iterable[pytest.TestReport], settings: Settings, *, on
     undone: list[str] = []
     if unused:
         undone.append(f"{_UNUSED}: {', '.join(f'{kind} ({_tests(unused[kind])})' for kind in sorted(unused))}")
+    if idle:
+        undone.append(f"{idle:,} sink{'s' * (idle != 1)} that no event came to (kv_sink)")
     if uncompared:
         engines = "its engine" if uncompared == 1 else "their engines"
         undone.append(f"{uncompared:,} sink{'s' * (uncompared != 1)} never compared with {engines} (kv_sink.compare)")
+    if taken:
+        undone.append(f"{taken:,} block{'s' * (taken != 1)} on the host taken for the device's (no takes_updates)")
     if only_undone or not tests:
         return f"kvmock: {'; '.join(undone)}" if undone else None
     order = [*RULES]

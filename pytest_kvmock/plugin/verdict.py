@@ -31,6 +31,7 @@ class _Findings:
 
     def __init__(self, case: Case) -> None:
         verdict = case.harness.judge()
+        case.taken_for_device = verdict.taken_for_device
         policy = case.policy
         self.errors = [problem for problem in verdict.errors if problem.rule not in policy.allow]
         warnings = [problem for problem in verdict.warnings if problem.rule not in policy.allow]
@@ -41,6 +42,11 @@ class _Findings:
             warnings = unwaived(warnings)
         self.warnings = warnings
         self.unmet: list[str] = list(verdict.unmet)
+        if policy.event_warnings == "fail" and isinstance(case.item, pytest.Function) and not case.passed:
+            self.unmet += [
+                f"the sink of worker {worker_id} was never used: no event came to it (kv_sink, make_kv_sink)"
+                for worker_id in case.harness.publisher.unused_sinks
+            ]
         self.fatal: list[Problem] = []
         self.reported: list[Problem] = []
         for problems, reaction in ((self.errors, policy.event_errors), (warnings, policy.event_warnings)):

@@ -31,7 +31,7 @@ Step: TypeAlias = RouterEvent | NoEvent | Operation
 
 Level: TypeAlias = Literal["events", "requests"]
 
-_PUBLIC_EVENTS: Final = ("Located", "SparseStored")
+_PUBLIC_EVENTS: Final = ("Located", "SparseStored", "Updated")
 _PUBLIC: Final = (
     "Cleared",
     "EngineProfile",
@@ -59,6 +59,8 @@ class SinkKind(NamedTuple):
     tier_blocks: Mapping[str, int] | None = None
     residency: Residency = "unique"
     prefix_closed: bool = True
+    hash: str | None = None
+    seed: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

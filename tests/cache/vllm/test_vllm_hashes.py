@@ -197,9 +197,11 @@ def test_what_a_worker_has_just_hashed_is_not_hashed_again_and_what_was_changed_
         == [(4, 5, 6, 7), (8, 9, 10, 11)]
     )
     assert None is own_blocks(Stored(None, names[1:], local_hashes[1:]), rest, 4, None)
-    tokens[1] = (4, 5, 6, 8)
-    assert None is own_blocks(data, tokens, 4, None)
-    assert data.block_hashes != HashChain(hasher).expected(data, tokens, 4)
+    with pytest.raises(TypeError):  # what was made of them stays true of them
+        tokens[1] = (4, 5, 6, 8)
+    changed = [tokens[0], (4, 5, 6, 8), *tokens[2:]]
+    assert None is own_blocks(data, changed, 4, None)
+    assert data.block_hashes != HashChain(hasher).expected(data, changed, 4)
 
 
 # ---------------------------------------------------------------------------------------------------- bad input
