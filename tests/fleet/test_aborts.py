@@ -3,6 +3,7 @@
 from collections import Counter
 
 import pytest
+from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,7 +13,6 @@ from pytest_kvmock.harness import RouterHarness
 from pytest_kvmock.router import DynamoRouter
 from pytest_kvmock.testing import RightRouter
 from pytest_kvmock.traces import synthetic_trace
-from tests.depth import examples
 
 SIZE = 4
 
