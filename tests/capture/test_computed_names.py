@@ -385,6 +385,30 @@ def test_a_sink_that_knows_the_hash_finds_a_change(change):
     assert ("wrong_hash", 3) == (problem.rule, problem.position)
 
 
+def carried_into(sink, dialect, change=None):
+    """Prompts with a salt, an adapter and an image, as an engine of a dialect publishes them; `change` is made to the last event."""
+    worker, events, _ = engine(dialect)
+    for keys in ({}, {"cache_salt": "t"}, {"lora_name": "a"}, {"multimodal": [("ab" * 32, 1, 6)]}, {"cache_salt": "u"}):
+        worker.serve(Prompt(range(12), **keys))
+    *before, last = events
+    for event in (*before, last if change is None else change(last, None)):
+        sink.publish(event.event, token_ids=[list(tokens) for tokens in event.token_ids], extra=event.extra)
+
+
+@pytest.mark.parametrize("dialect", OF_VLLM[1:])  # the names of 0.9 are signed
+def test_a_sink_of_any_release_is_right_whatever_prompts_carry(tmp_path, dialect):
+    captured = Captured(tmp_path / "a.jsonl", profile=EngineProfile(block_size=SIZE))
+    carried_into(captured.kv.make_sink(residency="counted", **GIVEN), dialect)
+    assert ([], []) == (captured.found(), captured.again())
+
+
+def test_a_sink_whose_salts_were_right_finds_a_change_of_what_carries_one():
+    kv = RouterHarness(EngineProfile(block_size=SIZE))
+    carried_into(kv.make_sink(residency="counted", **GIVEN), "vllm-0.33", with_other_name)
+    (problem,) = kv.judge().errors
+    assert ("wrong_hash", 4) == (problem.rule, problem.position)
+
+
 def test_each_rank_of_a_sink_has_names_of_its_own():
     kv = RouterHarness(EngineProfile(block_size=SIZE))
     sink = kv.make_sink(residency="counted", **GIVEN)
