@@ -395,6 +395,13 @@ def test_one_that_sglang_ends_by_itself_before_it_acts_is_missed():
     check_told(router, report)
 
 
+def test_where_all_were_called_off_no_objective_is_kept_or_missed():
+    report = Fleet(engines(), Told()).abort_share(1.0, within_ms=1.0).run(requests(4, output=1))
+    assert 4 == report.aborted
+    with pytest.raises(ValueError, match=r"^assert_slo: all 4 requests were called off: there was nothing to judge$"):
+        report.assert_slo(ttft_ms=1e6)
+
+
 def test_runs_that_call_off_others_are_of_another_trace():
     digests = [
         Fleet(engines(), Told()).run(requests(_0=fields)).trace_digest
