@@ -182,14 +182,15 @@ def _record_polled(
     ledger.journal = CapturingJournal(file)
     with file:
         try:
-            while not is_over(recorded.batches, batches, until):
+            while True:
                 polled.poll()
                 _write_unreadable(recorded, file, polled.problems)
                 recorded.batches = polled.answers
                 if progress is not None:
                     progress(recorded)
-                if not is_over(recorded.batches, batches, until):
-                    polled.wait(_LOOK)
+                if is_over(recorded.batches, batches, until):
+                    break
+                polled.wait(_LOOK)
         except KeyboardInterrupt:
             pass
     if not recorded.batches:

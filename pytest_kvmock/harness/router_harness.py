@@ -507,11 +507,6 @@ class RouterHarness:
             return await self._lookups.arun("aoverlap", self._lookups.by_tier(prompt))
         return await self._lookups.arun("aoverlap", self._lookups.of_tier(prompt, tier))
 
-    @property
-    def num_taken_for_device(self) -> int:
-        """Blocks on the host that the index under test takes for the device's: it has no `takes_updates`; 0 where it has."""
-        return self._judge.num_taken_for_device
-
     def overlap_for_hashes(self, local_hashes: Iterable[int]) -> Overlap:
         """As `overlap`, for a prompt known by its local hashes."""
         return self.overlap(Prompt(hashes=local_hashes))
