@@ -383,6 +383,9 @@ class IndexComparison:
             (block,),
             fault=None if self.survival is None else self.survival.injection_of((worker, rank), (block,)),
             storage_tier=tier,
+            compared_at=self._arrived.position
+            if queued is not None and self._arrived.position > queued.position
+            else None,
         )
         if warning is not None:
             self._warned[problem] = warning

@@ -291,7 +291,8 @@ def wrong_hash(
                 for candidate in (*others, *parents(block)):
                     if chain.name(candidate, local, known_tokens, size, *beside) == block:
                         return BlockFlaw(block, *_fits(observed, candidate))
-                return BlockFlaw(block, observed, f"the chain of parent and local hash is {block_text(expected)}")
+                content = "tokens" if by_itself else "local hash"
+                return BlockFlaw(block, observed, f"the chain of parent and {content} is {block_text(expected)}")
     return None
 
 

@@ -96,7 +96,10 @@ class Ledger:
             first = self.streams.get((key[0], 0))
             spec = None
             if first is not None:
-                spec = dataclasses.replace(first.spec, tier_blocks=first.spec.tier_blocks or {}, chain=DynamoChain)
+                chain = (
+                    DynamoChain if first.spec.hash is None else first.spec.chain
+                )  # that of an engine is of its first rank
+                spec = dataclasses.replace(first.spec, tier_blocks=first.spec.tier_blocks or {}, chain=chain)
             self.take(entries.Opened(key, None, spec))
             stream = self.streams[key]
         return stream

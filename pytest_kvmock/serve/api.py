@@ -309,6 +309,10 @@ class EngineView(Protocol):
     def error(self) -> str | None:
         """Why it is broken; None: it is not."""
 
+    @property
+    def is_draining(self) -> bool:
+        """Whether it serves what it has, and takes nothing new."""
+
     def states(self) -> list[RankState]:
         """Return the state of each rank."""
 

@@ -130,7 +130,8 @@ class Face:
     # ------------------------------------------------------------------------------------------------- plain paths
 
     def _health(self, _: Call) -> Answer:
-        return Answer(200 if self._engine.error is None else 503, b"", PLAIN)
+        is_healthy = self._engine.error is None and not self._engine.is_draining
+        return Answer(200 if is_healthy else 503, b"", PLAIN)
 
     def _models(self, _: Call) -> Answer:
         model = self.model

@@ -33,8 +33,9 @@ try:
     from pytest_kvmock.serve.api import MOST_TOKENS, Call, Model, release_of
     from pytest_kvmock.serve.control import ControlPort
     from pytest_kvmock.serve.engine_loop import EngineLoop
+    from pytest_kvmock.serve.listening import check_descriptors
     from pytest_kvmock.serve.polled_events import PolledEvents
-    from pytest_kvmock.serve.worker_port import WorkerPort, check_descriptors
+from pytest_kvmock.serve.worker_port import WorkerPort
     from pytest_kvmock.wire.zmq import KvPublisher
 except ImportError as error:  # pragma: no cover - the environment without the extra
     raise ImportError(f"a KvServer needs aiohttp, msgspec and pyzmq ({error}): {install_text('serve')}") from None
@@ -81,6 +82,8 @@ class KvServer(Controls, RouterChecks):
         topic: of events; `{host}` (as advertised), `{port}` (of HTTP) and `{model}` are filled in: "kv@{host}:{port}@{model}".
         log: how many requests are remembered; None: all. With a number memory stays flat: of what came before, the verdict is kept, but
             its story and its reproduction are not (`RouterHarness.forget_history`).
+        keep_bodies: whether the body of each request is remembered with it (`ServedRequest.body`).
+        timestamp: returns the timestamp of a batch, in seconds, as `KvPublisher` takes it; None: how many there were before.
         seed: of what is generated.
         make_publisher: makes the publisher of a worker, given its id and the options of `KvPublisher`; None: as here.
 
@@ -119,6 +122,8 @@ class KvServer(Controls, RouterChecks):
         control_port: int | None = None,
         topic: str = "",
         log: int | None = None,
+        keep_bodies: bool = False,
+        timestamp: Callable[[], float] | None = None,
         seed: int = 0,
         make_publisher: Callable[..., KvPublisher] | None = None,
     ) -> None:
@@ -151,6 +156,7 @@ class KvServer(Controls, RouterChecks):
         self.harness = harness
         self.model = model
         self.log = RequestLog(log)
+        self._keeps_bodies = keep_bodies
         self._forget_every = max(_FORGET_EVERY, log or 0)
         self._open_changed = asyncio.Event()
         self._seed = seed
@@ -209,6 +215,7 @@ class KvServer(Controls, RouterChecks):
                     endpoint=network.bound_endpoint(event_port and event_port + place * ranks),
                     replay=network.bound_endpoint(replay_port and replay_port + place * ranks),
                     loopback=network.is_loopback,
+                    timestamp=timestamp,
                 )
                 undo.callback(publisher.close)
                 undo.callback(harness.publisher.remove_sink, publisher)
@@ -412,6 +419,7 @@ class KvServer(Controls, RouterChecks):
             prompt.length(size),
             prompt.length(size) // size,
             self.held(prompt),
+            body=call.body if self._keeps_bodies else b"",
         )
         self.log.add(row)
         if self.log.forgotten and self.log.total % self._forget_every == 0:

@@ -1,6 +1,8 @@
 """Drives an index under contract: events and look-ups, in prompts of letters.
 
 One subject: what is done with the index, and the message where it does not do what it must.
+
+PYTEST_DONT_REWRITE: each message says all; below it pytest would put the condition.
 """
 
 from __future__ import annotations

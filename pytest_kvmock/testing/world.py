@@ -1,4 +1,7 @@
-"""A worker under contract in its world: calls, the events that come of them, and what it holds."""
+"""A worker under contract in its world: calls, the events that come of them, and what it holds.
+
+PYTEST_DONT_REWRITE: each message says all; below it pytest would put the condition.
+"""
 
 from __future__ import annotations
 
