@@ -35,7 +35,7 @@ try:
     from pytest_kvmock.serve.engine_loop import EngineLoop
     from pytest_kvmock.serve.listening import check_descriptors
     from pytest_kvmock.serve.polled_events import PolledEvents
-from pytest_kvmock.serve.worker_port import WorkerPort
+    from pytest_kvmock.serve.worker_port import WorkerPort
     from pytest_kvmock.wire.zmq import KvPublisher
 except ImportError as error:  # pragma: no cover - the environment without the extra
     raise ImportError(f"a KvServer needs aiohttp, msgspec and pyzmq ({error}): {install_text('serve')}") from None

@@ -20,8 +20,8 @@ from pytest_kvmock.report.regret import check_selector
 from pytest_kvmock.report.report import Report
 from pytest_kvmock.report.rows import BELIEFS, Pick
 from pytest_kvmock.router.routing import Worker
-from pytest_kvmock.testing.router_absence import RouterAbsence
 from pytest_kvmock.testing.router_aborts import RouterAborts
+from pytest_kvmock.testing.router_absence import RouterAbsence
 from pytest_kvmock.testing.router_load import EverydayLoad
 from pytest_kvmock.testing.subject import call_with, check_backends, refuse
 from pytest_kvmock.tokens import Prompt

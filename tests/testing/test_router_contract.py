@@ -64,9 +64,7 @@ def test_a_right_router_holds_it(contract, name):
     skipped = skip_of(contract, name)
     may_skip = {"test_it_believes_no_more_than_it_sent"}
     if contract is not OfRight:
-        may_skip |= {
-            each for each in TESTS if each.endswith(("_are_right", "_cheapest", "_tie_share"))
-        }
+        may_skip |= {each for each in TESTS if each.endswith(("_are_right", "_cheapest", "_tie_share"))}
     if contract is OfDynamo:
         may_skip.discard("test_workers_that_tie_share")
     if contract is OfLeast:
