@@ -121,17 +121,18 @@ class PromptKeys:
                     f"{num_tokens} tokens"
                 )
 
-    def block_keys(self, position: int, block_size: int) -> tuple[Any, ...] | None:
+    def block_keys(self, position: int, block_size: int, lookahead: int = 0) -> tuple[Any, ...] | None:
         """What vLLM hashes beside the tokens of one block, untagged, as it is on the wire; None for nothing.
 
         Args:
             position: how many blocks stand before it.
             block_size: tokens a block.
+            lookahead: how many of the next tokens count as its own, as in names that look ahead; on the wire they do not.
         """
         keys: list[Any] = [] if self.lora_name is None else [self.lora_name]
         start = position * block_size
         for identifier, offset, length in self.multimodal:
-            if offset < start + block_size and offset + length > start:
+            if offset < start + block_size + lookahead and offset + length > start:
                 keys.append((identifier, offset - start))  # below 0 where it began in a block before
         if self.cache_salt is not None and not position:
             keys.append(self.cache_salt)
