@@ -276,7 +276,7 @@ _HYBRID_MODELS: Final = (
 """Of each model in `cache/vllm/hybrid_models.py`, which is not loaded here: name, model, and tokens of a block by default and
 at the model's own sizes."""
 
-_RADIX_OPTIONS: Final = ("policy", "protected_threshold", "dynamo_kv_event_format")
+_RADIX_OPTIONS: Final = ("policy", "protected_threshold", "dynamo_kv_event_format", "speculative")
 
 
 def _sglang_model(name: str, models: str, real_block_size: int) -> BackendSpec:

@@ -185,16 +185,16 @@ PARTS: Final = (
 
 
 def sglang(**options: Any) -> KvManager:
-    """Make a `RadixCacheManager`, or a `HybridCacheManager` where there is a window or states."""
+    """Make a `RadixCacheManager`, or a `HybridCacheManager` where there is a window, states or speculative decoding."""
     parts: dict[str, Any] = {name: options.pop(name) for name in PARTS if name in options}
-    if parts:
+    if parts or options.get("speculative") is not None:
         from pytest_kvmock.cache.sglang.geometry import Geometry
 
         geometry = Geometry.of(parts)
-        if geometry is not None:
+        if geometry is not None or options.get("speculative") is not None:
             from pytest_kvmock.cache.sglang.hybrid_cache import HybridCacheManager
 
-            return HybridCacheManager(geometry=geometry, **options)
+            return HybridCacheManager(geometry=geometry or Geometry(), **options)
     from pytest_kvmock.cache.sglang.radix_cache import RadixCacheManager
 
     return RadixCacheManager(**options)

@@ -32,7 +32,7 @@ class PageCacheDriver:
 
     def __init__(self, manager: Any, prefix_caching: bool, rng: Random) -> None:
         if getattr(getattr(manager, "hasher", None), "is_eagle", False):
-            raise ValueError("a worker has no bigrams: is_eagle is for a manager that is called by hand")
+            raise ValueError("a worker has no bigrams: speculative is for a manager that is called by hand")
         self.manager = manager
         self._prefix_caching = prefix_caching
         self._rng = rng

@@ -5,14 +5,17 @@
 The files are those of vLLM and of SGLang. The last line of each is "N of M programs equal"; the exit status is 1 if any differs.
 """
 
+import json
 import sys
 from pathlib import Path
+from zlib import crc32
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from players import player
 
 VLLM = player("cache/vllm/play_hybrid.py")
+SGLANG = player("cache/sglang/play_hybrid.py")
 
 
 class VllmPlayer(VLLM.Player):
@@ -102,8 +105,50 @@ def vllm_difference(program):
     return VLLM.difference(program, VllmPlayer)
 
 
+class SglangPlayer(SGLANG.Player):
+    """A cache of SGLang with speculative decoding under replay."""
+
+    def __init__(self, program):
+        super().__init__(program)
+        manager = self.manager
+        assert program["bigrams"] == manager.hasher.is_eagle
+        assert program["reserve"] == manager.speculative.ahead(self.size)
+
+    def play_verify(self, names, rows):
+        requests = [self.requests[name] for name in names]
+        done = 0
+        for row in rows:
+            if not self.manager.begin_verify(requests):
+                break
+            for request, run in zip(requests, row, strict=True):
+                self.manager.end_verify(request, run)
+            done += 1
+        return {"done": done, "lengths": [[each.computed, self.manager.slots(each)] for each in requests]}
+
+    def play_finish(self, name, outputs):
+        self.manager.finish(self.requests.pop(name), outputs)
+        return {}
+
+    def row_of(self, data, token_ids):
+        row = super().row_of(data, token_ids)
+        if row[0] == "S":
+            units = [unit for page in token_ids for unit in page]
+            packed = json.dumps(units, separators=(",", ":")).encode()
+            row.append([list(units[0]) if isinstance(units[0], tuple) else units[0], crc32(packed)])
+        return row
+
+
 def main(paths):
-    return bool(sum(VLLM.play_all(Path(path).name, VLLM.read(path), vllm_difference) for path in paths))
+    wrong = 0
+    for path in paths:
+        programs = VLLM.read(path)
+        if "geometry" in programs[0]:
+            wrong += VLLM.play_all(Path(path).name, programs, vllm_difference)
+        else:
+            equal = SGLANG.play_all(programs, SglangPlayer)
+            print(f"{equal} of {len(programs)} programs equal")  # noqa: T201 - a command
+            wrong += len(programs) - equal
+    return bool(wrong)
 
 
 if __name__ == "__main__":

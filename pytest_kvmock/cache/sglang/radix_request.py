@@ -127,7 +127,7 @@ class RadixRequest:
         self.priority = 0
         self._rng = rng
         self._partial: UUID | None = None
-        if len(tokens) % tokens.block_size:
+        if len(tokens) > len(tokens.names) * tokens.block_size:
             self._open()
         self.retract()
 
@@ -160,9 +160,10 @@ class RadixRequest:
 
     def append(self, token: int) -> None:
         """Add one token."""
-        self.tokens.append(token)
-        over = len(self.tokens) % self.tokens.block_size
-        if not over:
+        tokens = self.tokens
+        whole = len(tokens.names)
+        tokens.append(token)
+        if len(tokens) == len(tokens.names) * tokens.block_size:
             self._partial = None
-        elif over == 1:
+        elif self._partial is None or len(tokens.names) > whole:  # of pairs, one token is always in no whole page
             self._open()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isfinite
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from pytest_kvmock.checks import check_integer, is_integer, unknown_text
+from pytest_kvmock.acceptance import USUAL_RATES, checked_acceptance
+from pytest_kvmock.checks import check_integer, unknown_text
 
 # Theory of operation
 #
@@ -44,9 +44,6 @@ METHODS: Final = MappingProxyType(
     }
 )
 """The methods that were recorded, by vLLM's names."""
-
-USUAL_RATES: Final = (0.85, 0.3)
-"""Rates of acceptance where none are given, cut to the drafts of a step (Dynamo's mocker)."""
 
 _NOT_RECORDED: Final = ("dspark", "medusa", "mlp_speculator", "suffix", "ngram_gpu")
 
@@ -96,8 +93,7 @@ class Speculative:
                 raise ValueError(f"speculative: {name} must be True or False, got {getattr(self, name)!r:.80}")  # noqa: TRY004 - one error
         if self.plain_hashes and self.no_drop:
             raise ValueError("speculative: plain_hashes and no_drop were not recorded together; give one of them")
-        given = self.acceptance[: self.tokens] if self.acceptance is USUAL_RATES else self.acceptance
-        object.__setattr__(self, "acceptance", checked_acceptance("speculative: acceptance", given, self.tokens))
+        object.__setattr__(self, "acceptance", checked_acceptance(self.acceptance, self.tokens))
 
     @property
     def reads_ahead(self) -> bool:
@@ -131,29 +127,3 @@ class Speculative:
     def input_slots(self) -> int:
         """Tokens more of a step's budget that each request takes."""
         return int(self.method == "draft_model")
-
-
-def checked_acceptance(name: str, value: object, tokens: int) -> tuple[float, ...] | list[int]:
-    """Return the rates of drafts as numbers, or the counts of steps.
-
-    Args:
-        name: of the argument.
-        value: a tuple of rates from 0 to 1, at most `tokens`; or a list of integers from 0 to `tokens`, at least one.
-        tokens: drafts a step.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    if isinstance(value, list) and value and all(is_integer(count, 0) for count in value):
-        if max(value) <= tokens:
-            return value.copy()
-    elif isinstance(value, (tuple, list)) and len(value) <= tokens and all(_is_rate(rate) for rate in value):
-        return tuple(map(float, value))
-    raise ValueError(
-        f"{name} must be at most {tokens} rates from 0 to 1, one a draft, or a list of how many drafts are accepted in turn, "
-        f"integers from 0 to {tokens}; got {value!r:.80}"
-    )
-
-
-def _is_rate(rate: object) -> bool:
-    return isinstance(rate, (int, float)) and not isinstance(rate, bool) and isfinite(rate) and 0 <= rate <= 1

@@ -159,7 +159,10 @@ REFUSED = {
     "state_strategy 'no_buffer' is for a block_size of 1, got 4": {"states": 8, "state_strategy": "no_buffer"},
     "state_strategy must be 'extra_buffer' or 'no_buffer', got 'lazy'": {"states": 8, "state_strategy": "lazy"},
     "states_per_path must be an integer of at least 0, or None, got -1": {"states": 8, "states_per_path": -1},
-    "policy must be lru, lfu or slru for a hybrid model, got 'priority'": {"states": 8, "policy": "priority"},
+    "policy must be lru, lfu or slru for a hybrid model or with speculative, got 'priority'": {
+        "states": 8,
+        "policy": "priority",
+    },
     "policy must be one of lru, lfu, fifo, mru, filo, priority, slru, got 'tlru'": {"window": 8, "policy": "tlru"},
 }
 
