@@ -21,13 +21,16 @@ from contextlib import suppress
 from functools import lru_cache
 from itertools import repeat
 from operator import itemgetter
-from typing import Any, Final, NoReturn, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias, TypeVar
 
 from xxhash import xxh3_64_intdigest
 
 from pytest_kvmock.checks import check_integer
 from pytest_kvmock.plh import LineageHashes, lineage_hash, lineage_hashes
 from pytest_kvmock.prompt_keys import MultimodalItem, PromptKeys
+
+if TYPE_CHECKING:
+    from pytest_kvmock.events import BlockTokens
 
 T = TypeVar("T")
 
@@ -217,6 +220,24 @@ def keyed_block_hashes(
         mm_hashes=mm_hashes,
         lookahead=lookahead,
     )
+
+
+def windows_of(token_ids: BlockTokens, lookahead: object = None) -> tuple[Sequence[Sequence[int]], int]:
+    """The tokens that the names of blocks cover, by what came with their event: their own, and those after them.
+
+    Args:
+        token_ids: of each block, its own; or pairs of neighbours, as SGLang's with a draft model.
+        lookahead: of each block, the tokens after it (`LOOKAHEAD`); None, or not one list a block: there are none.
+
+    Returns:
+        Of each block these tokens; and how many of them are not its own.
+    """
+    if token_ids and token_ids[0] and isinstance(token_ids[0][0], (tuple, list)):
+        pairs: Any = token_ids
+        return [(*(first for first, _ in page), page[-1][1]) for page in pairs], 1
+    if not lookahead or not isinstance(lookahead, (tuple, list)) or len(lookahead) != len(token_ids):
+        return token_ids, 0
+    return [(*own, *after) for own, after in zip(token_ids, lookahead, strict=True)], len(lookahead[0])
 
 
 def _with_objects(chunk: bytes, hashes: Sequence[int] | None) -> bytes:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from pytest_kvmock.events import BlockTokens, RouterEvent, Stored, block_text
 from pytest_kvmock.hashed_blocks import own_blocks
-from pytest_kvmock.prompt_keys import hash_options, names_blocks, part_of
-from pytest_kvmock.tokens import block_hashes, chained_hash, sequence_hashes
+from pytest_kvmock.prompt_keys import LOOKAHEAD, hash_options, names_blocks, part_of
+from pytest_kvmock.tokens import block_hashes, chained_hash, sequence_hashes, windows_of
 
 if TYPE_CHECKING:
     from pytest_kvmock.prompt_keys import EventExtra
@@ -254,10 +254,10 @@ def wrong_hash(
     if tokens is not None and not own and (size is None or sparse(event, data, size) is not None):
         tokens = ()
     if tokens and size is not None and not own:
-        flat = [token for ids in tokens for token in ids]
-        made_of = (
-            block_hashes(flat, size) if event.extra is None else block_hashes(flat, size, **hash_options(event.extra))
-        )
+        windows, ahead = windows_of(tokens, None if event.extra is None else event.extra.get(LOOKAHEAD))
+        flat = [token for ids in windows for token in ids]
+        options = {} if event.extra is None else hash_options(event.extra)
+        made_of = block_hashes(flat, size + ahead, **options)
         for block, local, made in zip(data.block_hashes, data.tokens_hashes, made_of, strict=False):
             if local != made:
                 return BlockFlaw(
@@ -265,7 +265,7 @@ def wrong_hash(
                     f"block {block_text(block)} has local hash {block_text(local)}",
                     f"its {size} tokens{_with(event.extra)} have local hash {block_text(made)}",
                 )
-    extra = event.extra if names_blocks(event.extra) else None
+    extra = event.extra if names_blocks(event.extra) or (event.extra and event.extra.get(LOOKAHEAD)) else None
     rights = chain.expected(data, tokens, size) if extra is None else chain.expected(data, tokens, size, extra)
     if rights is not None and tuple(rights) != data.block_hashes:
         for i, (block, local, expected) in enumerate(zip(data.block_hashes, data.tokens_hashes, rights, strict=True)):

@@ -21,7 +21,8 @@ from pytest_kvmock.events import (
     block_text,
 )
 from pytest_kvmock.hygiene.content import MOST_PARENTS, BlockFlaw, sparse
-from pytest_kvmock.prompt_keys import block_keys
+from pytest_kvmock.prompt_keys import LOOKAHEAD, LOOKAHEAD_KEYS, block_keys
+from pytest_kvmock.tokens import windows_of
 
 if TYPE_CHECKING:
     from pytest_kvmock.prompt_keys import EventExtra
@@ -264,7 +265,18 @@ class History:
                     tokens = None
                 else:
                     tokens += [token for part in parts if part is not None for token in part]
+        if tokens and isinstance(tokens[0], (tuple, list)):
+            pairs: Any = tokens
+            tokens = [first for first, _ in pairs]
         return StoredChain(tuple(blocks), tuple(local_hashes), None if tokens is None else tuple(tokens))
+
+    def next_tokens(self, block: int) -> tuple[int, ...]:
+        """The tokens after a block that was stored which its name covers, too; none where it does not look ahead."""
+        event = self.events[self._index()[block]]
+        ids, place = event.token_ids, _stored(event).block_hashes.index(block)
+        lists = None if event.extra is None else event.extra.get(LOOKAHEAD)
+        windows, ahead = windows_of((), None) if ids is None else windows_of(ids, lists)
+        return tuple(windows[place][-ahead:]) if ahead else ()
 
     def extra_of(self, blocks: Sequence[int]) -> EventExtra | None:
         """What travelled beside the events that last stored these blocks of a chain, as beside one of them all."""
@@ -279,7 +291,9 @@ class History:
             extra.update(beside)
             place, of_blocks = _stored(event).block_hashes.index(block), block_keys(beside)
             keys.append(of_blocks[place] if place < len(of_blocks) else None)
-        return {**extra, "extra_keys": keys} if "extra_keys" in extra else extra
+        extra.pop(LOOKAHEAD, None)  # the tokens of a chain have them
+        extra.pop(LOOKAHEAD_KEYS, None)
+        return ({**extra, "extra_keys": keys} if "extra_keys" in extra else extra) or None
 
     def _runs(self, block: int) -> list[tuple[int, Sequence[int]]]:
         """The leading blocks of each Stored that make up a chain, from the root on; each with its place in `events`."""

@@ -33,7 +33,7 @@ from pytest_kvmock.cache.vllm.state_groups import ChunkEnds
 from pytest_kvmock.cache.vllm.vllm_manager import VllmManager
 from pytest_kvmock.checks import check_integer
 from pytest_kvmock.events import Cleared, Removed, SparseStored, StorageTier, Stored
-from pytest_kvmock.prompt_keys import FULL_ATTENTION, group_extra
+from pytest_kvmock.prompt_keys import FULL_ATTENTION, LOOKAHEAD, LOOKAHEAD_KEYS, group_extra
 from pytest_kvmock.tokens import Prompt, TokenIds, keyed_block_hashes
 
 if TYPE_CHECKING:
@@ -499,7 +499,10 @@ class HybridManager(VllmManager):
             )
         whole, ahead = tokens.tokens, self.geometry.lookahead
         if isinstance(tokens, LookaheadTokens):
-            extra = {**(extra or {}), "lookahead_token_ids": tokens.after(ends)}
+            extra = {**(extra or {}), LOOKAHEAD: tokens.after(ends)}
+            if keys is not None and keys.multimodal:
+                places = (each // block_size - 1 for each in ends)
+                extra[LOOKAHEAD_KEYS] = [keys.block_keys(place, block_size, tokens.lookahead) for place in places]
         if len(ends) == last - first and block_size == tokens.block_size:
             data, token_ids = tokens.stored(first, last)
             publisher.publish(data, token_ids, extra=extra)
