@@ -128,6 +128,18 @@ def _with_native_offload(tiers: Any, manager: Any) -> KvManager:
     return cast("KvManager", manager)
 
 
+STEP_SETTINGS: Final = ("speculative", "max_num_batched_tokens", "max_model_len", "async_scheduling")
+"""Those of them that an engine with one cache has."""
+
+
+def vllm_mtp(*, speculative: Any = None, **options: Any) -> KvManager:
+    """Make a `HybridManager` of one cache, with a draft model: MTP with one module and three drafts a step, if no other is given."""
+    from pytest_kvmock.cache.vllm.speculative import Speculative
+
+    given = Speculative() if speculative is None else speculative
+    return vllm(backend="vllm_mtp", speculative=given, **options)
+
+
 def vllm_0_19(**options: Any) -> KvManager:
     """Make a `BlockPoolManager` of vLLM 0.19.1."""
     return vllm(backend="vllm_0_19", version="0.19.1", **options)
@@ -149,6 +161,10 @@ def block_pool_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> 
             from pytest_kvmock.engine.hybrid_offload_driver import HybridOffloadDriver
 
             return HybridOffloadDriver(manager, prefix_caching, rng)
+        if getattr(manager, "speculative", None) is not None:
+            from pytest_kvmock.engine.draft_pool_driver import DraftPoolDriver
+
+            return DraftPoolDriver(manager, prefix_caching, rng)
         from pytest_kvmock.engine.hybrid_pool_driver import HybridPoolDriver
 
         return HybridPoolDriver(manager, prefix_caching, rng)
@@ -198,6 +214,14 @@ def sglang(**options: Any) -> KvManager:
     from pytest_kvmock.cache.sglang.radix_cache import RadixCacheManager
 
     return RadixCacheManager(**options)
+
+
+def sglang_eagle(*, speculative: Any = None, **options: Any) -> KvManager:
+    """Make a `HybridCacheManager` without parts, with a draft model: EAGLE with three steps, if no other is given."""
+    from pytest_kvmock.cache.sglang.speculative import SglangSpeculative
+
+    given = SglangSpeculative() if speculative is None else speculative
+    return sglang(backend="sglang_eagle", speculative=given, **options)
 
 
 def sglang_model(name: str) -> Callable[..., KvManager]:

@@ -7,7 +7,7 @@ reference index and to the index under test, in this order. The comparison with 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from random import Random
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -18,7 +18,7 @@ from pytest_kvmock.harness.book import Book
 from pytest_kvmock.harness.index_comparison import SYNC, IndexComparison, Sync
 from pytest_kvmock.harness.queued import QueuedEvent
 from pytest_kvmock.harness.reuse import Reuse
-from pytest_kvmock.harness.under_test import Calls, IndexUnderTest, TierScores, arun, run
+from pytest_kvmock.harness.under_test import Calls, IndexUnderTest, TierScores, arun, forms_of, of_each_form, run
 from pytest_kvmock.hygiene import entries
 from pytest_kvmock.hygiene.delivery import Delivery, Published
 from pytest_kvmock.hygiene.drift import oldest_first
@@ -409,12 +409,25 @@ class Judge:
         """Look up a prompt in the index under test, or in the reference; see `IndexUnderTest.look_up`."""
         __tracebackhide__ = True
         if self.under_test is None:
-            hashes = prompt.block_hashes(block_size)
-            if by_tier:
-                return {tier: dict(scores) for tier, scores in self.reference.find_tiered(hashes).items()}
-            return {StorageTier.DEVICE: self.reference.find_matches(hashes).scores}
+            return self._held(prompt, block_size, by_tier=by_tier)
         self.end_burst()
-        return (yield from self.under_test.look_up(prompt, block_size, by_tier=by_tier))
+        streams = self.ledger.streams
+        return (yield from self.under_test.look_up(prompt, block_size, by_tier=by_tier, streams=streams))
+
+    def _held(self, prompt: Prompt, block_size: int, *, by_tier: bool) -> TierScores:
+        """What the reference index has of a prompt; see `IndexUnderTest.look_up`."""
+        found: dict[StorageTier, dict[int, Any]] = {}
+        forms = forms_of(self.ledger.streams, prompt)
+        for ahead in forms:
+            hashes = prompt.block_hashes(block_size, ahead)
+            tiers: Mapping[StorageTier, Any] = {StorageTier.DEVICE: self.reference.find_matches(hashes).scores}
+            if by_tier:
+                tiers = self.reference.find_tiered(hashes)
+            for tier, scores in tiers.items():
+                found.setdefault(tier, {})[ahead] = scores
+        if len(forms) == 1:
+            return {tier: dict(answers[forms[0]]) for tier, answers in found.items()}
+        return {tier: of_each_form(answers, self.ledger.streams) for tier, answers in found.items()}
 
     def flush_index(self) -> None:
         """Flush the index under test, and compare what must be right by now; nothing to do for an async one."""

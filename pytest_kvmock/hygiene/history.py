@@ -1,12 +1,15 @@
 """The events of one worker and rank in order, with lookups: which event stored a block last, its parent, its tokens.
 
 The index is built at the first lookup: a stream without a problem pays for a list of its events.
+
+One subject: what the events of a stream say of a block.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import islice, repeat
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -60,8 +63,10 @@ class History:
 
     __slots__ = (
         "_cleared",
+        "_form_read",
         "_last_removed",
         "_last_stored",
+        "_lookahead",
         "_parents_left",
         "_read",
         "anew",
@@ -76,6 +81,8 @@ class History:
         self.anew: list[tuple[int, str]] = []
         self.tails: set[int] = set()
         self._parents_left = MOST_PARENTS
+        self._lookahead: int | None = None
+        self._form_read = 0
         self._reset_index()
 
     def _reset_index(self) -> None:
@@ -91,6 +98,7 @@ class History:
         places = sorted({stored_at[block] for block in needed if block in stored_at})
         self.anew = [(bisect_left(places, at), why) for at, why in self.anew]
         self.events = [self.events[place] for place in places]
+        self._form_read = 0
         self._reset_index()
 
     def _index(self) -> dict[int, int]:
@@ -269,6 +277,22 @@ class History:
             pairs: Any = tokens
             tokens = [first for first, _ in pairs]
         return StoredChain(tuple(blocks), tuple(local_hashes), None if tokens is None else tuple(tokens))
+
+    @property
+    def lookahead(self) -> int:
+        """How many of the next tokens the names of its blocks cover, too, by the first Stored that shows it; 0 until one does."""
+        if self._lookahead is None:
+            for event in self.events[self._form_read :]:
+                ids, data = event.token_ids, event.event.data
+                if ids and isinstance(data, Stored) and data.block_hashes:
+                    with suppress(TypeError, IndexError, KeyError):  # a user's own tokens may be anything
+                        self._lookahead = windows_of(ids, None if event.extra is None else event.extra.get(LOOKAHEAD))[
+                            1
+                        ]
+                    if self._lookahead is not None:
+                        break
+            self._form_read = len(self.events)
+        return self._lookahead or 0
 
     def next_tokens(self, block: int) -> tuple[int, ...]:
         """The tokens after a block that was stored which its name covers, too; none where it does not look ahead."""

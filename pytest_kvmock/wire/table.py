@@ -235,10 +235,9 @@ class Dialect:
                 hint = did_you_mean(value, [word for word in words if isinstance(word, str)])
                 raise ValueError(f"dialect {self.name!r}: {field} must be {allowed}, got {value!r:.80}{hint}")
         for field in ("in_matrix", "pairs"):
-            if not isinstance(getattr(self, field), bool):
-                raise ValueError(
-                    f"dialect {self.name!r}: {field} must be True or False, got {getattr(self, field)!r:.80}"
-                )
+            value = getattr(self, field)
+            if not isinstance(value, bool):
+                raise ValueError(f"dialect {self.name!r}: {field} must be True or False, got {value!r:.80}")  # noqa: TRY004 - one error
         if not self.is_msgpack:
             return
         self._check_fields("stored", {"hashes": 1, "parent": 1, "tokens": 1, "block_size": 1})

@@ -11,7 +11,6 @@ from players import player
 from pytest_kvmock import BACKENDS, CapturingSink, MockEngine, MockEngineArgs, OutOfBlocks, create_manager
 from pytest_kvmock.cache.sglang.geometry import Geometry
 from pytest_kvmock.cache.sglang.hybrid_cache import HybridCacheManager
-from pytest_kvmock.cache.sglang.speculative import SglangSpeculative
 from pytest_kvmock.engine.hybrid_radix_driver import HybridRadixDriver
 from pytest_kvmock.engine.worker import KvWorker
 from pytest_kvmock.events import Removed, Stored
@@ -38,11 +37,6 @@ def test_it_drives_a_hybrid_cache_and_nothing_else():
         ValueError, match=r"^a HybridRadixDriver drives a HybridCacheManager, got <RadixCacheManager sglang: "
     ):
         HybridRadixDriver(create_manager("sglang", num_blocks=1), True, Random(0))
-    manager = HybridCacheManager(geometry=Geometry(window=4), num_blocks=8, speculative=SglangSpeculative())
-    with pytest.raises(
-        ValueError, match=r"^a worker has no bigrams: speculative is for a manager that is called by hand$"
-    ):
-        HybridRadixDriver(manager, True, Random(0))
 
 
 def test_a_prompt_with_too_few_windows_for_all_of_it_is_computed_in_chunks():

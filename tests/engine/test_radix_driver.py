@@ -225,7 +225,7 @@ def test_it_drives_a_radix_cache_of_plain_tokens_and_nothing_else():
     with pytest.raises(ValueError, match=r"^a RadixDriver drives a RadixCacheManager, got <LogicalManager lru: "):
         RadixDriver(create_manager("lru", num_blocks=1), True, Random(0))
     with pytest.raises(
-        ValueError, match=r"^a worker has no bigrams: speculative is for a manager that is called by hand$"
+        ValueError, match=r"^a RadixDriver drives no RadixCacheManager with speculative: that is for calls by hand$"
     ):
         RadixDriver(RadixCacheManager(num_blocks=1, speculative=SglangSpeculative()), True, Random(0))
 

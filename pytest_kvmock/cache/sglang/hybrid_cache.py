@@ -456,7 +456,7 @@ class HybridCacheManager(PageCache[HybridRequest, HybridTree]):
 
     # -------------------------------------------------------------------------------------- speculative decoding
 
-    def _pages_ahead(self, request: HybridRequest) -> int:
+    def pages_ahead(self, request: HybridRequest) -> int:
         """Pages that a request lacks for what is committed and for the drafts of two steps."""
         assert self.speculative is not None
         ahead = self.pages_of(request.computed + self.speculative.ahead(self.block_size))
@@ -472,7 +472,7 @@ class HybridCacheManager(PageCache[HybridRequest, HybridTree]):
         Where any slot is needed, room is made for a page a request more (`alloc_paged_token_slots_extend`).
         """
         size = self.block_size
-        lacking = [self._pages_ahead(request) for request in requests]
+        lacking = [self.pages_ahead(request) for request in requests]
         pages = sum(lacking)
         self.make_room(pages * size)
         fits = pages <= self._free and (self.window is None or pages <= self.window.free)

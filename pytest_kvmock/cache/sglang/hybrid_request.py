@@ -6,7 +6,7 @@ from itertools import pairwise
 from random import Random
 from typing import Any
 
-from pytest_kvmock.cache.hashed import LookaheadTokens
+from pytest_kvmock.cache.lookahead_tokens import LookaheadTokens
 from pytest_kvmock.cache.sglang.hashes import SglangHasher
 from pytest_kvmock.cache.sglang.hybrid_tree import Lock
 from pytest_kvmock.cache.sglang.radix_request import RadixRequest

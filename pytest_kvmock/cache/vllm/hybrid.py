@@ -13,7 +13,7 @@ from uuid import UUID
 
 from pytest_kvmock.cache.base import LOG, EventPublisher
 from pytest_kvmock.cache.cache_trace import TRACE_LEVEL, trace
-from pytest_kvmock.cache.hashed import LookaheadTokens
+from pytest_kvmock.cache.lookahead_tokens import LookaheadTokens
 from pytest_kvmock.cache.vllm.block_pool import BlockPoolManager
 from pytest_kvmock.cache.vllm.coordinator import Coordinator
 from pytest_kvmock.cache.vllm.group_request import ComputedBlocks, GroupRequest, Span

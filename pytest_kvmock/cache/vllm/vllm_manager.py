@@ -8,7 +8,8 @@ from random import Random
 from typing import TYPE_CHECKING, ClassVar
 
 from pytest_kvmock.cache.base import RequestLevel
-from pytest_kvmock.cache.hashed import HashedTokens, LookaheadTokens
+from pytest_kvmock.cache.hashed import HashedTokens
+from pytest_kvmock.cache.lookahead_tokens import LookaheadTokens
 from pytest_kvmock.cache.vllm.hashes import ExtraKeys, VllmHasher, vllm_version
 from pytest_kvmock.prompt_keys import LoraIds
 from pytest_kvmock.tokens import Prompt, TokenIds
