@@ -456,6 +456,9 @@ class ServeNear(OnWorker):
     def _near(self, block_size: int, *, by_tokens: bool) -> tuple[int | tuple[int, ...], int | tuple[int, ...]]:
         return token_pair(block_size, self.kept) if by_tokens else hash_pair(self.kept)
 
+    def fits(self, doer: Doer) -> bool:
+        return not self.owner(doer).traits.looks_ahead  # the hashes that are known are of blocks, and not of windows
+
     def do(self, doer: Doer) -> Any:
         size, by_tokens = doer.block_size, doer.by_tokens or not self.owner(doer).traits.takes_hashes
         sink = doer.harness.make_sink(chained=False)
