@@ -409,12 +409,12 @@ class Judge:
         """Look up a prompt in the index under test, or in the reference; see `IndexUnderTest.look_up`."""
         __tracebackhide__ = True
         if self.under_test is None:
-            return self._held(prompt, block_size, by_tier=by_tier)
+            return self.held(prompt, block_size, by_tier=by_tier)
         self.end_burst()
         streams = self.ledger.streams
         return (yield from self.under_test.look_up(prompt, block_size, by_tier=by_tier, streams=streams))
 
-    def _held(self, prompt: Prompt, block_size: int, *, by_tier: bool) -> TierScores:
+    def held(self, prompt: Prompt, block_size: int, *, by_tier: bool = False) -> TierScores:
         """What the reference index has of a prompt; see `IndexUnderTest.look_up`."""
         found: dict[StorageTier, dict[int, Any]] = {}
         forms = forms_of(self.ledger.streams, prompt)

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from random import Random
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Self, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, cast, overload
 
 from pytest_kvmock.backends import BackendSpec, EngineProfile
 from pytest_kvmock.checks import check_integer
@@ -503,6 +503,12 @@ class RouterHarness:
     def overlap_for_hashes(self, local_hashes: Iterable[int]) -> Overlap:
         """As `overlap`, for a prompt known by its local hashes."""
         return self.overlap(Prompt(hashes=local_hashes))
+
+    def held(self, prompt: Prompt | TokenIds) -> Mapping[StreamKey, int]:
+        """How many leading blocks of a prompt each worker and rank holds on the device, by the reference index; who has none is absent."""
+        with self.publisher.lock:
+            found = self._judge.held(Prompt.of(prompt), self.profile.block_size)
+            return cast("Mapping[StreamKey, int]", found.get(StorageTier.DEVICE, {}))
 
     def reusable(self, prompt: Prompt | TokenIds) -> dict[WorkerKey, int]:
         """Tokens of a prompt that each engine would reuse, at most those of `overlap`. Changes nothing; who has none is absent.

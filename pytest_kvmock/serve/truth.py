@@ -52,8 +52,7 @@ class Truth:
         self.differences: list[str] = []
 
     def _scores(self, prompt: Prompt) -> Mapping[tuple[int, int], int]:
-        hashes = prompt.block_hashes(self._harness.profile.block_size)
-        return self._harness.reference.find_matches(hashes).scores
+        return self._harness.held(prompt)
 
     def held(self, prompt: Prompt) -> dict[int, int]:
         """Return how many leading blocks each worker holds, the best rank of each; workers without any are absent."""

@@ -96,6 +96,11 @@ class Speculative:
         object.__setattr__(self, "acceptance", checked_acceptance(self.acceptance, self.tokens))
 
     @property
+    def drafts(self) -> int:
+        """The most drafts that a step accepts."""
+        return self.tokens
+
+    @property
     def reads_ahead(self) -> bool:
         """Whether the KV of draft layers hangs on later tokens, so that names look ahead or hits drop a block."""
         return METHODS[self.method].reads_ahead
