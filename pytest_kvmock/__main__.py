@@ -83,6 +83,12 @@ def parser() -> argparse.ArgumentParser:
         help="of a file that does not say it: whether a block is published once while it is held, or every copy is",
     )
     check.add_argument(
+        "--hash",
+        metavar="NAME",
+        help="by which of vLLM's hashes blocks are named: sha256, sha256_cbor, xxhash, xxhash_cbor (default: that which fits)",
+    )
+    check.add_argument("--seed", metavar="TEXT", help="of the hash, as PYTHONHASHSEED (default: 0, or none)")
+    check.add_argument(
         "--injected",
         choices=("ignore", "fail"),
         default="ignore",
@@ -225,6 +231,8 @@ def _checked(path: Path, given: argparse.Namespace) -> Checked:
             dialect=given.dialect,
             allow=given.allow,
             residency=given.residency,
+            hash=given.hash,
+            seed=given.seed,
             counts_injected=given.injected == "fail",
             progress=progress,
         )

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pytest_kvmock.tokens import TokenRows
 
 if TYPE_CHECKING:
     from pytest_kvmock.events import BlockTokens, Stored
     from pytest_kvmock.prompt_keys import EventExtra
 
 
-class HashedBlocks(list[tuple[int, ...]]):
+class HashedBlocks(TokenRows):
     """Token ids of complete blocks, as they travel with an event, and what an engine made of them.
 
     Who judges the event does not hash them again where the hashes in it are those that were made here (`proves`): what was
     changed on its way has others. A copy is a plain list.
 
     Args:
-        tokens: of each block.
+        rows: token ids of each block.
         parent: the name of the block before the first; None: it is a root.
         names: of the blocks.
         local_hashes: of the blocks.
@@ -25,11 +27,11 @@ class HashedBlocks(list[tuple[int, ...]]):
         hasher: makes the digests of tokens; None where the names are Dynamo's.
     """
 
-    __slots__ = ("_given", "digests", "hasher", "local_hashes", "names", "parent")
+    __slots__ = ("digests", "hasher", "local_hashes", "names", "parent")
 
     def __init__(
         self,
-        tokens: Iterable[tuple[int, ...]],
+        rows: TokenRows,
         parent: int | None,
         names: tuple[int, ...],
         local_hashes: tuple[int, ...],
@@ -37,8 +39,7 @@ class HashedBlocks(list[tuple[int, ...]]):
         digests: Sequence[bytes] = (),
         hasher: object = None,
     ) -> None:
-        super().__init__(tokens)
-        self._given = tuple(self)
+        super().__init__(*rows.given)
         self.parent, self.names, self.local_hashes = parent, names, local_hashes
         self.digests, self.hasher = digests, hasher
 
@@ -48,26 +49,22 @@ class HashedBlocks(list[tuple[int, ...]]):
             data.block_hashes == self.names
             and data.tokens_hashes == self.local_hashes
             and data.parent_hash == self.parent
-            and tuple(self) == self._given
-            and len(self._given[0]) == block_size
+            and self.size == block_size
         )
 
     def part(self, start: int, end: int) -> HashedBlocks:
         """Return some of the blocks, as they were given."""
-        if not start and end >= len(self._given):
+        if not start and end >= len(self):
             return self
         parent = self.names[start - 1] if start else self.parent
         places = slice(start, end)
         names, local_hashes, digests = self.names[places], self.local_hashes[places], self.digests[places]
-        return HashedBlocks(self._given[places], parent, names, local_hashes, digests=digests, hasher=self.hasher)
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        return list, (list(self),)
+        return HashedBlocks(super().part(start, end), parent, names, local_hashes, digests=digests, hasher=self.hasher)
 
 
-def part_of(token_ids: BlockTokens, start: int, end: int) -> list[Any]:
+def part_of(token_ids: BlockTokens, start: int, end: int) -> BlockTokens:
     """Return the token ids of some blocks; of those that an engine has hashed, with what it made of them."""
-    return token_ids.part(start, end) if type(token_ids) is HashedBlocks else list(token_ids[start:end])
+    return token_ids.part(start, end) if isinstance(token_ids, TokenRows) else list(token_ids[start:end])
 
 
 def own_blocks(

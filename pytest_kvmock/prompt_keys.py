@@ -299,8 +299,12 @@ def is_attention_group(extra: EventExtra | None) -> bool:
 
 
 def may_be_sparse(extra: EventExtra | None) -> bool:
-    """Whether the cache group that a Stored is about may leave blocks of a span out, as far as its kind says it."""
-    return group_kind(extra) not in _WHOLE_PREFIX
+    """Whether the cache group that a Stored is about may leave blocks of a span out, as far as its kind says it.
+
+    One that says neither a kind nor a group is of full attention, as engines with one cache are.
+    """
+    kind = group_kind(extra)
+    return bool(group_of(extra)) if kind is None else kind not in _WHOLE_PREFIX
 
 
 def is_tail(

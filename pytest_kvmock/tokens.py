@@ -16,21 +16,18 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from itertools import repeat
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias, TypeVar
+from typing import Any, Final, NoReturn, SupportsIndex, TypeAlias, TypeVar, overload
 
 from xxhash import xxh3_64_intdigest
 
 from pytest_kvmock.checks import check_integer
 from pytest_kvmock.plh import LineageHashes, lineage_hash, lineage_hashes
 from pytest_kvmock.prompt_keys import MultimodalItem, PromptKeys
-
-if TYPE_CHECKING:
-    from pytest_kvmock.events import BlockTokens
 
 T = TypeVar("T")
 
@@ -41,6 +38,7 @@ SEED: Final = 1337
 """Salt of block hashes and seed of their chain, in the mocker and in the router alike."""
 
 _U64: Final = 2**64 - 1
+_TOKEN: Final = 2**32 - 1
 _pack_pair: Final = struct.Struct("<QQ").pack
 
 
@@ -222,7 +220,7 @@ def keyed_block_hashes(
     )
 
 
-def windows_of(token_ids: BlockTokens, lookahead: object = None) -> tuple[Sequence[Sequence[int]], int]:
+def windows_of(token_ids: Sequence[Sequence[int]], lookahead: object = None) -> tuple[Sequence[Sequence[int]], int]:
     """The tokens that the names of blocks cover, by what came with their event: their own, and those after them.
 
     Args:
@@ -367,8 +365,52 @@ class TokenBlockSequence:
 # ---------------------------------------------------------------------------------------------------- prompts
 
 
-class CheckedTokens(list[int]):
-    """Token ids of whom it is known that each is one."""
+class TokenRuns:
+    """Token ids that are made when they are asked for: of each of some ids the low 32 bits, so many times (Dynamo's loader of traces).
+
+    Args:
+        ids: integers from 0.
+        times: how often each is there, at least 1.
+        length: tokens in all; at most all of them.
+    """
+
+    __slots__ = ("_ids", "_length", "_times")
+
+    def __init__(self, ids: Sequence[int], times: int, length: int) -> None:
+        self._ids = ids
+        self._times = times
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def tokens(self) -> tuple[int, ...]:
+        """Make the token ids."""
+        return self.cut(0, self._length)
+
+    def cut(self, start: int, end: int) -> tuple[int, ...]:
+        """Make the token ids from one place to another, which is no further than the last."""
+        times, made = self._times, []
+        for place in range(start // times, -(-end // times)):
+            made += [self._ids[place] & _TOKEN] * (min(end, (place + 1) * times) - max(start, place * times))
+        return tuple(made)
+
+    def block_hashes(self, block_size: int) -> list[int]:
+        """Local hashes of the complete blocks; those of an id are hashed once where blocks end with the ids."""
+        blocks, over = divmod(self._times, block_size)
+        if over:
+            return block_hashes(self.tokens(), block_size)
+        found: list[int] = []
+        for each in self._ids:
+            found += [_hash_of_run(each & _TOKEN, block_size)] * blocks
+        del found[self._length // block_size :]
+        return found
+
+
+@lru_cache(maxsize=2**14)
+def _hash_of_run(token: int, block_size: int) -> int:
+    """The local hash of a block that is one token again and again."""
+    return xxh3_64_intdigest(token.to_bytes(4, "little") * block_size, SEED)
 
 
 class Prompt:
@@ -396,20 +438,17 @@ class Prompt:
             prompt; or a name, salt or items beside `hashes`, which have them in them.
     """
 
-    __slots__ = ("_given", "_kept", "_packed", "keys", "num_tokens", "tokens")
+    __slots__ = ("_given", "_kept", "_packed", "_runs", "_tokens", "keys", "num_tokens")
 
     keys: PromptKeys | None
     """What it carries beside its tokens; None: nothing."""
-
-    tokens: tuple[int, ...] | None
-    """The token ids; None where only hashes are known."""
 
     num_tokens: int | None
     """Length in tokens; None for hashes without a stated length, which are whole blocks of any size."""
 
     def __init__(
         self,
-        tokens: TokenIds | None = None,
+        tokens: TokenIds | TokenRuns | None = None,
         *,
         hashes: Iterable[int] | None = None,
         num_tokens: int | None = None,
@@ -427,15 +466,19 @@ class Prompt:
         self._kept: dict[Any, Any] = {}
         self._given: list[int] | None = None
         self._packed: bytes | None = None  # the tokens as words, until they are hashed
+        self._runs: TokenRuns | None = None  # what tokens are made of, where they can be made again
+        self._tokens: tuple[int, ...] | None = None
         if tokens is not None:
             if num_tokens is not None:
                 raise TypeError("num_tokens goes with hashes=; tokens have a length of their own")
-            if hasattr(tokens, "__next__"):
-                tokens = tuple(tokens)
-            if not isinstance(tokens, CheckedTokens):
+            if isinstance(tokens, TokenRuns):
+                self._runs = tokens
+            else:
+                if hasattr(tokens, "__next__"):
+                    tokens = tuple(tokens)
                 self._packed = _token_bytes(tokens)
-            self.tokens = tuple(tokens)
-            self.num_tokens = len(self.tokens)
+                self._tokens = tuple(tokens)
+            self.num_tokens = len(tokens)
             if self.keys is not None:
                 self.keys.check_fits(self.num_tokens)
             return
@@ -449,8 +492,19 @@ class Prompt:
         _check_locals(self._given)
         if num_tokens is not None and num_tokens < len(self._given):
             raise ValueError(f"num_tokens={num_tokens} is less than the {len(self._given)} blocks given by hashes=")
-        self.tokens = None
         self.num_tokens = num_tokens
+
+    @property
+    def tokens(self) -> tuple[int, ...] | None:
+        """The token ids; None where only hashes are known."""
+        if self._tokens is None and self._runs is not None:
+            self._tokens = self._runs.tokens()
+        return self._tokens
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether its token ids are known."""
+        return self._given is None
 
     @property
     def lora_name(self) -> str | None:
@@ -569,11 +623,32 @@ class Prompt:
             found = self._kept[key] = make()
         return found
 
+    def cut(self, start: int, end: int) -> Sequence[int]:
+        """Return the tokens from one place to another, which are known; those of a trace are not kept for it."""
+        if self._tokens is None:
+            assert self._runs is not None
+            return self._runs.cut(start, end)
+        return self._tokens[start:end]
+
+    @property
+    def source(self) -> TokenRuns | tuple[int, ...] | None:
+        """What its tokens are made of, or are; None where only hashes are known."""
+        return self._tokens if self._runs is None else self._runs
+
+    def release(self) -> None:
+        """Drop the tokens and hashes of a prompt that is served, if they can be made again: a trace's."""
+        if self._runs is None:
+            return
+        self._tokens = None
+        self._kept = {}
+
     def _hashes(self, block_size: int) -> _Hashes:
         found: _Hashes | None = self._kept.get(block_size)
         if found is None:
             local = self._given
-            if local is None:
+            if local is None and self._runs is not None and self.keys is None:
+                local = self._runs.block_hashes(check_block_size(block_size))
+            elif local is None:
                 assert self.tokens is not None
                 if self._packed is not None and self.keys is None:
                     local = _packed_hashes(self._packed, check_block_size(block_size))
@@ -584,6 +659,117 @@ class Prompt:
                 check_block_size(block_size)
             found = self._kept[block_size] = _Hashes(local)
         return found
+
+
+class GrowingTokens:
+    """The tokens of a prompt, and those that follow it. These are kept by themselves, as the prompt's may be made again.
+
+    Args:
+        prompt: one that has tokens.
+
+    Attributes:
+        output: the tokens after the prompt's.
+    """
+
+    __slots__ = ("_prompt", "output")
+
+    def __init__(self, prompt: Prompt) -> None:
+        self._prompt = prompt
+        self.output = array("I")
+
+    def release(self) -> None:
+        """Drop what can be made again of the prompt (`Prompt.release`)."""
+        self._prompt.release()
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """All tokens so far."""
+        tokens = self._prompt.tokens
+        assert tokens is not None
+        return (*tokens, *self.output) if self.output else tokens
+
+    def cut(self, start: int, end: int) -> Sequence[int]:
+        """Return the tokens from one place to another."""
+        before = self._prompt.num_tokens
+        assert before is not None
+        if start >= before:
+            return self.output[start - before : end - before]
+        if end <= before:
+            return self._prompt.cut(start, end)
+        return (*self._prompt.cut(start, before), *self.output[: end - before])
+
+    def rows(self, start: int, end: int, size: int) -> TokenRows:
+        """Return the tokens of each block of a size, from one block to another."""
+        before = self._prompt.num_tokens
+        assert before is not None
+        if end * size <= before:
+            return TokenRows(self._prompt, start * size, end - start, size)
+        return TokenRows(tuple(self.cut(start * size, end * size)), 0, end - start, size)
+
+
+class TokenRows(Sequence[tuple[int, ...]]):
+    """Token ids of complete blocks, one tuple a block, as they travel with events: cut when somebody reads them.
+
+    Args:
+        source: the tokens, or a prompt that has them.
+        start: place of the first block's first token in it.
+        count: how many blocks.
+        size: tokens a block.
+
+    Attributes:
+        size: as above.
+    """
+
+    __slots__ = ("_count", "_source", "_start", "size")
+
+    def __init__(self, source: Prompt | tuple[int, ...], start: int, count: int, size: int) -> None:
+        self._source, self._start, self._count, self.size = source, start, count, size
+
+    def _cut(self, start: int, end: int) -> tuple[int, ...]:
+        source = self._source
+        return source[start:end] if isinstance(source, tuple) else tuple(source.cut(start, end))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[tuple[int, ...]]:
+        size = self.size
+        tokens = self._cut(self._start, self._start + self._count * size)
+        return (tokens[at : at + size] for at in range(0, len(tokens), size))
+
+    @overload
+    def __getitem__(self, at: int) -> tuple[int, ...]: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[tuple[int, ...]]: ...
+
+    def __getitem__(self, at: int | slice) -> tuple[int, ...] | list[tuple[int, ...]]:
+        if isinstance(at, slice):
+            return list(self)[at]
+        start = self._start + range(self._count)[at] * self.size
+        return self._cut(start, start + self.size)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, TokenRows | list):
+            return list(self) == list(other)
+        return NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # as a list
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+        return list, (list(self),)
+
+    @property
+    def given(self) -> tuple[Prompt | tuple[int, ...], int, int, int]:
+        """What it was made of."""
+        return self._source, self._start, self._count, self.size
+
+    def part(self, start: int, end: int) -> TokenRows:
+        """Return the rows of some blocks."""
+        return TokenRows(self._source, self._start + start * self.size, end - start, self.size)
 
 
 class _Hashes:

@@ -2,10 +2,12 @@
 
 import json
 from array import array
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given
+from depth import examples
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
@@ -19,7 +21,16 @@ from pytest_kvmock.plh import (
     lineage_parent_fragment,
     lineage_position,
 )
-from pytest_kvmock.tokens import Prompt, TokenBlockSequence, block_hashes, chained_hash, hash_seed, sequence_hashes
+from pytest_kvmock.tokens import (
+    GrowingTokens,
+    Prompt,
+    TokenBlockSequence,
+    TokenRuns,
+    block_hashes,
+    chained_hash,
+    hash_seed,
+    sequence_hashes,
+)
 
 U64 = 2**64 - 1
 RECORDED = json.loads((Path(__file__).parent / "data" / "dynamo_block_hashes.json").read_text())
@@ -388,3 +399,56 @@ def test_a_chain_of_what_is_no_hash_is_refused_by_place(local, parent, message):
 def test_a_multimodal_hash_that_is_no_u64_is_refused(wrong):
     with pytest.raises(ValueError, match=r"mm_hashes are integers from 0 to 2\*\*64 - 1, got \[3, "):
         block_hashes([1, 2], 2, mm_hashes=[[3, wrong]])
+
+
+# ------------------------------------------------------------------------------------------- tokens made again
+
+RUNS = st.builds(
+    lambda ids, times, short: (ids, times, len(ids) * times - min(short, times - 1)),
+    st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=6),
+    st.integers(1, 24),
+    st.integers(0, 23),
+)
+
+
+@settings(max_examples=examples(200))
+@given(RUNS, st.integers(1, 16))
+def test_a_prompt_of_runs_is_that_of_its_tokens(runs, block_size):
+    ids, times, length = runs
+    tokens = tuple(each % 2**32 for each in ids for _ in range(times))[:length]
+    plain, made = Prompt(tokens), Prompt(TokenRuns(ids, times, length))
+    for _ in range(2):  # as it is, and after it was released
+        assert plain.block_hashes(block_size) == made.block_hashes(block_size)
+        assert plain.sequence_hashes(block_size) == made.sequence_hashes(block_size)
+        assert (tokens, length) == (made.tokens, made.num_tokens)
+        made.release()
+
+
+def test_a_released_prompt_of_given_tokens_keeps_them():
+    prompt = Prompt([1, 2, 3, 4])
+    hashes = prompt.block_hashes(2)
+    prompt.release()
+    assert (1, 2, 3, 4) == prompt.tokens
+    assert hashes is prompt.block_hashes(2)
+
+
+@settings(max_examples=examples(200))
+@given(RUNS, st.integers(1, 5), st.lists(u32, max_size=12), st.data())
+def test_rows_are_the_blocks_of_prompt_and_output(runs, size, output, data):
+    ids, times, length = runs
+    growing = GrowingTokens(Prompt(TokenRuns(ids, times, length)))
+    growing.output.extend(output)
+    whole = growing.whole
+    start = data.draw(st.integers(0, len(whole) // size))
+    end = data.draw(st.integers(start, len(whole) // size))
+    rows, expected = (
+        growing.rows(start, end, size),
+        [whole[at : at + size] for at in range(start * size, end * size, size)],
+    )
+    assert expected == list(rows) == rows == deepcopy(rows)
+    assert (len(expected), repr(expected)) == (len(rows), repr(rows))
+    first, last = sorted(data.draw(st.tuples(st.integers(0, len(rows)), st.integers(0, len(rows)))))
+    assert expected[first:last] == rows[first:last] == rows.part(first, last)
+    assert expected == [rows[at] for at in range(len(rows))]
+    with pytest.raises(IndexError):
+        rows[len(rows)]

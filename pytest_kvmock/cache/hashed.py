@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Iterable, Sequence
 from random import Random
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from pytest_kvmock.events import BlockTokens, Stored
 from pytest_kvmock.hashed_blocks import HashedBlocks, own_blocks
 from pytest_kvmock.prompt_keys import LOOKAHEAD, keys_looked_at, names_blocks
-from pytest_kvmock.tokens import Prompt, keyed_block_hashes, sequence_hashes, windows_of
+from pytest_kvmock.tokens import GrowingTokens, Prompt, TokenRows, keyed_block_hashes, sequence_hashes, windows_of
 
 if TYPE_CHECKING:
     from pytest_kvmock.prompt_keys import EventExtra, LoraIds
@@ -77,7 +78,6 @@ class HashedTokens:
         num_prompt_tokens: length of the prompt.
         num_tokens: tokens so far.
         names: name of each complete block, as the engine publishes it; not to be changed.
-        tokens: all tokens so far; None where only the prompt's hashes are known.
         keys: what the prompt carries beside its tokens; None: nothing.
     """
 
@@ -89,12 +89,12 @@ class HashedTokens:
         "_local",
         "_prompt",
         "_rng",
+        "_tokens",
         "block_size",
         "keys",
         "names",
         "num_prompt_tokens",
         "num_tokens",
-        "tokens",
     )
 
     def __init__(self, prompt: Prompt, block_size: int, hasher: BlockHasher | None, rng: Random) -> None:
@@ -104,12 +104,14 @@ class HashedTokens:
             raise ValueError("the prompt is empty; a request needs at least one token")
         self._hasher, self._rng = hasher, rng
         self.keys = prompt.keys
-        self.tokens: Sequence[int] | None = prompt.tokens
-        self._grown = False  # until then it has the prompt's own tuple and lists: most requests are served without
+        self._tokens = GrowingTokens(prompt) if prompt.has_tokens else None
+        self._grown = False  # until then it has the prompt's own lists: most requests are served without
         self.names: list[int] = []
         self._prompt = prompt
         self._local: list[int] | None = None if hasher is not None else []
-        self._digests: list[bytes] = []  # of each block, where tokens are known
+        self._digests: (
+            list[bytes] | None
+        ) = []  # of each block, where tokens are known; None: they are made when asked for
         self._last: bytes | int | None = None
         if hasher is not None:
             made = prompt.kept((block_size, hasher), lambda: _named(prompt, block_size, hasher))
@@ -119,15 +121,29 @@ class HashedTokens:
         return self.num_tokens
 
     @property
+    def tokens(self) -> tuple[int, ...] | None:
+        """All tokens so far; None where only the prompt's hashes are known."""
+        return None if self._tokens is None else self._tokens.whole
+
+    def cut(self, start: int, end: int) -> Sequence[int]:
+        """Return the tokens from one place to another, which are known."""
+        assert self._tokens is not None
+        return self._tokens.cut(start, end)
+
+    def rows(self, start: int, end: int, size: int) -> TokenRows | None:
+        """Return the tokens of each block of a size, from one block to another; None where only hashes are known."""
+        return None if self._tokens is None else self._tokens.rows(start, end, size)
+
+    @property
     def local_hashes(self) -> list[int]:
         """The router's hash of each complete block; not to be changed. They are made when they are asked for."""
         local, size = self._local, self.block_size
         if local is None:
             local = self._prompt.block_hashes(size)
             local = self._local = local.copy() if self._grown else local
-        if self.tokens is not None and len(local) < len(self.names):
+        if self._tokens is not None and len(local) < len(self.names):
             start, end = len(local), len(self.names)
-            local += keyed_block_hashes(self.tokens[start * size : end * size], size, self.keys, start)
+            local += keyed_block_hashes(self._tokens.cut(start * size, end * size), size, self.keys, start)
         return local
 
     def append(self, token: int) -> None:
@@ -141,13 +157,13 @@ class HashedTokens:
             self._unshare()
         first = self.num_tokens // size
         self.num_tokens += len(tokens)
-        if self.tokens is not None:
-            self.tokens += tokens  # type: ignore[operator]  # it is a list by now
+        if self._tokens is not None:
+            self._tokens.output.extend(tokens)
         count = self.num_tokens // size - first
         if not count or hasher is None:
             return
         before = self._last
-        if self.tokens is None:
+        if self._tokens is None:
             assert not isinstance(before, bytes)
             local = [self._rng.getrandbits(64) for _ in range(count)]
             self.local_hashes.extend(local)
@@ -156,32 +172,46 @@ class HashedTokens:
             self._last = chain[-1]
         else:
             assert not isinstance(before, int)
-            blocks = self.tokens[first * size : (first + count) * size]
+            blocks = self._tokens.cut(first * size, (first + count) * size)
             digests = hasher.digests(blocks, size, first, before)
             names = list(map(hasher.name, digests))
             self._last = digests[-1]
-            self._digests += digests
+            self._made_digests().extend(digests)
         self.names += names
 
     def _unshare(self) -> None:
         """Have lists of its own, in place of the prompt's."""
         self._grown = True
-        self.tokens = None if self.tokens is None else list(self.tokens)
-        self.names, self._digests = self.names.copy(), self._digests.copy()
+        self.names, self._digests = self.names.copy(), self._made_digests().copy()
         self._local = self._local and self._local.copy()
 
-    def block_tokens(self, start: int, end: int) -> list[tuple[int, ...]] | None:
+    def block_tokens(self, start: int, end: int) -> Sequence[tuple[Any, ...]] | None:
         """Token ids of the complete blocks from `start` to `end`, as they travel with an event; None if unknown."""
-        if self.tokens is None:
-            return None
-        size, tokens = self.block_size, self.tokens
-        rows = [tuple(tokens[at : at + size]) for at in range(start * size, end * size, size)]
-        if self.keys is not None or self._hasher is None:
+        rows = self.rows(start, end, self.block_size)
+        if rows is None or self.keys is not None or self._hasher is None:
             return rows
         parent = self.names[start - 1] if start else None
         names, local_hashes = tuple(self.names[start:end]), tuple(self.local_hashes[start:end])
-        digests = self._digests[start:end]
+        digests = self._made_digests()[start:end]
         return HashedBlocks(rows, parent, names, local_hashes, digests=digests, hasher=self._hasher)
+
+    def release(self) -> None:
+        """Keep no more than numbers, as nothing follows; what is asked for later is made again."""
+        self.names = cast(
+            "list[int]", array("q" if self._hasher is not None and self._hasher.signed else "Q", self.names)
+        )
+        if self._tokens is not None and self._hasher is not None:
+            self._local = self._digests = None
+        self._prompt.release()
+
+    def _made_digests(self) -> list[bytes]:
+        """The digest of each complete block, where tokens are known."""
+        if self._digests is None:
+            tokens, hasher, size = self._tokens, self._hasher, self.block_size
+            assert tokens is not None
+            assert hasher is not None
+            self._digests = hasher.digests(tokens.cut(0, len(self.names) * size), size, 0, None)
+        return self._digests
 
     def stored(self, start: int, end: int) -> tuple[Stored, BlockTokens | None]:
         """The Stored of the complete blocks from `start` to `end`, and their token ids, as they travel with it."""
@@ -248,11 +278,10 @@ class HashChain:
         if own is not None and own.hasher == self._hasher:
             self._digests.update(zip(own.names, own.digests, strict=True))
             return own.names
-        made = event_digests(self._hasher, token_ids, block_size, before, extra, unit=self._unit)
+        made = self._made(token_ids, block_size, before, extra)
         if made is None:
             return None
-        digests, hasher = made
-        names = list(map(hasher.name, digests))
+        digests, names = made
         self._digests.update(zip(names, digests, strict=True))
         return names
 
@@ -282,8 +311,15 @@ class HashChain:
         before = None if parent is None else self._digests.get(parent)
         if not tokens or block_size is None or (parent is not None and before is None):
             return None
-        made = event_digests(self._hasher, (tokens,), block_size, before, extra, unit=self._unit)
-        return None if made is None else made[1].name(made[0][0])
+        made = self._made((tokens,), block_size, before, extra)
+        return None if made is None else made[1][0]
+
+    def _made(
+        self, token_ids: BlockTokens, block_size: int, before: bytes | None, extra: EventExtra | None
+    ) -> tuple[list[bytes], list[int]] | None:
+        """The digests and the names of the blocks after one digest; None where they cannot be known."""
+        made = event_digests(self._hasher, token_ids, block_size, before, extra, unit=self._unit)
+        return None if made is None else (made[0], list(map(made[1].name, made[0])))
 
 
 def event_digests(
@@ -330,9 +366,10 @@ def event_digests(
 
 def _named(prompt: Prompt, block_size: int, hasher: BlockHasher) -> tuple[list[int], list[bytes], bytes | int | None]:
     """The names of a prompt's complete blocks, their digests where it has tokens, and what the next one is chained to."""
-    if prompt.tokens is None:
+    if not prompt.has_tokens:
         chain = prompt.sequence_hashes(block_size)
         return _as_published(chain, hasher), [], chain[-1] if chain else None
+    assert prompt.tokens is not None
     digests = hasher.digests(prompt.tokens, block_size, 0, None)
     return list(map(hasher.name, digests)), digests, digests[-1] if digests else None
 

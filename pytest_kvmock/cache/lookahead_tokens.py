@@ -30,7 +30,7 @@ class LookaheadTokens(HashedTokens):
     __slots__ = ("lookahead",)
 
     def __init__(self, prompt: Prompt, block_size: int, hasher: BlockHasher, rng: Random, lookahead: int) -> None:
-        if prompt.tokens is None:
+        if not prompt.has_tokens:
             raise ValueError(
                 "a prompt of hashes has no tokens, and with this draft model blocks are named by the tokens after them, too; "
                 "give tokens"
@@ -47,9 +47,8 @@ class LookaheadTokens(HashedTokens):
             self._local = local.copy() if self._grown else local
         local, size, end = self._local, self.block_size, len(self.names)
         if len(local) < end:
-            assert self.tokens is not None
             start = len(local)
-            tokens = self.tokens[start * size : end * size + self.lookahead]
+            tokens = self.cut(start * size, end * size + self.lookahead)
             local += keyed_block_hashes(tokens, size, self.keys, start, self.lookahead)
         return local
 
@@ -57,26 +56,30 @@ class LookaheadTokens(HashedTokens):
         """Add tokens; the blocks that they complete have their names at once."""
         if not self._grown:
             self._unshare()
-        assert isinstance(self.tokens, list)
-        self.tokens += tokens
+        assert self._tokens is not None
+        self._tokens.output.extend(tokens)
         self.num_tokens += len(tokens)
         size, first, hasher, before = self.block_size, len(self.names), self._hasher, self._last
         end = (self.num_tokens - self.lookahead) // size
         if end > first:
             assert hasher is not None
             assert not isinstance(before, int)
-            digests = hasher.digests(self.tokens[first * size : end * size + self.lookahead], size, first, before)
+            digests = hasher.digests(self.cut(first * size, end * size + self.lookahead), size, first, before)
             self.names += map(hasher.name, digests)
-            self._digests += digests
+            self._made_digests().extend(digests)
             self._last = digests[-1]
 
-    def block_tokens(self, start: int, end: int) -> list[tuple[Any, ...]] | None:
+    def block_tokens(self, start: int, end: int) -> Sequence[tuple[Any, ...]] | None:
         """Token ids of the complete blocks from `start` to `end`, their own alone."""
-        assert self.tokens is not None
-        size = self.block_size
-        return [tuple(self.tokens[at : at + size]) for at in range(start * size, end * size, size)]
+        return self.rows(start, end, self.block_size)
+
+    def _made_digests(self) -> list[bytes]:
+        if self._digests is None:
+            assert self._hasher is not None
+            tokens = self.cut(0, len(self.names) * self.block_size + self.lookahead)
+            self._digests = self._hasher.digests(tokens, self.block_size, 0, None)
+        return self._digests
 
     def after(self, ends: Iterable[int]) -> list[list[int]]:
         """The tokens that the name of each block covers beside its own, by the tokens up to its end."""
-        assert self.tokens is not None
-        return [list(self.tokens[end : end + self.lookahead]) for end in ends]
+        return [list(self.cut(end, end + self.lookahead)) for end in ends]

@@ -14,12 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from pytest_kvmock.backends import backend_spec, known_backends, recorded_backend
+from pytest_kvmock.backends import backend_spec, known_backends, recorded_backend, speaker_of
+from pytest_kvmock.cache.vllm.vllm_manager import VllmManager
 from pytest_kvmock.capture.injected import InjectedFaults
 from pytest_kvmock.capture.lines import HEADER, KINDS, VERSION, CaptureError, entry_of, event_of, key_of
 from pytest_kvmock.capture.payload_file import split_payloads
 from pytest_kvmock.checks import check_integer, is_integer, unknown_text
-from pytest_kvmock.events import KvCacheEvent, RouterEvent, StorageTier, StreamKey
+from pytest_kvmock.events import KvCacheEvent, RouterEvent, StorageTier, Stored, StreamKey
 from pytest_kvmock.hygiene import entries
 from pytest_kvmock.hygiene.content import Chain, DynamoChain
 from pytest_kvmock.hygiene.injection import Injection
@@ -32,7 +33,8 @@ from pytest_kvmock.hygiene.stream import Stream
 from pytest_kvmock.hygiene.stream_spec import Residency, StreamSpec, check_residency
 from pytest_kvmock.long_runs import long_run
 from pytest_kvmock.wire.decoding import decode
-from pytest_kvmock.wire.table import Dialect, find_dialect
+from pytest_kvmock.wire.event_names import NEWEST, EventNames, NameChain, hasher_of, hashers
+from pytest_kvmock.wire.table import Dialect, find_dialect, known_dialects
 
 MOST_UNREADABLE: Final = 10
 """How many messages that could not be read a report lists."""
@@ -146,6 +148,8 @@ def check_file(
     dialect: str | Dialect | None = None,
     allow: Collection[str] = (),
     residency: str | None = None,
+    hash: str | None = None,  # noqa: A002 - the user's word
+    seed: str | None = None,
     counts_injected: bool = False,
     progress: Progress | None = None,
 ) -> Checked:
@@ -157,12 +161,15 @@ def check_file(
         allow: rules whose breaches are none.
         residency: of a file that does not say it: "unique" where a block is published once while it is held, "counted"
             where every copy is; None: as the engine of the dialect, "unique" for JSON lines.
+        hash: by which of vLLM's hashes blocks are named (`--prefix-caching-hash-algo`), where the file does not say it; None:
+            over a dialect of vLLM those that there are are tried, on the first chain of plain tokens.
+        seed: of the hash, as PYTHONHASHSEED; None: "0" is tried, and that of a release where none is set.
         counts_injected: whether results of faults that the captured test injected are problems as any other.
         progress: called now and then with how far it is.
 
     Raises:
         CaptureError: the file cannot be read, or is none of these. The message is one line.
-        ValueError: an unknown dialect, rule or residency.
+        ValueError: an unknown dialect, rule, residency or hash, or a hash for a dialect that is not vLLM's.
         ImportError: msgspec is not installed, and the dialect needs it.
     """
     from pytest_kvmock.hygiene.rules import check_rule
@@ -170,22 +177,92 @@ def check_file(
     checked = Checked(Path(path), allow=frozenset(map(check_rule, allow)), counts_injected=counts_injected)
     stated = None if residency is None else check_residency(residency)
     row = None if dialect is None else find_dialect(dialect)
+    naming = hash, seed
+    hashers(NEWEST, *naming)  # it raises for a wrong value
     try:
         with checked.path.open("rb") as file, long_run():
             if row is None:
-                _Replay(checked, stated or "unique", progress).read(file)
+                _Replay(checked, stated or "unique", naming, progress).read(file)
             else:
-                _judge_payloads(checked, file.read(), row, stated, progress)
+                _judge_payloads(checked, file.read(), row, stated, naming, progress=progress)
     except OSError as error:
         raise CaptureError(f"{path}: cannot be read: {error.strerror or error}") from None
     return checked
 
 
+class _Names:
+    """The names of the streams of a file, as far as they are computed; streams that are not opened here have none.
+
+    Args:
+        checked: what was found.
+        ledger: judges the events.
+        source: computes the names; None: nothing does.
+    """
+
+    def __init__(self, checked: Checked, ledger: Ledger, source: EventNames | None) -> None:
+        self._checked, self._ledger, self.source = checked, ledger, source
+        self._stated: list[EventNames] = []  # of streams that say it themselves
+
+    def of(self, hash_name: str, seed: str | None) -> Callable[[], Chain]:
+        """What makes the rule of a stream that says by what it is named."""
+        self._stated.append(EventNames((hasher_of(hash_name, seed),), is_given=True))
+        return self._stated[-1].chain
+
+    def chain(self) -> Callable[[], Chain] | None:
+        """What makes the rule of a stream that does not; None: nothing is known of it."""
+        return None if self.source is None else self.source.chain
+
+    def take(self, event: RouterEvent) -> None:
+        """Give a ledger an event that is in the log already, and then those before it that can be judged now."""
+        log, ledger, stream = self._checked.log, self._ledger, self._ledger.streams.get(event.key)
+        chain = None if stream is None else stream.hash_chain
+        if not isinstance(chain, NameChain) or not isinstance(event.event.data, Stored):
+            log.note(ledger.take(event))
+            return
+        event.chained = event.storage_tier is StorageTier.DEVICE  # those of a host do not say what was hashed
+        log.note(ledger.take(event))
+        for late in chain.names.taken(event, ledger.position, chain):
+            log.note(ledger.take(entries.HashesChained(late.event, late.position)))
+
+    def close(self) -> None:
+        """Note how many names were computed."""
+        for names in (self.source, *self._stated):
+            if names is not None:
+                names.close()
+                self._checked.notes += [names.text] * bool(names.computed or names.skipped)
+
+
+def _names_of(dialect: Dialect, naming: tuple[str | None, str | None]) -> EventNames | None:
+    """What computes the names of a dialect of vLLM.
+
+    Raises:
+        ValueError: a hash is given for another dialect.
+    """
+    made = speaker_of(dialect).make(num_blocks=1, block_size=16, dp_rank=0, sink=None)
+    if not isinstance(made, VllmManager):
+        if naming != (None, None):
+            raise ValueError(
+                f"a hash is for dialects of vLLM, whose names follow from it; got dialect {dialect.name!r}"
+            )
+        return None
+    release = made.version.name
+    says_keys = any(field.name == "extra_keys" for field in dialect.stored)
+    given = None not in naming
+    return EventNames(hashers(release, *naming), release=release, says_keys=says_keys, is_given=given)
+
+
 def _judge_payloads(
-    checked: Checked, data: bytes, dialect: Dialect, residency: Residency | None, progress: Progress | None
+    checked: Checked,
+    data: bytes,
+    dialect: Dialect,
+    residency: Residency | None,
+    naming: tuple[str | None, str | None],
+    *,
+    progress: Progress | None,
 ) -> None:
     spec = backend_spec(dialect.backend)
     ledger, next_ids = Ledger(), Counter[int]()
+    names = _Names(checked, ledger, _names_of(dialect, naming))
     about: dict[str, Any] = {"residency": residency or spec.residency, "prefix_closed": spec.prefix_closed}
     read = 0
     if data.startswith(b'{"' + HEADER.encode()):
@@ -199,22 +276,28 @@ def _judge_payloads(
             if dialect.is_msgpack:  # its events have no ids
                 event.event.event_id += next_ids[key[1]]
             if key not in ledger.streams:
-                ledger.open(key, **about)
+                ledger.open(key, **about, chain=names.chain() or DynamoChain)
             checked.log.append(event)
-            checked.log.note(ledger.take(event))
+            names.take(event)
         next_ids[decoded.dp_rank or 0] += decoded.num_events
         if progress is not None and not number % _EVERY:
             progress(read, checked.log.total)
+    names.close()
 
 
 class _Replay:
     """Gives a ledger what a capture says that another was given."""
 
-    def __init__(self, checked: Checked, residency: Residency, progress: Progress | None) -> None:
+    def __init__(
+        self, checked: Checked, residency: Residency, naming: tuple[str | None, str | None], progress: Progress | None
+    ) -> None:
         self._checked, self._log = checked, checked.log
         self._residency = residency
+        self._naming = naming
         self._progress = progress
         self._ledger = Ledger()
+        source = None if naming == (None, None) else EventNames(hashers(NEWEST, *naming), is_given=None not in naming)
+        self._names = _Names(checked, self._ledger, source)
         self._unchained: set[StreamKey] = set()  # by what rule their hashes are chained is not known
         self._injected = InjectedFaults(checked.log, checked.faults)
 
@@ -244,12 +327,17 @@ class _Replay:
         if not number:
             raise CaptureError(f"{checked.path}: the file is empty; a capture has a header")
         self._injected.attribute()
+        self._names.close()
 
     def _begin(self, header: Mapping[str, Any]) -> None:
         if header[HEADER] != VERSION or isinstance(header[HEADER], bool):
             raise ValueError(f"version {header[HEADER]!r:.80} of the format of captures; this program reads {VERSION}")
         self._checked.header = header
         self._checked.complete = False
+        engine = header.get("engine")
+        dialect = known_dialects().get(engine.get("dialect", "")) if isinstance(engine, dict) else None
+        if dialect is not None:
+            self._names.source = _names_of(dialect, self._naming)
 
     def _take(self, line: Mapping[str, Any]) -> None:
         kind = next(iter(line), None)
@@ -291,7 +379,7 @@ class _Replay:
         ledger, key = self._ledger, event.key
         self._log.append(event)
         if key not in ledger.streams:
-            ledger.open(key, residency=self._residency)
+            ledger.open(key, residency=self._residency, chain=self._names.chain() or DynamoChain)
         if line.get("anew"):
             ledger.take(entries.IdsBegun(key))
         if line.get("replayed") and ledger.is_replay(event):
@@ -300,7 +388,7 @@ class _Replay:
         if line.get("unpublished"):
             ledger.take(entries.Unpublished(key, frozenset(_blocks(line["unpublished"]))))
         event.chained = event.chained and key not in self._unchained
-        self._log.note(ledger.take(event))
+        self._names.take(event)
 
     def _take_stream(self, key: StreamKey, value: dict[str, Any]) -> None:
         about = {name: value[name] for name in _ABOUT if name in value}
@@ -315,7 +403,9 @@ class _Replay:
         """What makes the rule by which an engine names blocks: Dynamo's, where none is known."""
         backend = value.get("backend")
         if backend is None:
-            return DynamoChain
+            if value.get("hash") is not None:
+                return self._names.of(value["hash"], value.get("seed"))
+            return self._names.chain() or DynamoChain
         self._unchained.discard(key)
         if backend not in known_backends():
             return self._unjudged(key, f"backend {backend!r} is not known here")

@@ -153,7 +153,8 @@ def _opened(entry: entries.Opened) -> dict[str, Any]:
         return line
     sizes = {"block_size": spec.block_size, "num_blocks": spec.num_blocks, "tier_blocks": spec.tier_blocks}
     below = {} if spec.clears_below else {"clears_below": False}
-    return {**line, **sizes, "residency": spec.residency, "prefix_closed": spec.prefix_closed, **below}
+    named = {} if spec.hash is None else {"hash": spec.hash, "seed": spec.seed}
+    return {**line, **sizes, "residency": spec.residency, "prefix_closed": spec.prefix_closed, **below, **named}
 
 
 def _missed(entry: entries.Missed) -> dict[str, Any]:

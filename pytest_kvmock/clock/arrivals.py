@@ -35,6 +35,10 @@ class FleetRequest:
         session_id: the conversation that it is a turn of; None: of none.
         delay: milliseconds between the end of the session's turn before and this one; None: the timestamps say.
         priority: larger is served first, where engines have priorities.
+        abort_after_ms: it is called off so many milliseconds after its arrival, as its client goes, if it is open then; None: it is not.
+        abort_after_tokens: or when so many of its tokens have come out, whichever comes first.
+        retry_after_ms: where it is called off the client comes again so many milliseconds later, with a request of its own that is not
+            called off; None: it does not.
     """
 
     prompt: Prompt | TokenIds
@@ -43,6 +47,9 @@ class FleetRequest:
     session_id: str | None = None
     delay: float | None = None
     priority: int = 0
+    abort_after_ms: float | None = None
+    abort_after_tokens: int | None = None
+    retry_after_ms: float | None = None
 
     @property
     def output_length(self) -> int:
@@ -62,9 +69,22 @@ class Turn:
         next: the request of its session that comes after it; None: there is none.
         delay_ms: how long after the one before it is done it arrives.
         keeps_place: whether it takes over the place of the one before it in a closed loop.
+        abort_after_ms: when it is called off, from its arrival; None: not by time.
+        abort_after_tokens: after how many of its tokens; None: not by these.
     """
 
-    __slots__ = ("delay_ms", "index", "keeps_place", "next", "prompt", "session", "session_name", "trace")
+    __slots__ = (
+        "abort_after_ms",
+        "abort_after_tokens",
+        "delay_ms",
+        "index",
+        "keeps_place",
+        "next",
+        "prompt",
+        "session",
+        "session_name",
+        "trace",
+    )
 
     def __init__(self, trace: TraceRequest | FleetRequest, prompt: Prompt) -> None:
         self.trace = trace
@@ -75,6 +95,10 @@ class Turn:
         self.next: Turn | None = None
         self.delay_ms = 0.0
         self.keeps_place = False
+        self.abort_after_ms: float | None = None
+        self.abort_after_tokens: int | None = None
+        if isinstance(trace, FleetRequest):
+            self.abort_after_ms, self.abort_after_tokens = trace.abort_after_ms, trace.abort_after_tokens
 
     @property
     def timestamp_ms(self) -> float:
@@ -190,6 +214,16 @@ class Arrivals:
     def enter(self) -> None:
         """Count one request more as open: it has come from the link."""
         self._open += 1
+
+    def called_off(self, turn: Turn, now_ms: float) -> None:
+        """Have the next request of its session arrive, as this one is over; before it this one again, if its client comes again."""
+        trace = turn.trace
+        if isinstance(trace, FleetRequest) and trace.retry_after_ms is not None:
+            again = Turn(trace, turn.prompt)
+            again.abort_after_ms = again.abort_after_tokens = None
+            again.session, again.session_name, again.index = turn.session, turn.session_name, turn.index
+            again.delay_ms, again.next, turn.next = trace.retry_after_ms, turn.next, again
+        self.done(turn, now_ms)
 
     def done(self, turn: Turn, now_ms: float) -> None:
         """Have the next request of its session arrive, as this one is done."""

@@ -19,7 +19,10 @@ class RequestOwner(Protocol):
     """What a request needs of its engine."""
 
     def abort(self, request: EngineRequest, /) -> None:
-        """Take an open request out of scheduler and worker."""
+        """Call a request off."""
+
+    def ends(self, request: EngineRequest, /) -> bool:
+        """Whether the pass under way ends a request, which nobody has seen yet."""
 
 
 class EngineRequest(ScheduledRequest):
@@ -39,9 +42,10 @@ class EngineRequest(ScheduledRequest):
         prompt: as above.
         requested_output_tokens: how many tokens of output it asked for; `max_output_tokens` may be fewer.
         number: its name in its engine's log; 0: it is not recorded.
+        abort_after_tokens: it is called off when so many tokens have come out; None: not by that.
     """
 
-    __slots__ = ("_owner", "_planned", "_rng", "number", "prompt", "requested_output_tokens")
+    __slots__ = ("_owner", "_planned", "_rng", "abort_after_tokens", "number", "prompt", "requested_output_tokens")
 
     def __init__(
         self,
@@ -58,6 +62,7 @@ class EngineRequest(ScheduledRequest):
         super().__init__(state, prompt_tokens, max_output_tokens, **options)
         self.prompt = prompt
         self.number = 0
+        self.abort_after_tokens: int | None = None
         self.requested_output_tokens = max_output_tokens
         self._owner = owner
         self._rng = rng
@@ -74,14 +79,18 @@ class EngineRequest(ScheduledRequest):
         return self.first_reused_tokens
 
     def abort(self) -> None:
-        """Abort the request: it leaves the engine, and its blocks are freed; full ones stay cached.
+        """Abort the request, as its client is gone; see `MockEngine.abort`.
 
         Raises:
             RequestError: it is finished, rejected, aborted or lost.
         """
-        if not self.is_open:
+        if not self.is_open and not self._owner.ends(self):
             raise RequestError(f"abort on a request that is {self.status}; it must be waiting, running or preempted")
         self._owner.abort(self)
+
+    def end(self) -> None:
+        """Drop the source of its tokens, as none follows; a large thing."""
+        self._rng = None
 
     def lose(self) -> None:
         """Give the request up, as its worker restarts."""

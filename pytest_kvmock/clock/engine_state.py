@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pytest_kvmock.engine.worker import OutOfBlocks
 
 if TYPE_CHECKING:
+    from pytest_kvmock.cache.vllm.groups import BlocksAlone
     from pytest_kvmock.engine.args import MockEngineArgs
+    from pytest_kvmock.engine.driver import Driver
     from pytest_kvmock.engine.scheduler import ScheduledRequest
 
 
@@ -99,6 +101,8 @@ class EngineSize(NamedTuple):
             over to it.
         most_tokens: of a request, prompt and output together: a longer prompt is rejected, output ends there; None: any.
         last_token_free: whether the last token of output needs no block.
+        groups: what the cache groups of a hybrid model need together; None: a request needs a block for so many tokens.
+        longest: the most tokens of a request that its manager takes (`max_model_len` of `HybridManager`); None: any.
     """
 
     block_size: int
@@ -106,30 +110,64 @@ class EngineSize(NamedTuple):
     rejects: bool
     most_tokens: int | None
     last_token_free: bool
+    groups: BlocksAlone | None
+    longest: int | None
 
     @classmethod
-    def of(cls, args: MockEngineArgs) -> EngineSize:
-        """Return the size of an engine with these arguments."""
+    def of(cls, args: MockEngineArgs, driver: Driver) -> EngineSize:
+        """Return the size of an engine with these arguments over a manager."""
         release = args.release
         rejects = release.rejects_prompts or (release.reserves_destination and args.worker_type == "decode")
         last_token_free = release.last_token_free or (release.destination_first and args.worker_type == "prefill")
-        return cls(args.block_size, args.num_gpu_blocks, rejects, args.max_model_len, last_token_free)
+        # Of vLLM's cache groups; only 1.6.1 asks for as many as windows hold at once (`need_whole`).
+        alone = getattr(driver, "alone", None)
+        groups = None if alone is None else alone(args.max_num_batched_tokens, capped=release.last_token_free)
+        longest = getattr(driver.manager, "max_model_len", None)
+        return cls(args.block_size, args.num_gpu_blocks, rejects, args.max_model_len, last_token_free, groups, longest)
 
     def rejects_prompt(self, tokens: int) -> bool:
         """Whether a prompt of so many tokens is rejected."""
         if self.most_tokens is not None and tokens >= self.most_tokens:
             return True
-        return self.rejects and -(-tokens // self.block_size) > self.blocks
+        if not self.rejects:
+            return False
+        return (-(-tokens // self.block_size) if self.groups is None else self.groups.to_admit(tokens)) > self.blocks
 
     def output_of(self, prompt: int, output: int) -> int:
         """Return how many tokens a prompt of so many gets, where it asks for so many."""
         return output if self.most_tokens is None else max(0, min(output, self.most_tokens - prompt))
 
-    def exceeded_by(self, prompt: int, output: int) -> int:
-        """Return how many blocks a prompt and its output need, where that is more than there are; else 0."""
+    def check(self, prompt: int, output: int, request: str, engines: str) -> None:
+        """Check that a prompt and its output fit.
+
+        Args:
+            prompt: tokens of the prompt.
+            output: tokens that it asks for.
+            request: the first words of the message, which say which one.
+            engines: what they must fit.
+
+        Raises:
+            RequestTooLarge: they need more blocks than there are.
+            ValueError: they are longer than the manager takes.
+        """
         output = self.output_of(prompt, output)
-        needed = -(-(prompt + output - (self.last_token_free and output > 0)) // self.block_size)
-        return needed if needed > self.blocks else 0
+        if self.longest is not None and prompt + output > self.longest:
+            raise ValueError(
+                f"{request} is too long: max_model_len of its manager is {self.longest} tokens in {engines} (`MockEngineArgs` of "
+                "1.6.1 have a max_model_len at which output ends)"
+            )
+        needed = self._needed(prompt, output)
+        if needed > self.blocks:
+            raise RequestTooLarge(needed, self.blocks, request, engines)
+
+    def _needed(self, prompt: int, output: int) -> int:
+        if self.groups is None:
+            return -(-(prompt + output - (self.last_token_free and output > 0)) // self.block_size)
+        computed = prompt + max(output - 1, 0)  # the last token is never computed
+        least, most = -(-computed // self.block_size), self.groups.at_most(computed)
+        if least > self.blocks or most <= self.blocks or self.rejects_prompt(prompt):
+            return least
+        return max(self.groups.to_admit(prompt), self.groups.to_compute(prompt, computed))
 
 
 class RequestTooLarge(OutOfBlocks):

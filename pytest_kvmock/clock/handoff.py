@@ -476,7 +476,7 @@ class DestinationFirst(ReservingHandoffs):
     def give_back(self, handoff: Handoff) -> None:
         """Free the blocks that were reserved for a request which its source rejected; the next one is tried."""
         assert handoff.request is not None
-        handoff.destination.abort(handoff.request)
+        handoff.destination.give_back(handoff.request)
         self._queues[handoff.destination].freed += 1
         self._actions.append((self._given_back, handoff))
 

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Final, Self, cast
 from pytest_kvmock.backends import BACKENDS, BackendSpec, backend_spec
 from pytest_kvmock.cache.manager import protocol_mismatch
 from pytest_kvmock.checks import check_integer, check_number, is_integer
+from pytest_kvmock.clock.engine_aborts import EngineAborts, check_abort
 from pytest_kvmock.clock.engine_parts import accepted_drafts, check_worker, make_scheduler, make_worker
 from pytest_kvmock.clock.engine_request import EngineRequest
-from pytest_kvmock.clock.engine_state import EngineMetrics, EngineSize, EngineStalled, RequestTooLarge
+from pytest_kvmock.clock.engine_state import EngineMetrics, EngineSize, EngineStalled
 from pytest_kvmock.engine.args import MockEngineArgs
 from pytest_kvmock.engine.driver import ReservingDriver
 from pytest_kvmock.engine.scheduler import ForwardPass
@@ -52,14 +53,17 @@ class MockEngine:
     Attributes:
         args: as above, with the release of Dynamo that it follows as `semantics`.
         worker: its worker: manager, requests, restarts.
+        size: what can ever be served here.
         now_ms: its time, in milliseconds from its start.
         requests: all requests that it was given.
         passes: how many forward passes it ran.
         prefill_tokens: tokens of prompts that it computed, and with them what it computed again.
         log: records the operations on it; None: nothing does.
+        on_abort: called with a request that `abort` is called for, by who drives several engines on one clock; None: the engine acts itself.
     """
 
     log: Log | None = None
+    on_abort: Callable[[EngineRequest], None] | None = None
 
     def __init__(
         self,
@@ -81,7 +85,6 @@ class MockEngine:
         args = self.args = args.following(known.semantics)
         self.worker = worker or make_worker(args, spec, sink, Random(self._rng.getrandbits(64)))  # noqa: S311 - as above
         check_worker(args, self.worker)
-        self._size = EngineSize.of(args)
         self.now_ms = 0.0
         self.requests: list[EngineRequest] = []
         self.passes = 0
@@ -92,7 +95,9 @@ class MockEngine:
         self.prefill_tokens = 0
         self._idle_passes = 0
         self._under_way: ForwardPass | None = None
+        self._aborts = EngineAborts(self._take_out)
         self._begin()
+        self.size = EngineSize.of(args, self._driver)
 
     def __repr__(self) -> str:
         return f"<MockEngine {self.args.engine_type} over {self.worker.backend} at {self.now_ms:g} ms>"
@@ -120,6 +125,7 @@ class MockEngine:
     def worker_restarted(self) -> None:
         """Begin anew, as the worker did: nothing runs, waits or arrives, and a pass under way is lost. Time and figures stay."""
         self._arriving.clear()
+        self._aborts.clear()
         self._forget_pass()
         self._last_delivered = min(self._last_delivered, self.now_ms)
         self._idle_passes = 0
@@ -186,6 +192,8 @@ class MockEngine:
         arrival_ms: float | None = None,
         *,
         priority: int | None = None,
+        abort_after_ms: float | None = None,
+        abort_after_tokens: int | None = None,
     ) -> EngineRequest:
         """Give it a request.
 
@@ -196,6 +204,8 @@ class MockEngine:
             arrival_ms: when it arrives; not before the request before it. None: now, or with the request before it
                 where that arrives later.
             priority: larger is served first, where the engine's policy has priorities.
+            abort_after_ms: it is called off so many milliseconds after its arrival, as its client goes, if it is open then; see `abort`.
+            abort_after_tokens: or when so many of its tokens have come out, whichever comes first.
 
         Raises:
             OutOfBlocks: prompt and output can never fit, however empty the engine is. (SGLang's scheduler needs a little
@@ -207,17 +217,21 @@ class MockEngine:
         check_integer("max_output_tokens", max_output_tokens, self.args.release.least_output, " (tokens)")
         arrival = self._check_arrival(arrival_ms)
         self._check_priority(priority)
+        check_abort("", abort_after_ms, abort_after_tokens)
         self._check_size(prompt, max_output_tokens)
         request = self._open(prompt, max_output_tokens, arrival, priority or 0)
+        self._aborts.plan(request, abort_after_ms, abort_after_tokens)
         if arrival > self.now_ms:
             self._arriving.append(request)
         else:
             self._last_delivered = arrival
             self.scheduler.submit(request)
-        self._record_submit(request, arrival_ms, priority)
+        self._record_submit(request, arrival_ms, priority, abort_after_ms, abort_after_tokens)
         return request
 
-    def _record_submit(self, request: EngineRequest, arrival_ms: float | None, priority: int | None) -> None:
+    def _record_submit(
+        self, request: EngineRequest, arrival_ms: float | None, priority: int | None, *abort_after: float | None
+    ) -> None:
         if self.log is None:
             return
         prompt = request.prompt
@@ -231,6 +245,7 @@ class MockEngine:
             arrival_ms,
             priority,
             prompt.keys,
+            *abort_after,
         )
         self.log.operate(Submit, request.number, blocks, tail, *of)
 
@@ -242,6 +257,7 @@ class MockEngine:
         *,
         priority: int = 0,
         recorded_ms: float | None = None,
+        abort_after_tokens: int | None = None,
     ) -> EngineRequest:
         """Give it a request that has arrived: for who drives several engines on one clock, and has its order.
 
@@ -251,18 +267,20 @@ class MockEngine:
             arrival_ms: when it arrived, from which its times count.
             priority: its priority.
             recorded_ms: when it is dispatched, for who records its passes too (`record_passes`); None: it is not recorded.
+            abort_after_tokens: as `submit` takes it.
 
         Raises:
             OutOfBlocks: prompt and output can never fit; by 1.6.1 a prompt that is too large by itself is rejected by
                 a pass instead (vllm).
         """
         self.worker.accept(prompt)
-        if not self._size.rejects_prompt(prompt.length(self.args.block_size)):
+        if not self.size.rejects_prompt(prompt.length(self.args.block_size)):
             self._check_size(prompt, max_output_tokens)
         request = self._open(prompt, max_output_tokens, arrival_ms, priority)
+        self._aborts.plan(request, None, abort_after_tokens)
         self.scheduler.submit(request)
         if recorded_ms is not None:
-            self._record_submit(request, recorded_ms, priority or None)
+            self._record_submit(request, recorded_ms, priority or None, None, abort_after_tokens)
         return request
 
     # ---------------------------------------------------------------------------------- handoffs between engines
@@ -278,7 +296,7 @@ class MockEngine:
             ValueError: the prompt carries what the engine names no blocks by.
         """
         self.worker.accept(prompt)
-        rejected = self._size.rejects_prompt(prompt.length(self.args.block_size))
+        rejected = self.size.rejects_prompt(prompt.length(self.args.block_size))
         if not rejected:
             self._check_size(prompt, max_output_tokens)
         request = self._open(prompt, max_output_tokens, arrival_ms, 0)
@@ -312,6 +330,12 @@ class MockEngine:
         """Admit only requests whose prompt is computed, or all again."""
         self.scheduler.holds_back_prompts = holds
 
+    def give_back(self, request: EngineRequest) -> None:
+        """Free the blocks that were reserved for a request whose prompt will not be computed."""
+        self._driver.free(request.state, done=True)
+        request.status = "aborted"
+        self.worker.requests.remove(request)
+
     def release(self, request: EngineRequest) -> None:
         """Free the blocks of a finished request that keeps them."""
         self._driver.free(request.state, done=True)
@@ -320,7 +344,7 @@ class MockEngine:
     # ---------------------------------------------------------------------------------------------- opening requests
 
     def _open(self, prompt: Prompt, max_output_tokens: int, arrival_ms: float, priority: int) -> EngineRequest:
-        rng = None if prompt.tokens is None else self._token_source(prompt)
+        rng = self._token_source(prompt) if prompt.has_tokens else None
         reasoning = self.args.reasoning
         planned: dict[int, int] = {}
         if reasoning is not None:
@@ -339,7 +363,7 @@ class MockEngine:
             arrival_ms=arrival_ms,
             priority=priority,
         )
-        request.max_output_tokens = self._size.output_of(request.prompt_tokens, max_output_tokens)
+        request.max_output_tokens = self.size.output_of(request.prompt_tokens, max_output_tokens)
         request.opened = len(self.requests)
         self.requests.append(request)
         self.worker.requests.append(request)
@@ -350,11 +374,8 @@ class MockEngine:
         return Random(self._rng.getrandbits(64))  # noqa: S311 - mock data
 
     def _check_size(self, prompt: Prompt, max_output_tokens: int) -> None:
-        size = self._size
-        asked = prompt.length(size.block_size)
-        needed = size.exceeded_by(asked, max_output_tokens)
-        if needed:
-            raise RequestTooLarge(needed, size.blocks, f"a request of {asked} + {max_output_tokens} tokens", repr(self))
+        asked = prompt.length(self.args.block_size)
+        self.size.check(asked, max_output_tokens, f"a request of {asked} + {max_output_tokens} tokens", repr(self))
 
     def _check_arrival(self, arrival_ms: float | None) -> float:
         last = self._arriving[-1].arrival_ms if self._arriving else self._last_delivered
@@ -377,28 +398,75 @@ class MockEngine:
             raise ValueError(f"priority is for engines whose policy has priorities (backend sglang); this is {self!r}")
 
     def abort(self, request: EngineRequest) -> None:
-        """Take an open request out of scheduler and worker; `EngineRequest.abort` calls it.
+        """Call an open request off, as its client is gone; `EngineRequest.abort` calls it.
+
+        Between two passes it leaves the engine at once: its blocks are freed, nothing more of it is published, and what is cached stays so.
+        While a pass is under way that happens at its end, before tokens are handed out: it gets none of that pass, be it its last one.
+        Over SGLang's own caches ("sglang" and its hybrid models) only one that waits leaves so; one that runs has one more
+        pass, and ends with that as others do, with a checkpoint (SGLang 0.5.23: `Scheduler.abort_request`).
 
         Raises:
             RequestError: it is no open request of this engine.
         """
-        if not request.is_open or request not in self.worker.requests:
+        if not ((request.is_open and request in self.worker.requests) or self.ends(request)):
             raise RequestError(f"abort of {request!r}, which is no open request of {self!r}")
-        self._drop(request)
+        if self.on_abort is not None:
+            self.on_abort(request)
+        else:
+            self.call_off(request)
+
+    def ends(self, request: EngineRequest) -> bool:
+        """Return whether the pass under way ends a request, which nobody has seen yet."""
+        done = self._under_way
+        return done is not None and (request in done.finished or request in done.rejected)
+
+    def call_off(self, request: EngineRequest, *, in_pass: bool = False) -> None:
+        """Act on an open request whose client is gone, for who drives several engines on one clock.
+
+        Args:
+            request: the request.
+            in_pass: a pass that was planned is under way, at the end of which `end_plan` is called.
+        """
+        if in_pass or self._under_way is not None:
+            self._aborts.note(request)
+        else:
+            self._take_out(request)
+
+    def _take_out(self, request: EngineRequest, is_planned: bool = False) -> bool:
+        """Take a request out whose client is gone, between two passes; whether it is over with that, or has one more.
+
+        Args:
+            request: the request.
+            is_planned: it was submitted so, which is recorded with that.
+        """
+        if request.number and not is_planned:  # one that `dispatch` was given may have none
+            self._record(Abort, request.number)
+        scheduler = self.scheduler
+        if request in self._arriving:
+            self._arriving.remove(request)
+        elif not self._is_scheduled(request):  # its prompt is computed by another engine, or for one
+            self._driver.free(request.state, done=True)
+        elif not scheduler.call_off(request):
+            return False
+        request.status, request.ended_ms = "aborted", self.now_ms
         self.worker.requests.remove(request)
+        request.end()
+        return True
+
+    def _is_scheduled(self, request: EngineRequest) -> bool:
+        scheduler = self.scheduler
+        return request in scheduler.running or request in scheduler.waiting or request in scheduler.parked
 
     def _drop(self, request: EngineRequest) -> None:
-        """Take a request out of the queues, and free what it holds."""
+        """Take a request out of the queues, and free what it holds, as the engine is closed."""
         if request.number:  # one that `dispatch` was given has none
             self._record(Abort, request.number)
         if request in self._arriving:
             self._arriving.remove(request)
-        else:
-            scheduler = self.scheduler
-            if request in scheduler.running or request in scheduler.waiting or request in scheduler.parked:
-                scheduler.abort(request)
-            else:  # its prompt is computed by another engine, or for one
-                self._driver.free(request.state, done=True)
+        elif self._is_scheduled(request):
+            self.scheduler.abort(request)
+        else:  # its prompt is computed by another engine, or for one
+            self._driver.free(request.state, done=True)
         if request.is_open:
             request.status = "aborted"
 
@@ -416,6 +484,7 @@ class MockEngine:
         for request in requests:
             self._drop(request)
         self.worker.requests[:] = [each for each in self.worker.requests if each not in requests]
+        self._aborts.clear()
         self._forget_pass()
         self.scheduler.holds_back_prompts = False
         self._idle_passes = 0
@@ -429,7 +498,7 @@ class MockEngine:
             count = done.bursts.get(request, 1)
             del request.token_ms[-count:]
             request.generated_tokens -= count
-        for request in (*done.finished, *done.rejected):
+        for request in (*done.finished, *done.rejected, *done.aborted):
             request.status, request.ended_ms = "aborted", None
         self.passes -= 1
         self.prefill_tokens -= done.prefill_tokens
@@ -462,10 +531,21 @@ class MockEngine:
             self.log.operate(operation, *fields)
 
     def _step(self) -> ForwardPass:
+        while not self._is_ready() and not self.is_idle:
+            pass
+        done = self.start_pass(self.now_ms)
+        self._aborts.during_pass(done.end_ms, done)
+        self.finish_pass()
+        self._aborts.at(self.now_ms)
+        return done
+
+    def _is_ready(self) -> bool:
+        """Act on who is called off by now, and wait for the next arrival where nothing runs or waits; whether a pass has something to do."""
+        self._aborts.at(self.now_ms)
         if self._arriving and not self.has_work:
             self.now_ms = max(self.now_ms, self._arriving[0].arrival_ms)
-        self.start_pass(self.now_ms)
-        return self.finish_pass()
+            self._aborts.at(self.now_ms)
+        return self.has_work or bool(self._arriving and self._arriving[0].arrival_ms <= self.now_ms)
 
     def run(self, until_ms: float | None = None) -> Report:
         """Run passes until no request is open, or until a moment.
@@ -485,11 +565,16 @@ class MockEngine:
         while not self.is_idle and self.now_ms < until:
             if not self.has_work and self._arriving[0].arrival_ms >= until:
                 break
+            if not self._is_ready():  # who was to be served is called off
+                continue
             self._step()
             next_arrival = self._arriving[0].arrival_ms if self._arriving else math.inf
-            ends = self.plan(self.now_ms, min(until, next_arrival), ahead=True)
+            ends = self.plan(self.now_ms, min(until, next_arrival, self._aborts.next_ms), ahead=True)
             if ends:
                 self.run_plan(ends, ahead=True)
+                self._aborts.during_pass(self.now_ms, None)
+                self.end_plan()
+                self._aborts.at(self.now_ms)
         if until_ms is not None:
             self.now_ms = max(self.now_ms, until_ms)
             tiers = self.worker.tiers
@@ -510,9 +595,11 @@ class MockEngine:
             ahead: nobody looks at the block manager before they are run. Where nobody receives events either, passes that open
                 and fill blocks are among them.
         """
-        return (
-            [] if self._listeners else self.scheduler.plan(now_ms, until_ms, ahead=ahead and not self.worker.is_heard)
-        )
+        if self._listeners:
+            return []
+        ends = self.scheduler.plan(now_ms, until_ms, ahead=ahead and not self.worker.is_heard)
+        left = self._aborts.passes_left if ends else None
+        return ends if left is None else ends[:left]
 
     def run_plan(self, ends: list[float], *, ahead: bool = False) -> None:
         """Run passes that were planned, the first of them or all."""
@@ -520,6 +607,11 @@ class MockEngine:
         self.now_ms = ends[-1]
         self.passes += len(ends)
         self._idle_passes = 0
+
+    def end_plan(self) -> None:
+        """End passes that were planned and run: who was called off in the last of them gets none of it, and is taken out."""
+        self._aborts.end_pass(None, self.now_ms, has_last_pass=self.scheduler.has_last_pass)
+        self._aborts.reached(None)
 
     def record_passes(self, count: int) -> None:
         """Record so many passes that somebody else drives, before they begin."""
@@ -553,10 +645,12 @@ class MockEngine:
         except BaseException:  # of a performance model of a user's own; what was computed by then stays
             worker.release_events()
             raise
-        for request in (*done.finished, *done.rejected):
+        for request in (*done.finished, *done.rejected, *done.aborted):
             request.ended_ms = done.end_ms
             if not request.keeps_blocks or request.status == "rejected":
-                worker.requests.remove(cast("EngineRequest", request))  # it was given no other
+                own = cast("EngineRequest", request)  # it was given no other
+                worker.requests.remove(own)
+                own.end()
         self._under_way = done
         self._preemptions += len(done.preempted)
         self.prefill_tokens += done.prefill_tokens
@@ -571,7 +665,7 @@ class MockEngine:
         for request in done.generated:
             count = done.bursts.get(request, 1)
             request.token_ms[-count:] = [end_ms] * count
-        for request in (*done.finished, *done.rejected):
+        for request in (*done.finished, *done.rejected, *done.aborted):
             request.ended_ms = end_ms
 
     def finish_pass(self, *, blocks_may_come: bool = False) -> ForwardPass:
@@ -589,17 +683,19 @@ class MockEngine:
             raise RequestError(f"finish_pass while no pass of {self!r} is under way; start_pass starts one")
         self._under_way = None
         self.now_ms = done.end_ms
+        self._aborts.end_pass(done, done.end_ms, has_last_pass=self.scheduler.has_last_pass)
         self.worker.release_events()
         # None come at the very moment, so passes that take no time and go round in a circle count.
         if not blocks_may_come or (done.end_ms == done.start_ms and done.did_something):
             self._watch(done)
         for listener in self._listeners:
             listener(done)
+        self._aborts.reached(done)
         return done
 
     def _watch(self, done: ForwardPass) -> None:
         """Raise once so many passes made no progress that none will."""
-        if done.generated or done.rejected or self.is_idle:
+        if done.generated or done.rejected or done.aborted or self.is_idle:
             self._idle_passes = 0
             return
         self._idle_passes += 1

@@ -218,6 +218,17 @@ class Passes:
             self._idle.add(seat)
         return seat.end_ms is not None
 
+    def is_in_pass(self, engine: MockEngine) -> bool:
+        """Return whether an engine is in a pass."""
+        return self._seats[engine].end_ms is not None
+
+    def end_planned(self, engine: MockEngine, now_ms: float) -> Calls:
+        """Cut the plan of an engine; a planned pass that ends now has ended before what happens to the engine."""
+        seat = self._seats[engine]
+        self._cut(seat, now_ms)
+        if seat.plan and seat.end_ms == now_ms:
+            yield from self._end(seat)
+
     def end(self, now_ms: float) -> Calls:
         """End the passes that end by now, in the order in which they were started; beside prefill engines in that of the seats."""
         due: dict[Seat, None] = {}
@@ -232,6 +243,7 @@ class Passes:
         seat.end_ms, plan = None, seat.plan
         if plan:
             self._compute(seat, plan)
+            cast("MockEngine", seat.driven).end_plan()  # as in `_compute`
         else:
             done = self._run.finish(seat)
         did_something = done is None or done.did_something

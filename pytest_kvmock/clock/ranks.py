@@ -66,7 +66,7 @@ class RankedWorker:
         if not self.has_work:
             self._count = 0
         done = ForwardPass(passes[0].start_ms, end_ms=passes[0].end_ms)
-        for name in ("scheduled", "generated", "tokens", "admitted", "preempted", "finished", "rejected"):
+        for name in ("scheduled", "generated", "tokens", "admitted", "preempted", "finished", "rejected", "aborted"):
             setattr(done, name, list(chain.from_iterable(getattr(each, name) for each in passes)))
         done.may_do_more = any(each.may_do_more for each in passes)
         return done

@@ -6,7 +6,9 @@ One subject: who is next on the clock.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,6 +24,7 @@ from pytest_kvmock.clock.replay_checks import (
     turns_of,
 )
 from pytest_kvmock.clock.run_notes import RunNotes
+from pytest_kvmock.engine.worker import RequestError
 from pytest_kvmock.long_runs import long_run
 from pytest_kvmock.report.report import Report
 from pytest_kvmock.report.rows import Objectives, Pools, RunFacts, WorkerCount
@@ -61,6 +64,8 @@ def replay(
     A harness does not record what is replayed on its engines: where such a test fails, the reproduction is cut down from
     the events alone.
 
+    `request.abort()`, in a listener of an engine, calls a request off at that moment; it is no row then.
+
     Args:
         requests: what arrives, by timestamp in an open loop (the first at once), in this order in a closed one. Each has
             at least one token of prompt and one of output, and finite times; timestamps of a session do not fall, where
@@ -83,6 +88,7 @@ def replay(
 
     Raises:
         EngineStalled: an engine can never make progress. Requests stay open then: `MockEngine.close` drops them.
+        RequestError: a listener aborts a request that is handed over between two engines.
         OutOfBlocks: a request can never fit one of the engines, which does not reject it (see `MockEngine.dispatch`);
             nothing has happened.
         TypeError: an argument, or something in it, is not of its type; nothing has happened.
@@ -164,6 +170,10 @@ class _Replay(EngineRun):
         self._only_between_passes = only_between_passes
         self._turn_of: dict[EngineRequest, Turn] = {}
         self._handoffs = self._make_handoffs()
+        self._to_call_off: deque[tuple[MockEngine, EngineRequest]] = deque()
+        self._called_off: dict[EngineRequest, None] = {}  # open yet, as their engines are in a pass
+        for engine in self._everyone:
+            engine.on_abort = partial(self._abort, engine)
 
     def _make_handoffs(self) -> Handoffs:
         release = self._engines[0].args.release
@@ -175,8 +185,14 @@ class _Replay(EngineRun):
 
     def run(self) -> Report:
         """Replay until nothing is open."""
-        for _ in self.pass_time(self._passes.end, self._hand_over, self._arrive, self._passes.start):
-            pass  # nobody is awaited
+        try:
+            for _ in self.pass_time(
+                self._passes.end, self._hand_over, self._arrive, self._call_off, self._passes.start
+            ):
+                pass  # nobody is awaited
+        finally:
+            for engine in self._everyone:
+                engine.on_abort = None
         if self._due_ms < math.inf:
             self._abort_open()
         else:
@@ -193,6 +209,8 @@ class _Replay(EngineRun):
     @property
     def _due_ms(self) -> float:
         """When something happens next, the stop apart."""
+        if self._to_call_off:
+            return self.now_ms
         moment = min(self._passes.next_ms, self._handoffs.next_ms)
         return moment if self._only_between_passes and moment < math.inf else min(moment, self._arrivals.next_ms)
 
@@ -279,6 +297,8 @@ class _Replay(EngineRun):
         """Note what became of requests in a pass that has ended; None: it was planned."""
         now_ms, engine = self.now_ms, seat.engines[0]
         self._handoffs.pass_ended(engine, done, now_ms)
+        for gone in [each for each in self._called_off if each.status == "aborted"]:
+            self._finished(gone)
         if done is None:
             return ()
         if engine not in self._prefill:
@@ -313,6 +333,30 @@ class _Replay(EngineRun):
             self._turn_of[request] = turn
         return ()
 
+    def _abort(self, engine: MockEngine, request: EngineRequest) -> None:
+        """Have a request called off at this moment, as `abort` was called for it.
+
+        Raises:
+            RequestError: it is handed over.
+        """
+        if self._prefill:
+            raise RequestError(
+                f"abort of {request!r} in a replay with prefill engines: what is handed over between two engines cannot be called off"
+            )
+        self._to_call_off.append((engine, request))
+
+    def _call_off(self, now_ms: float) -> Iterable[object]:
+        """Have engines act on requests that are called off; one in a pass does at its end."""
+        while self._to_call_off:
+            engine, request = self._to_call_off.popleft()
+            yield from self._passes.end_planned(engine, now_ms)
+            if request.is_open and request not in self._called_off:
+                self._passes.touch(engine, now_ms)
+                self._called_off[request] = None
+                engine.call_off(request, in_pass=self._passes.is_in_pass(engine))
+                if request.status == "aborted":
+                    self._finished(request)
+
     def _expect(self, handoff: Handoff) -> EngineRequest:
         """Open the request of a handoff at the next decode engine."""
         position = next(self._next_engine)
@@ -325,6 +369,8 @@ class _Replay(EngineRun):
 
     def _finished(self, request: EngineRequest) -> None:
         turn = self._turn_of.pop(request)
+        self._called_off.pop(request, None)
         if request.status == "failed":  # the rest of its session is not sent
             turn.next = None
         self._arrivals.done(turn, self.now_ms)
+        turn.prompt.release()

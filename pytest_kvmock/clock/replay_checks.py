@@ -9,9 +9,10 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from pytest_kvmock.checks import check_integer, is_integer
+from pytest_kvmock.checks import check_integer, check_number, is_integer
 from pytest_kvmock.clock.arrivals import FleetRequest, Turn
-from pytest_kvmock.clock.engine_state import EngineSize, RequestTooLarge
+from pytest_kvmock.clock.engine_aborts import check_abort
+from pytest_kvmock.clock.engine_state import EngineSize
 from pytest_kvmock.clock.mock_engine import MockEngine
 from pytest_kvmock.report.rows import Objectives
 from pytest_kvmock.tokens import Prompt
@@ -141,6 +142,10 @@ def turns_of(
             check_integer(f"{where}: input_length", request.input_length, 1, " (tokens)")
         check_integer(f"{where}: output_length", request.output_length, least_output, " (tokens)")
         _check_times(where, request, sessions)
+        if isinstance(request, FleetRequest):
+            check_abort(f"{where}: ", request.abort_after_ms, request.abort_after_tokens)
+            if request.retry_after_ms is not None:
+                check_number(f"{where}: retry_after_ms", request.retry_after_ms, unit=" (milliseconds), or None")
         try:
             if isinstance(request, FleetRequest):
                 prompt = _own_prompt(request, block_size)
@@ -228,7 +233,7 @@ def check_sizes(
 
 def _sizes(engines: Iterable[MockEngine]) -> list[EngineSize]:
     """Return the sizes of engines, each once."""
-    return list(dict.fromkeys(EngineSize.of(engine.args) for engine in engines))
+    return list(dict.fromkeys(engine.size for engine in engines))
 
 
 def _accepts(size: EngineSize, turn: Turn, output: int, where: str, engines: str) -> bool:
@@ -236,10 +241,7 @@ def _accepts(size: EngineSize, turn: Turn, output: int, where: str, engines: str
     prompt = turn.prompt.length(size.block_size)
     if size.rejects_prompt(prompt):
         return False
-    needed = size.exceeded_by(prompt, output)
-    if needed:
-        request = f"{where} of {prompt} tokens and {output} of output"
-        raise RequestTooLarge(needed, size.blocks, request, engines)
+    size.check(prompt, output, f"{where} of {prompt} tokens and {output} of output", engines)
     return True
 
 

@@ -232,7 +232,7 @@ class PoolSchedulerDriver(SchedulerDriver, Protocol):
     Where requests may not be cut anywhere, or one pass shows in another, a driver has besides, each alone: `limit_passes(tokens)`,
     the most of one pass; `begin_pass()` and `end_pass()`, which are called before a pass schedules and after; `chunk_tokens(request, most)`, the tokens of the next chunk,
     0 where the request has to wait; `blocks_alone(request)`, the blocks of a prompt that shares none, where they are not one a block
-    of tokens; `decodes_ahead = False`, where blocks do other than open and fill at multiples of one size.
+    of tokens, and `alone(chunk, capped=)`, what requests of any length need there; `decodes_ahead = False`, where blocks do other than open and fill at multiples of one size.
     """
 
     def step_inside(self, request: Any, upto: int) -> bool:

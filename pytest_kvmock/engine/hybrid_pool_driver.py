@@ -7,7 +7,7 @@ from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING
 
-from pytest_kvmock.cache.vllm.groups import STATE
+from pytest_kvmock.cache.vllm.groups import STATE, BlocksAlone
 from pytest_kvmock.cache.vllm.hybrid import HybridManager
 from pytest_kvmock.engine.driver import checked_manager
 from pytest_kvmock.engine.pool_driver import PoolDriver
@@ -131,6 +131,17 @@ class HybridPoolDriver(PoolDriver):
     def blocks_alone(self, request: GroupRequest) -> int:
         """The blocks that a request without any needs at once if it shares none: with more than there are it can never run."""
         return self.manager.missing_blocks(request, len(request), for_admission=True)
+
+    def alone(self, chunk: int | None, *, capped: bool) -> BlocksAlone:
+        """What requests need of all groups where each is the only one.
+
+        Args:
+            chunk: the most tokens of a pass; None: any.
+            capped: whether they are admitted by what windows hold at once (`need_whole`).
+        """
+        manager = self.manager
+        caps = manager.admission_caps if capped else [None] * len(manager.geometry.groups)
+        return BlocksAlone(manager.geometry.groups, tuple(caps), chunk)
 
     def allocate(self, request: GroupRequest, upto: int) -> int:
         """Allocate for the first `upto` tokens, and count them as computed; all of them, or none."""

@@ -139,14 +139,15 @@ class HybridRadixDriver(PageCacheDriver):
     def free(self, request: HybridRequest, *, done: bool) -> None:
         """Free what it has; of a request that is done, after a last checkpoint."""
         self._prefilled.discard(request)
-        if request not in self.manager.requests:
-            return
-        if not done:
-            self.manager.retract(request)
-        elif self._prefix_caching:
-            self.manager.finish(request)
-        else:
-            self.manager.release(request)
+        if request in self.manager.requests:
+            if not done:
+                self.manager.retract(request)
+            elif self._prefix_caching:
+                self.manager.finish(request)
+            else:
+                self.manager.release(request)
+        if done:
+            request.tokens.release()
 
     # ------------------------------------------------------------------------------------------- a scheduler's
 

@@ -75,6 +75,8 @@ class MockerRadixDriver(PageCacheDriver):
             self.manager.finish(request)
         else:
             self.manager.release(request)
+        if done:
+            request.tokens.release()
 
     # ------------------------------------------------------------------------------------------- a scheduler's
 

@@ -86,7 +86,7 @@ class MoveDriver:
             _NO_LIMIT,
             self.manager.block_size,
             self._prefix_caching,
-            prompt.tokens is not None,
+            prompt.has_tokens,
             rng=rng or self._rng,
             semantics=self._semantics,
         )
@@ -217,7 +217,7 @@ class MoveDriver:
         request.sequence.fill(tokens)
         request.sequence.commit_allocation(len(request.sequence))
 
-    def free(self, request: _MoveRequest, *, done: bool) -> None:  # noqa: ARG002 - nothing more is cached at the end
+    def free(self, request: _MoveRequest, *, done: bool) -> None:
         """Free all blocks, tail first; the sequence keeps what it generated."""
         # One move for all full blocks instead of one a block, as the sequence would make them: a Deref publishes nothing,
         # so it makes no difference.
@@ -227,7 +227,12 @@ class MoveDriver:
             del blocks[0]
         if blocks:
             self.process(Deref(blocks))
-        request.sequence.commit_allocation(0)
+        self._freed(request.sequence, done=done)
+
+    def _freed(self, sequence: ActiveSequence, *, done: bool) -> None:
+        sequence.commit_allocation(0)
+        if done:  # nothing more is cached at the end
+            sequence.release()
 
     def clear(self) -> bool:
         """Drop all that is cached."""
@@ -287,7 +292,7 @@ class WholeMoveDriver(MoveDriver):
             sequence.commit_allocation(max(upto, held))
         return max(upto, held)
 
-    def free(self, request: _MoveRequest, *, done: bool) -> None:  # noqa: ARG002 - as above
+    def free(self, request: _MoveRequest, *, done: bool) -> None:
         """Free all blocks, tail first, if it has any; the sequence keeps what it generated."""
         sequence = request.sequence
         # A scheduler may have allocated a part of them.
@@ -296,7 +301,7 @@ class WholeMoveDriver(MoveDriver):
             self.process(Destroy(blocks[:1]))
             del blocks[0]
         self.process(Deref(blocks))
-        sequence.commit_allocation(0)
+        self._freed(sequence, done=done)
 
 
 def _openings(sequence: ActiveSequence, steps: Sequence[int]) -> Iterator[int | None]:

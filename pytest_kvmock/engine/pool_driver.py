@@ -69,9 +69,11 @@ class PoolDriver:
         request.tokens.extend(tokens)
         request.num_computed_tokens += len(tokens)
 
-    def free(self, request: Any, *, done: bool) -> None:  # noqa: ARG002 - nothing more is cached at the end
+    def free(self, request: Any, *, done: bool) -> None:
         """Free all blocks, tail first; what was generated is kept, and looked up when the request is resumed."""
         self.manager.free(request)
+        if done:  # nothing more is cached at the end
+            request.tokens.release()
 
     def clear(self) -> bool:
         """Drop all that is cached."""

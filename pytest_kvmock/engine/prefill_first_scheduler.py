@@ -47,6 +47,7 @@ class PrefillFirstScheduler(SglangScheduler):
     """
 
     has_priorities = False
+    has_last_pass = False
     _charges_hits = False
 
     _driver: PagedSchedulerDriver
@@ -91,6 +92,17 @@ class PrefillFirstScheduler(SglangScheduler):
             self._ready.remove(request)
             self._waiting.append(request)
         super().abort(request)
+
+    def call_off(self, request: ScheduledRequest) -> bool:
+        """Act on an open request whose client is gone: it is taken out, wherever it is.
+
+        Nothing more of it is cached (aisimulate-core 0.13.0, which is Dynamo's mock of 1.6.1: `cancel_active_request`).
+        """
+        if request in self._ready:
+            self._ready.remove(request)
+            self._waiting.append(request)
+        self._take_out(request)
+        return True
 
     # ---------------------------------------------------------------------------------------------- one pass
 

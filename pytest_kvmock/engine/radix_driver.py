@@ -94,6 +94,8 @@ class RadixDriver(PageCacheDriver):
         if done and self._prefix_caching and request in self.manager.requests:
             self.manager.checkpoint(request)
         self.manager.release(request)
+        if done:
+            request.tokens.release()
 
     # ------------------------------------------------------------------------------------------- a scheduler's
 

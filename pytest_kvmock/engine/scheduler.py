@@ -48,7 +48,7 @@ class ScheduledRequest:
         admitted_ms: start of the pass that first gave it blocks; None before.
         admissions: each admission: the start of its pass, and how many tokens it found cached.
         token_ms: when each generated token came out, in milliseconds.
-        ended_ms: end of the pass that finished or rejected it; None before.
+        ended_ms: end of the pass that finished or rejected it, or when it was called off; None before.
         keeps_blocks: its blocks stay allocated when it finishes, until its engine releases them.
         preemptions: how often it was preempted.
         opened: its place among all requests of its engine, by the order in which they were opened.
@@ -182,6 +182,7 @@ class ForwardPass:
         preempted: the requests that it preempted, in order.
         finished: the requests that finished with it.
         rejected: the requests that it rejected, as their prompts can never fit.
+        aborted: the requests that were called off, and that it was the last one of.
         active_blocks: blocks in use when its time was calculated.
         running: how many requests run after it.
         waiting: the requests that wait after it, in order; not those that are parked.
@@ -202,6 +203,7 @@ class ForwardPass:
     preempted: list[ScheduledRequest] = field(default_factory=list)
     finished: list[ScheduledRequest] = field(default_factory=list)
     rejected: list[ScheduledRequest] = field(default_factory=list)
+    aborted: list[ScheduledRequest] = field(default_factory=list)
     active_blocks: int = 0
     running: int = 0
     waiting: Sequence[ScheduledRequest] = ()
@@ -225,8 +227,12 @@ class ForwardPass:
     @property
     def did_something(self) -> bool:
         """Whether it took time, or any request is other than before."""
-        return self.end_ms > self.start_ms or bool(
-            self.scheduled or self.generated or self.admitted or self.preempted or self.rejected or self.may_do_more
+        return (
+            self.end_ms > self.start_ms
+            or bool(
+                self.scheduled or self.generated or self.admitted or self.preempted or self.rejected or self.aborted
+            )
+            or self.may_do_more
         )
 
     def to_json(self, worker_id: int = 0, dp_rank: int = 0, counter_id: int = 0) -> dict[str, Any]:
@@ -398,12 +404,14 @@ class Scheduler(ABC):
         holds_back_prompts: it admits only requests whose prompt is computed; for schedulers of decode engines.
         is_rank: it runs its passes in lock step with other ranks, and who drives these calls `settle`.
         defers_prefills: its next pass computes prompts only where nobody decodes.
+        has_last_pass: a running request that is called off has one more pass, and what was computed by then is handed out.
     """
 
     has_priorities: bool = False
     holds_back_prompts: bool = False
     is_rank: bool = False
     defers_prefills: bool = False
+    has_last_pass: bool = False
 
     def __init__(self, driver: Driver, args: SchedulerArgs) -> None:
         self._driver = driver
@@ -455,6 +463,16 @@ class Scheduler(ABC):
         (self._running if request.status == "running" else self._waiting).remove(request)
         self._driver.free(request.state, done=True)
         request.status = "aborted"
+
+    def call_off(self, request: ScheduledRequest) -> bool:
+        """Act on an open request, between two passes, whose client is gone.
+
+        Returns:
+            Whether it is over with that; else its next pass is its last one.
+        """
+        # vLLM: `Scheduler.finish_requests` frees it; dynamo-mocker: `drop_request`, all its blocks are freed.
+        self.abort(request)
+        return True
 
     def settle(self, passes: Sequence[ForwardPass], *, is_idle: bool) -> None:  # noqa: B027 - most have nothing to settle
         """Settle what follows from the passes of all ranks of its worker together.

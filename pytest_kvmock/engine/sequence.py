@@ -1,17 +1,21 @@
-"""One request's tokens as blocks, and the moves that they make."""
+"""One request's tokens as blocks, and the moves that they make.
+
+One subject: Dynamo's `ActiveSequence`.
+"""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from random import Random
-from typing import Any, Literal
+from typing import Any, Literal, cast
 from uuid import UUID
 
 from pytest_kvmock.checks import check_integer
 from pytest_kvmock.hashed_blocks import HashedBlocks
 from pytest_kvmock.moves import Block, Deref, Destroy, Move, Promote, Use
 from pytest_kvmock.plh import LineageHashes, lineage_hash
-from pytest_kvmock.tokens import Prompt, TokenIds, chained_hash, keyed_block_hashes
+from pytest_kvmock.tokens import GrowingTokens, Prompt, TokenIds, TokenRows, chained_hash, keyed_block_hashes
 
 
 class ActiveSequence:
@@ -98,7 +102,7 @@ class ActiveSequence:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.keys = prompt.keys
-        self._tokens: tuple[int, ...] | list[int] | None = prompt.tokens  # a list, once it grows
+        self._tokens = GrowingTokens(prompt) if prompt.has_tokens else None
         self.emit_token_ids = emit_token_ids and enable_prefix_caching and self._tokens is not None
         self.generated_tokens = 0
         self.num_allocated_tokens = 0
@@ -167,7 +171,7 @@ class ActiveSequence:
     @property
     def tokens(self) -> tuple[int, ...] | None:
         """All token ids so far; None where only the prompt's hashes are known."""
-        return None if self._tokens is None else tuple(self._tokens)
+        return None if self._tokens is None else self._tokens.whole
 
     # --------------------------------------------------------------------------------------------- allocation
 
@@ -207,13 +211,13 @@ class ActiveSequence:
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
-    def _token_ids(self, start: int, end: int) -> list[tuple[int, ...]] | None:
+    def _token_ids(self, start: int, end: int) -> TokenRows | None:
         """Token ids of the complete blocks from `start` to `end`; None if they are not to be published."""
         if not self.emit_token_ids or start >= end:
             return None
         assert self._tokens is not None
-        size, tokens, blocks = self.block_size, self._tokens, self.unique_blocks
-        rows = [tuple(tokens[at : at + size]) for at in range(start * size, end * size, size)]
+        blocks = self.unique_blocks
+        rows = self._tokens.rows(start, end, self.block_size)
         if self.keys is not None:
             return rows
         names: tuple[Any, ...] = tuple(blocks[start:end])  # the one before a block is full
@@ -222,7 +226,7 @@ class ActiveSequence:
 
     def _block_tokens(self, index: int) -> tuple[int, ...]:
         assert self._tokens is not None
-        return tuple(self._tokens[index * self.block_size : (index + 1) * self.block_size])
+        return tuple(self._tokens.cut(index * self.block_size, (index + 1) * self.block_size))
 
     def _local_hash(self, index: int) -> int:
         """Return the local hash of a complete block that was generated; random where token values are unknown."""
@@ -268,7 +272,7 @@ class ActiveSequence:
             ValueError: it is below 0 or above 2**32 - 1.
         """
         if self._tokens is not None:
-            self._growing(self._tokens).append(_checked(token))
+            self._tokens.output.append(_checked(token))
         self.generated_tokens += 1
         if (self.num_input_tokens + self.generated_tokens) % self.block_size != 1:
             return []
@@ -280,12 +284,6 @@ class ActiveSequence:
         moves.append(Use([partial]))
         return moves
 
-    def _growing(self, tokens: tuple[int, ...] | list[int]) -> list[int]:
-        """The tokens, as a list that grows; until then they are the prompt's own."""
-        if isinstance(tokens, tuple):
-            tokens = self._tokens = list(tokens)
-        return tokens
-
     def fill(self, tokens: Sequence[int]) -> None:
         """Add tokens that all belong to the last block, so that there are no moves.
 
@@ -296,7 +294,7 @@ class ActiveSequence:
         if len(tokens) > -len(self) % self.block_size:
             raise ValueError(f"the last block takes {-len(self) % self.block_size} tokens, got {len(tokens)}")
         if self._tokens is not None:
-            self._growing(self._tokens).extend(map(_checked, tokens))
+            self._tokens.output.extend(map(_checked, tokens))
         self.generated_tokens += len(tokens)
 
     def _promote_last(self) -> Promote:
@@ -349,7 +347,7 @@ class ActiveSequence:
         if not len(self) % self.block_size and not isinstance(self.unique_blocks[-1], UUID):
             raise ValueError("the last token belongs to a block that was promoted; pop takes back a token just pushed")
         if self._tokens is not None:
-            self._growing(self._tokens).pop()
+            self._tokens.output.pop()
         self.generated_tokens -= 1
         if not len(self) % self.block_size:
             self.unique_blocks.pop()
@@ -380,6 +378,14 @@ class ActiveSequence:
                 for block in reversed(self.unique_blocks)
             ]
         return [Deref([block]) for block in reversed(self.unique_blocks[: self._blocks_for(tokens)])]
+
+    def release(self) -> None:
+        """Keep no more than numbers, as nothing follows."""
+        self.block_hashes = cast("list[int]", array("Q", self.block_hashes))
+        if self.enable_prefix_caching:
+            self._plhs = None
+        if self._tokens is not None:
+            self._tokens.release()
 
     # -------------------------------------------------------------------------------------------------- random
 

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 #
 # Budgets, ratio and order are those of Dynamo's mock of SGLang before 1.6. That had a cache of its own; here the cache is
 # SGLang's, with its priorities.
+#
+# One that is called off while it runs is marked, and the pass that computes its next token ends it, as any end does (SGLang:
+# `abort_request` sets `to_finish`); a retraction before that leaves the mark.
 
 LPM_FALLBACK: Final = 128
 """With more waiting requests than this, the longest cached prefix is not looked for (they stay as they are)."""
@@ -58,6 +61,7 @@ class SglangScheduler(Scheduler):
     """
 
     has_priorities = True
+    has_last_pass = True
     _charges_hits = True  # a prefill that computes nothing new takes the time that the model says
 
     _driver: RadixSchedulerDriver
@@ -77,11 +81,35 @@ class SglangScheduler(Scheduler):
         self._page = driver.manager.block_size
         self._capacity = driver.manager.max_capacity * self._page
         self._prioritised = False
+        self._called_off: set[ScheduledRequest] = set()
 
     def submit(self, request: ScheduledRequest) -> None:
         """Take a request that has arrived."""
         super().submit(request)
         self._prioritised |= self.has_priorities and bool(request.priority)
+
+    def abort(self, request: ScheduledRequest) -> None:
+        """Forget an open request, and free what it holds."""
+        self._called_off.discard(request)
+        super().abort(request)
+
+    def call_off(self, request: ScheduledRequest) -> bool:
+        """Act on an open request whose client is gone: one that runs has one more pass, one that waits is taken out.
+
+        What is computed of a prompt between two chunks is freed without a checkpoint (`process_pending_chunked_abort`).
+        """
+        if request.status == "running":
+            self._called_off.add(request)
+            return False
+        self._called_off.discard(request)
+        self._take_out(request)
+        return True
+
+    def _take_out(self, request: ScheduledRequest) -> None:
+        """Forget an open request, and free what it holds, of which nothing more is cached."""
+        (self._running if request.status == "running" else self._waiting).remove(request)
+        self._driver.free(request.state, done=False)
+        request.status = "aborted"
 
     # ---------------------------------------------------------------------------------------------- one pass
 
@@ -234,7 +262,12 @@ class SglangScheduler(Scheduler):
         for request in running:
             self._generate_one(done, request)
         for request in running:
-            if request.generated_tokens == request.max_output_tokens:
+            if request in self._called_off:  # SGLang looks at that first (`update_finish_state`)
+                self._called_off.discard(request)
+                self._driver.free(request.state, done=True)
+                request.status = "aborted"
+                done.aborted.append(request)
+            elif request.generated_tokens == request.max_output_tokens:
                 self._finish(done, request)
 
     def _generate_one(self, done: ForwardPass, request: ScheduledRequest) -> None:
@@ -260,7 +293,7 @@ class SglangScheduler(Scheduler):
     def plan(self, now_ms: float, until_ms: float, *, ahead: bool = False) -> list[float]:  # noqa: ARG002 - no other ones
         """Return when passes end that only decode and touch no page, as long as each starts before a moment."""
         running = self._running
-        if self._waiting or not running or self._accepted is not None:
+        if self._waiting or not running or self._called_off or self._accepted is not None:
             return []
         states = [request.state for request in running]
         most = min(request.max_output_tokens - request.generated_tokens for request in running) - 1

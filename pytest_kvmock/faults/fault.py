@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NoReturn, Self
 
 from pytest_kvmock.events import kind_of
+from pytest_kvmock.faults.kinds import FAULTS
 from pytest_kvmock.hygiene.problem import EventRulesBroken
 
 if TYPE_CHECKING:
@@ -86,6 +87,30 @@ class Fault:
         unmet = self.unmet()
         if unmet is not None and kind is None:
             raise EventRulesBroken(unmet)
+
+
+class DoneAtOnce:
+    """What a method of `Faults` returns that has done all it does: it is no context manager, and says so where it is taken for one."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __repr__(self) -> str:
+        return f"<kv_harness.faults.{self._name}: done>"
+
+    def __enter__(self) -> NoReturn:
+        __tracebackhide__ = True  # as above
+        blocks = ", ".join(kind.name for kind in FAULTS.values() if kind.is_block)
+        calls = ", ".join((*(kind.name for kind in FAULTS.values() if not kind.is_block), "survive", "at_random"))
+        raise TypeError(
+            f"kv_harness.faults.{self._name}() is no block: call it without `with`, as it is done when it returns. "
+            f"Calls: {calls}; blocks, for `with`: {blocks}"
+        )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Never called, as nobody enters; without it Python would not come to `__enter__`."""
 
 
 class RandomFault:

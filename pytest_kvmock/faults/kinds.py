@@ -19,12 +19,14 @@ class FaultKind:
         does: what it does, in one sentence.
         has_rate: it can strike at random, at a rate.
         can_be_survived: a router can recover from it.
+        is_block: it lasts until it is stopped, or for a `with` block; False: it has happened when its method returns.
     """
 
     name: str
     does: str
     has_rate: bool = True
     can_be_survived: bool = True
+    is_block: bool = True
 
 
 FAULTS: Final[Mapping[str, FaultKind]] = MappingProxyType(
@@ -42,8 +44,13 @@ FAULTS: Final[Mapping[str, FaultKind]] = MappingProxyType(
             FaultKind("sink_failure", "a sink before the router raises, and the router never gets the event"),
             FaultKind("missing_first", "the first event of a worker does not arrive", has_rate=False),
             FaultKind("late_join", "the router receives nothing until the fault is stopped", has_rate=False),
-            FaultKind("restart", "a worker restarts unannounced", has_rate=False),
-            FaultKind("clear", "a Cleared of one worker and rank arrives that it never published", has_rate=False),
+            FaultKind("restart", "a worker restarts unannounced", has_rate=False, is_block=False),
+            FaultKind(
+                "clear",
+                "a Cleared of one worker and rank arrives that it never published",
+                has_rate=False,
+                is_block=False,
+            ),
             FaultKind(
                 "salt", "a worker hashes with `lora_name` or `cache_namespace`, the router without", has_rate=False
             ),
@@ -53,6 +60,7 @@ FAULTS: Final[Mapping[str, FaultKind]] = MappingProxyType(
                 "one more worker has blocks of another size",
                 has_rate=False,
                 can_be_survived=False,
+                is_block=False,
             ),
         )
     }

@@ -93,7 +93,7 @@ class Beliefs:
                 self._sent.sent(argument.local_hashes, worker)
         elif hook == "first_token":
             self._at_pick.first_token(argument)
-        elif hook == "finished":
+        elif hook in ("finished", "withdrawn"):  # one that was withdrawn counts nowhere
             self._at_pick.finished(argument)
         text = f"{hook}({f'request {argument.number}' if hasattr(argument, 'number') else repr(argument)}) {at}"
         if hook in ("worker_added", "worker_removed"):

@@ -9,13 +9,14 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from random import Random
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from pytest_kvmock.backends import BACKENDS
 from pytest_kvmock.checks import check_integer, check_number, unknown_text
 from pytest_kvmock.clock.arrivals import Arrivals
 from pytest_kvmock.clock.mock_engine import MockEngine
 from pytest_kvmock.clock.replay_checks import check_sizes, turns_of
+from pytest_kvmock.fleet.aborts import AbortShare, PlannedAbort
 from pytest_kvmock.fleet.fleet_events import EventDelay, Heard, Knowledge, TrueCaches
 from pytest_kvmock.fleet.fleet_run import FleetRun, LoadSource
 from pytest_kvmock.fleet.incidents import NEXT_WORKER, Incident, Moment
@@ -24,7 +25,7 @@ from pytest_kvmock.fleet.run_record import Recorder
 from pytest_kvmock.long_runs import long_run
 from pytest_kvmock.report.report import Report
 from pytest_kvmock.report.rows import Happened, Objectives, Pools, RunFacts, WorkerCount
-from pytest_kvmock.router.routing import id_of
+from pytest_kvmock.router.routing import RouterRequest, id_of
 from pytest_kvmock.router.selection import DynamoRouter
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class Fleet:
             `dp_size` above 1 each worker has so many in a row, its ranks, and is named (id, rank).
         router: picks: `pick(request, candidates)` returns the worker of one of the candidates, or None, and the request waits. Each only if it
             has it, these are called too: `started(workers)` once, before its first pick; `dispatched(request, worker)` right after a pick; `first_token(request)`, not where
-            that is the last token too; `finished(request)`; `apply(event)` for each event; `next_waiting(requests)` returns which
+            that is the last token too; `finished(request)`; `withdrawn(request)` where one that waits is called off; `apply(event)` for each event; `next_waiting(requests)` returns which
             of those that wait is asked for next, or None for none now; `worker_added(worker)`, `worker_removed(worker)`. Async ones are for
             `arun`. What it believes is compared with what it was told where it has `loads()`, `overlap(request)`, `believed(request)` or `workers()`. None: a `DynamoRouter` of the engines' release.
         index: answers overlaps: it has `apply(event)` and `find_matches(local_hashes)`. None: a `RadixIndex`.
@@ -149,13 +150,15 @@ class Fleet:
         held = knowledge.held_events() if record else ()
         self._caches = TrueCaches(self.engines, held, counts_copies=copies) if record else None
         self._incidents: list[Incident] = []
+        self._aborts: list[PlannedAbort] = []
+        self._abort_share: AbortShare | None = None
         self._run: FleetRun | None = None  # while it serves
 
     def __repr__(self) -> str:
         return f"<Fleet of {len(self.engines)} engines behind {self._calls.name}>"
 
     def at(self, ms: float) -> Moment:
-        """Return what may happen at a moment of the next run, or of the one under way: `fleet.at(500).crash(1)`; `restart`, `leave`, `join` too.
+        """Return what may happen at a moment of the next run, or of the one under way: `fleet.at(500).crash(1)`; `restart`, `leave`, `join`, `abort` too.
 
         Args:
             ms: when, in virtual milliseconds from the start of the run.
@@ -167,7 +170,46 @@ class Fleet:
         run = self._run
         if run is not None and ms < run.now_ms - self._start_ms:
             raise ValueError(f"Fleet.at: {ms:g} ms is in the past; the run is at {run.now_ms - self._start_ms:g} ms")
-        return Moment(ms, self._plan_incident)
+        return Moment(ms, self._plan_incident, self._plan_abort)
+
+    def abort_share(self, share: float, seed: int = 0, within_ms: float = 1000.0) -> Self:
+        """Have a share of the requests of each run called off, as their clients go away, but for those that say when themselves.
+
+        Half of them go after a time, which is drawn from 0 to `within_ms`, the others after a part of their output: as they wait, as
+        their prompts are computed, as they decode.
+
+        Args:
+            share: how many, as a share of the trace, from 0 to 1.
+            seed: of the draw: the same requests of a trace at the same points.
+            within_ms: the longest time, in virtual milliseconds from the arrival at the router.
+
+        Returns:
+            The fleet.
+
+        Raises:
+            ValueError: a number is out of range.
+        """
+        self._abort_share = AbortShare(share, seed, within_ms)
+        return self
+
+    def _plan_abort(self, ms: float, request: int | RouterRequest) -> None:
+        """Take it into the plan that a request is called off.
+
+        Raises:
+            ValueError: it is no number of one, or none of the run under way.
+        """
+        run = self._run
+        if isinstance(request, RouterRequest):
+            if run is None or not run.aborts.has_seen(request):
+                raise ValueError(f"Fleet.at({ms:g}).abort: {request!r} is none of a run under way; give its number")
+            request = request.number
+        abort = PlannedAbort(
+            ms, check_integer(f"Fleet.at({ms:g}).abort: a request is named by its number, which", request, 0)
+        )
+        if run is None:
+            self._aborts.append(abort)
+        else:
+            run.aborts.plan(abort)
 
     def _plan_incident(self, incident: Incident) -> Worker:
         """Take an incident into the plan, if with it workers are there to whom something happens; return to whom it does.
@@ -280,6 +322,8 @@ class Fleet:
             if not engine.is_idle or engine.is_in_pass:
                 raise ValueError(f"Fleet: {engine!r} has open requests; engines must be idle")
         check_sizes(turns, engines, who="Fleet")
+        if self._abort_share is not None:
+            self._abort_share.plan(turns)
         start_ms = float(max(engine.now_ms for engine in engines))
         arrivals = Arrivals(
             turns,
@@ -304,9 +348,10 @@ class Fleet:
             stop_ms=math.inf if self._stop_ms is None else start_ms + self._stop_ms,
             plans=self._plans,
             incidents=self._incidents,
+            aborts=self._aborts,
             recorder=None if self._caches is None else Recorder(self._caches),
         )
-        self._incidents = []
+        self._incidents, self._aborts = [], []
         self._run = run
         self._knowledge.begin(self._calls)
         self._names_sessions = arrivals.depends_on_ends
@@ -334,6 +379,7 @@ class Fleet:
             turns=trace,
             objectives=self._objectives,
             arrived=run.arrived,
+            withdrawn=run.withdrawn,
             held_before=self._held_before,
             loads_every_ms=self._loads_every_ms if self._loads == "engine" else None,
         )
@@ -346,8 +392,9 @@ class Fleet:
             tuple(run.numbers),
             picks=tuple(run.notes.picks),
             incidents=tuple(run.notes.happened),
-            missed=tuple(
-                Happened(each.ms, each.kind, each.worker) for each in run.incidents.to_come if each.kind != "notice"
+            missed=(
+                *(Happened(each.ms, each.kind, each.worker) for each in run.incidents.to_come if each.kind != "notice"),
+                *run.aborts.missed(run.now_ms),
             ),
             event_errors=self._knowledge.event_errors,
             marks=tuple(self._knowledge.marks),

@@ -7,7 +7,7 @@ and again until nothing changes:
 
 1. events that were late are delivered; passes end, in the order in which they were started: their events are published, then request by request its end or its first
    token is signalled. After each signal the requests that wait in the router are asked for again;
-2. incidents happen; requests arrive, one by one: each is picked for and dispatched before the next;
+2. incidents happen; requests arrive, one by one: each is picked for and dispatched before the next; requests are called off;
 3. each engine that has work and runs no pass starts one, in the order of the engines.
 """
 
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from pytest_kvmock.clock.passes import EngineRun, Passes
 from pytest_kvmock.clock.run_notes import RunNotes
+from pytest_kvmock.fleet.aborts import Aborts, PlannedAbort
 from pytest_kvmock.fleet.beliefs import Beliefs
 from pytest_kvmock.fleet.candidates import Offer
 from pytest_kvmock.fleet.incidents import Incident, Incidents
@@ -31,6 +32,7 @@ from pytest_kvmock.router.routing import RouterRequest, id_of
 
 if TYPE_CHECKING:
     from pytest_kvmock.clock.arrivals import Arrivals, Turn
+    from pytest_kvmock.clock.engine_request import EngineRequest
     from pytest_kvmock.clock.mock_engine import MockEngine
     from pytest_kvmock.clock.passes import Calls, Seat
     from pytest_kvmock.engine.scheduler import ForwardPass, ScheduledRequest
@@ -56,6 +58,7 @@ class FleetRun(EngineRun):
         stop_ms: when it stops: from then on no pass starts, and no request arrives.
         plans: whether passes that only decode are run in one go.
         incidents: what happens to workers, by time.
+        aborts: which requests are called off by their number, by time.
         recorder: notes passes and candidates; None: nothing does.
 
     Attributes:
@@ -65,6 +68,8 @@ class FleetRun(EngineRun):
         beliefs: compares what the router believes; None: it says nothing of that.
         notes: what is noted for the report, the picks of the router first.
         incidents: what happens to workers.
+        aborts: which requests are called off.
+        withdrawn: how many requests were called off that no engine was ever given.
         recorder: as above.
     """
 
@@ -82,6 +87,7 @@ class FleetRun(EngineRun):
         stop_ms: float = math.inf,
         plans: bool = True,
         incidents: Sequence[Incident] = (),
+        aborts: Sequence[PlannedAbort] = (),
         recorder: Recorder | None = None,
     ) -> None:
         super().__init__(start_ms, stop_ms)
@@ -94,6 +100,8 @@ class FleetRun(EngineRun):
         release, self._ranks, self._block_size = like.args.release, like.args.dp_size, like.args.block_size
         self._in_lock_step = in_lock_step
         self._passes = Passes(self, release, plans=plans)
+        self.aborts = Aborts(self._call_off, start_ms, aborts)
+        self.withdrawn = 0
         self._take(engines)
         self._book = LoadBook(engines)
         self.beliefs = Beliefs(calls, knowledge, self._book, self._has_blocks) if calls.beliefs else None
@@ -110,6 +118,8 @@ class FleetRun(EngineRun):
         self._first_ms: dict[RouterRequest, float] = {}
         self._turn_of: dict[RouterRequest, Turn] = {}
         self._routed: dict[ScheduledRequest, tuple[RouterRequest, Worker]] = {}
+        # Of these, those that an engine may end as called off, and their engines.
+        self._may_abort: dict[EngineRequest, MockEngine] = {}
         self.arrived = 0
         self.numbers: list[int] = []
         self.notes = RunNotes(engines, start_ms)
@@ -121,6 +131,7 @@ class FleetRun(EngineRun):
         for worker, engine in engines.items():
             self.engines[worker] = engine
             self._position[worker] = len(self._position)
+            engine.on_abort = self._abort_of_engine
             together.setdefault(id_of(worker) if self._in_lock_step else worker, []).append(engine)
         for ranks in together.values():
             self._passes.add(ranks)
@@ -155,6 +166,7 @@ class FleetRun(EngineRun):
             yield from self.incidents.at(now_ms)
             for turn, arrival_ms in self._arrivals.take(now_ms):
                 yield from self._arrive(turn, arrival_ms)
+            yield from self.aborts.at(now_ms)
             yield from self._passes.start(now_ms)
 
     def stop(self) -> None:
@@ -177,6 +189,8 @@ class FleetRun(EngineRun):
             moment = min(moment, arrival)
         if (moment < math.inf or self._waiting) and self.incidents.next_ms < self._stop_ms:
             moment = min(moment, self.incidents.next_ms)
+        if (moment < math.inf or self._waiting or self._routed) and self.aborts.next_ms < self._stop_ms:
+            moment = min(moment, self.aborts.next_ms)
         # What is late by itself moves nothing, but for the order of what is heard.
         return min(moment, self._knowledge.next_ms) if moment < math.inf else moment
 
@@ -198,6 +212,7 @@ class FleetRun(EngineRun):
             each = ((at, engine) for at, engine in enumerate(self.engines.values()) if engine in seat.engines)
             self.recorder.passed(self.now_ms, each)
         if done is None:
+            yield from self._end_called_off(seat)
             return
         yield from self._knowledge.deliver(self.now_ms)
         # In the order of the original: who was to generate nothing, who generated, whom the engine rejected.
@@ -214,6 +229,7 @@ class FleetRun(EngineRun):
                 yield from self._signal("first_token", routed[0])
         for request in done.rejected:
             yield from self._finished(request)
+        yield from self._end_called_off(seat)
 
     # ---------------------------------------------------------------------------------------------- a request
 
@@ -232,6 +248,7 @@ class FleetRun(EngineRun):
         self.arrived += 1
         request.now_ms = self.now_ms
         self._turn_of[request] = turn
+        self.aborts.arrived(request, turn)
         overlaps = self._knowledge.overlaps(request)
         self._note_arrival(request, overlaps)
         if self._waiting:
@@ -309,7 +326,7 @@ class FleetRun(EngineRun):
 
     def _lost(self, request: RouterRequest, *, anew: bool = True) -> Calls:
         """Take a request out of the books whose worker is gone, and tell the router; `anew`: it waits for another."""
-        request.status, request.now_ms = "lost", self.now_ms
+        request.status, request.now_ms = "aborted" if request in self.aborts.called_off else "lost", self.now_ms
         self._book.finished(request)
         self.notes.ended(request)
         if self._calls.wants("finished"):
@@ -328,7 +345,10 @@ class FleetRun(EngineRun):
             request.arrival_ms,
             priority=request.priority,
             recorded_ms=self.now_ms,
+            abort_after_tokens=turn.abort_after_tokens,
         )
+        if turn.abort_after_tokens is not None:
+            self._may_abort[served] = engine
         place = self._place.get(request)
         if place is None:
             self._place[request] = len(self.requests)
@@ -341,16 +361,65 @@ class FleetRun(EngineRun):
     def _finished(self, served: ScheduledRequest) -> Calls:
         """Signal the end of a request: its place in a closed loop is free first, then those that wait are asked for."""
         request, worker = self._routed.pop(served)
+        self._may_abort.pop(cast("Any", served), None)
         if request in self._first_ms and served.token_ms:  # the first token that it ever had came of an earlier attempt
             served.token_ms[0] = self._first_ms.pop(request)
         self._place.pop(request, None)
         request.status = cast("Any", served.status)
         self._book.finished(request)
         self.notes.ended(request)
-        self._arrivals.done(self._turn_of.pop(request), self.now_ms)
+        self._over(request)
         yield from self._signal("finished", request)
         if worker in self._leaving:
             self._drain(id_of(worker))
+
+    def _over(self, request: RouterRequest) -> None:
+        """Let what waits for the end of a request come: a place in a closed loop is free, the next turn of its session arrives."""
+        turn = self._turn_of.pop(request)
+        self.aborts.over(request, self.now_ms)
+        if request.status == "aborted":
+            self._arrivals.called_off(turn, self.now_ms)
+        else:
+            self._arrivals.done(turn, self.now_ms)
+        turn.prompt.release()
+
+    # ---------------------------------------------------------------------------------------- one that is called off
+
+    def _abort_of_engine(self, served: EngineRequest) -> None:
+        """Have a request called off at this moment, as `abort` was called for it: by a listener of its engine, say."""
+        self.aborts.now(self._routed[served][0], self.now_ms)
+
+    def _call_off(self, request: RouterRequest) -> Calls:
+        """Call an open request off: it waits here, or an engine has it, which acts when it runs no pass."""
+        place = self._place.get(request)
+        if request.status == "waiting":
+            self._waiting.remove(request)
+            request.status = "aborted"
+            if place is None:
+                self.withdrawn += 1
+            else:  # its worker was lost
+                self.requests[place].status = "aborted"
+                del self._place[request]
+                self._first_ms.pop(request, None)
+            self._over(request)
+            yield from self._signal("withdrawn", request)
+            return
+        assert place is not None
+        served = self.requests[place]
+        engine = self.engines[self._routed[served][1]]
+        yield from self._passes.end_planned(engine, self.now_ms)
+        self._passes.touch(engine, self.now_ms)
+        self._may_abort[served] = engine
+        engine.now_ms = max(engine.now_ms, self.now_ms)
+        engine.call_off(served, in_pass=self._passes.is_in_pass(engine))
+        if served.status == "aborted":
+            yield from self._finished(served)
+
+    def _end_called_off(self, seat: Seat) -> Calls:
+        """Signal the end of those that an engine has ended as called off."""
+        for served in [each for each, engine in self._may_abort.items() if engine in seat.engines]:
+            if served.status == "aborted":
+                yield from self._finished(served)
 
     def _leave_open(self) -> None:
         """Drop what is open as the clock stopped; the router is not told."""
@@ -438,11 +507,15 @@ class FleetRun(EngineRun):
                 self.recorder.caches.remove(each)
         again: list[RouterRequest] = []
         for served, request in lost:
-            served.status = "lost"  # also one that the pass under way would have ended
-            yield from self._lost(request, anew=incident.lost != "drop")
-            if incident.lost == "drop":
+            self._may_abort.pop(cast("Any", served), None)
+            over = incident.lost == "drop" or request in self.aborts.called_off
+            yield from self._lost(request, anew=not over)
+            served.status = (
+                "lost" if not over else cast("Any", request.status)
+            )  # also one that the pass under way would have ended
+            if over:
                 self._place.pop(request, None)
-                self._arrivals.done(self._turn_of.pop(request), self.now_ms)
+                self._over(request)
             else:
                 again.append(request)
         return again
@@ -466,7 +539,9 @@ class FleetRun(EngineRun):
         return {worker: engine for worker, engine in self.engines.items() if worker not in away}
 
     def close(self) -> None:
-        """Let ranks run by themselves again."""
+        """Let engines and ranks run by themselves again."""
+        for engine in self.engines.values():
+            engine.on_abort = None
         self._passes.close()
 
     def _tell(self, hook: str, workers: Sequence[Worker]) -> Calls:

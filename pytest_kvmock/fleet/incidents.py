@@ -13,7 +13,7 @@ from pytest_kvmock.checks import check_number, unknown_text
 if TYPE_CHECKING:
     from pytest_kvmock.clock.mock_engine import MockEngine
     from pytest_kvmock.clock.passes import Calls
-    from pytest_kvmock.router.routing import Worker
+    from pytest_kvmock.router.routing import RouterRequest, Worker
 
 Kind: TypeAlias = Literal["crash", "notice", "restart", "leave", "join"]
 NEXT_WORKER: Final = -1
@@ -99,11 +99,29 @@ class Moment:
     Args:
         ms: when, in virtual milliseconds from the start of a run.
         plan: takes an incident into the plan of the fleet, if that can be, and returns to whom it happens.
+        plan_abort: takes it into the plan that a request is called off.
     """
 
-    def __init__(self, ms: float, plan: Callable[[Incident], Worker]) -> None:
+    def __init__(
+        self,
+        ms: float,
+        plan: Callable[[Incident], Worker],
+        plan_abort: Callable[[float, int | RouterRequest], None],
+    ) -> None:
         self._ms = ms
         self._plan = plan
+        self._plan_abort = plan_abort
+
+    def abort(self, request: int | RouterRequest) -> None:
+        """Call a request off, as its client goes away, wherever it is; one that is over by then, or has not arrived, is `missed` in the report.
+
+        Args:
+            request: its place in the order of arrival, from 0; in a hook of a router also the request that it was given.
+
+        Raises:
+            ValueError: that is no integer of at least 0, or no request of the run under way.
+        """
+        self._plan_abort(self._ms, request)
 
     def crash(self, worker: int, lost: Lost = "resubmit", notice_ms: float = 0.0) -> None:
         """Lose a worker for good: the pass under way is lost, and so are its requests, which leave the books at once.

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 HOOKS: Final = (
     *("started", "dispatched", "first_token", "finished", "apply", "worker_added", "worker_removed", "next_waiting"),
+    "withdrawn",
 )
 """The methods that a router may have beside `pick`."""
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_kvmock.checks import check_integer, is_integer, unknown_text
 from pytest_kvmock.events import KINDS, Cleared, KvCacheEvent, RouterEvent, StreamKey, block_text
 from pytest_kvmock.faults import changes
-from pytest_kvmock.faults.fault import Fault, RandomFault, wanted
+from pytest_kvmock.faults.fault import DoneAtOnce, Fault, RandomFault, wanted
 from pytest_kvmock.faults.injector import FaultInjector
 from pytest_kvmock.faults.kinds import check_rates, check_survived
 from pytest_kvmock.harness.judge import Judge
@@ -35,7 +35,7 @@ class Faults:
     """Injects faults between workers and router (`kv_harness.faults`).
 
     Most faults apply to the next `n` events that match their filters; `n=None` is every one until the fault is stopped.
-    Each method returns a `Fault`, which is a context manager too. One fault at most applies to an event: the one that
+    Each of these methods returns a `Fault`, which is a context manager too; the others have done all that they do. One fault at most applies to an event: the one that
     was asked for first, and one at random if no other applies.
 
     A problem that is a result of a fault is marked so (`Problem.fault`), and fails the test as any other, unless the
@@ -225,7 +225,7 @@ class Faults:
 
     # ----------------------------------------------------------------------------------------- of the workers
 
-    def restart(self, worker: WorkerKey = 0) -> None:
+    def restart(self, worker: WorkerKey = 0) -> DoneAtOnce:
         """Restart a worker unannounced, as after a crash: it is empty, and its event ids begin with 0; see `KvWorker.restart`.
 
         Args:
@@ -241,6 +241,7 @@ class Faults:
                 key = (one.worker_id, one.dp_rank)
                 self._judge.injected(self._injector.injection("restart", key))
                 one.restart()
+        return DoneAtOnce("restart")
 
     def crashed(self, worker: WorkerKey) -> None:
         """Record that a worker dies, in a fleet (`Moment.crash`): nothing of it is lost or changed, there is no more of it.
@@ -257,7 +258,7 @@ class Faults:
             for key in keys:
                 self._judge.crashed(key)
 
-    def clear(self, worker: WorkerKey = 0) -> None:
+    def clear(self, worker: WorkerKey = 0) -> DoneAtOnce:
         """Deliver a Cleared of a worker and rank that it never published: the router drops its blocks.
 
         Args:
@@ -274,6 +275,7 @@ class Faults:
                 injection = self._injector.injection("clear", key, event)
                 self._judge.injected(injection)
                 self._publisher.deliver(Delivery(event, injection=injection))
+        return DoneAtOnce("clear")
 
     def block_size(self, size: int, *, worker: int | None = None) -> KvWorker:
         """Make one more worker, which has blocks of another size than the router.
@@ -305,7 +307,7 @@ class Faults:
 
     # ---------------------------------------------------------------------------------------------- the test
 
-    def survive(self, *names: str) -> None:
+    def survive(self, *names: str) -> DoneAtOnce:
         """Require that the router survives these faults.
 
         Their results in the stream do not fail the test. But an index under test must be right in spite of them: at each
@@ -340,8 +342,9 @@ class Faults:
                 self._injector.survived |= frozenset(survived)
                 self._begin()
                 self._judge.survive()
+        return DoneAtOnce("survive")
 
-    def at_random(self, rates: Mapping[str, float]) -> None:
+    def at_random(self, rates: Mapping[str, float]) -> DoneAtOnce:
         """Inject faults at random, by the seed of the harness and its name.
 
         Args:
@@ -366,6 +369,7 @@ class Faults:
             rng = Random(f"{self._seed}:faults:{kind}")  # noqa: S311 - mock data
             self._injector.random.append(RandomFault(kind, rate, change, rng, late_by=late_by))
             self._begin()
+        return DoneAtOnce("at_random")
 
     def unmet(self) -> list[str]:
         """Stop all scripted faults; return a sentence for each that was injected less often than asked for."""

@@ -30,7 +30,11 @@ _SinkOf: TypeAlias = tuple[EventSink, int | None]
 class _UserSink(Protocol):
     """What is asked of a `KvSink` here."""
 
+    worker_id: int
     events: list[KvCacheEvent]
+
+    @property
+    def is_watched(self) -> bool: ...
 
     @property
     def is_compared(self) -> bool: ...
@@ -79,6 +83,15 @@ class Publisher:
     def num_uncompared_sinks(self) -> int:
         """Sinks of `make_kv_sink` that have published, and whose engine nobody has compared in each rank and tier."""
         return sum(bool(sink.events) and not sink.is_compared for sink in self.user_sinks)
+
+    @property
+    def unused_sinks(self) -> list[int]:
+        """The workers of the sinks of `make_kv_sink` that no event came to.
+
+        One whose engine is compared is used, unless the workers of the test published while it saw nothing.
+        """
+        served = any(self.next_ids.values())
+        return [sink.worker_id for sink in self.user_sinks if not sink.events and (served or not sink.is_watched)]
 
     @property
     def recovery(self) -> Recovery | None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 from pytest_kvmock.events import RouterEvent
 from pytest_kvmock.hygiene import entries
 from pytest_kvmock.programs.operations import Operation, RunPasses
+from pytest_kvmock.tokens import TokenRuns
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -144,4 +145,6 @@ class Recording:
 
     def recorded(self) -> Iterator[RecordedOperation]:
         """The operations as values, in order."""
-        return (RecordedOperation(operation(*fields), at) for operation, fields, at in self.operations)
+        for operation, fields, at in self.operations:
+            made = (each.tokens() if isinstance(each, TokenRuns) else each for each in fields)
+            yield RecordedOperation(operation(*made), at)

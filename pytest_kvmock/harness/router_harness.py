@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from random import Random
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Self, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 from pytest_kvmock.backends import BackendSpec, EngineProfile
 from pytest_kvmock.checks import check_integer
@@ -268,6 +268,8 @@ class RouterHarness:
         residency: Residency = "unique",
         prefix_closed: bool = True,
         worker_id: int | None = None,
+        hash: str | None = None,  # noqa: A002 - the user's word
+        seed: str | None = None,
     ) -> KvSink:
         """Make a sink where a block manager of the user's own publishes; each is a worker of its own.
 
@@ -279,9 +281,13 @@ class RouterHarness:
             residency: "unique" where a block is published once while it is held; "counted" where every copy is.
             prefix_closed: whether a block is removed before its parent (`orphaned_child`); see `BackendSpec`.
             worker_id: the worker it stands for; None: the first from 2**16 on that is free.
+            hash: by which of vLLM's hashes its blocks are named (`--prefix-caching-hash-algo`): they are judged by that chain
+                (`wrong_hash`), and not by Dynamo's.
+            seed: of the hash, as PYTHONHASHSEED; None: that of vLLM 0.33, which `xxhash` has not.
 
         Raises:
-            ValueError: a capacity below 1, an unknown tier, another residency, or the id of another worker or sink.
+            ValueError: a capacity below 1, an unknown tier, another residency, the id of another worker or sink, or an unknown
+                hash.
         """
         return self._workers.make_sink(
             chained=chained,
@@ -290,6 +296,7 @@ class RouterHarness:
             residency=residency,
             prefix_closed=prefix_closed,
             worker_id=worker_id,
+            named=(hash, seed),
         )
 
     def add_sink(self, sink: GivenSink, *, before: bool = False, worker_id: int | None = None) -> None:
@@ -503,12 +510,6 @@ class RouterHarness:
     def overlap_for_hashes(self, local_hashes: Iterable[int]) -> Overlap:
         """As `overlap`, for a prompt known by its local hashes."""
         return self.overlap(Prompt(hashes=local_hashes))
-
-    def held(self, prompt: Prompt | TokenIds) -> Mapping[StreamKey, int]:
-        """How many leading blocks of a prompt each worker and rank holds on the device, by the reference index; who has none is absent."""
-        with self.publisher.lock:
-            found = self._judge.held(Prompt.of(prompt), self.profile.block_size)
-            return cast("Mapping[StreamKey, int]", found.get(StorageTier.DEVICE, {}))
 
     def reusable(self, prompt: Prompt | TokenIds) -> dict[WorkerKey, int]:
         """Tokens of a prompt that each engine would reuse, at most those of `overlap`. Changes nothing; who has none is absent.

@@ -83,7 +83,7 @@ class KvSink:
     Attributes:
         worker_id: the worker's id; the first from 2**16 on that was free, unless another was asked for.
         events: the events so far, in order.
-        chained: whether hashes must be Dynamo's chain; None: that is detected, see `FoundChain`.
+        chained: whether hashes must be a chain, Dynamo's or the one that its stream has; None: that is detected, see `FoundChain`.
         is_removed: whether the router has removed the worker, and nothing was published since; another sink may have its
             id then.
     """
@@ -96,9 +96,11 @@ class KvSink:
         compare_with: CompareWith,
         *,
         chained: bool | None = None,
+        judges_host: bool = True,
     ) -> None:
         self.worker_id = worker_id
         self.chained = chained
+        self._judges_host = judges_host  # vLLM's events of a host do not say what was hashed beside tokens
         self.events: list[KvCacheEvent] = []
         self.is_removed = False
         self._publisher = publisher
@@ -112,6 +114,11 @@ class KvSink:
 
     def __repr__(self) -> str:
         return f"<KvSink worker {self.worker_id}, {len(self.events)} events>"
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether `compare` was called, whatever was published."""
+        return bool(self._compared)
 
     @property
     def is_compared(self) -> bool:
@@ -175,7 +182,7 @@ class KvSink:
     def _must_chain(self, addressed: RouterEvent) -> bool:
         """Whether the hashes of an event must be Dynamo's chain; where `chained` is None, only of one that breaks it."""
         if self.chained is not None:
-            return self.chained
+            return self.chained and (self._judges_host or addressed.storage_tier is StorageTier.DEVICE)
         data, chain = addressed.event.data, self._chain
         if not isinstance(data, Stored):
             return False

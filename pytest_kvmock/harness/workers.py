@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from itertools import count
 from random import Random
@@ -19,7 +19,7 @@ from pytest_kvmock.harness.judge import Judge
 from pytest_kvmock.harness.publisher import Publisher
 from pytest_kvmock.harness.recording import Recording
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER, KvSink
-from pytest_kvmock.hygiene.content import DynamoChain
+from pytest_kvmock.hygiene.content import Chain, DynamoChain
 from pytest_kvmock.hygiene.entries import Opened
 from pytest_kvmock.hygiene.rules import EVICTED_AND_RESTORED, ORPHANED_CHILD, WRONG_HASH
 from pytest_kvmock.hygiene.stream_spec import Residency, StreamSpec, check_residency
@@ -273,6 +273,7 @@ class Workers:
         residency: Residency,
         prefix_closed: bool,
         worker_id: int | None = None,
+        named: tuple[str | None, str | None] = (None, None),
     ) -> KvSink:
         """Make a sink where a block manager of the user's own may publish; see `RouterHarness.make_sink`."""
         if num_blocks is not None:
@@ -284,9 +285,26 @@ class Workers:
             worker_id = next(i for i in count(FIRST_SINK_WORKER) if i not in taken)
         else:
             self._check_free_for_sink(worker_id)
-        about = StreamSpec(self._profile.block_size, num_blocks, below, residency, prefix_closed)
+        chain, (hash_name, seed) = _chain_of_sink(named, chained), named
+        about = StreamSpec(
+            self._profile.block_size,
+            num_blocks,
+            below,
+            residency,
+            prefix_closed,
+            chain or DynamoChain,
+            hash=hash_name,
+            seed=seed,
+        )
         self._judge.open(Opened((worker_id, 0), None, about))
-        sink = KvSink(worker_id, self._publisher, self._judge.judge_hashes, self._engines.compare_with, chained=chained)
+        sink = KvSink(
+            worker_id,
+            self._publisher,
+            self._judge.judge_hashes,
+            self._engines.compare_with,
+            chained=chained if chain is None else True,
+            judges_host=chain is None,
+        )
         self._sinks[worker_id] = sink
         self._recording.sinks.add(worker_id)
         self._publisher.user_sinks.append(sink)
@@ -307,6 +325,23 @@ class Workers:
         else:
             return
         raise ValueError(f"worker {worker_id} is {whose}; take another worker_id")
+
+
+def _chain_of_sink(named: tuple[str | None, str | None], chained: bool | None) -> Callable[[], Chain] | None:
+    """What makes the rule of a sink that says by what hash and seed its blocks are named; None: it does not."""
+    hash_name, seed = named
+    if hash_name is None:
+        if seed is not None:
+            raise ValueError(f"make_kv_sink: seed is that of a hash, and no hash is given; got {seed!r:.80}")
+        return None
+    if chained is False:
+        raise ValueError(f"make_kv_sink: chained=False judges no hashes, and hash={hash_name!r} says how to")
+    from pytest_kvmock.wire.event_names import EventNames, hasher_of  # for those who use it
+
+    try:
+        return EventNames((hasher_of(hash_name, seed),), is_given=True).chain
+    except ValueError as error:
+        raise ValueError(f"make_kv_sink: {error}") from None
 
 
 def _tier_blocks(given: object) -> dict[StorageTier, int]:

@@ -24,7 +24,7 @@ class Chain(Protocol):
     """The rule by which one engine names its blocks; an object belongs to one stream, and may have state.
 
     Where blocks are named by more than tokens (`Prompt.keys`), both methods are given what travels beside the event as one
-    more argument.
+    more argument. One with an attribute `reads_extra` that is true always is, and is given the tokens as they came.
     """
 
     def expected(
@@ -251,9 +251,10 @@ def wrong_hash(
     """
     tokens = event.token_ids
     own = own_blocks(data, tokens, size, event.extra) is not None
-    if tokens is not None and not own and (size is None or sparse(event, data, size) is not None):
+    by_itself = getattr(chain, "reads_extra", False)  # it looks at all that came
+    if tokens is not None and not own and (size is None or sparse(event, data, size) is not None) and not by_itself:
         tokens = ()
-    if tokens and size is not None and not own:
+    if tokens and size is not None and not own and not (by_itself and sparse(event, data, size) is not None):
         windows, ahead = windows_of(tokens, None if event.extra is None else event.extra.get(LOOKAHEAD))
         flat = [token for ids in windows for token in ids]
         options = {} if event.extra is None else hash_options(event.extra)
@@ -265,7 +266,8 @@ def wrong_hash(
                     f"block {block_text(block)} has local hash {block_text(local)}",
                     f"its {size} tokens{_with(event.extra)} have local hash {block_text(made)}",
                 )
-    extra = event.extra if names_blocks(event.extra) or (event.extra and event.extra.get(LOOKAHEAD)) else None
+    looks = by_itself or names_blocks(event.extra) or (event.extra and event.extra.get(LOOKAHEAD))
+    extra = event.extra if looks else None
     rights = chain.expected(data, tokens, size) if extra is None else chain.expected(data, tokens, size, extra)
     if rights is not None and tuple(rights) != data.block_hashes:
         for i, (block, local, expected) in enumerate(zip(data.block_hashes, data.tokens_hashes, rights, strict=True)):

@@ -1,5 +1,6 @@
 """The events of one worker and rank in order, with lookups: which event stored a block last, its parent, its tokens.
 
+One subject: what the events before tell of a block.
 The index is built at the first lookup: a stream without a problem pays for a list of its events.
 
 One subject: what the events of a stream say of a block.
@@ -72,6 +73,7 @@ class History:
         "anew",
         "block_size",
         "events",
+        "on_device",
         "tails",
     )
 
@@ -87,6 +89,7 @@ class History:
 
     def _reset_index(self) -> None:
         """Drop the index: the events were exchanged, and are read anew at the next lookup."""
+        self.on_device = OnDevice()
         self._read = 0
         self._last_stored: dict[int, int] = {}
         self._last_removed: dict[int, int] = {}
@@ -231,6 +234,43 @@ class History:
             parent = block
         return None
 
+    def unlike_device(self, event: RouterEvent, data: Stored) -> BlockFlaw | None:
+        """The first block of a Stored below the device, where it has another parent than on the device.
+
+        Of several blocks the first alone shows it: others may come in any order (kvbm-logical). One without a parent states none.
+        Compared is what the device has stored since it was last empty, and what covers as many tokens there.
+        """
+        if data.parent_hash is None or not data.block_hashes or not data.tokens_hashes:
+            return None
+        block = data.block_hashes[0]
+        place = self.on_device.place(block, self.events)
+        if place is None or place < max([*self.cleared_at[-1:], *(at for at, _ in self.anew[-1:])], default=0):
+            return None
+        before = _stored(self.events[place])
+        at = before.block_hashes.index(block)
+        parent = before.block_hashes[at - 1] if at else before.parent_hash
+        if parent == data.parent_hash or not self._covers_as_much(event, data, self.events[place], at):
+            return None
+        name = block_text(block)
+        return BlockFlaw(
+            block,
+            f"block {name} is stored {_under(data.parent_hash)}",
+            f"on the device it was stored {_under(parent)}, by event {self.events[place].event_id}",
+        )
+
+    @staticmethod
+    def _covers_as_much(event: RouterEvent, data: Stored, before: RouterEvent, at: int) -> bool:
+        """Whether the first block of a Stored has as many tokens as one of an event before; by its local hash, if no tokens came."""
+        sizes = []
+        for each, place, blocks in (
+            (event, 0, len(data.block_hashes)),
+            (before, at, len(_stored(before).block_hashes)),
+        ):
+            if each.token_ids is None or len(each.token_ids) != blocks:
+                return data.tokens_hashes[0] == _stored(before).tokens_hashes[at] != 0
+            sizes.append(len(each.token_ids[place]))
+        return sizes[0] == sizes[1]
+
     def tokens(self, block: int) -> tuple[int, ...] | None:
         """Token ids of a block that was stored; None where they did not come, or not for every block."""
         event = self.events[self._index()[block]]
@@ -366,6 +406,25 @@ class Links:
     def after(self, parents: set[int | None], local: int) -> set[int]:
         """The blocks with this local hash that were stored after one of these; None is the root."""
         return {block for parent in parents for block in self._after.get((parent, local), ())}
+
+
+class OnDevice:
+    """Which event last stored each block on the device, for blocks that come below it."""
+
+    __slots__ = ("_places", "_read")
+
+    def __init__(self) -> None:
+        self._places: dict[int, int] = {}
+        self._read = 0
+
+    def place(self, block: int, events: Sequence[RouterEvent]) -> int | None:
+        """The place of the event among all of the stream; None where the device never had the block."""
+        for place in range(self._read, len(events)):
+            event = events[place]
+            if event.storage_tier is StorageTier.DEVICE and isinstance(event.event.data, Stored):
+                self._places.update(zip(event.event.data.block_hashes, repeat(place)))
+        self._read = len(events)
+        return self._places.get(block)
 
 
 class Below:

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, TypeAlias
 
 from pytest_kvmock.events import Cleared, Located, Removed, RouterEvent, StorageTier, Stored, StreamKey, block_text
 from pytest_kvmock.hygiene import entries
-from pytest_kvmock.hygiene.content import DynamoChain, own_parent, sparse, wrong_hash
+from pytest_kvmock.hygiene.content import BlockFlaw, DynamoChain, own_parent, sparse, wrong_hash
 from pytest_kvmock.hygiene.drift import confirm, differences, over_capacity
 from pytest_kvmock.hygiene.folding import fold, parts_of, problem_of
 from pytest_kvmock.hygiene.problem import Problem
@@ -241,6 +241,8 @@ class Ledger:
             problems.append(problem_of(SPARSE_TOKENS, stream, flaw.observed, flaw.expected, (flaw.block,), tier=tier))
         if self._judges_hashes and (event.chained or (not on_device and _hides_keys(event))):
             problems += self._wrong_hash(stream, event, data, problems)
+        elif self._judges_hashes and not on_device and (differs := stream.unlike_device(event, data)) is not None:
+            problems.append(self._hash_problem(stream, event, differs))
         if again and spec.residency == "unique":
             problems += self._repeated(stream, hashes, again, tier, alone=not problems)
         elif stream.restored:
@@ -279,14 +281,21 @@ class Ledger:
             flaw = stream.unlike_before(event, data)
         else:  # also of a sink whose blocks were found to be a chain later on
             flaw = wrong_hash(event, data, stream.spec.block_size, stream.hash_chain, stream.parents_of)
+        if flaw is None and event.chained and event.storage_tier is not StorageTier.DEVICE:
+            flaw = stream.unlike_device(event, data)
         if flaw is None:
             return []
-        problem = problem_of(WRONG_HASH, stream, flaw.observed, flaw.expected, (flaw.block,), tier=event.storage_tier)
-        # Of the engines that are not prefix-closed those of Dynamo link blocks wrongly by themselves; no other does.
-        problem.is_error = stream.spec.prefix_closed or not isinstance(stream.hash_chain, DynamoChain)
+        problem = self._hash_problem(stream, event, flaw)
         if before and before[0].rule in _OF_THE_CHAIN and before[0].cause is None:
             problem.follows_from(before[0])  # the parent is wrong, so the chain is: one fault
         return [problem]
+
+    @staticmethod
+    def _hash_problem(stream: Stream, event: RouterEvent, flaw: BlockFlaw) -> Problem:
+        problem = problem_of(WRONG_HASH, stream, flaw.observed, flaw.expected, (flaw.block,), tier=event.storage_tier)
+        # Of the engines that are not prefix-closed those of Dynamo link blocks wrongly by themselves; no other does.
+        problem.is_error = stream.spec.prefix_closed or not isinstance(stream.hash_chain, DynamoChain)
+        return problem
 
     def _repeated(
         self, stream: Stream, hashes: tuple[int, ...], again: set[int], tier: StorageTier, *, alone: bool

@@ -24,7 +24,18 @@ FORK: Final = 2**64 + 1
 
 
 _OF_A_GROUP: Final = (
-    *("events", "anew", "tails", "second_names", "block_size", "_read", "_last_stored", "_last_removed", "_cleared"),
+    *(
+        "events",
+        "anew",
+        "tails",
+        "second_names",
+        "block_size",
+        "on_device",
+        "_read",
+        "_last_stored",
+        "_last_removed",
+        "_cleared",
+    ),
     *("device", "tiers", "copies", "forks", "unmarked", "implied", "desync", "restored", "doubled", "drifted"),
     *("removed_but_resident", "orphaned", "links", "below", "unconfirmed", "emptied"),
 )

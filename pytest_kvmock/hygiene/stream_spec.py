@@ -45,6 +45,8 @@ class StreamSpec:
             has a state.
         clears_below: whether a Cleared, which has no tier, empties the tiers below the device, too; vLLM's is of the device alone.
         chunk: blocks of a chunk below the device, which no event says (`Traits.chunk`).
+        hash: by which of vLLM's hashes the blocks of a sink are named, where that was said: who looks back makes `chain` of it.
+        seed: of the hash; None: that of the release.
     """
 
     block_size: int | None = None
@@ -55,6 +57,8 @@ class StreamSpec:
     chain: Callable[[], Chain] = DynamoChain
     clears_below: bool = True
     chunk: int | None = None
+    hash: str | None = None
+    seed: str | None = None
 
     def capacity(self, tier: StorageTier) -> int | None:
         """How many blocks the engine has in a tier; None: unknown."""

@@ -407,7 +407,7 @@ def kv_sink(_kvmock_case: Case) -> KvSink:
 
 @pytest.fixture
 def make_kv_sink(_kvmock_case: Case) -> Callable[..., KvSink]:
-    """Make more sinks, `make_kv_sink(chained=None, num_blocks=None, tier_blocks=None, residency="unique", prefix_closed=True, worker_id=None)`: each stands for a worker by itself."""
+    """Make more sinks, `make_kv_sink(chained=None, num_blocks=None, tier_blocks=None, residency="unique", prefix_closed=True, worker_id=None, hash=None, seed=None)`: each stands for a worker by itself."""
     return _checked("make_kv_sink", _kvmock_case.harness.make_sink)
 
 

@@ -246,8 +246,12 @@ def record_properties(case: Case) -> None:
     if unused := case.harness.publisher.unused_faults:
         mine.append(("kvmock.unused_faults", _counts_text(dict.fromkeys(unused, 1))))
     # What a scenario file publishes is written there, and there is no engine to compare it with.
-    if isinstance(case.item, pytest.Function) and (uncompared := case.harness.publisher.num_uncompared_sinks):
-        mine.append(("kvmock.uncompared_sinks", uncompared))
+    if isinstance(case.item, pytest.Function):
+        sinks = {
+            "uncompared_sinks": case.harness.publisher.num_uncompared_sinks,
+            "unused_sinks": len(case.harness.publisher.unused_sinks),
+        }
+        mine += [(f"kvmock.{name}", count) for name, count in sinks.items() if count]
     properties = case.item.user_properties
     properties[:] = [pair for pair in properties if not pair[0].startswith("kvmock.")] + mine
 
@@ -265,7 +269,7 @@ def summary_line(reports: Iterable[pytest.TestReport], settings: Settings, *, on
     """Return the line on the events that a run judged: tests, backends, events, warnings by rule; None: there were none.
 
     Then what was asked for and not done: faults at random, each with the tests in which it was injected into no event, and
-    sinks whose engine nobody compared.
+    sinks that nothing was published to, or whose engine nobody compared.
 
     Args:
         reports: of teardowns, with what `record_properties` put there; of a test that was run again, the last counts.
@@ -274,7 +278,7 @@ def summary_line(reports: Iterable[pytest.TestReport], settings: Settings, *, on
     """
     from pytest_kvmock.hygiene.rules import RULES
 
-    tests = events = uncompared = 0
+    tests = events = uncompared = idle = 0
     backends: set[str] = set()
     warnings: Counter[str] = Counter()
     engine_warnings: Counter[str] = Counter()
@@ -288,6 +292,7 @@ def summary_line(reports: Iterable[pytest.TestReport], settings: Settings, *, on
         if "kvmock.backend" in properties:
             backends.add(properties["kvmock.backend"])
         uncompared += properties.get("kvmock.uncompared_sinks", 0)
+        idle += properties.get("kvmock.unused_sinks", 0)
         for key, counts in counted.items():
             for part in properties.get(key, "").split(", ") if key in properties else ():
                 count, _, rule = part.partition(" ")
@@ -295,6 +300,8 @@ def summary_line(reports: Iterable[pytest.TestReport], settings: Settings, *, on
     undone: list[str] = []
     if unused:
         undone.append(f"{_UNUSED}: {', '.join(f'{kind} ({_tests(unused[kind])})' for kind in sorted(unused))}")
+    if idle:
+        undone.append(f"{idle:,} sink{'s' * (idle != 1)} that no event came to (kv_sink)")
     if uncompared:
         engines = "its engine" if uncompared == 1 else "their engines"
         undone.append(f"{uncompared:,} sink{'s' * (uncompared != 1)} never compared with {engines} (kv_sink.compare)")

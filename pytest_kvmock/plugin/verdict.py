@@ -41,6 +41,11 @@ class _Findings:
             warnings = unwaived(warnings)
         self.warnings = warnings
         self.unmet: list[str] = list(verdict.unmet)
+        if policy.event_warnings == "fail" and isinstance(case.item, pytest.Function) and not case.passed:
+            self.unmet += [
+                f"the sink of worker {worker_id} was never used: no event came to it (kv_sink, make_kv_sink)"
+                for worker_id in case.harness.publisher.unused_sinks
+            ]
         self.fatal: list[Problem] = []
         self.reported: list[Problem] = []
         for problems, reaction in ((self.errors, policy.event_errors), (warnings, policy.event_warnings)):

@@ -19,7 +19,7 @@ from pytest_kvmock.programs.forms import Doer, OnRequest, OnWorker, WithPrompt, 
 from pytest_kvmock.programs.forms import Operation as Operation  # noqa: PLC0414 - who records them takes all from here
 from pytest_kvmock.programs.near_hashes import hash_pair, token_pair
 from pytest_kvmock.prompt_keys import PromptKeys
-from pytest_kvmock.tokens import Prompt, block_hashes
+from pytest_kvmock.tokens import Prompt, TokenRuns, block_hashes
 
 
 class Log(Protocol):
@@ -35,11 +35,13 @@ class Log(Protocol):
         """Take back the last pass that was recorded of an engine, as it never came to its end, nor its events out."""
 
 
-def prompt_fields(prompt: Prompt, block_size: int) -> tuple[Sequence[int], tuple[int, ...] | int | None, bool]:
-    """Return the fields `blocks`, `tail` and `hashed` of an operation with this prompt (`WithPrompt`)."""
+def prompt_fields(
+    prompt: Prompt, block_size: int
+) -> tuple[Sequence[int], TokenRuns | tuple[int, ...] | int | None, bool]:
+    """Return the fields `blocks`, `tail` and `hashed` of an operation with this prompt (`WithPrompt`); `TokenRuns` stand for their tokens."""
     # Not the prompt itself: it keeps three lists of hashes for as long as it lives.
-    if prompt.tokens is not None:
-        return (), prompt.tokens, False
+    if prompt.source is not None:
+        return (), prompt.source, False
     blocks = tuple(prompt.block_hashes(block_size))
     return blocks, None if prompt.num_tokens is None else prompt.num_tokens - len(blocks) * block_size, True
 
@@ -226,11 +228,13 @@ class Submit(WithPrompt, OnRequest):
         arrival_ms: when it arrives; None: now.
         priority: its priority; None where the engine has none.
         keys: what the prompt carries beside its tokens.
+        abort_after_ms: how long after its arrival it is called off; None: it is not.
+        abort_after_tokens: after how many of its tokens it is called off; None: it is not.
     """
 
     kind = "submit"
     by_place = ("output_tokens",)
-    by_name = ("arrival_ms", "priority")
+    by_name = ("arrival_ms", "priority", "abort_after_ms", "abort_after_tokens")
     whose = "engine"
     takes = {
         "request": "text",
@@ -238,12 +242,14 @@ class Submit(WithPrompt, OnRequest):
         "output_tokens": "tokens from 1",
         "arrival_ms": "ms",
         "priority": "integer",
+        "abort_after_ms": "ms",
+        "abort_after_tokens": "from 0",
         "worker": "worker",
     }
     needs = ()
     short = ""
     amount = "output_tokens"
-    optional = ("arrival_ms", "priority", "keys")
+    optional = ("arrival_ms", "priority", "abort_after_ms", "abort_after_tokens", "keys")
 
     blocks: tuple[int | tuple[int, ...], ...] = ()
     tail: int | tuple[int, ...] | None = 0
@@ -254,6 +260,8 @@ class Submit(WithPrompt, OnRequest):
     arrival_ms: float | None = None
     priority: int | None = None
     keys: PromptKeys | None = None
+    abort_after_ms: float | None = None
+    abort_after_tokens: int | None = None
 
     def do(self, doer: Doer) -> Any:
         doer.submitted.pop(self.name, None)

@@ -270,7 +270,8 @@ def _sink_kind(spec: StreamSpec, tier: StorageTier | None, *, chained: bool) -> 
     most = None if tier is None else spec.capacity(tier)
     on_device = tier is StorageTier.DEVICE
     below = None if tier is None or most is None or on_device else {tier.value: most}
-    return SinkKind(chained, most if on_device else None, below, spec.residency, spec.prefix_closed)
+    named = (spec.hash, spec.seed) if chained else (None, None)
+    return SinkKind(chained, most if on_device else None, below, spec.residency, spec.prefix_closed, *named)
 
 
 def _engines(kv: RouterHarness) -> dict[str, Any]:

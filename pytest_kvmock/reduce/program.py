@@ -59,6 +59,8 @@ class SinkKind(NamedTuple):
     tier_blocks: Mapping[str, int] | None = None
     residency: Residency = "unique"
     prefix_closed: bool = True
+    hash: str | None = None
+    seed: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,7 @@ class Rows:
         workers: what each worker did.
         arrived: how many requests arrived.
         done: those that completed; None: the requests that finished.
+        withdrawn: how many of those that arrived were called off before they were dispatched.
     """
 
     def __init__(
@@ -61,12 +62,14 @@ class Rows:
         *,
         arrived: int,
         done: Sequence[Any] | None = None,
+        withdrawn: int = 0,
     ) -> None:
         self.facts = facts
         self.requests = requests
         self.picks = picks
         self.workers = workers
         self.arrived = arrived
+        self.aborted = withdrawn + sum(each.request.status == "aborted" for each in requests)
         finished = (each.request for each in requests if each.request.status == "finished")
         self.done = list(finished) if done is None else done
         self._statistics: dict[str, dict[str, float]] = {}
@@ -167,6 +170,7 @@ class Rows:
             if each.asked is None or each.request.status == "rejected":
                 continue
             blocks = each.asked.prompt.sequence_hashes(size)
+            each.asked.prompt.release()
             known = next((at for at, block in enumerate(blocks) if block not in seen), len(blocks))
             seen.update(blocks)
             if each.request.status == "finished":
@@ -350,6 +354,7 @@ _ALL: Final = (
     _dynamo("num_requests", "dispatched", 0, lambda rows: len(rows.requests)),
     Figure("requests", "requests", 0, lambda rows: rows.arrived),
     Figure("completed", "completed", 1, lambda rows: len(rows.done), key="completed_requests"),
+    Figure("aborted", "called off", 0, lambda rows: rows.aborted, "asked"),
     Figure("hit_ratio", "hit", 1, lambda rows: rows.hit_ratio),
     Figure("ideal_hit_ratio", "ideal", 0, lambda rows: rows.ideal, "all"),
     Figure("of_ideal", "of ideal", 1, lambda rows: share(rows.hit_ratio or 0.0, rows.ideal or 0.0), "all"),
@@ -383,7 +388,7 @@ _ALL: Final = (
     *_points("itl", "itl_ms", "itl"),
     *_points("e2e", "e2e_latency_ms", "e2e"),
     *_points("per_user", "output_token_throughput_per_user", "tokens/s of a user", 1),
-    Figure("goodput", "goodput", 1, _of_good(lambda rows, good: share(len(good), rows.arrived))),
+    Figure("goodput", "goodput", 1, _of_good(lambda rows, good: share(len(good), rows.arrived - rows.aborted))),
     _long("goodput_completed_requests", "good", 1, _of_good(lambda _, good: len(good))),
     _long("goodput_request_throughput_rps", "good/s", 1, _of_good(lambda rows, good: rows.per_second(len(good)))),
     _long(
@@ -487,7 +492,7 @@ def digest_of(rows: Sequence[object]) -> str:
 
 
 def trace_digest(turns: Iterable[Asked], block_size: int) -> str:
-    """Return eight digits that two traces share if they ask for the same: prompts, lengths, times, sessions and priorities.
+    """Return eight digits that two traces share if they ask for the same: prompts, lengths, times, sessions, priorities, and when they are called off.
 
     Args:
         turns: the requests of a trace, in its order.
@@ -499,4 +504,8 @@ def trace_digest(turns: Iterable[Asked], block_size: int) -> str:
         times = asked.timestamp, asked.delay, asked.session_id, asked.priority
         sizes = prompt.length(block_size), asked.output_length
         found.update(repr((prompt.sequence_hashes(block_size)[-1:], *sizes, *times)).encode())
+        called_off = getattr(turn, "abort_after_ms", None), getattr(turn, "abort_after_tokens", None)
+        if called_off != (None, None):
+            found.update(repr(called_off).encode())
+        prompt.release()
     return found.hexdigest()[:8]

@@ -30,14 +30,20 @@ from pytest_kvmock.report.figures import (
     check_figure,
     digest_of,
     figure_columns,
-    figure_text,
     folded,
     names_of,
     trace_digest,
 )
 from pytest_kvmock.report.regret import Regret, candidates_table, check_selector
+from pytest_kvmock.report.report_text import report_text
 from pytest_kvmock.report.request_rows import STATUS, request_json
-from pytest_kvmock.report.routing_figures import assert_at_least, assert_balanced, check_share, worst_choice
+from pytest_kvmock.report.routing_figures import (
+    assert_at_least,
+    assert_balanced,
+    called_off_text,
+    check_share,
+    worst_choice,
+)
 from pytest_kvmock.report.rows import BELIEFS_TEXT, Objectives, RequestRow
 from pytest_kvmock.router.selection import DynamoRouter
 
@@ -58,7 +64,8 @@ class Report:
 
     The figures (`figure`, `row`, `rows`), over requests that finished where nothing else is said, times in virtual milliseconds:
 
-    - `requests` that arrived (of a worker: that it served last), `completed`;
+    - `requests` that arrived (of a worker: that it served last), `completed`; `aborted`: those that were called off, which count in
+      `requests`, balance and the blocks of the ideal, and neither among those that completed nor in `goodput`;
     - `hit_ratio`: share of the prompts' tokens that the first admission found cached; `ideal_hit_ratio`: that of one endless cache
       which sees the requests in order of arrival; `of_ideal`: the one as a share of the other, low by nature under SGLang's scheduler of Dynamo's mock before 1.6.1, where
       prefill reads at most one chunk of a cached prefix;
@@ -69,7 +76,7 @@ class Report:
     - `prompt_tokens_computed` (what was computed again too), `blocks_evicted` (on the device), `preemptions`;
     - `router_wait_ms` until the first pick, `engine_wait_ms` from the last pick to the first admission: means;
     - `ttft`, `itl`, `tpot`, `e2e`, each with `_mean`, `_p50`, `_p75`, `_p90`, `_p95`, `_p99`, `_max`;
-    - `goodput`: share of all that arrived that kept the `slo_...` of the run; None without;
+    - `goodput`: share of all that arrived, but for those that were called off, that kept the `slo_...` of the run; None without;
     - `balance_...` and `jain_...` of `requests`, `prompt_tokens` (computed) and `open_requests` (at picks), of all only: greatest
       over mean, and Jain's index, by the share of the picks at which each worker was a candidate. Picks for requests that are sent
       anew count like any other.
@@ -89,7 +96,8 @@ class Report:
             semantics of 1.2.1 it is empty.
         picks: the choices of the router, in order.
         incidents: what happened to workers, in order.
-        missed: what was planned to happen to workers after the run had ended, and did not.
+        missed: what was planned to happen to workers after the run had ended, and did not; likewise the aborts ("abort", with the
+            number of the request as `request`) of requests that were over by then, or had not arrived.
         event_errors: what the verdict of a harness has against the events of this run, an error each that no injected fault explains
             and no test expects; None: bare engines, which nobody judges.
         marks: when faults were injected in a harness, and when events were wrong, in order.
@@ -169,7 +177,8 @@ class Report:
         if by_end and self.facts.sketches:
             served = sorted(served, key=lambda each: each.request.ended_ms or 0.0)
         if worker is None:
-            return Rows(self.facts, served, self.picks, self.services, arrived=self.arrived)
+            withdrawn = self.facts.withdrawn
+            return Rows(self.facts, served, self.picks, self.services, arrived=self.arrived, withdrawn=withdrawn)
         served = [each for each in served if each.worker == worker]
         picks = [pick for pick in self.picks if pick.worker == worker]
         services = [each for each in self.services if each.worker == worker]
@@ -184,6 +193,11 @@ class Report:
     def rejected(self) -> list[ScheduledRequest]:
         """The requests that were rejected, as they could never fit."""
         return [request for request in self.requests if request.status == "rejected"]
+
+    @property
+    def aborted(self) -> int:
+        """How many requests were called off, those included that were never dispatched; of a replay also what its stop left open."""
+        return self._rows().aborted
 
     @property
     def reported(self) -> list[ScheduledRequest]:
@@ -233,7 +247,7 @@ class Report:
         `onboarded_input_tokens` is ours: what came back from the host. "fleet" has `router`, `trace` (its name) and `trace_digest`,
         `picks_digest` (equal where all picks are), `held_before` (blocks that
         the engines held as the run began), `all` (the figures without latencies, which are at the top), `workers` (a list: `worker`, `since_ms`, `until_ms`, and its figures, without gaps between
-        tokens), of hybrid models `lacking`, `incidents` (`ms`, `kind`, `worker`, `lost`), `event_errors` (how many, or None) and `beliefs` (rows of `Belief`,
+        tokens), of hybrid models `lacking`, where requests were called off `aborted` (how many), `incidents` (`ms`, `kind`, `worker`, `lost`), `event_errors` (how many, or None) and `beliefs` (rows of `Belief`,
         or None).
         """
         whole = self._rows(by_end=True).to_json()
@@ -257,7 +271,11 @@ class Report:
                     for each in self.services
                 ],
                 **({"lacking": lacking} if (lacking := self.lacking()) else {}),
-                "incidents": [each._asdict() for each in self.incidents],
+                **({"aborted": aborted} if (aborted := self.aborted) else {}),
+                "incidents": [
+                    {"ms": each.ms, "kind": each.kind, "worker": each.worker, "lost": each.lost}
+                    for each in self.incidents
+                ],
                 "event_errors": None if self.event_errors is None else len(self.event_errors),
                 "beliefs": None if self.beliefs is None else [each._asdict() for each in self.beliefs],
             }
@@ -409,32 +427,7 @@ class Report:
         return self.table({worker: self.row(worker)})
 
     def __str__(self) -> str:
-        rows = self.rows()
-        text = {name: figure_text(value) for name, value in rows[None].items()}
-        about = f"{self.router} on {self.trace_name}" if self.router else self._finished_text
-        parts = [f"{type(self).__name__}: {about}", self.table(rows)]
-        if self.router:
-            parts.append(
-                f"ideal hit ratio {text['ideal_hit_ratio']} ({text['of_ideal']} of it); greatest worker over mean: requests {text['balance_requests']}, "
-                f"prompt tokens computed {text['balance_prompt_tokens']}, open requests at picks {text['balance_open_requests']}"
-            )
-        if lacking := self.lacking() if self.router else {}:
-            shown = ", ".join(f"{caches} lacked {blocks}" for caches, blocks in lacking.items())
-            parts.append(
-                f"of {text['promised_not_found']} blocks promised and not found the attention group had {sum(lacking.values())}: {shown}"
-            )
-        if self.held_before:
-            parts.append(
-                f"the engines held {self.held_before} blocks before this run: their hits count, and the ideal knows none of them"
-            )
-        parts += [f"{each.ms:g} ms: {each.kind} of worker {each.worker!r}, {each.lost} lost" for each in self.incidents]
-        parts += [
-            f"the run ended before {each.ms:g} ms: no {each.kind} of worker {each.worker!r}" for each in self.missed
-        ]
-        parts += map(str, self.beliefs or ())
-        if self.event_errors:
-            parts.append(f"errors of events: {len(self.event_errors)}")
-        return "\n".join(parts)
+        return report_text(self, f"{self.router} on {self.trace_name}" if self.router else self._finished_text)
 
     def compare(self, other: Report | Mapping[str, Any]) -> Comparison:
         """Return how another report differs: a table when printed, a mapping of figures to (this one's, the other's).
@@ -524,7 +517,7 @@ class Report:
         e2e_ms: float | None = None,
         at: float = 0.95,
     ) -> None:
-        """Require that a share of all requests that arrived keeps its limits.
+        """Require that a share of all requests that arrived keeps its limits; those that were called off count neither way.
 
         Near saturation a limit flakes as any threshold on a latency: 15 % of slack at least are worth it.
 
@@ -547,13 +540,14 @@ class Report:
             check_number(f"assert_slo: {name}", limit, unit=" (milliseconds), or None")
         check_share("assert_slo: at", at)
         self._need_requests("assert_slo")
-        served = self.served
+        served = [each for each in self.served if each.request.status != "aborted"]
+        arrived = self.arrived - self.aborted
         bad = [each for each in served if each.request.status != "finished" or not objectives.are_met(each.request)]
         good = len(served) - len(bad)
-        if good >= at * self.arrived:
+        if good >= at * arrived:
             return
         kept = ", ".join(f"{name}={limit:g}" for name, limit in limits.items())
-        text = f"{good} of {self.arrived} requests ({good / self.arrived:.1%}) keep {kept}, must be {at:.1%}"
+        text = f"{good} of {arrived} requests ({good / arrived:.1%}) keep {kept}, must be {at:.1%}"
         if not bad:
             raise AssertionError(f"{text}; the others never left the router")
         worst = max(bad, key=_lateness)
@@ -633,7 +627,8 @@ class Report:
         self._need_requests("assert_balanced")
 
         def row(worker: Worker) -> str:
-            return f"{self.table_row(worker)}\n{self._worst_pick()}"
+            called_off = called_off_text(self.figure("aborted", worker), of)
+            return f"{called_off}{self.table_row(worker)}\n{self._worst_pick()}"
 
         counts, there = self.counts(of)
         assert_balanced(of.replace("_", " "), counts, within, there, row)

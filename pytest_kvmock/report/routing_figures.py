@@ -164,6 +164,11 @@ def assert_at_least(what: str, value: float | None, least: float, row: str) -> N
         raise AssertionError(f"{what} is {value:.4g}, must be at least {least:.4g}\n{row}")
 
 
+def called_off_text(count: float | None, of: str = "requests") -> str:
+    """Return a line that says how many requests of a worker were called off; empty where none was, or where no requests are counted."""
+    return f"{count:g} of its requests were called off\n" if count and of == "requests" else ""
+
+
 def most_times(candidates: float) -> float:
     """Return how many times the mean one worker may have, by how many candidates picks have on the mean.
 

@@ -180,15 +180,17 @@ class Happened(NamedTuple):
 
     Attributes:
         ms: when, in virtual milliseconds.
-        kind: "crash", "restart", "leave" or "join".
-        worker: to whom, by the id.
+        kind: "crash", "restart", "leave" or "join"; of what was missed also "abort".
+        worker: to whom, by the id; None: to a request.
         lost: how many requests it lost.
+        request: of an abort, which request was to be called off, by the order of arrival.
     """
 
     ms: float
     kind: str
-    worker: int
+    worker: int | None = None
     lost: int = 0
+    request: int | None = None
 
 
 class EventMark(NamedTuple):
@@ -376,6 +378,7 @@ class RunFacts:
         turns: the trace.
         objectives: what counts as good.
         arrived: how many requests arrived; None: those that were dispatched.
+        withdrawn: how many of them were called off before they were ever dispatched.
         held_before: blocks that the engines held as the run began.
         loads_every_ms: how old the loads of engines were at most that the router was shown; None: it was shown those of the load book.
     """
@@ -388,5 +391,6 @@ class RunFacts:
     turns: Sequence[Asked] = ()
     objectives: Objectives = Objectives()
     arrived: int | None = None
+    withdrawn: int = 0
     held_before: int = 0
     loads_every_ms: float | None = None

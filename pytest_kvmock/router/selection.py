@@ -299,6 +299,12 @@ class DynamoRouter:
         if worker is not None:
             self._blocks[worker] -= len(request.local_hashes)
 
+    def withdrawn(self, request: RouterRequest) -> None:
+        """Forget a request that waits and was called off."""
+        self._best.pop(request, None)
+        if self._refused is request:  # the next one may fare better
+            self._refused = None
+
 
 class RoundRobin:
     """Picks the workers in turn, whatever they hold or do."""

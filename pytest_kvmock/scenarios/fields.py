@@ -223,6 +223,8 @@ OF_A_SINK: Final[dict[str, Callable[[YamlNode], Any]]] = {
     "tier_blocks": read_tier_blocks,
     "residency": read_residency,
     "prefix_closed": boolean,
+    "hash": string,
+    "seed": string,
 }
 """How a sink is made, of the step that is its first: arguments of `make_sink`."""
 

@@ -123,4 +123,5 @@ def _of_a_sink(worker_id: int, program: Reproduction, *, chained: bool) -> dict[
         written |= {} if sink.tier_blocks is None else {"tier_blocks": dict(sink.tier_blocks)}
         written |= {"residency": sink.residency} if sink.residency != "unique" else {}
         written |= {} if sink.prefix_closed else {"prefix_closed": False}
+        written |= {name: text for name in ("hash", "seed") if (text := getattr(sink, name)) is not None}
     return written

@@ -148,21 +148,21 @@ def _with_draft_model(spec: BackendSpec, text: str | None) -> BackendSpec:
     """
     if text is None:
         return spec
+    from pytest_kvmock.cache.sglang.speculative import ALGORITHMS
     from pytest_kvmock.engine import SglangSpeculative, Speculative
 
     method, *numbers = text.split(":")
-    is_sglang = spec.scheduler == "sglang"
-    most = 1 if is_sglang else 2
-    if len(numbers) > most or not all(each.isdecimal() for each in numbers):
+    is_sglang = method in ALGORITHMS
+    if len(numbers) > (1 if is_sglang else 2) or not all(each.isdecimal() for each in numbers):
         form = "ALGORITHM[:STEPS]" if is_sglang else "METHOD[:TOKENS[:MODULES]]"
         raise ValueError(f"--speculative must be {form} with integers, got {text!r:.80}")
-    counts = [int(each) for each in numbers]
+    counts = dict(zip(("steps",) if is_sglang else ("tokens", "modules"), map(int, numbers), strict=False))
     draft: Any
     if is_sglang:
-        steps = counts[0] if counts else 3
+        steps = counts.get("steps", 3)
         draft = SglangSpeculative(method, steps, draft_tokens=steps + 1)
     else:
-        draft = Speculative(method, *counts)
+        draft = Speculative(method, tokens=counts.get("tokens", 3), modules=counts.get("modules", 1))
     return spec.variant(spec.name, in_matrix=spec.in_matrix, speculative=draft)
 
 

@@ -8,8 +8,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvmock.report.figures import Rows
-from pytest_kvmock.report.routing_figures import Choice, assert_at_least, assert_balanced, check_share, worst_choice
+from pytest_kvmock.report.routing_figures import (
+    Choice,
+    assert_at_least,
+    assert_balanced,
+    called_off_text,
+    check_share,
+    worst_choice,
+)
 from pytest_kvmock.report.rows import RunFacts, WorkerRow
+from pytest_kvmock.router.routing import id_of
 
 if TYPE_CHECKING:
     from pytest_kvmock.router.routing import Worker
@@ -33,6 +41,7 @@ class ServedRequest:
         output_tokens: tokens that were generated.
         status: of the answer; None: it is not over, or was cut off.
         aborted: whether it was cut off: its client went before the end, or its engine restarted or stopped.
+        called_off: whether its client went before the end.
     """
 
     number: int
@@ -47,6 +56,7 @@ class ServedRequest:
     output_tokens: int = 0
     status: int | None = None
     aborted: bool = False
+    called_off: bool = False
 
     @property
     def choice(self) -> Choice:
@@ -61,6 +71,7 @@ class ServedRequest:
             "overlap": {str(worker): blocks for worker, blocks in self.overlap.items()},
             "status": self.status,
             "aborted": self.aborted,
+            "called_off": self.called_off,
             "headers": dict(self.headers),
         }
 
@@ -85,6 +96,7 @@ class Routing:
             arrived=count,
             done=[each for each in self._requests if each.cached_tokens is not None],
         )
+        self._called_off = Counter(each.worker for each in self._requests if each.called_off)
         counts = Counter(each.worker for each in self._requests)
         self.requests_by_worker: dict[Worker, float] = {worker: counts[worker] for worker in names}
 
@@ -95,6 +107,11 @@ class Routing:
     def requests(self) -> int:
         """How many requests there were."""
         return len(self._requests)
+
+    @property
+    def called_off(self) -> int:
+        """How many of them were called off: their clients went. One whose engine restarted or stopped is none."""
+        return self._called_off.total()
 
     @property
     def hit_ratio(self) -> float | None:
@@ -118,7 +135,7 @@ class Routing:
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures."""
-        names = ("requests", "hit_ratio", "of_best", "elsewhere", "balance")
+        names = ("requests", "called_off", "hit_ratio", "of_best", "elsewhere", "balance")
         by_worker = {str(worker): count for worker, count in self.requests_by_worker.items()}
         return {name: getattr(self, name) for name in names} | {"requests_by_worker": by_worker}
 
@@ -151,7 +168,11 @@ class Routing:
             ValueError: `within` is below 1, or so large that no assignment could break it; or there were no requests.
         """
         __tracebackhide__ = True
-        assert_balanced("requests", self.requests_by_worker, within)
+        row = self._called_off_row if self._called_off else None
+        assert_balanced("requests", self.requests_by_worker, within, row=row)
+
+    def _called_off_row(self, worker: Worker) -> str:
+        return called_off_text(self._called_off[id_of(worker)]).rstrip()
 
     def _worst(self) -> str:
         at = worst_choice([each.choice for each in self._requests])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from pytest_kvmock.checks import is_integer
 from pytest_kvmock.events import KvCacheEvent, Removed, RouterEvent
+from pytest_kvmock.harness.under_test import forms_of, of_each_form
 from pytest_kvmock.serve.loop_thread import WAIT_S
 from pytest_kvmock.serve.text import encode
 from pytest_kvmock.tokens import Prompt, TokenIds
@@ -52,7 +53,10 @@ class Truth:
         self.differences: list[str] = []
 
     def _scores(self, prompt: Prompt) -> Mapping[tuple[int, int], int]:
-        return self._harness.held(prompt)
+        harness = self._harness
+        size, forms = harness.profile.block_size, forms_of(harness.streams, prompt)
+        found = {ahead: harness.reference.find_matches(prompt.block_hashes(size, ahead)).scores for ahead in forms}
+        return found[forms[0]] if len(forms) == 1 else of_each_form(found, harness.streams)
 
     def held(self, prompt: Prompt) -> dict[int, int]:
         """Return how many leading blocks each worker holds, the best rank of each; workers without any are absent."""

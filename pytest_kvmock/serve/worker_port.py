@@ -237,6 +237,7 @@ class WorkerPort:
         finally:
             for row in rows:
                 row.aborted = row.status is None  # the client went, or an engine that restarts or stops cut it off
+                row.called_off = row.aborted and job.failure is None
             if not job.is_over:
                 loop.abort(job)
 

@@ -16,6 +16,7 @@ from pytest_kvmock.report.regret import check_selector
 from pytest_kvmock.report.report import Report
 from pytest_kvmock.report.rows import BELIEFS, Pick
 from pytest_kvmock.router.routing import Worker
+from pytest_kvmock.testing.router_aborts import RouterAborts
 from pytest_kvmock.testing.subject import call_with, check_backends, refuse
 from pytest_kvmock.tokens import Prompt
 from pytest_kvmock.traces import TraceRequest, synthetic_trace
@@ -28,7 +29,7 @@ _LATER_MS: Final = 1500.0
 """When the trace is long over."""
 
 
-class RouterContract:
+class RouterContract(RouterAborts):
     """Tests that hold for every router of a `Fleet`.
 
     A subclass defines `make_router`::
@@ -37,7 +38,7 @@ class RouterContract:
             def make_router(self, workers):  # or make_router(self)
                 return MyRouter(workers)
 
-    Each test plays a trace of forty requests on three workers. All requests must end, so nobody may be picked who is gone, and none may
+    Each test plays a trace of forty requests on three workers, some of whose clients go away in some. All requests must end, so nobody may be picked who is gone, and none may
     wait for ever while a worker could take it. What the router believes is compared before each pick where it has `loads()`,
     `overlap(request)` or `workers()`. A test of what the router does not have is skipped, and says what was not checked.
 
@@ -322,7 +323,7 @@ class RouterContract:
 
     def _judge(self, where: str, report: Report) -> None:
         __tracebackhide__ = True
-        left = report.arrived - len(report.completed)
+        left = report.arrived - len(report.completed) - report.aborted
         if left:
             self._fail(f"{where}: {left} of {report.arrived} requests were not served")
         for belief in report.beliefs or ():

@@ -90,11 +90,11 @@ class ChunkEvents:
         extra: dict[str, Any] = {"extra_keys": None}
         if adapter is not None:
             extra |= {"lora_id": self.lora_ids.of(adapter), "lora_name": adapter}
-        if tokens.tokens is None:
-            local, blocks = tokens.local_hashes[start // size : end // size], None
+        blocks = tokens.rows(start // size, end // size, size)
+        if blocks is None:
+            local = tokens.local_hashes[start // size : end // size]
         else:
-            blocks = [tuple(tokens.tokens[at : at + size]) for at in range(start, end, size)]
-            local = keyed_block_hashes(tokens.tokens[start:end], size, tokens.keys, start // size)
+            local = keyed_block_hashes(tokens.cut(start, end), size, tokens.keys, start // size)
         data = Stored(parent, names, tuple(local))
         self._noted[key] = TierEvent(data, StorageTier.HOST_PINNED, blocks, group_extra(key[1], extra=extra))
 

@@ -136,11 +136,11 @@ class ChunkStore:
             chunk.waits -= waited
 
     def end(self, user: ChunkUser) -> None:
-        """A request is over."""
-        touched = user.touched
-        self._order.end(
-            user, [key for key in sorted(touched, key=touched.__getitem__, reverse=True) if key in self.chunks]
-        )
+        """A request is over: of what it touched the last one is first, and of chunks with one end the later group's."""
+        # vLLM: order_request_keys sorts by the end, group after group, and the policies walk that backwards.
+        touched = [(end, group, name) for (name, group), end in user.touched.items()]
+        keys = [(name, group) for _, group, name in sorted(touched, reverse=True)]
+        self._order.end(user, [key for key in keys if key in self.chunks])
 
     def _touch(self, user: ChunkUser, key: ChunkKey, end: int, *, found: bool) -> None:
         if found and key not in user.wrote:

@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from pytest_kvmock.checks import check_integer, integer_text
-from pytest_kvmock.tokens import CheckedTokens, Prompt, check_block_size
+from pytest_kvmock.tokens import Prompt, TokenRuns, check_block_size
 
 MOONCAKE_BLOCK_SIZE: Final = 512
 """Tokens for each hash id in the Mooncake traces."""
 
 _U64: Final = 2**64 - 1
-_TOKEN: Final = 2**32 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +88,8 @@ class TraceRequest:
                 f"one for each {trace_block_size} tokens (trace_block_size), of which the last may be partial"
             )
         if tokens:
-            made = CheckedTokens()
-            for hash_id in self.hash_ids:
-                made += [hash_id & _TOKEN] * trace_block_size
-            if not whole_blocks:
-                del made[self.input_length :]
-            return Prompt(made)
+            length = len(self.hash_ids) * trace_block_size if whole_blocks else self.input_length
+            return Prompt(TokenRuns(self.hash_ids, trace_block_size, length))
         if whole_blocks:
             return Prompt(hashes=self.hash_ids)
         return Prompt(hashes=self.hash_ids[: self.input_length // trace_block_size], num_tokens=self.input_length)

@@ -1,6 +1,7 @@
 """ActiveSequence: the moves of one request (reference: the tests of Dynamo's `sequence.rs`)."""
 
 import random
+from random import Random
 from uuid import UUID
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from pytest_kvmock.engine.sequence import ActiveSequence
 from pytest_kvmock.moves import Deref, Promote, Use
 from pytest_kvmock.plh import lineage_hash
-from pytest_kvmock.tokens import Prompt, TokenBlockSequence, block_hashes, sequence_hashes
+from pytest_kvmock.tokens import Prompt, TokenBlockSequence, TokenRuns, block_hashes, sequence_hashes
 
 
 def is_partial_use(move):
@@ -269,3 +270,25 @@ def test_what_is_no_token_is_not_pushed(token, error):
     with pytest.raises(error, match="a token id is an integer from 0 to 4294967295"):
         sequence.push(token)
     assert (1, 0) == (len(sequence), sequence.generated_tokens)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_sequence_that_is_over_answers_as_before(caching):
+    def facts():
+        return (
+            list(sequence.unique_blocks),
+            list(sequence.block_hashes),
+            sequence.tokens,
+            list(sequence.positional_lineage_hashes),
+            repr(sequence),
+        )
+
+    prompt = Prompt(TokenRuns((3, 4), 6, 11))
+    sequence = ActiveSequence(prompt, 8, 4, caching, rng=Random(0))
+    for token in range(8):
+        sequence.push(token)
+    before = facts()
+    sequence.release()
+    prompt.release()
+    assert before == facts()
+    assert (3, 3, 3, 3, 3, 3, 4, 4, 4, 4, 4, 0, 1, 2, 3, 4, 5, 6, 7) == sequence.tokens

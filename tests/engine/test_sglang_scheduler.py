@@ -219,6 +219,9 @@ def test_an_abort_frees_what_a_request_holds_wherever_it_is(backend):
     assert ("running", [chunked, waiting]) == (running.status, list(one.scheduler.waiting))
     for request in (waiting, chunked, running):
         request.abort()
+    if backend == "sglang":
+        assert ("running", [running]) == (running.status, list(one.scheduler.running))
+        assert [running] == one.step().aborted
     assert one.is_idle
     assert 0 == one.metrics.active_blocks
     assert ["aborted"] * 3 == [request.status for request in (running, chunked, waiting)]

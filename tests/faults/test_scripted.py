@@ -46,6 +46,34 @@ def test_a_fault_is_injected_into_one_event_by_default(kv, name):
     assert 1 == getattr(kv.faults, name)().left
 
 
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("restart", lambda faults: faults.restart()),
+        ("clear", lambda faults: faults.clear()),
+        ("survive", lambda faults: faults.survive("lose")),
+        ("at_random", lambda faults: faults.at_random({"lose": 0.5})),
+    ],
+)
+def test_what_is_done_at_once_is_no_block_and_says_what_is(kv, name, call):
+    kv.worker(0)
+    with pytest.raises(TypeError) as raised, call(kv.faults):
+        pytest.fail("the block ran")
+    assert str(raised.value).startswith(f"kv_harness.faults.{name}() is no block: call it without `with`")
+    calls, blocks = str(raised.value).partition(" Calls: ")[2].split("; blocks, for `with`: ")
+    assert {"restart", "clear", "block_size", "survive", "at_random"} == {*calls.split(", ")}
+    assert {*FAULTS} - {*calls.split(", ")} == {*blocks.split(", ")}
+
+
+@pytest.mark.parametrize("name", [kind.name for kind in FAULTS.values() if kind.is_block])
+def test_a_fault_that_lasts_is_a_block(name):
+    kv = RouterHarness(PROFILE, index=RadixIndex())
+    kv.worker(0), kv.worker(1)
+    arguments = {"lora_name": "l"} if name == "salt" else {}
+    with pytest.raises(EventRulesBroken, match="unused"), getattr(kv.faults, name)(**arguments):
+        pass
+
+
 def test_a_late_joiner_and_salt_and_signed_hashes_last_until_they_are_stopped():
     faults = RouterHarness(PROFILE, index=RadixIndex()).faults
     assert [None, None, None] == [

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import tracemalloc
 from dataclasses import replace
 from random import Random
 from statistics import pstdev
@@ -10,6 +11,7 @@ import pytest
 from depth import seeds
 
 from pytest_kvmock import EngineProfile, OutOfBlocks, Prompt, RouterHarness, Stored
+from pytest_kvmock.backends import BACKENDS
 from pytest_kvmock.fleet import (
     EngineStalled,
     Fleet,
@@ -656,3 +658,46 @@ def test_the_routers_of_a_sweep_and_of_a_harness_are_told_too():
     world.fleet(router).run(trace())
     assert [[0, 1, 2]] == router.calls
     assert [] == world.judge().errors
+
+
+# ---------------------------------------------------------------------------------------------- what is over
+
+
+@pytest.mark.parametrize("backend", ["lineage", "vllm", "vllm_gemma3", "sglang", "mocker_sglang_1_6"])
+def test_requests_that_are_over_keep_numbers_and_no_tokens(backend):
+    spec = BACKENDS[backend]
+    args = MockEngineArgs(num_gpu_blocks=400, block_size=256, engine_type=spec.scheduler)
+    served = [TraceRequest(1_000.0 * at, 4_096, 3, tuple(range(8 * at, 8 * at + 8))) for at in range(20)]
+    fleet = Fleet([MockEngine(args, backend=backend)], RoundRobin(), trace_block_size=512)
+    fleet.run(served[:2])  # what is loaded and made once
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    report = fleet.run(served)
+    after, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    tokens = sum(each.input_length for each in served)
+    assert 20 == len(report.completed)
+    held = 150_000  # what is in the cache, rows and reports
+    assert after - before < 2 * tokens + held, "a tuple of the tokens has 8 bytes each"
+    assert peak - before < 4 * tokens + held
+    for asked, row in zip(served, report.completed, strict=True):
+        assert asked.prompt(tokens=True).tokens == row.prompt.tokens
+
+
+def test_events_cut_their_tokens_when_they_are_read():
+    served = [TraceRequest(None, 8_192, 1, tuple(range(16 * at, 16 * at + 16))) for at in range(8)]
+    with RouterHarness(EngineProfile(block_size=256, num_blocks=20_000), "vllm_deepseek_v4") as kv:
+        worker = kv.worker(0)
+        worker.serve(served[0].prompt(tokens=True))  # what is loaded and made once
+        tracemalloc.start()
+        before, _ = tracemalloc.get_traced_memory()
+        for request in served[1:]:
+            worker.serve(request.prompt(tokens=True))
+        after, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert after - before < 7 * 8_192 * 28  # rows of all blocks would be 50 bytes a token
+        stored = [each for each in kv.events if isinstance(each.event.data, Stored) and each.token_ids]
+        assert {4, 64, 256} <= {len(row) for each in stored for row in each.token_ids}
+        last = tuple(number for number in served[-1].hash_ids for _ in range(512))
+        spans = [tuple(token for row in each.token_ids for token in row) for each in stored[-5:]]
+        assert any(span == last for span in spans)

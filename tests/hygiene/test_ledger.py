@@ -314,3 +314,67 @@ def test_lost_batches_of_a_stream_of_which_nothing_is_known_yet():
     assert ("batches 0 to 1 did not arrive", 3, 1) == (gap.observed, gap.worker_id, gap.dp_rank)
     event = RouterEvent(3, KvCacheEvent(0, stored(2, parent=1), 1))
     assert [gap] == [problem.cause for problem in ledger.take(event)]
+
+
+# -------------------------------------------------------------------------------- one block, in two tiers
+
+
+@pytest.mark.parametrize(
+    ("below", "expected"),
+    [
+        pytest.param(stored(3, parent=2), [], id="under the same parent"),
+        pytest.param(stored(3, parent=1), ["wrong_hash"], id="under another"),
+        pytest.param(stored(1, parent=3), ["wrong_hash"], id="the root under one"),
+        pytest.param(stored(3), [], id="without a parent, which states none"),
+        pytest.param(stored(3, 2, parent=2), [], id="the others of a chunk may come in any order"),
+        pytest.param(stored(3, 2, parent=1), ["wrong_hash"], id="the first of a chunk"),
+        pytest.param(stored(3, parent=1, local=[9]), [], id="of other tokens, perhaps of more"),
+        pytest.param(stored(9, parent=1), [], id="one that the device never had"),
+    ],
+)
+def test_a_block_has_one_parent_on_the_device_and_below(below, expected):
+    stream = Stream()
+    stream.observe(stored(1, 2, 3))
+    stream.observe(Removed((3,)))
+    assert expected == stream.observe(below, tier=HOST)
+
+
+@pytest.mark.parametrize(
+    ("on_device", "below", "expected"),
+    [
+        ([[1] * 4, [2] * 4], [[2] * 4], ["wrong_hash"]),
+        ([[1] * 4, [2] * 4], [[2] * 8], []),  # a chunk under one name
+        ([[1] * 4, [2] * 4], None, ["wrong_hash"]),  # of the same local hash
+    ],
+)
+def test_only_what_covers_as_many_tokens_is_compared(on_device, below, expected):
+    ledger = Ledger()
+    ledger.open((0, 0), first_id=0)
+    ledger.take(RouterEvent(0, KvCacheEvent(0, stored(1, 2)), token_ids=on_device))
+    problems = ledger.take(RouterEvent(0, KvCacheEvent(1, stored(2, parent=7)), HOST, below))
+    assert expected == [problem.rule for problem in problems]
+
+
+def test_only_the_same_life_of_the_worker_is_compared():
+    for end in ("cleared", "restarted"):
+        stream = Stream()
+        stream.observe(stored(1, 2))
+        if end == "cleared":
+            stream.observe(Cleared())
+        else:
+            stream.ledger.take(WorkerRemoved(0, None, 0, ((0, 0),)))
+            stream.next_id = 0
+        stream.observe(stored(1))
+        assert [] == stream.observe(stored(2, parent=7), tier=HOST)
+        stream.observe(stored(2, parent=1))
+        assert ["wrong_hash"] == stream.observe(stored(2, parent=8), tier=HOST)
+
+
+def test_the_message_names_both_parents_and_the_event():
+    ledger = Ledger()
+    ledger.open((0, 0), first_id=0)
+    ledger.take(RouterEvent(0, KvCacheEvent(0, stored(1, 2))))
+    (problem,) = ledger.take(RouterEvent(0, KvCacheEvent(1, stored(2, parent=7)), HOST))
+    assert "block 2 is stored under block 7" in problem.observed
+    assert "on the device it was stored under block 1, by event 0" == problem.expected
+    assert problem.is_error

@@ -10,6 +10,7 @@ from depth import few
 FAIL = "(--kv-event-warnings=fail makes them fail)"
 
 BARE = "; 1 sink never compared with its engine (kv_sink.compare)"
+IDLE = "; 1 sink that no event came to (kv_sink)"
 TWO_BARE = "; 2 sinks never compared with their engines (kv_sink.compare)"
 
 HOLE = """
@@ -88,7 +89,7 @@ RUNS = {
         def test_nothing(kv_sink): pass
         def test_another(): pass
         """,
-        f"kvmock: 2 tests; 5 events; warnings: 2 duplicate_store {FAIL}{TWO_BARE}",
+        f"kvmock: 2 tests; 5 events; warnings: 2 duplicate_store {FAIL}{IDLE}{TWO_BARE}",
     ),
     "what is allowed or expected": (
         """
@@ -144,7 +145,7 @@ RUNS = {
             other(GOOD)
         def test_again(kv_sink): kv_sink(GOOD)
         """,
-        f"kvmock: 2 tests; 3 events; no warnings{TWO_BARE}",
+        f"kvmock: 2 tests; 3 events; no warnings{IDLE}{TWO_BARE}",
     ),
     "faults at random that were never injected": (
         """
@@ -164,7 +165,7 @@ RUNS = {
             "faults at random that were never injected: double (2 tests), lose (2 tests)"
         ),
     ),
-    "no event": ("def test(kv_sink): pass", None),
+    "no event": ("def test(kv_sink): pass", f"kvmock: {IDLE[2:]}"),
     "faults for which no event came": (
         """
         @pytest.mark.kvmock(faults={"double": 1e-9})
@@ -364,3 +365,33 @@ def test_junit_has_the_faults_that_were_never_injected(nested, pytester):
 
     (properties,) = properties_of(pytester)
     assert "1 double, 1 lose" == properties["kvmock.unused_faults"]
+
+
+USED = "def test_used(kv_sink): kv_sink(GOOD); kv_sink.compare(lambda: [2])"
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("def test(kv_sink): pass", 1),
+        ("def test(make_kv_sink): make_kv_sink(), make_kv_sink()", 2),
+        ("def test(kv_sink, kv_worker, kv_prompt): kv_worker.serve(kv_prompt())", 1),
+        ("def test(kv_sink, kv_worker, kv_prompt): kv_sink.compare(list); kv_worker.serve(kv_prompt())", 1),
+        ("def test(kv_sink): kv_sink.compare(list)", 0),  # an engine that rightly holds nothing
+        ("def test(kv_sink): kv_sink(GOOD)", 0),
+    ],
+)
+def test_sinks_that_no_event_came_to_are_counted(nested, source, count):
+    marked = f"@pytest.mark.kv_backends('lru')\n{source}\n\n{USED}"
+    line = line_of(nested(marked))
+    sinks = f"; {count} sink{'s' * (count != 1)} that no event came to (kv_sink)"
+    assert (sinks in line) is bool(count)
+    assert "that no event came to" not in line.replace(sinks, "")
+
+
+def test_a_sink_that_no_event_came_to_fails_where_warnings_do(nested):
+    result = nested(f"def test_unused(kv_sink): pass\n\n{USED}", "--kv-event-warnings=fail")
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(
+        ["*the sink of worker 65536 was never used: no event came to it (kv_sink, make_kv_sink)*"]
+    )

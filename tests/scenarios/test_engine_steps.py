@@ -125,6 +125,14 @@ def test_a_block_of_hashes_is_submitted(played):
     )
 
 
+def test_a_request_is_submitted_that_will_be_called_off(played):
+    played(
+        "steps:\n- submit: {request: a, tokens: 0..3, output_tokens: 9, abort_after_tokens: 3}\n"
+        "- submit: {request: b, tokens: 10..13, output_tokens: 9, abort_after_ms: 1}\n- run:\n"
+        "  expect: {requests: {a: {status: aborted, generated_tokens: 3}, b: {status: aborted, generated_tokens: 0}}, metrics: {active_blocks: 0}}\n"
+    )
+
+
 FAILURES = [
     ("submit: {request: a, tokens: 0..3}\n  expect: {requests: {a: running}}", "3: expect requests {'a': {'status': 'running'}}: got {'a': {'status': 'waiting'}}"),
     ("run:\n  expect: {requests: {a: running}}", "3: expect requests {'a': {'status': 'running'}}: got {'a': {'error': \"no request is named 'a'; known: none\"}}"),

@@ -159,8 +159,11 @@ def test_a_client_that_goes_aborts_its_request(kv, server):
         server.wait_requests(open=1)
         connection.close() if not stream else connection.sock.close()
         server.wait_requests(open=0)
-    assert [each.aborted for each in server.requests] == [True, True]
+    assert [(each.aborted, each.called_off) for each in server.requests] == [(True, True)] * 2
     assert not kv.worker(0).requests
+    assert (server.routing.requests, server.routing.called_off) == (2, 2)
+    assert call(server.control_url, "/routing")[1]["called_off"] == 2
+    assert [row["called_off"] for row in call(server.control_url, "/requests")[1]] == [True, True]
 
 
 def test_a_full_queue_is_busy():
@@ -455,6 +458,7 @@ def test_a_restarted_worker_is_empty_and_its_connections_are_cut(kv, server):
     server.release(0)
     assert failed
     assert [(each.status, each.aborted) for each in server.requests] == [(200, False), (None, True)]
+    assert (server.routing.called_off, [each.called_off for each in server.requests]) == (0, [False, False])
     assert server.held(text) == {}
     assert cached(complete(server.url(0), text)) == 0
     assert server.publisher(0).batches() == 1

@@ -103,6 +103,8 @@ READ = [
     ("vllm-0.23", {"block_hashes": []}, SparseStored(5, (), 6, 2)),
     ("vllm-0.24", {"kv_cache_spec_kind": None}, SparseStored(5, (7,), 6, 2)),
     ("vllm-0.28", {"kv_cache_spec_kind": "chunked_local_attention"}, SparseStored(5, (7,), 6, 2)),
+    ("vllm-0.33", {"group_idx": 0}, SparseStored(5, (7,), 6, 2)),
+    ("vllm-0.33", {"group_idx": None, "kv_cache_spec_kind": "unknown"}, SparseStored(5, (7,), 6, 2)),
     ("vllm-0.33", {"kv_cache_spec_kind": "of a later release"}, SparseStored(5, (7,), 6, 2)),
     ("vllm-0.33", PLACEHOLDER, Located((7,))),
     ("vllm-0.33", {**PLACEHOLDER, "medium": "STORAGE", "block_hashes": [7, 8]}, Located((7, 8))),
@@ -132,6 +134,10 @@ def test_what_is_sparse_and_what_is_a_location(dialect, changes, data, careful):
 
 
 REFUSED = [
+    ("vllm-0.33", {"kv_cache_spec_kind": None, "group_idx": None}, "span_mismatch", "2 (1 block of 2)", "6 token ids"),
+    ("vllm-0.24", {"kv_cache_spec_kind": None, "group_idx": 0}, "span_mismatch", "2 (1 block of 2)", "6 token ids"),
+    ("vllm-0.23", {"kv_cache_spec_kind": None, "group_idx": None}, "span_mismatch", "2 (1 block of 2)", "6 token ids"),
+    ("vllm-0.28", {"kv_cache_spec_kind": None, "group_idx": None, "block_hashes": []}, "span_mismatch", "0 (0 blocks of 2)", "6 token ids"),
     ("vllm-0.33", {"kv_cache_spec_kind": "full_attention"}, "span_mismatch", "2 (1 block of 2)", "6 token ids"),
     ("vllm-0.33", {"kv_cache_spec_kind": "mla_attention"}, "span_mismatch", "2 (1 block of 2)", "6 token ids"),
     ("vllm-0.33", {"token_ids": [1, 2, 3]}, "span_mismatch", "2 (1 block of 2)", "3 token ids"),

@@ -239,6 +239,8 @@ class CachedSlots:
                 used.stored.append(name)
                 used.local_hashes.append(local)
                 if tokens is not None:
+                    if not isinstance(used.token_ids, list):  # the rows of those that were stored at once
+                        used.token_ids = list(used.token_ids)
                     used.token_ids.append(tokens)
             served += 1
 

@@ -320,10 +320,8 @@ class MockerRadixManager(RadixManager[PageRequest, PageTree]):
 
     def _token_ids(self, tokens: HashedTokens, places: Sequence[int]) -> BlockTokens | None:
         """The tokens of some pages, where somebody is given them; the original's events have none."""
-        if self.sink is None or tokens.tokens is None:
-            return None
-        size, ids = self.block_size, tokens.tokens
-        return [tuple(ids[at * size : (at + 1) * size]) for at in places]
+        rows = None if self.sink is None or not places else tokens.rows(0, max(places) + 1, self.block_size)
+        return None if rows is None else [rows[at] for at in places]
 
     def _remove(self, pages: Iterable[int]) -> None:
         """Take the hashes of pages away, and publish which have no page left: one Removed, or none."""

@@ -16,6 +16,7 @@ from pytest_kvmock.checks import check_integer, is_integer
 from pytest_kvmock.events import block_text, value_text
 from pytest_kvmock.moves import Block, MoveError, Promote, Use
 from pytest_kvmock.plh import LineageHashes
+from pytest_kvmock.tokens import TokenRows
 
 _U64 = 2**64 - 1
 _PLH_END = 3 << 126
@@ -103,7 +104,7 @@ def check_use(move: Use) -> int:
         and len(plhs) == len(blocks) == len(local_hashes)
     ):
         # Nearly every Use, with fewer calls.
-        is_sound = token_ids is None or (isinstance(token_ids, list) and len(token_ids) == len(blocks))
+        is_sound = token_ids is None or (isinstance(token_ids, list | TokenRows) and len(token_ids) == len(blocks))
         if is_sound and (move.parent is None or is_full(move.parent)) and _are_u64(blocks) and _are_u64(local_hashes):
             return len(blocks)
     leading, num_full = check_names(move)

@@ -8,13 +8,12 @@ inactive slots are known to the eviction policy's order.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pytest_kvmock.cache.base import EventPublisher
 from pytest_kvmock.cache.dynamo.eviction.policy import EvictionPolicy, Slot
-from pytest_kvmock.events import Removed, Stored
+from pytest_kvmock.events import BlockTokens, Removed, Stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +180,7 @@ class Used:
         self.anchor = parent
         self.stored: list[int] = []
         self.local_hashes: list[int] = []
-        self.token_ids: list[Sequence[int]] = []
+        self.token_ids: BlockTokens = []
         self.evicted: list[int] = []
         self.removed: list[int | None] = []
         self.refused = False

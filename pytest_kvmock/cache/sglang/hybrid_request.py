@@ -33,10 +33,8 @@ class BigramTokens(LookaheadTokens):
 
     def block_tokens(self, start: int, end: int) -> list[tuple[Any, ...]] | None:
         """Bigrams of the complete pages from `start` to `end`, as pairs."""
-        assert self.tokens is not None
         size = self.block_size
-        pairs = list(pairwise(self.tokens[start * size : end * size + 1]))
-        return [tuple(pairs[at : at + size]) for at in range(0, len(pairs), size)]
+        return [tuple(pairwise(self.cut(at, at + size + 1))) for at in range(start * size, end * size, size)]
 
 
 class HybridRequest(RadixRequest):

@@ -111,6 +111,11 @@ class Coordinator:
 
     # ------------------------------------------------------------------------------------------------ allocation
 
+    @property
+    def has_states(self) -> bool:
+        """Whether a group keeps states that later prompts resume from."""
+        return bool(self._states)
+
     def missing(
         self, request: GroupRequest, span: Span, hits: ComputedBlocks | None, caps: Sequence[int | None], *, asks: bool
     ) -> int:
@@ -138,22 +143,25 @@ class Coordinator:
         """Give a request its hits, and what else it needs: all hits are held before a block is taken.
 
         Returns:
-            The new blocks of each group.
+            The new blocks of each group, those of what comes from elsewhere first.
         """
+        is_new = not request.holds_blocks
         if hits is not None and any(hits.blocks):
             for policy, table, blocks in zip(self.policies, request.tables, hits.blocks, strict=True):
                 # What comes from elsewhere may put hits behind the window.
                 behind = max(policy.skipped(span.start), 0) // policy.block_size if span.start > hits.num_tokens else 0
                 policy.adopt(table, [NULL] * min(behind, len(blocks)) + blocks[behind:], hits.num_tokens)
-        taken: list[list[int]] = []
+        held = [len(table.blocks) for table in request.tables]
+        if is_new and span.start > span.hit:
+            # vLLM: allocate_new_computed_blocks, for all groups, comes before allocate_new_blocks
+            for policy, table in zip(self.policies, request.tables, strict=True):
+                policy.receive(table, span.start)
         for policy, table in zip(self.policies, request.tables, strict=True):
             copies: list[tuple[int, int]] = []
-            held = len(table.blocks)
             policy.fill(table, span, copies)
-            taken.append(table.blocks[held:])
             if copies:
                 self._copies.setdefault(policy.number, []).extend(copies)
-        return tuple(taken)
+        return tuple(table.blocks[before:] for table, before in zip(request.tables, held, strict=True))
 
     def cache(self, request: GroupRequest, upto: int) -> None:
         """Name what of the first so many tokens is worth it, group by group."""

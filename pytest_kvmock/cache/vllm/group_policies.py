@@ -93,9 +93,9 @@ class GroupPolicy:
         """The most tokens, up to a limit, that a request could resume from in this group; `drops`: one unit less."""
         raise NotImplementedError
 
-    def skipped(self, tokens: int) -> int:  # noqa: ARG002 - of a subclass
-        """How many of the leading tokens no later one attends to, once so many are computed; less than 1: none."""
-        return 0
+    def skipped(self, tokens: int) -> int:
+        """As `CacheGroup.skipped`."""
+        return self.group.skipped(tokens)
 
     def found(self, request: GroupRequest, hit: int, reached: int) -> list[int]:  # noqa: ARG002 - of a subclass
         """The blocks of a hit by position; null where they are not needed.
@@ -165,16 +165,22 @@ class GroupPolicy:
         table.shares_last = bool(hit % self.block_size and hits)
         table.cached = hit // self.block_size if table.shares_last else len(table.blocks)
 
+    def receive(self, table: GroupTable, upto: int) -> None:
+        """Take blocks for what comes from elsewhere, computed, up to so many tokens; null behind the window."""
+        skipped, size = max(self.skipped(upto), 0), self.block_size
+        behind = skipped // size - len(table.blocks)
+        if behind > 0:
+            table.blocks += [NULL] * behind
+            table.cached = len(table.blocks)
+        count = -(-upto // size) - len(table.blocks)
+        if count > 0 and skipped < upto:
+            table.blocks += self._pool.take(count)
+
     def fill(self, table: GroupTable, span: Span, copies: list[tuple[int, int]]) -> None:
         """Take blocks for what is asked; pairs of blocks whose contents are copied are appended to `copies`."""
         self._copy_shared(table, copies)
         count = -(-span.slots // self.block_size) - len(table.blocks)
         if count > 0:
-            behind = max(self.skipped(span.start), 0) // self.block_size - len(table.blocks)
-            if behind > 0:  # of what comes from elsewhere, which is computed as it comes
-                table.blocks += [NULL] * behind
-                table.cached = len(table.blocks)
-                count -= behind
             table.blocks += self._pool.take(count)
 
     def _copy_shared(self, table: GroupTable, copies: list[tuple[int, int]]) -> None:
@@ -297,8 +303,7 @@ class WindowPolicy(GroupPolicy):
     def __init__(self, number: int, geometry: GroupGeometry, pool: NamedPool, journal: GroupJournal) -> None:
         super().__init__(number, geometry, pool, journal)
         assert self.group.window is not None
-        self._window = self.group.window
-        self._need = -(-(self._window - 1) // self.block_size)  # blocks that are read before a token
+        self._need = -(-(self.group.window - 1) // self.block_size)  # blocks that are read before a token
         self.drop_unit = self.block_size
 
     def longest(self, look: Lookup, limit: int, drops: bool) -> int:
@@ -315,10 +320,6 @@ class WindowPolicy(GroupPolicy):
                     return (end - drops) * size
         whole = run * size // alignment * alignment
         return max(whole - drops * size, 0) // alignment * alignment
-
-    def skipped(self, tokens: int) -> int:
-        """All tokens before the window."""
-        return tokens - self._window + 1
 
     def kept(self, request: GroupRequest, start: int, end: int) -> Collection[int]:
         """The blocks of the windows that prompts resume from, and by the retention those before each of its multiples."""
@@ -351,10 +352,6 @@ class LocalPolicy(GroupPolicy):
         size = self.block_size
         first = self.skipped(limit) // size
         return (first + look.leading(first, limit // size, size)) * size
-
-    def skipped(self, tokens: int) -> int:
-        """All tokens before the chunk."""
-        return tokens // self._chunk * self._chunk
 
     def _next_retired(self, computed: int) -> int:
         return (computed // self._chunk + 1) * self._chunk
@@ -393,8 +390,15 @@ class RingPolicy(GroupPolicy):
         """Nothing ever happens."""
         return self.block_size
 
+    def receive(self, table: GroupTable, upto: int) -> None:  # noqa: ARG002 - as above
+        """Take the one block."""
+        self._take_once(table)
+
     def fill(self, table: GroupTable, span: Span, copies: list[tuple[int, int]]) -> None:  # noqa: ARG002 - as above
         """Take the one block."""
+        self._take_once(table)
+
+    def _take_once(self, table: GroupTable) -> None:
         if not table.blocks:
             table.blocks = self._pool.take(1)
 

@@ -103,6 +103,14 @@ class CacheGroup:
         """Whether it caches only what a later prompt can resume from."""
         return self.kind in WINDOWS or self.kind == STATE
 
+    def skipped(self, tokens: int) -> int:
+        """How many of the leading tokens no later one attends to, once so many are computed; less than 1: none."""
+        if self.window is not None:
+            return tokens - self.window + 1
+        if self.chunk is not None:
+            return tokens // self.chunk * self.chunk
+        return tokens - 1 if self.kind == STATE else 0  # the running state is that of the last token
+
     @property
     def spec(self) -> tuple[Any, ...]:
         """What vLLM compares: groups of one spec are looked up together."""
@@ -315,6 +323,64 @@ def with_scratch(groups: tuple[CacheGroup, ...], drafts: int) -> tuple[CacheGrou
             f"got {odd.speculative_blocks}"
         )
     return tuple(replace(group, speculative_blocks=drafts) if group.kind == STATE else group for group in groups)
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksAlone:
+    """The blocks that a request needs of all groups together where it is the only one, and nothing is cached.
+
+    It is exact where no group keeps states; with them a prompt may need more, as where its chunks end depends on more than sizes.
+    What needs more than there are can never run.
+
+    Attributes:
+        groups: of the engine.
+        caps: of each group, the most blocks that it is asked for as a request is admitted; None: as many as it has tokens for.
+        chunk: the most tokens of a prompt that are computed in one step; None: all of them.
+    """
+
+    groups: tuple[CacheGroup, ...]
+    caps: tuple[int | None, ...]
+    chunk: int | None
+
+    def to_admit(self, prompt: int) -> int:
+        """The blocks that must be free for a prompt of so many tokens to be admitted."""
+        return sum(
+            _held(group, 0, prompt) if cap is None else min(_held(group, 0, prompt), cap)
+            for group, cap in zip(self.groups, self.caps, strict=True)
+        )
+
+    def to_compute(self, prompt: int, tokens: int) -> int:
+        """The most blocks that are held at once until so many tokens are computed: a prompt in chunks, others one a step."""
+        # How a prompt is cut where states are cached depends on more; a token is the shortest chunk, and needs least.
+        chunk = 1 if any(group.kind == STATE for group in self.groups) else self.chunk or max(prompt, 1)
+        # What a token needs repeats after so many, but for groups that let go of nothing: those before the last need no more.
+        period = lcm(*(each for group in self.groups for each in (group.block_size, group.chunk or 1)))
+        most = 0
+        for begin, end, size in ((0, prompt, chunk), (prompt, tokens, 1)):
+            first = begin if size > 1 else max(begin, end - period)
+            for start in range(first, end, size):
+                if size > 1 or start == first or any(not start % group.block_size for group in self.groups):
+                    held = sum(_held(group, start, min(start + size, end), start >= prompt) for group in self.groups)
+                    most = max(most, held)
+        return most
+
+    def at_most(self, tokens: int) -> int:
+        """Blocks that are surely enough for so many tokens, quickly counted."""
+        return sum(
+            -(-tokens // group.block_size) + group.speculative_blocks + 4 * (group.kind == STATE)
+            for group in self.groups
+        )
+
+
+def _held(group: CacheGroup, start: int, end: int, decodes: bool = False) -> int:
+    """The blocks that a request holds of a group as it computes the tokens from one on up to another, of its prompt or after it."""
+    if group.kind == RING:
+        return 1
+    if group.kind == STATE and group.mode == "align":
+        # The running state, and the one before it as a token goes on in the next block.
+        return 1 + group.speculative_blocks + (decodes and not start % group.block_size)
+    size = group.block_size
+    return -(-end // size) + group.speculative_blocks - max(group.skipped(start), 0) // size
 
 
 def checked_groups(groups: object) -> tuple[CacheGroup, ...]:

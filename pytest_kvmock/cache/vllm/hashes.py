@@ -204,6 +204,8 @@ class VllmHasher:
         ValueError: the version or the algorithm is not known, or there is no seed where the release has none of its own.
 
     Attributes:
+        algorithm: as above.
+        seed: as above, or that of the release.
         none_hash: what stands before a root.
         signed: names are signed.
         lookahead: as given.
@@ -218,8 +220,10 @@ class VllmHasher:
         "_keys",
         "_naming",
         "_release",
+        "algorithm",
         "lookahead",
         "none_hash",
+        "seed",
         "signed",
     )
 
@@ -248,6 +252,7 @@ class VllmHasher:
                 )
         elif not isinstance(seed, str) or not seed:
             raise ValueError(f"hash_seed must be a string, as PYTHONHASHSEED is, or None; got {seed!r}")
+        self.algorithm, self.seed = algorithm, seed
         self._digest: Callable[[bytes], bytes] = _FUNCTIONS[function]
         self._release = release
         self.signed = release.signed_names

@@ -68,6 +68,7 @@ class HybridManager(VllmManager):
 
     Attributes:
         geometry: the groups, and the sizes that follow from them.
+        max_model_len: as above.
         admission_caps: of each group, the most blocks that it is asked for as a request is admitted; None: there is no cap.
     """
 
@@ -108,7 +109,7 @@ class HybridManager(VllmManager):
         if max_model_len is not None:
             check_integer("max_model_len", max_model_len, 1, " tokens, or None")
         self._steps_in_flight = 2 if async_scheduling else 1
-        self._max_model_len = max_model_len
+        self.max_model_len = max_model_len
         self._most_tokens = _NO_LIMIT if max_model_len is None else max_model_len
         self._main = taken.index(main)
         self._uncapped = [None] * len(taken)
@@ -125,7 +126,7 @@ class HybridManager(VllmManager):
         self.max_num_batched_tokens = max_num_batched_tokens
         geometry, in_flight = self.geometry, max_num_batched_tokens * self._steps_in_flight
         places = range(len(geometry.groups))
-        self.admission_caps = [geometry.admission_cap(place, in_flight, self._max_model_len) for place in places]
+        self.admission_caps = [geometry.admission_cap(place, in_flight, self.max_model_len) for place in places]
         self._chunks = ChunkEnds(geometry, self._coordinator.policies, max_num_batched_tokens)
 
     def _begin(self, geometry: GroupGeometry) -> None:
@@ -223,17 +224,23 @@ class HybridManager(VllmManager):
             skip_reading_prefix_cache: as `GroupRequest`.
 
         Raises:
-            ValueError: the prompt is empty, its hashes do not fit, or it has hashes where tokens are needed.
+            ValueError: the prompt is empty or longer than `max_model_len`, its hashes do not fit, or it has hashes where tokens
+                are needed.
         """
         prompt, main = Prompt.of(prompt), self.geometry.groups[self._main].block_size
         unit = self.geometry.hash_unit if self.enable_caching else main
-        if prompt.tokens is None and self.enable_caching and self.needs_tokens and not self.geometry.lookahead:
+        if not prompt.has_tokens and self.enable_caching and self.needs_tokens and not self.geometry.lookahead:
             raise ValueError(
                 f"a prompt of hashes has no tokens: this engine has blocks of several sizes, and hashes {unit} tokens at a time"
             )
         request = GroupRequest(self._hashed(prompt, unit, rng, keys), len(self.geometry.groups), (self._main, main))
+        self._check_length(len(request))
         request.skip_reading_prefix_cache = skip_reading_prefix_cache
         return request
+
+    def _check_length(self, tokens: int) -> None:
+        if tokens > self._most_tokens:
+            raise ValueError(f"a request has at most {self._most_tokens} tokens here (max_model_len), got {tokens}")
 
     @property
     def needs_tokens(self) -> bool:
@@ -303,7 +310,11 @@ class HybridManager(VllmManager):
             num_tokens: tokens from its first.
             new_computed_blocks: what `get_computed_blocks` found.
             for_admission: no group is asked for more than its cap, as its window frees blocks on the way.
+
+        Raises:
+            ValueError: they are more than `max_model_len`.
         """
+        self._check_length(num_tokens)
         hit = 0 if new_computed_blocks is None else new_computed_blocks.num_tokens
         upto = min(num_tokens, self._most_tokens)
         span = Span(hit, request.num_computed_tokens + hit, upto, upto)
@@ -329,7 +340,8 @@ class HybridManager(VllmManager):
             new_computed_blocks: what `get_computed_blocks` found just before, for a request without blocks.
             num_lookahead_tokens: slots beyond them for a draft model; None: those of its own.
             full_sequence_must_fit: admit it only if there are blocks for all its tokens.
-            num_external_tokens: tokens between the hits and the new ones that come from elsewhere; there may be no new ones then.
+            num_external_tokens: tokens between the hits and the new ones that come from elsewhere, 0 where a group keeps states;
+                there may be no new ones then.
             delay_cache_blocks: these are not there yet: what they complete is cached by `cache_blocks`.
 
         Returns:
@@ -337,26 +349,34 @@ class HybridManager(VllmManager):
             window is freed.
 
         Raises:
-            ValueError: no tokens, or hits for a request that has blocks.
+            ValueError: no tokens, or more than `max_model_len`; hits for a request that has blocks; or states that would come from
+                elsewhere.
         """
         if new_computed_blocks is not None and request.holds_blocks:
             raise ValueError("new_computed_blocks are for a request without blocks; this one has some")
         least = 0 if num_external_tokens or (new_computed_blocks is not None and not request.computes_last_token) else 1
         if num_new_tokens < least:
             raise ValueError(f"num_new_tokens must be at least 1, got {num_new_tokens!r}")
-        coordinator, free, hit = self._coordinator, self._pool.free, 0
+        coordinator, free = self._coordinator, self._pool.free
+        hit = 0 if new_computed_blocks is None else new_computed_blocks.num_tokens
+        start, most = request.num_computed_tokens + hit + num_external_tokens, self._most_tokens
+        upto = start + num_new_tokens
+        self._check_length(upto)
+        if num_external_tokens and coordinator.has_states:
+            raise ValueError(
+                "num_external_tokens must be 0 where a group keeps states, as how these come from elsewhere was not recorded; "
+                f"got {num_external_tokens!r} over {groups_text(self.geometry.groups)}"
+            )
         if new_computed_blocks is not None:
-            hit, request.junction = new_computed_blocks.num_tokens, new_computed_blocks.junction
+            request.junction = new_computed_blocks.junction
         if full_sequence_must_fit:
             needed = self.missing_blocks(request, len(request), new_computed_blocks, for_admission=True)
             if needed > len(free):
                 return None
-        start, most = request.num_computed_tokens + hit + num_external_tokens, self._most_tokens
-        upto = start + num_new_tokens
         if num_lookahead_tokens is None:
             num_lookahead_tokens = 0 if self.speculative is None else self.speculative.slots
         coordinator.retire(request, self._processed(request, start))
-        span = Span(hit, start, min(upto, most), min(upto + num_lookahead_tokens, most))
+        span = Span(hit, start, upto, min(upto + num_lookahead_tokens, most))
         if coordinator.missing(request, span, new_computed_blocks, self._uncapped, asks=False) > len(free):
             return None
         self._lora_ids.use(request.tokens.keys)
@@ -497,7 +517,6 @@ class HybridManager(VllmManager):
                     [each // block_size - 1 - first for each in ends],
                 ),
             )
-        whole, ahead = tokens.tokens, self.geometry.lookahead
         if isinstance(tokens, LookaheadTokens):
             extra = {**(extra or {}), LOOKAHEAD: tokens.after(ends)}
             if keys is not None and keys.multimodal:
@@ -509,12 +528,13 @@ class HybridManager(VllmManager):
             return
         parent = request.key(start) if start else None
         names = tuple(map(request.key, ends))
-        blocks = None if whole is None else [tuple(whole[at : at + block_size]) for at in range(start, end, block_size)]
+        blocks = tokens.rows(first, last, block_size)
         if len(ends) < last - first:
             publisher.publish(SparseStored(parent, names, end - start, block_size), blocks, extra=extra)
             return
-        assert whole is not None  # with hashes alone, a block is a unit
-        local = keyed_block_hashes(whole[start : end + ahead], block_size, keys, first, ahead)
+        local = keyed_block_hashes(
+            tokens.cut(start, end + self.geometry.lookahead), block_size, keys, first, self.geometry.lookahead
+        )  # with hashes alone, a block is a unit
         publisher.publish(Stored(parent, names, tuple(local)), blocks, extra=extra)
 
     def removed(self, names: Sequence[tuple[int, int]]) -> None:

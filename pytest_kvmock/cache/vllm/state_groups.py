@@ -47,10 +47,6 @@ class StatePolicy(GroupPolicy):
         size = self._alignment
         return next((tokens for tokens in range(limit // size * size, 0, -size) if look.has(tokens)), 0)
 
-    def skipped(self, tokens: int) -> int:
-        """All tokens but the last one, which the running state is that of."""
-        return tokens - 1
-
     def found(self, request: GroupRequest, hit: int, reached: int) -> list[int]:  # noqa: ARG002 - there is one state
         """One state."""
         return [NULL] * self._first_found(hit) + [self._pool.cached[self.number][request.key(hit)]]
@@ -213,10 +209,6 @@ class UncachedStatePolicy(GroupPolicy):
     def longest(self, look: Lookup, limit: int, drops: bool) -> int:  # noqa: ARG002 - as it says
         """Nothing."""
         return 0
-
-    def skipped(self, tokens: int) -> int:
-        """All tokens but the last one."""
-        return tokens - 1
 
     def missing(
         self, request: GroupRequest, span: Span, hits: Sequence[int], cap: int | None = None, *, asks: bool = False

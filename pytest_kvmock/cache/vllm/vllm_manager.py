@@ -101,7 +101,7 @@ class VllmManager(RequestLevel):
         """The tokens of a request, and the names of each so many of them; see `new_request` of the managers."""
         prompt = Prompt.of(prompt)
         if keys is not None:
-            if prompt.tokens is None:
+            if not prompt.has_tokens:
                 raise ValueError("a prompt of hashes has no tokens to hash extra keys (LoRA, multimodal, salt) with")
             prompt = prompt.with_keys(keys.of_prompt)
         elif self._lora_paths and prompt.keys is not None:

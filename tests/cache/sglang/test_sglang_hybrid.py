@@ -2,7 +2,7 @@
 
 import pytest
 
-from pytest_kvmock import BACKENDS, CapturingSink, EngineProfile, RouterHarness, create_manager
+from pytest_kvmock import BACKENDS, HYBRID, CapturingSink, EngineProfile, RouterHarness, create_manager
 from pytest_kvmock.cache.sglang.hybrid_cache import HybridCacheManager
 from pytest_kvmock.cache.sglang.models import MODELS
 from pytest_kvmock.cache.sglang.radix_cache import RadixCacheManager
@@ -105,7 +105,7 @@ def test_the_sizes_of_models_follow_the_block_size():
         "sglang_kimi_linear": [(None, 4), (None, 16)],
         "sglang_deepseek_v4": [(2, None), (8, None)],
     } == {name: [sizes(name, block_size) for block_size in (4, 16)] for name in MODELS}
-    assert [name for name, spec in BACKENDS.items() if spec.group and spec.scheduler == "sglang"] == [*MODELS]
+    assert [name for name, spec in BACKENDS.items() if spec.group == HYBRID and spec.scheduler == "sglang"] == [*MODELS]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -237,4 +237,4 @@ def test_a_host_is_a_connector_so_that_hits_drop_a_block():
 
 def test_the_steps_of_an_engine_with_one_group_of_full_attention_are_as_given():
     manager = create_manager("vllm", num_blocks=9, groups=[FULL], max_model_len=20, max_num_batched_tokens=8)
-    assert (8, 20) == (manager.max_num_batched_tokens, manager._max_model_len)
+    assert (8, 20) == (manager.max_num_batched_tokens, manager._most_tokens)

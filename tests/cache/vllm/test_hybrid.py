@@ -145,6 +145,44 @@ def test_one_full_group_publishes_what_the_block_pool_does():
     assert streams[0] == streams[1]
 
 
+BY_SIXTEEN = (CacheGroup("full_attention", block_size=16), CacheGroup("sliding_window", block_size=16, window=64))
+
+
+@pytest.mark.parametrize(
+    ("local", "external", "new", "tables"),
+    [
+        (0, 32, 16, [[1, 2, 5], [3, 4, 6]]),
+        (0, 48, 0, [[1, 2, 3], [4, 5, 6]]),
+        (0, 0, 48, [[1, 2, 3], [4, 5, 6]]),
+        (16, 16, 32, [[1, 4, 5, 6], [3, 2, 7, 8]]),  # of the prompt that was cached, blocks 2 and 4 had no name
+        (0, 96, 32, [[1, 2, 3, 4, 5, 6, 11, 12], [0, 0, 7, 8, 9, 10, 13, 14]]),
+    ],
+)
+def test_what_comes_from_elsewhere_gets_its_blocks_in_all_groups_before_new_tokens_do(local, external, new, tables):
+    manager = made(BY_SIXTEEN, retention=None)
+    tokens = range(local + external + new + 1)
+    if local:
+        run(manager, tokens[: local + 1])
+    request = manager.new_request(tokens)
+    hits = manager.get_computed_blocks(request)
+    assert local == hits.num_tokens
+    manager.allocate_slots(request, new, hits, num_external_tokens=external)
+    assert tables == [table.blocks for table in request.tables]
+    assert local + external + new == request.num_computed_tokens
+
+
+@pytest.mark.parametrize("groups", [QWEN, (*GPT_OSS, STATE)])
+def test_states_do_not_come_from_elsewhere(groups):
+    sink = Recorder()
+    manager = made(groups, sink=sink)
+    request = manager.new_request(range(48))
+    with pytest.raises(
+        ValueError, match=r"^num_external_tokens must be 0 where a group keeps states.*; got 32 over .*mamba 8"
+    ):
+        manager.allocate_slots(request, 16, num_external_tokens=32)
+    assert ([], False, 64) == (sink, request.holds_blocks, len(manager.free_queue))
+
+
 def test_a_rehearsal_changes_nothing():
     sink = Recorder()
     manager = made(sink=sink, num_blocks=12)

@@ -8,12 +8,13 @@ import pytest
 from depth import seeds
 
 from pytest_kvmock.cache.hashed import HashChain, HashedTokens
+from pytest_kvmock.cache.sglang.hashes import SglangHasher
 from pytest_kvmock.cache.vllm import hashes
 from pytest_kvmock.cache.vllm.hashes import ALGORITHMS, VERSIONS, ExtraKeys, VllmHasher
 from pytest_kvmock.events import Stored
 from pytest_kvmock.hashed_blocks import own_blocks
 from pytest_kvmock.prompt_keys import MultimodalItem
-from pytest_kvmock.tokens import Prompt
+from pytest_kvmock.tokens import Prompt, TokenRuns
 
 ONE = (MultimodalItem("img-1", 2, 4),)
 KEYS = {
@@ -115,6 +116,34 @@ def test_a_request_that_grows_has_the_names_of_its_tokens(seed):
     assert 1 == len(HashedTokens(prompt, 4, hasher, None).names)  # the prompt's own have not grown
 
 
+@pytest.mark.parametrize(
+    "hasher", [VllmHasher(), VllmHasher("0.9.2"), SglangHasher()], ids=["vllm", "signed", "sglang"]
+)
+@pytest.mark.parametrize("output", [0, 2, 9])
+def test_a_request_that_is_over_answers_as_before(hasher, output):
+    def facts(tokens):
+        data, rows = tokens.stored(1, 3)
+        return list(tokens.names), tokens.local_hashes, tokens.tokens, data, rows, rows.digests, rows.names
+
+    prompts = Prompt(TokenRuns((7, 2**32 + 8, 9), 5, 14)), Prompt([*(7,) * 5, *(8,) * 5, *(9,) * 4])
+    over, still = (HashedTokens(prompt, 4, hasher, None) for prompt in prompts)
+    for each in (over, still):
+        each.extend(range(output))
+    before = facts(over)
+    for _ in range(2):
+        over.release()
+        prompts[0].release()
+        assert before == facts(over) == facts(still)
+
+
+def test_a_request_of_hashes_that_is_over_keeps_what_it_drew():
+    tokens = HashedTokens(Prompt(hashes=[1, 2]), 4, VllmHasher(), Random(1))
+    tokens.extend(range(8))
+    before = list(tokens.names), list(tokens.local_hashes)
+    tokens.release()
+    assert before == (list(tokens.names), list(tokens.local_hashes))
+
+
 def test_a_hasher_is_equal_to_one_that_names_alike():
     assert VllmHasher() == VllmHasher("0.19.1")  # plain blocks have the same names in all releases
     assert hash(VllmHasher()) == hash(VllmHasher("0.19.1"))
@@ -168,9 +197,11 @@ def test_what_a_worker_has_just_hashed_is_not_hashed_again_and_what_was_changed_
         == [(4, 5, 6, 7), (8, 9, 10, 11)]
     )
     assert None is own_blocks(Stored(None, names[1:], local_hashes[1:]), rest, 4, None)
-    tokens[1] = (4, 5, 6, 8)
-    assert None is own_blocks(data, tokens, 4, None)
-    assert data.block_hashes != HashChain(hasher).expected(data, tokens, 4)
+    with pytest.raises(TypeError):  # what was made of them stays true of them
+        tokens[1] = (4, 5, 6, 8)
+    changed = [tokens[0], (4, 5, 6, 8), *tokens[2:]]
+    assert None is own_blocks(data, changed, 4, None)
+    assert data.block_hashes != HashChain(hasher).expected(data, changed, 4)
 
 
 # ---------------------------------------------------------------------------------------------------- bad input

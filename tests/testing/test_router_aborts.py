@@ -1,0 +1,194 @@
+"""Clients that go away, in the contract of routers: right routers hold it, and one that keeps what a client left behind does not."""
+
+import re
+
+import pytest
+from contract_runs import failure_of, names_of_tests
+
+from pytest_kvmock.router import DynamoRouter, LeastLoaded, RoundRobin
+from pytest_kvmock.testing import RightRouter, RouterContract
+from pytest_kvmock.testing.router_aborts import RouterAborts
+
+TESTS = names_of_tests(RouterAborts)
+USED_AGAIN = "test_a_worker_whose_clients_left_is_used_again"
+
+
+def contract_of(make, **traits):
+    def make_router(self, workers):
+        return make(workers)
+
+    return type("OfOne", (RouterContract,), {"make_router": make_router, **traits})
+
+
+class Fewest:
+    """Counts requests itself and says nothing of it; sends each where the fewest are, and lets it wait where all have too many."""
+
+    most = None
+
+    def __init__(self, workers):
+        self.open = dict.fromkeys(workers, 0)
+        self.of = {}
+
+    def pick(self, request, candidates):
+        least = min(self.open.values())
+        if self.most is not None and least >= self.most:
+            return None
+        return next(worker for worker, count in self.open.items() if count == least)
+
+    def dispatched(self, request, worker):
+        self.open[worker] += 1
+        self.of[request] = worker
+
+    def finished(self, request):
+        self.free(self.of.pop(request))
+
+    def free(self, worker):
+        if worker in self.open:
+            self.open[worker] -= 1
+
+    def worker_added(self, worker):
+        self.open[worker] = 0
+
+    def worker_removed(self, worker):
+        del self.open[worker]
+
+
+class Capped(Fewest):
+    most = 3
+
+
+class Leaks(Fewest):
+    """Frees only what was served."""
+
+    def finished(self, request):
+        if request.status != "aborted":
+            super().finished(request)
+
+
+class LeaksCapped(Leaks, Capped):
+    """Likewise, and lets requests wait."""
+
+
+class FreesTwice(Fewest):
+    """Frees a request that was called off once more."""
+
+    def finished(self, request):
+        worker = self.of[request]
+        super().finished(request)
+        if request.status == "aborted":
+            self.free(worker)
+
+
+class LeaksAndSays(RightRouter):
+    def finished(self, request):
+        if request.status != "aborted":
+            super().finished(request)
+
+
+class FreesTwiceAndSays(RightRouter):
+    def finished(self, request):
+        load, _ = self.book._open[request]
+        super().finished(request)
+        load.requests -= request.status == "aborted"
+
+
+class CountsWaiting(RightRouter):
+    """Keeps a place on its worker for a request that waits, until that is dispatched, and never looks for it again."""
+
+    def __init__(self, workers):
+        super().__init__(workers)
+        self.kept = {}
+
+    def pick(self, request, candidates):
+        self.drop(request)
+        worker = super().pick(request, candidates)
+        if self.book.loads[worker].requests - len([each for each in self.kept.values() if each == worker]) >= 2:
+            self.kept[request] = worker
+            return None
+        return worker
+
+    def loads(self):
+        found = super().loads()
+        stale = [worker for request, worker in self.kept.items() if request.status == "aborted"]
+        return {
+            worker: (prefill, blocks, count + stale.count(worker)) for worker, (prefill, blocks, count) in found.items()
+        }
+
+    def drop(self, request):
+        self.kept.pop(request, None)
+
+
+class WaitsForOne(Capped):
+    """Serves those that wait in order, and waits for one that has left."""
+
+    def __init__(self, workers):
+        super().__init__(workers)
+        self.first = None
+
+    def pick(self, request, candidates):
+        if self.first not in (None, request):
+            return None
+        worker = super().pick(request, candidates)
+        self.first = request if worker is None else None
+        return worker
+
+
+@pytest.mark.parametrize("name", TESTS)
+@pytest.mark.parametrize(
+    ("make", "traits"),
+    [
+        (RightRouter, {}),
+        (Fewest, {}),
+        (Capped, {}),
+        (lambda _: DynamoRouter("1.6.1", router_queue_threshold=0.001), {}),
+        (lambda _: RoundRobin(), {}),
+        (lambda _: LeastLoaded(), {"first_of_equals": True}),
+    ],
+    ids=["right", "fewest", "capped", "dynamo", "turns", "least"],
+)
+def test_a_right_router_holds_it(make, traits, name):
+    assert None is failure_of(contract_of(make, **traits), name)
+
+
+@pytest.mark.parametrize("name", TESTS)
+@pytest.mark.parametrize("backend", ["vllm", "sglang", "mocker_sglang_1_6", "vllm_gpt_oss"])
+def test_a_right_router_holds_it_over_any_engine(backend, name):
+    def make(workers):
+        return RightRouter(workers, copies=backend.startswith("vllm"))
+
+    assert None is failure_of(contract_of(make, backend=backend), name)
+
+
+@pytest.mark.parametrize("name", TESTS)
+@pytest.mark.parametrize("make", [LeaksAndSays, FreesTwiceAndSays])
+def test_one_that_leaks_or_frees_twice_is_named_by_the_request_at_which_it_parted(make, name):
+    text = failure_of(contract_of(make), name)
+    wanted = (
+        rf"^Failed: OfOne: .*: load_drift: {make.__name__}.loads\(\) says .* requests of worker . before the pick for "
+    )
+    assert re.search(wanted, text, re.DOTALL)
+    assert re.search(r"they part after finished\(request \d+\)", text)
+
+
+def test_one_that_goes_on_counting_who_waited_is_named():
+    text = failure_of(contract_of(CountsWaiting), "test_it_forgets_who_leaves_while_it_waits")
+    assert re.search(
+        r"load_drift: CountsWaiting.loads\(\) says .* they part after withdrawn\(request \d+\)", text, re.DOTALL
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (Leaks, r"worker 0 got none of 90 requests"),
+        (FreesTwice, r"worker . got none of 90 requests"),
+        (LeaksCapped, r"worker 0 got none of 90 requests|pick\(\) returned None and nothing runs"),
+    ],
+)
+def test_one_that_says_nothing_of_its_loads_is_found_by_what_it_picks(make, text):
+    assert re.search(text, failure_of(contract_of(make), USED_AGAIN))
+
+
+def test_one_that_waits_for_who_has_left_is_found():
+    found = [failure_of(contract_of(WaitsForOne), name) for name in TESTS]
+    assert any("pick() returned None and nothing runs" in (text or "") for text in found)
