@@ -2,7 +2,8 @@
 
 import pytest
 
-from pytest_kvmock import BACKENDS, HYBRID, CapturingSink, EngineProfile, RouterHarness, create_manager
+from pytest_kvmock import BACKENDS, CapturingSink, EngineProfile, RouterHarness, create_manager
+from pytest_kvmock.backends import HYBRID
 from pytest_kvmock.cache.sglang.hybrid_cache import HybridCacheManager
 from pytest_kvmock.cache.sglang.models import MODELS
 from pytest_kvmock.cache.sglang.radix_cache import RadixCacheManager

@@ -2,7 +2,8 @@
 
 import pytest
 
-from pytest_kvmock import BACKENDS, HYBRID, create_manager
+from pytest_kvmock import BACKENDS, create_manager
+from pytest_kvmock.backends import HYBRID
 from pytest_kvmock.cache.vllm.groups import GroupGeometry
 from pytest_kvmock.cache.vllm.hybrid_models import HYBRID_MODELS
 
