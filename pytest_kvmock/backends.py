@@ -102,7 +102,11 @@ class BackendSpec:
             raise ValueError(f"backend {self.name!r}: make must be callable, got {self.make!r:.80}")  # noqa: TRY004 - one error
         if self.residency not in ("unique", "counted"):
             raise ValueError(f"backend {self.name!r}: residency must be 'unique' or 'counted', got {self.residency!r}")
-        if self.scheduler not in ("vllm", "sglang"):  # of a built-in backend: for those, no engine is imported
+        if self.scheduler not in (
+            "vllm",
+            "sglang",
+            "trtllm",
+        ):  # of a built-in backend: for those, no engine is imported
             _check_scheduler(self.name, self.scheduler)
         for field in ("prefix_closed", "in_matrix"):
             value = getattr(self, field)
@@ -404,6 +408,27 @@ BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
             _sglang_model("sglang_kimi_linear", "Kimi-Linear, with states every 64 tokens at pages of 64", 64),
             _sglang_model("sglang_deepseek_v4", "DeepSeek-V4, with a window of 128 tokens at pages of 256", 256),
             BackendSpec(
+                "trtllm",
+                "TensorRT-LLM 1.2, its V1 cache manager",
+                makers.trtllm,
+                in_matrix=False,
+                driver=makers.trtllm_driver,
+                chain=makers.hash_chain,
+                options=(
+                    "secondary_blocks",
+                    "windows",
+                    "max_seq_len",
+                    "partial_reuse",
+                    "copy_on_partial_reuse",
+                    "onboard",
+                    "offload_min_priority",
+                    "removed_order",
+                    "event_buffer",
+                ),
+                scheduler="trtllm",
+                default_block_size=32,
+            ),
+            BackendSpec(
                 "mocker_sglang_1_6",
                 "dynamo-mocker 1.6.1, its mock of SGLang",
                 makers.mocker_sglang_1_6,
@@ -483,6 +508,8 @@ def served_by(dialect: Dialect, model: str) -> BackendSpec:
         ValueError: as `speaker_of`.
     """
     spec = speaker_of(dialect)
+    if spec.scheduler == "trtllm":
+        return spec
     program = "sglang" if spec.scheduler == "sglang" else "vllm"
     hybrid = BACKENDS.get(f"{program}_{model.lower().replace('-', '_')}")
     return hybrid if hybrid is not None and hybrid.group == HYBRID and spec.name.startswith(program) else spec

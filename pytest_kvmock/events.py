@@ -1,4 +1,4 @@
-"""What engines publish and routers receive: Stored, Removed, Located, Cleared, and the two envelopes around them.
+"""What engines publish and routers receive: Stored, Removed, Located, Updated, Cleared, and the two envelopes around them.
 
 One subject: what travels, and its form in JSON. The shapes, names and JSON are those of Dynamo's `kv-router` protocols. Blocks travel as parallel tuples, not as an
 object each; `Stored.blocks` makes pairs when somebody asks.
@@ -254,6 +254,33 @@ class Located:
         return f"Located(block_hashes={value_text(self.block_hashes)})"
 
 
+@dataclass(slots=True, unsafe_hash=True, repr=False)
+class Updated:
+    """A block that is cached has another level, or another priority: TensorRT-LLM's event for what moves between its tiers.
+
+    It links nothing and unlinks nothing. A level is a tier by its number, 0 the device and 1 the host.
+
+    Attributes:
+        block_hash: which block.
+        levels: before and after; None: it stays where it is.
+        priorities: by which it is evicted, before and after; None: likewise.
+    """
+
+    kind: ClassVar[str] = "updated"
+
+    block_hash: int
+    levels: tuple[int, int] | None = None
+    priorities: tuple[int, int] | None = None
+
+    @property
+    def block_hashes(self) -> tuple[int, ...]:
+        """The one block, as other events name theirs."""
+        return (self.block_hash,)
+
+    def __repr__(self) -> str:
+        return f"Updated(block_hash={block_text(self.block_hash)}, levels={self.levels}, priorities={self.priorities})"
+
+
 @dataclass(slots=True, unsafe_hash=True)
 class Cleared:
     """Nothing is cached any more."""
@@ -261,7 +288,14 @@ class Cleared:
     kind: ClassVar[str] = "cleared"
 
 
-EventData: TypeAlias = Stored | Removed | Located | Cleared
+EventData: TypeAlias = Stored | Removed | Located | Updated | Cleared
+
+
+def renamed(data: Removed | Located | Updated, block_hashes: Sequence[int]) -> Removed | Located | Updated:
+    """Return the same data of as many other blocks."""
+    if isinstance(data, Updated):
+        return Updated(block_hashes[0], data.levels, data.priorities)
+    return type(data)(tuple(block_hashes))
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -270,7 +304,7 @@ class KvCacheEvent:
 
     Attributes:
         event_id: 0, 1, 2 ... for each rank by itself, over all tiers.
-        data: the Stored, Removed, Located or Cleared.
+        data: the Stored, Removed, Located, Updated or Cleared.
         dp_rank: data-parallel rank of the engine that says it.
     """
 
@@ -333,7 +367,7 @@ class RouterEvent:
 
     @property
     def data(self) -> EventData:
-        """The Stored, Removed, Located or Cleared."""
+        """The Stored, Removed, Located, Updated or Cleared."""
         return self.event.data
 
     @property
@@ -416,7 +450,7 @@ def stored_event(  # noqa: PLR0917 - it is called for each event that is decoded
 # ------------------------------------------------------------------------------------------------ Dynamo's JSON
 
 
-# Dynamo's JSON has no sparse Stored, and no location. These have a form of their own, which Dynamo refuses.
+# Dynamo's JSON has no sparse Stored, no location, and no update. These have a form of their own, which Dynamo refuses.
 
 
 def _data_to_json(data: EventData) -> Any:
@@ -432,6 +466,9 @@ def _data_to_json(data: EventData) -> Any:
         ]
         parent = None if data.parent_hash is None else data.parent_hash & _U64
         return {"stored": {"parent_hash": parent, "start_position": data.start_position, "blocks": blocks}}
+    if isinstance(data, Updated):
+        changes = {"levels": data.levels, "priorities": data.priorities}
+        return {data.kind: {"block_hash": data.block_hash & _U64, **changes}}
     if isinstance(data, (Removed, Located)):
         return {data.kind: {"block_hashes": [block_hash & _U64 for block_hash in data.block_hashes]}}
     return "cleared"
@@ -456,6 +493,8 @@ def _data_from_json(value: object, where: str) -> EventData:
         if kind in ("removed", "located"):
             hashes = _hashes_from_json(_object(body, f"{where}.{kind}"), f"{where}.{kind}")
             return Removed(hashes) if kind == "removed" else Located(hashes)
+        if kind == "updated":
+            return _updated_from_json(_object(body, f"{where}.{kind}"), f"{where}.{kind}")
         if kind == "cleared" and body is None:
             return Cleared()
     raise ValueError(
@@ -466,6 +505,18 @@ def _data_from_json(value: object, where: str) -> EventData:
 def _hashes_from_json(fields: Mapping[str, Any], where: str) -> tuple[int, ...]:
     place = f"{where}.block_hashes"
     return tuple(_number(h, f"{place}[{i}]") for i, h in enumerate(_array(fields, "block_hashes", where)))
+
+
+def _updated_from_json(fields: Mapping[str, Any], where: str) -> Updated:
+    pairs: list[tuple[int, int] | None] = []
+    for name in ("levels", "priorities"):
+        pair = fields.get(name)
+        if pair is not None and (not isinstance(pair, list | tuple) or len(pair) != 2):
+            raise ValueError(f"{where}.{name}: expected [before, after], or null, got {pair!r:.80}")
+        pairs.append(
+            None if pair is None else (_number(pair[0], f"{where}.{name}"), _number(pair[1], f"{where}.{name}"))
+        )
+    return Updated(_unsigned(fields, "block_hash", where), *pairs)
 
 
 def _stored_from_json(body: object, where: str) -> Stored:
@@ -532,7 +583,7 @@ _FIELDS: Final = frozenset(
         *("worker_id", "storage_tier", "event", "event_id", "data", "dp_rank"),
         *("parent_hash", "start_position", "blocks", "block_hash", "tokens_hash", "block_hashes"),
         *("mm_extra_info", "mm_objects", "mm_hash", "offsets"),
-        *("span", "block_size"),
+        *("span", "block_size", "levels", "priorities"),
     )
 )
 _DECODER: Final = json.JSONDecoder(object_pairs_hook=_unique_fields, parse_constant=_no_constant)
@@ -576,10 +627,10 @@ def _number(value: object, where: str, top: int = _U64) -> int:
     return value
 
 
-KINDS: Final = tuple(data.kind for data in (Stored, Removed, Cleared, Located))
+KINDS: Final = tuple(data.kind for data in (Stored, Removed, Cleared, Located, Updated))
 """Kinds of events."""
 
 
 def kind_of(event: RouterEvent) -> str:
-    """An event's kind: "stored", "removed", "cleared" or "located"."""
+    """An event's kind: "stored", "removed", "cleared", "located" or "updated"."""
     return event.event.data.kind

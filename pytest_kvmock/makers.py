@@ -249,6 +249,20 @@ def sglang_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> Driv
     return RadixDriver(manager, prefix_caching, rng)
 
 
+def trtllm(**options: Any) -> KvManager:
+    """Make a `V1Manager`."""
+    from pytest_kvmock.cache.trtllm.v1_manager import V1Manager
+
+    return V1Manager(**options)
+
+
+def trtllm_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> Driver:
+    """Make the driver of a `V1Manager`."""
+    from pytest_kvmock.engine.trtllm_driver import TrtllmDriver
+
+    return TrtllmDriver(manager, prefix_caching, rng)
+
+
 def mocker_sglang_1_6(**options: Any) -> KvManager:
     """Make a `MockerRadixManager`."""
     from pytest_kvmock.cache.dynamo.mocker_sglang import MockerRadixManager

@@ -22,6 +22,8 @@ EventExtra: TypeAlias = Mapping[str, Any]
 `lora_id`, `lora_name`, `cache_salt`, `session_id`; and `extra_keys`: per block, what vLLM hashes beside its tokens (a tuple, or
 None): the adapter's name, `(identifier, offset)` of each multimodal item, in the first block the salt. `lora_path` is on no wire.
 `lookahead_token_ids`: `LOOKAHEAD`. Of a cache group `group_idx`, `kv_cache_spec_kind` and `kv_cache_spec_sliding_window` (`group_extra`).
+TensorRT-LLM's have `window_size`, in tokens; a Stored `cache_levels` and `priorities` of each block, a Cleared that is its created
+`blocks_per_level`; and in process, on no wire, `silently_gone`: names that have left without a Removed since its window's last event.
 """
 
 LOOKAHEAD: Final = "lookahead_token_ids"
@@ -276,6 +278,11 @@ def group_extra(
     if window is not None:
         found["kv_cache_spec_sliding_window"] = window
     return found or None
+
+
+def has_window_size(extra: EventExtra | None) -> bool:
+    """Whether an event says its window, as TensorRT-LLM's do: its last block may be partial, and leaves may go without a word."""
+    return extra is not None and "window_size" in extra
 
 
 def is_of_group(extra: EventExtra | None) -> bool:

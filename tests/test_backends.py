@@ -196,7 +196,7 @@ WRONG = [
     ({"name": "all"}, "is not one of all, no-backend, hybrid, speculative; got 'all'"),
     ({"make": None}, "backend 'mine': make must be callable, got None"),
     ({"residency": "both"}, "backend 'mine': residency must be 'unique' or 'counted', got 'both'"),
-    ({"scheduler": "trt"}, "backend 'mine': scheduler must be 'vllm' or 'sglang', got 'trt'"),
+    ({"scheduler": "trt"}, "backend 'mine': scheduler must be 'vllm' or 'sglang' or 'trtllm', got 'trt'"),
     ({"models": None}, "backend 'mine': models must be a string, got None"),
     ({"prefix_closed": "no"}, "backend 'mine': prefix_closed must be True or False, got 'no'"),
     ({"in_matrix": 1}, "backend 'mine': in_matrix must be True or False, got 1"),

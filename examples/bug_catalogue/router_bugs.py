@@ -44,6 +44,8 @@ class Herd(RightRouter):
     _polled_ms = float("-inf")
     _polled: Mapping[Worker, int] = MappingProxyType({})
 
+    needs_candidates = True
+
     def pick(self, request: RouterRequest, candidates: Sequence[Candidate]) -> Worker:
         if request.now_ms - self._polled_ms >= self._EVERY_MS:
             self._polled_ms = request.now_ms
@@ -61,8 +63,10 @@ class NeverFreed(RightRouter):
 class EmptyScores(RightRouter):
     """Picks the first worker for a prompt of which nobody holds a block."""
 
-    def pick(self, request: RouterRequest, candidates: Sequence[Candidate]) -> Worker:
-        return super().pick(request, candidates) if any(self.overlap(request).values()) else self.workers()[0]
+    def pick(self, request: RouterRequest, candidates: Sequence[Candidate]) -> Worker | None:
+        if any(self.overlap(request).values()) or not candidates:
+            return super().pick(request, candidates)
+        return candidates[0].worker
 
 
 class CountedTwice(RightRouter):
@@ -85,6 +89,9 @@ class DeadWorkerKept(RightRouter):
 
     def worker_removed(self, worker: Worker) -> None:
         self.index.remove_worker(worker[0] if isinstance(worker, tuple) else worker)
+
+    def choices(self, candidates: Sequence[Candidate]) -> list[Worker]:
+        return self.workers()
 
     def worker_added(self, worker: Worker) -> None:
         if worker not in self.book.loads:

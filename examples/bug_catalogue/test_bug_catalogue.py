@@ -29,6 +29,8 @@ BACKENDS = {
     "bug_24_span_divided_by_hashes": "vllm_deepseek_v4",
     "bug_27_names_without_the_next_token": "vllm_mtp",
     "bug_30_pairs_by_a_flag": "sglang",
+    "bug_31_partial_blocks_count": "trtllm",
+    "bug_33_stored_twice_counts_twice": "trtllm",
 }
 
 

@@ -1,87 +1,300 @@
 """A router as a process of its own: it hears KV events over ZMQ, and sends each completion to the worker that holds most of its prompt.
 
-    python plain_router.py 16 http://127.0.0.1:8000=tcp://127.0.0.1:5557 http://127.0.0.1:8001=tcp://127.0.0.1:5558
+    python plain_router.py 16 http://127.0.0.1:8000=tcp://127.0.0.1:5557+tcp://127.0.0.1:6557 http://127.0.0.1:8001=tcp://127.0.0.1:5558
 
-It prints where it listens. One token is one byte, as the tokenizer of the served engines has it.
+Of each worker it is given where it serves and where each of its ranks publishes, one after a comma: events, and after a "+" where it is
+asked for what was missed. It prints where it listens. One token is one byte, as the tokenizer of the served engines has it.
 """
 
 import asyncio
+import json
+import signal
 import sys
+from collections import Counter
+from contextlib import suppress
 
 import msgspec
 import zmq
 import zmq.asyncio
-from aiohttp import ClientSession, web
+from aiohttp import ClientConnectionError, ClientError, ClientSession, ClientTimeout, TCPConnector, web
+
+END = b"\xff" * 8  # the number of the message that ends an answer to a replay
+REPLAY_S = 2.0  # how long a message of such an answer may take
+STOP_S = 5.0  # how long a request may go on after the process was asked to end
+HOP_BY_HOP = {"connection", "content-length", "host", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"}
+ATTENTION = (None, "full_attention", "mla_attention")
+DEVICE = (None, "GPU")
 
 
-class Router:
-    def __init__(self, block_size, workers):
+class Cache:
+    """What one rank holds in its device, by its events. A prefix is named by what a router can compute of a prompt."""
+
+    def __init__(self, block_size):
         self.block_size = block_size
-        self.held = {worker: {} for worker in workers}  # of each, by parent and tokens: the block
-        self.open = dict.fromkeys(workers, 0)
+        self.clear()
 
-    async def hear(self, worker, endpoint):
-        """Apply the events of a worker for ever."""
-        socket = zmq.asyncio.Context.instance().socket(zmq.SUB)
-        socket.subscribe(b"")
-        socket.connect(endpoint)
-        next_number = 0
-        while True:
-            *_, number, payload = await socket.recv_multipart()
-            if int.from_bytes(number) < next_number:  # it began anew: it was restarted, and is empty
-                self.held[worker].clear()
-            next_number = int.from_bytes(number) + 1
-            for event in msgspec.msgpack.decode(payload)[1]:
-                self.apply(self.held[worker], event)
+    def clear(self):
+        self.prefixes = {}  # by the engine's name of a block
+        self.copies = Counter()  # of each prefix; an engine may hold a block twice
+        self.group = None  # the number of its attention group
 
-    def apply(self, held, event):
+    def apply(self, event):
+        if event.get("medium") not in DEVICE:
+            return  # in its host
         if event["type"] == "BlockStored":
-            parent, tokens, size = event["parent_block_hash"], event["token_ids"], self.block_size
-            for at, block in enumerate(event["block_hashes"]):
-                held[parent, tuple(tokens[at * size : (at + 1) * size])] = block
-                parent = block
+            self.store(event)
         elif event["type"] == "BlockRemoved":
-            gone = set(event["block_hashes"])
-            for key in [key for key, block in held.items() if block in gone]:
-                del held[key]
-        else:
-            held.clear()
+            if event.get("group_idx") == self.group:
+                self.remove(event["block_hashes"])
+        elif event["type"] == "AllBlocksCleared":
+            self.clear()
 
-    def overlap(self, held, tokens):
-        parent, count = None, 0
+    def store(self, event):
+        if event.get("kv_cache_spec_kind") not in ATTENTION or event["block_size"] != self.block_size:
+            return  # of a window or a state, or the tail of a prompt
+        self.group = event.get("group_idx")
+        parent, tokens, size = event["parent_block_hash"], event["token_ids"], self.block_size
+        prefix = self.root(event) if parent is None else self.prefixes.get(parent)
+        if prefix is None:
+            return  # what it continues was lost
+        for at, block in enumerate(event["block_hashes"]):
+            prefix = hash((prefix, tuple(tokens[at * size : (at + 1) * size])))
+            self.prefixes[block] = prefix
+            self.copies[prefix] += 1
+
+    def root(self, event):
+        """Return the name of an empty prompt: the adapter and the salt. In vLLM that stands behind the adapter in the keys of the first block."""
+        adapter = event.get("lora_name")
+        keys = [each for each in (event.get("extra_keys") or [None])[0] or () if each != adapter]
+        return hash((adapter, event.get("cache_salt", keys[0] if keys else None)))
+
+    def remove(self, blocks):
+        for block in blocks:
+            prefix = self.prefixes.get(block)
+            if prefix is None:
+                continue
+            self.copies[prefix] -= 1
+            if self.copies[prefix] < 1:
+                del self.copies[prefix], self.prefixes[block]
+
+    def overlap(self, prefix, tokens):
+        count = 0
         for at in range(0, len(tokens) - self.block_size + 1, self.block_size):
-            parent = held.get((parent, tuple(tokens[at : at + self.block_size])))
-            if parent is None:
+            prefix = hash((prefix, tuple(tokens[at : at + self.block_size])))
+            if prefix not in self.copies:
                 break
             count += 1
         return count
 
-    async def complete(self, request):
-        body = await request.json()
-        tokens = body["prompt"].encode()
-        worker = max(self.held, key=lambda each: (self.overlap(self.held[each], tokens), -self.open[each]))
-        self.open[worker] += 1
+
+class Rank:
+    """One rank of a worker: its batches in their order, and what follows from them."""
+
+    def __init__(self, cache, endpoints):
+        self.cache = cache
+        self.events, _, self.replays = endpoints.partition("+")
+        self.next = 0
+        self.time = -1.0
+
+    async def follow(self):
+        """Apply its events for ever."""
+        socket = zmq.asyncio.Context.instance().socket(zmq.SUB)
+        socket.subscribe(b"")
+        socket.connect(self.events)
+        await self.replay()  # what it has published before
+        while True:
+            *_, number, payload = await socket.recv_multipart()
+            await self.receive(int.from_bytes(number), payload)
+
+    async def receive(self, number, payload):
+        """Take a batch off the wire: in its order, or after what is missing before it."""
+        batch = self.decoded(payload)
+        if batch is None:  # a replay may have it as it was
+            await self.replay()
+            self.next = max(self.next, number + 1)
+            return
+        if number < self.next:
+            if batch[0] <= self.time:
+                return  # doubled, or it came by a replay
+            self.cache.clear()  # an old number at a later time: it was restarted, and is empty
+            self.next = 0
+        if number > self.next:
+            await self.replay()
+        if number >= self.next:
+            self.apply(number, batch)
+
+    def decoded(self, payload):
         try:
-            async with request.app["client"].post(f"{worker}/v1/completions", json=body) as answer:
-                return web.Response(body=await answer.read(), status=answer.status, content_type="application/json")
-        finally:
-            self.open[worker] -= 1
+            return msgspec.msgpack.decode(payload)
+        except msgspec.DecodeError:
+            return None
+
+    def apply(self, number, batch):
+        for event in batch[1]:
+            self.cache.apply(event)
+        self.next, self.time = number + 1, batch[0]
+
+    async def replay(self):
+        """Ask for the batches from the next one on, and apply them."""
+        if not self.replays:
+            return
+        with zmq.asyncio.Context.instance().socket(zmq.DEALER) as socket:
+            socket.set(zmq.LINGER, 0)
+            socket.connect(self.replays)
+            await socket.send_multipart([b"", self.next.to_bytes(8)])
+            while await socket.poll(REPLAY_S * 1000):
+                *_, number, payload = await socket.recv_multipart()
+                if number == END:
+                    return
+                batch = self.decoded(payload)
+                if batch is not None and int.from_bytes(number) >= self.next:
+                    self.apply(int.from_bytes(number), batch)
 
 
-async def main(block_size, *workers):
-    sources = dict(each.split("=") for each in workers)
-    router = Router(int(block_size), sources)
-    app = web.Application()
-    app.router.add_post("/v1/completions", router.complete)
-    async with ClientSession() as app["client"], asyncio.TaskGroup() as tasks:
-        for worker, endpoint in sources.items():
-            tasks.create_task(router.hear(worker, endpoint))
-        runner = web.AppRunner(app)
+class Worker:
+    """A worker as the router sees it."""
+
+    def __init__(self, source, block_size):
+        self.url, _, ranks = source.partition("=")
+        self.ranks = [Rank(Cache(block_size), each) for each in ranks.split(",")]
+        self.open = 0
+        self.picked = 0  # when it was picked last
+
+    def overlap(self, root, tokens):
+        """Return how much its best rank holds of a prompt, and which that is."""
+        held = [rank.cache.overlap(root, tokens) for rank in self.ranks]
+        return max(held), held.index(max(held))
+
+
+def kept(headers):
+    """Return what of headers is passed on."""
+    return {name: value for name, value in headers.items() if name.lower() not in HOP_BY_HOP}
+
+
+class Router:
+    def __init__(self, block_size):
+        self.block_size = block_size
+        self.workers = {}  # by source
+        self.following = {}  # of each source the tasks that follow its ranks
+        self.picks = 0
+
+    def use(self, sources):
+        """Route to these workers from now on."""
+        for source in [each for each in self.workers if each not in sources]:
+            del self.workers[source]
+            for task in self.following.pop(source):
+                task.cancel()
+        for source in [each for each in sources if each not in self.workers]:
+            worker = self.workers[source] = Worker(source, self.block_size)
+            self.following[source] = [asyncio.create_task(rank.follow()) for rank in worker.ranks]
+
+    def asked(self, body):
+        """Return the name of an empty prompt of this request, and its tokens; a chat has none here."""
+        adapter = body.get("model") if body.get("model") != "mock-model" else None
+        prompt = body.get("prompt")
+        return hash((adapter, body.get("cache_salt"))), prompt.encode() if isinstance(prompt, str) else b""
+
+    def pick(self, root, tokens, tried):
+        """Return the worker that holds most of a prompt, of equal ones that with the fewest open requests, of these in turn."""
+        left = [each for each in self.workers.values() if each not in tried]
+        if not left:
+            return None
+        worker = min(left, key=lambda each: (-each.overlap(root, tokens)[0], each.open, each.picked))
+        self.picks += 1
+        worker.picked = self.picks
+        return worker
+
+    # ------------------------------------------------------------------------------------------------------ requests
+
+    async def complete(self, request):
+        """Send a request to a worker; to another one where it cannot be reached, as long as nothing was answered."""
+        data = await request.read()
+        try:
+            root, tokens = self.asked(json.loads(data))
+        except (ValueError, AttributeError):
+            return web.json_response({"error": {"message": "the body is no object of JSON", "code": 400}}, status=400)
+        tried = []
+        while (worker := self.pick(root, tokens, tried)) is not None:
+            tried.append(worker)
+            headers = kept(request.headers)
+            if len(worker.ranks) > 1:
+                headers.setdefault("X-data-parallel-rank", str(worker.overlap(root, tokens)[1]))
+            worker.open += 1
+            try:
+                upstream = await self.send(request, worker, headers, data)
+            except ClientConnectionError:
+                continue  # nothing was answered yet
+            else:
+                async with upstream:
+                    return await self.passed_on(request, upstream)
+            finally:
+                worker.open -= 1
+        return web.json_response({"error": {"message": "no worker can be reached", "code": 503}}, status=503)
+
+    async def send(self, request, worker, headers, data):
+        """Send a request to a worker, and return its answer, of which the head is there."""
+        return await request.app["client"].post(worker.url + request.path_qs, data=data, headers=headers)
+
+    async def passed_on(self, request, upstream):
+        """Return a worker's answer as it is, part by part."""
+        answer = web.StreamResponse(status=upstream.status, headers=kept(upstream.headers))
+        answer.content_length = upstream.content_length
+        try:
+            await answer.prepare(request)
+            async for part in upstream.content.iter_any():
+                await answer.write(part)
+        except ConnectionError:
+            pass  # the client has gone
+        except ClientError:
+            self.cut(request)  # as the worker did: what was sent cannot be taken back
+        return answer
+
+    def cut(self, request):
+        if request.transport is not None:
+            request.transport.abort()
+
+    # ------------------------------------------------------------------------------------------- what it is asked for
+
+    async def blocks(self, request):
+        """Answer how many leading blocks of a prompt each rank of each worker holds."""
+        root, tokens = self.asked(await request.json())
+        rows = [
+            {"url": worker.url, "rank": at, "blocks": rank.cache.overlap(root, tokens)}
+            for worker in self.workers.values()
+            for at, rank in enumerate(worker.ranks)
+        ]
+        return web.json_response(rows)
+
+    async def open_requests(self, _):
+        """Answer how many requests are open."""
+        return web.json_response(sum(worker.open for worker in self.workers.values()))
+
+    async def use_workers(self, request):
+        """Take a list of workers in place of those of before."""
+        self.use(await request.json())
+        return web.json_response(len(self.workers))
+
+
+async def main(router, sources):
+    app = web.Application(client_max_size=2**26)
+    app.router.add_post("/blocks", router.blocks)
+    app.router.add_get("/open", router.open_requests)
+    app.router.add_put("/workers", router.use_workers)
+    app.router.add_post("/{path:.*}", router.complete)
+    router.use(sources)
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
+    # Each request has a connection of its own: one that was kept may have been cut, and then it is not known what was done.
+    client = ClientSession(connector=TCPConnector(force_close=True), timeout=ClientTimeout(None), auto_decompress=False)
+    async with client as app["client"]:
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=STOP_S)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
         print(runner.addresses[0][1], flush=True)
+        await ended.wait()
+        await runner.cleanup()  # what is open goes on for a while
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:]))
+    with suppress(KeyboardInterrupt):
+        asyncio.run(main(Router(int(sys.argv[1])), sys.argv[2:]))

@@ -15,6 +15,8 @@ class AibrixRule:
         ttl_ms: how long a block is remembered that is not asked for, by the fleet's clock: `time.monotonic()` stands still there.
     """
 
+    needs_candidates = True
+
     def __init__(self, seed=0, imbalance=8, ttl_ms=60_000):
         self.rng = Random(seed)
         self.imbalance = imbalance

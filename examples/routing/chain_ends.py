@@ -14,6 +14,8 @@ ATTENTION = ("full_attention", "mla_attention")
 class PlainOverlap:
     """The most blocks by events, then the fewest open requests."""
 
+    needs_candidates = True
+
     def __init__(self):
         self.index = RadixIndex(count_copies=True)
         self.counted = {}  # by the tokens of a prompt: blocks that it was sent for

@@ -14,6 +14,8 @@ class DynamoCost:
         overlap_weight: what a block that is there is worth, in blocks of prefill.
     """
 
+    needs_candidates = True
+
     def __init__(self, seed=0, overlap_weight=1.0):
         self.rng = Random(seed)
         self.overlap_weight = overlap_weight

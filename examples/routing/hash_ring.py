@@ -16,6 +16,8 @@ class HashRing:
         bound: how far a worker may be above the mean of open requests.
     """
 
+    needs_candidates = True
+
     def __init__(self, points=40, bound=1.25):
         self.points = points
         self.bound = bound

@@ -14,6 +14,8 @@ class Scorers:
         weights: of prefix, queue and usage.
     """
 
+    needs_candidates = True
+
     def __init__(self, seed=0, weights=(3, 2, 2)):
         self.rng = Random(seed)
         self.weights = weights

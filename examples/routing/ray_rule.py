@@ -47,6 +47,8 @@ class RayRule:
         match_rate: the share of a prompt that must match.
     """
 
+    needs_candidates = True
+
     def __init__(self, tree=None, seed=0, imbalanced=float("inf"), match_rate=0.1):
         self.tree = SentTexts() if tree is None else tree
         self.rng = Random(seed)

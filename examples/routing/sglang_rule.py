@@ -11,6 +11,8 @@ class CacheAware:
         blocks: how many blocks are remembered of a worker, those used last.
     """
 
+    needs_candidates = True
+
     def __init__(self, threshold=0.5, apart=32, ratio=1.1, blocks=1024):
         self.threshold = threshold
         self.apart = apart

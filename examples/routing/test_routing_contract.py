@@ -1,7 +1,7 @@
 """The seven policies hold what any router must: they use workers that come, leave out those that go, and let nobody wait for ever.
 
 SGLang's rule says what it believes of its tree. The others count nothing by themselves, so what the contract asks of beliefs is
-skipped, and says so.
+skipped, and says so. Four go where a prefix is though loads speak against it, which `follows_prefix` declares.
 """
 
 from aibrix_rule import AibrixRule
@@ -22,11 +22,15 @@ class TestTwoChoices(RouterContract):
 
 
 class TestHashRing(RouterContract):
+    follows_prefix = True
+
     def make_router(self):
         return HashRing()
 
 
 class TestAibrixRule(RouterContract):
+    follows_prefix = True
+
     def make_router(self):
         return AibrixRule()
 
@@ -37,11 +41,15 @@ class TestScorers(RouterContract):
 
 
 class TestCacheAware(RouterContract):
+    follows_prefix = True
+
     def make_router(self):
         return CacheAware()
 
 
 class TestRayRule(RouterContract):
+    follows_prefix = True
+
     def make_router(self):
         return RayRule()
 

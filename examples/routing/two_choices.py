@@ -6,6 +6,8 @@ from random import Random
 class TwoChoices:
     """It knows no cache, and needs nothing but a seed."""
 
+    needs_candidates = True
+
     def __init__(self, seed=0):
         self.rng = Random(seed)
 

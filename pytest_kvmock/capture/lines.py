@@ -32,7 +32,7 @@ from operator import itemgetter
 from typing import Any, Final
 
 from pytest_kvmock.checks import MOST_U64, check_integer, is_integer
-from pytest_kvmock.events import Cleared, EventData, KvCacheEvent, RouterEvent, SparseStored, Stored, StreamKey
+from pytest_kvmock.events import Cleared, EventData, KvCacheEvent, RouterEvent, SparseStored, Stored, StreamKey, renamed
 from pytest_kvmock.hygiene import entries
 from pytest_kvmock.hygiene.injection import Injection
 from pytest_kvmock.hygiene.stream import Stream
@@ -268,7 +268,7 @@ def _with_hashes(data: EventData, published: Any) -> EventData:
         before = data.parent_hash if isinstance(data, Stored) else None
         if isinstance(hashes, list) and _u64(hashes) == list(data.block_hashes) and _u64([parent]) == [before]:
             if not isinstance(data, Stored):
-                return type(data)(hashes)
+                return renamed(data, hashes)
             if isinstance(data, SparseStored):
                 return SparseStored(parent, tuple(hashes), data.span, data.block_size)
             return Stored(parent, tuple(hashes), data.tokens_hashes, data.start_position, data.mm_extra_info)

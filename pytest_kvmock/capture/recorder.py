@@ -1,4 +1,4 @@
-"""Recording a live engine: its KV events over ZMQ into a capture, judged as they come."""
+"""Recording a live engine: its KV events over ZMQ, or TensorRT-LLM's by HTTP, into a capture, judged as they come."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pytest_kvmock.backends import backend_spec
 from pytest_kvmock.capture.capture_file import CaptureFile, check_replaceable
 from pytest_kvmock.capture.capturing_journal import CapturingJournal
 from pytest_kvmock.capture.lines import header
+from pytest_kvmock.capture.polled_recorder import Polled, is_over
 from pytest_kvmock.checks import check_integer, check_number
 from pytest_kvmock.events import RouterEvent
 from pytest_kvmock.hygiene.entries import BatchesLost, Opened
@@ -21,7 +22,7 @@ from pytest_kvmock.hygiene.ledger import Ledger
 from pytest_kvmock.hygiene.log import EventLog
 from pytest_kvmock.hygiene.problem import Problem
 from pytest_kvmock.hygiene.stream_spec import StreamSpec
-from pytest_kvmock.wire.table import find_dialect
+from pytest_kvmock.wire.table import Dialect, find_dialect
 
 _LOOK: Final = 0.2
 """Seconds between two looks at the time."""
@@ -75,7 +76,8 @@ def record(
     """Record what an engine publishes, until there is enough or a KeyboardInterrupt; that ends it, and is not raised.
 
     Args:
-        endpoint: where the engine is bound; other ranks are on the ports after it.
+        endpoint: where the engine is bound; other ranks are on the ports after it. Of TensorRT-LLM its HTTP address: it is asked
+            for its events, which empties its buffer, so that this stands in place of a router, not beside one.
         path: the capture to write.
         dialect: what the engine speaks.
         replay: where the engine answers for batches that it has published before; None: nowhere, and the stream begins
@@ -110,6 +112,11 @@ def record(
     def judge(event: RouterEvent) -> None:
         recorded.log.append(event)
         recorded.log.note(ledger.take(event))
+
+    if row.form == "trtllm_json":
+        if replay is not None or topic:
+            raise ValueError(f"replay and topic are of events over ZMQ; those of dialect {row.name!r} are polled")
+        return _record_polled(endpoint, recorded, row, batches=batches, until=until, progress=progress)
 
     def lose(worker_id: int, dp_rank: int, batches: range, observed: str) -> None:
         recorded.lost.append(f"rank {dp_rank}: {observed}")
@@ -148,6 +155,45 @@ def record(
             recorded.batches = subscriber.batches + subscriber.unreadable
     if not (recorded.batches or recorded.lost):
         recorded.silence = "nothing was received: " + "; ".join(map(_silence, subscriber.endpoints))
+    return recorded
+
+
+def _record_polled(
+    endpoint: str,
+    recorded: Recorded,
+    row: Dialect,
+    *,
+    batches: int | None,
+    until: float | None,
+    progress: Callable[[Recorded], object] | None,
+) -> Recorded:
+    """Record an engine that is asked for its events; an answer with events is a batch."""
+    spec = backend_spec(row.backend)
+    engine = {"dialect": row.name, "models": row.models, "endpoint": endpoint, "replay": None}
+    about = StreamSpec(residency=spec.residency, prefix_closed=spec.prefix_closed)
+
+    def judge(event: RouterEvent) -> None:
+        recorded.log.append(event)
+        recorded.log.note(ledger.take(event))
+
+    ledger = Ledger()
+    polled = Polled(endpoint, ledger, about, judge)
+    file = CaptureFile(recorded.path, header(engine, None))
+    ledger.journal = CapturingJournal(file)
+    with file:
+        try:
+            while not is_over(recorded.batches, batches, until):
+                polled.poll()
+                _write_unreadable(recorded, file, polled.problems)
+                recorded.batches = polled.answers
+                if progress is not None:
+                    progress(recorded)
+                if not is_over(recorded.batches, batches, until):
+                    polled.wait(_LOOK)
+        except KeyboardInterrupt:
+            pass
+    if not recorded.batches:
+        recorded.silence = f"nothing was received: {polled.silence or f'no event from {endpoint}'}"
     return recorded
 
 

@@ -194,7 +194,7 @@ def write_vectors(
 
     Args:
         directory: where; it is made if there is none.
-        dialects: names of dialects; None: all.
+        dialects: names of dialects; None: all that can say that all is gone.
         seed: of the traffic. The same seed gives the same bytes.
         progress: called with the name of each dialect before it is written.
 
@@ -203,11 +203,17 @@ def write_vectors(
 
     Raises:
         CaptureError: a file cannot be written.
-        ValueError: an unknown dialect.
+        ValueError: an unknown dialect, or one that has no event that says that all is gone.
         ImportError: msgspec is not installed.
     """
     home = Path(directory)
-    rows = [find_dialect(name) for name in (known_dialects() if dialects is None else dict.fromkeys(dialects))]
+    made = [name for name, row in known_dialects().items() if row.clears]
+    rows = [find_dialect(name) for name in (made if dialects is None else dict.fromkeys(dialects))]
+    for row in rows:
+        if not row.clears:
+            raise ValueError(
+                f"vectors have a Cleared, which dialect {row.name!r} cannot say; they are made of {', '.join(made)}"
+            )
     about = []
     with long_run():
         for row in rows:

@@ -123,7 +123,7 @@ class EngineSize(NamedTuple):
         alone = getattr(driver, "alone", None)
         groups = None if alone is None else alone(args.max_num_batched_tokens, capped=release.last_token_free)
         longest = getattr(driver.manager, "max_model_len", None)
-        return cls(args.block_size, args.num_gpu_blocks, rejects, args.max_model_len, last_token_free, groups, longest)
+        return cls(args.block_size, args.num_gpu_blocks, rejects, args.most_tokens, last_token_free, groups, longest)
 
     def rejects_prompt(self, tokens: int) -> bool:
         """Whether a prompt of so many tokens is rejected."""

@@ -19,15 +19,25 @@ _COUNTED = ("passes", "prompt_tokens_computed", "blocks_evicted", "preemptions")
 class _Term:
     """A worker from when it came until it went, with what its engine had counted before."""
 
-    __slots__ = ("before", "engine", "last_pick", "open", "since", "until_ms")
+    __slots__ = ("_offered", "_since", "before", "engine", "open", "since_ms", "until_ms")
 
-    def __init__(self, engine: MockEngine, since: tuple[float, int]) -> None:
+    def __init__(self, engine: MockEngine, since_ms: float, picks: int) -> None:
         self.engine = engine
         self.before = engine.row
-        self.since = since
+        self.since_ms = since_ms
         self.until_ms: float | None = None
-        self.last_pick: int | None = None  # how many picks there were when it was a candidate no more
+        self._offered = 0  # of picks that it was a candidate of, until it was none
+        self._since: int | None = picks  # how many picks there were when it became one; None: it is none
         self.open = 0
+
+    def is_candidate(self, picks: int, *, still: bool) -> None:
+        """Note whether it is a candidate from now on, after so many picks."""
+        self._offered = self.offered(picks)
+        self._since = picks if still else None
+
+    def offered(self, picks: int) -> int:
+        """Return of how many picks it was a candidate, of so many."""
+        return self._offered + (0 if self._since is None else picks - self._since)
 
 
 class RunNotes:
@@ -45,13 +55,14 @@ class RunNotes:
     def __init__(self, engines: Mapping[Worker, MockEngine], start_ms: float) -> None:
         self.picks: list[Pick] = []
         self.happened: list[Happened] = []
-        self._terms = {worker: _Term(engine, (start_ms, 0)) for worker, engine in engines.items()}
+        self._terms = {worker: _Term(engine, start_ms, 0) for worker, engine in engines.items()}
         self._open: dict[RouterRequest, tuple[_Term, int]] = {}
 
     def picked(self, request: RouterRequest, pick: Pick) -> None:
         """Note a choice; the request is open from the next one on."""
         self.picks.append(pick)
-        self._open[request] = self._terms[pick.worker], len(self.picks)
+        term = self._terms[pick.worker]
+        self._open[request] = term, term.offered(len(self.picks))
 
     def ended(self, request: RouterRequest) -> None:
         """Note that a request is open no more."""
@@ -59,12 +70,11 @@ class RunNotes:
         if noted is not None:
             term, since = noted
             # Of one that ends on a worker which left, only the picks count that this was a candidate of.
-            upto = len(self.picks) if term.last_pick is None else term.last_pick
-            term.open += max(0, upto - since)
+            term.open += term.offered(len(self.picks)) - since
 
-    def no_candidate(self, worker: Worker) -> None:
-        """Note that the router is not offered a worker any more: as that leaves, or as its crash is noticed."""
-        self._terms[worker].last_pick = len(self.picks)
+    def is_candidate(self, worker: Worker, *, still: bool) -> None:
+        """Note whether the router is offered a worker from now on: not as that leaves, its crash is noticed, or it is cordoned."""
+        self._terms[worker].is_candidate(len(self.picks), still=still)
 
     def happens(self, now_ms: float, kind: str, worker: int, ranks: Any, lost: int = 0) -> None:
         """Note an incident: who comes, and who goes.
@@ -79,7 +89,7 @@ class RunNotes:
         self.happened.append(Happened(now_ms, kind, worker, lost))
         for each in ranks:
             if kind == "join":
-                self._terms[each] = _Term(ranks[each], (now_ms, len(self.picks)))
+                self._terms[each] = _Term(ranks[each], now_ms, len(self.picks))
             elif kind in ("crash", "leave"):
                 self._terms[each].until_ms = now_ms
 
@@ -95,10 +105,10 @@ class RunNotes:
                 row._replace(
                     worker=worker,
                     position=position,
-                    since_ms=term.since[0],
+                    since_ms=term.since_ms,
                     until_ms=now_ms if term.until_ms is None else term.until_ms,
                     open_requests=term.open,
-                    picks=(len(self.picks) if term.last_pick is None else term.last_pick) - term.since[1],
+                    picks=term.offered(len(self.picks)),
                     **did,
                 )
             )

@@ -136,13 +136,13 @@ class MockEngineArgs:
     The fields, their defaults and ranges are those of Dynamo's mocker 1.2.1, and so is their JSON.
 
     Attributes:
-        engine_type: "vllm" or "sglang": the scheduler.
+        engine_type: "vllm", "sglang" or "trtllm": the scheduler.
         num_gpu_blocks: capacity of a rank in blocks, at least 1.
-        block_size: tokens a block. 0, the default, becomes 64 for vllm; for sglang the page size, or 1.
+        block_size: tokens a block. 0, the default, becomes 64 for vllm, 32 for trtllm; for sglang the page size, or 1.
         max_num_seqs: most requests that run at once, at least 1; None: unlimited.
-        max_num_batched_tokens: most tokens that one pass computes, at least 1; None: unlimited. vllm only.
+        max_num_batched_tokens: most tokens that one pass computes, at least 1; None: unlimited. Not sglang.
         enable_prefix_caching: False: nothing is published, and nothing is reused.
-        enable_chunked_prefill: False: a prompt is computed in one pass or not at all. vllm only.
+        enable_chunked_prefill: False: a prompt is computed in one pass or not at all. Not sglang.
         speedup_ratio: divides times, finite and at least 0; by 0 nothing is divided, as by 1.
         decode_speedup_ratio: finite and at least 0. Times of decode are divided by the product of both, if it is not 0.
         dp_size: data-parallel ranks, at least 1. A `MockEngine` is one rank, whatever this says; a harness makes an
@@ -193,9 +193,9 @@ class MockEngineArgs:
         aic_mtp_seed: seed of what is accepted; to it the number of the worker is added.
         inert: arguments of the nested form that act on no mock engine, by their path (`json_forms.INERT`): accepted, and
             written to JSON. `tensor_parallel_size` counts in reports.
-        semantics: the release of Dynamo whose scheduler is followed: "1.2.1" or "1.6.1" for vllm, "1.6.1" for sglang, or
+        semantics: the release of Dynamo whose scheduler is followed: "1.2.1" or "1.6.1" for vllm, "1.6.1" for sglang and trtllm, or for sglang
             "mixed", the scheduler over SGLang's own cache, whose passes compute prompts and output; None: that of the
-            engine's backend (`BackendSpec.semantics`), or else "1.2.1" for vllm, "mixed" for sglang. An addition of ours,
+            engine's backend (`BackendSpec.semantics`), or else "1.2.1" for vllm, "mixed" for sglang, "1.6.1" for trtllm. An addition of ours,
             no part of the JSON.
         performance_model: a `PerformanceModel`, or a pair of callables or milliseconds as `CallableModel` takes them; None:
             as `planner_profile_data` says. An addition of ours.
@@ -294,11 +294,17 @@ class MockEngineArgs:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ValueError(f"{name} must be True or False, got {value!r:.80}")  # noqa: TRY004 - one error
+        if self.worker_type != "aggregated" and not self.scheduler.hands_over:
+            raise ValueError(
+                f"worker_type must be 'aggregated' for engine_type {self.engine_type!r}, got {self.worker_type!r}"
+            )
+        own = self.scheduler.interval
         for spec in SCHEDULERS.values():
-            if spec is not self.scheduler and getattr(self, spec.interval) != _SINCE_1_6[spec.interval]:
+            other = spec.interval
+            if other is not None and other != own and getattr(self, other) != _SINCE_1_6[other]:
                 raise ValueError(
-                    f"{spec.interval} is for engine_type {spec.name!r}, got {getattr(self, spec.interval)} with "
-                    f"{self.engine_type!r}; {self.scheduler.interval} is for that"
+                    f"{other} is for engine_type {spec.name!r}, got {getattr(self, other)} with {self.engine_type!r}"
+                    + ("" if own is None else f"; {own} is for that")
                 )
         if self.inert is not None and not (isinstance(self.inert, Mapping) and self.inert.keys() <= INERT.keys()):
             raise ValueError(f"inert must be a mapping of {', '.join(INERT)}, or None, got {self.inert!r:.80}")
@@ -392,6 +398,14 @@ class MockEngineArgs:
         group, _, name = self.scheduler.budget.rpartition(".")
         budget: int | None = getattr(self.sglang_options if group else self, name)
         return budget
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The most tokens of a request, prompt and output together: `max_model_len`, or what all blocks hold; None: any."""
+        if not self.release.length_fits_blocks:
+            return self.max_model_len
+        blocks = self.num_gpu_blocks * self.block_size
+        return blocks if self.max_model_len is None else min(self.max_model_len, blocks)
 
     @property
     def performance(self) -> PerformanceModel:

@@ -35,6 +35,8 @@ class Traits:
         takes_hashes: it takes prompts that are known by hashes only; else prompts must have tokens.
         groups: the caches of its hybrid model with the sizes in force: tokens of blocks, windows and chunks; none of an engine
             with one cache. In SGLang a block of a state is how far apart states are.
+        partial_blocks: parts of cached blocks are reused, and blocks that are not full are published, so that the tokens that a
+            request reuses need not be whole blocks, and may be more than those that its events promise.
         chunk: of an engine that copies what it computes to a host of its own, as vLLM does, blocks of a chunk there, which no event
             says; None: what the device evicts goes to its host, or it has none.
         clears_below: whether a Cleared, which has no tier, empties the tiers below the device, too; vLLM's is of the device alone.
@@ -54,6 +56,7 @@ class Traits:
     publishes_groups: bool = False
     takes_hashes: bool = True
     groups: tuple[CacheGroup, ...] = ()
+    partial_blocks: bool = False
     chunk: int | None = None
     clears_below: bool = True
     looks_ahead: int = 0
@@ -230,7 +233,8 @@ class PoolSchedulerDriver(SchedulerDriver, Protocol):
     """Of an engine that allocates a block when the first of its tokens is computed: generating a token needs none.
 
     Where requests may not be cut anywhere, or one pass shows in another, a driver has besides, each alone: `limit_passes(tokens)`,
-    the most of one pass; `begin_pass()` and `end_pass()`, which are called before a pass schedules and after; `chunk_tokens(request, most)`, the tokens of the next chunk,
+    the most of one pass; `begin_pass()` and `end_pass()`, which are called before a pass schedules and after; `end_iteration()`,
+    which is called when it is over, with what it generated; `chunk_tokens(request, most)`, the tokens of the next chunk,
     0 where the request has to wait; `blocks_alone(request)`, the blocks of a prompt that shares none, where they are not one a block
     of tokens, and `alone(chunk, capped=)`, what requests of any length need there; `decodes_ahead = False`, where blocks do other than open and fill at multiples of one size.
     """

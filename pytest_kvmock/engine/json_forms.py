@@ -71,7 +71,7 @@ INERT: Final[Mapping[str, Any]] = MappingProxyType(
 )
 """What acts on no mock engine of this form, by its path, with its default."""
 
-_LEAST_BLOCK: Final[Mapping[str, int]] = MappingProxyType({"vllm": 2, "sglang": 1})
+_LEAST_BLOCK: Final[Mapping[str, int]] = MappingProxyType({"vllm": 2, "sglang": 1, "trtllm": 2})
 """The engines that are modelled, and the fewest tokens of a block."""
 
 _ALWAYS_CHUNKS: Final = ("sglang",)
@@ -115,8 +115,7 @@ def read_launch_config(values: Mapping[str, Any]) -> dict[str, Any]:
     _check_known("the engine's arguments", values, ("engine", "dynamo", *_TOP, *_inert("")))
     kind = engine.get("backend", "vllm")
     if kind not in _LEAST_BLOCK:
-        why = "; TensorRT-LLM's scheduler is not modelled" if kind == "trtllm" else ""
-        raise ValueError(f"engine.backend must be {' or '.join(map(repr, _LEAST_BLOCK))}, got {kind!r:.80}{why}")
+        raise ValueError(f"engine.backend must be {' or '.join(map(repr, _LEAST_BLOCK))}, got {kind!r:.80}")
     for name in _NOT_MODELLED:
         if engine.get(name) is not None:
             raise ValueError(f"engine.{name}={engine[name]!r:.80}: it is not modelled; leave it out")
@@ -169,6 +168,11 @@ def _check_values(kind: str, engine: Mapping[str, Any], inert: Mapping[str, Any]
             raise ValueError(f"engine.{name} must be at least 1, or None, in 1.6.1, got 0")
     if inert.get("engine.emit_kv_token_ids") and not inert.get("engine.emit_kv_events"):
         raise ValueError("engine.emit_kv_token_ids is True without engine.emit_kv_events")
+    policy = inert.get("engine.trtllm", {})
+    if policy not in ({}, INERT["engine.trtllm"]):
+        raise ValueError(
+            f"engine.trtllm has a capacity_scheduler_policy, which must be 'guaranteed_no_evict' in 1.6.1, got {policy!r:.80}"
+        )
 
 
 def _timing(model: object) -> dict[str, Any]:

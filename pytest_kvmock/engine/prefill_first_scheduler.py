@@ -54,7 +54,7 @@ class PrefillFirstScheduler(SglangScheduler):
 
     def __init__(self, driver: PagedSchedulerDriver, args: SchedulerArgs) -> None:
         super().__init__(driver, args)
-        self._most_tokens = args.max_model_len or math.inf
+        self._most_tokens = args.most_tokens or math.inf
         self._lpm &= args.enable_prefix_caching
         self._interval = args.prefill_decode_interval
         if args.dp_size > 1:  # attention in data parallel: SGLang divides both

@@ -306,6 +306,7 @@ class Release:
         reports_workers: its report is the long form: workers, GPU hours, goodput, and the percentiles of gaps by a sketch.
         ranks_in_lock_step: the ranks of a worker start and end their passes together.
         instant_passes_first: passes that take no time are repeated on an engine before the next engine starts one.
+        length_fits_blocks: a request has no more tokens than all blocks: a longer prompt is rejected, output ends there.
         stalls_at_once: an aggregated engine with requests that can do nothing is stalled, whatever else may happen yet.
         driver: what its drivers must be, beside what the scheduler asks for; None: no more.
     """
@@ -328,6 +329,7 @@ class Release:
     reports_workers: bool = False
     ranks_in_lock_step: bool = False
     instant_passes_first: bool = False
+    length_fits_blocks: bool = False
     stalls_at_once: bool = False
     driver: type | None = None
 
@@ -376,7 +378,7 @@ class SchedulerArgs(Protocol):
         """Who is preempted: "lifo", the newest, or "fifo", the oldest."""
 
     @property
-    def max_model_len(self) -> int | None:
+    def most_tokens(self) -> int | None:
         """Most tokens of a request, prompt and output together; None: unlimited."""
 
     @property

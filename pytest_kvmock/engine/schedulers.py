@@ -7,7 +7,7 @@ is added by a module of its own, which has its passes, and a row here. Each is i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.engine.clock import Clock
     from pytest_kvmock.engine.scheduler import EngineSemantics, Scheduler, SchedulerArgs
 
-EngineType: TypeAlias = Literal["vllm", "sglang"]
+EngineType: TypeAlias = Literal["vllm", "sglang", "trtllm"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,9 @@ class SchedulerSpec:
         default_block_size: tokens a block where none is given.
         budget: the argument that has the most tokens of prompts that one pass computes; a profile's `chunk` sets it.
         budget_is_blocks: whether that must be a multiple of the block size.
-        interval: the argument that has how many passes compute no prompts; of no effect on another scheduler.
+        interval: the argument that has how many passes compute no prompts; of no effect on another scheduler. None: none has.
         block_size_alias: another name of the argument `block_size`; None: it has none.
+        hands_over: whether its engines can be those of handoffs: prefill and decode apart.
         over: what it schedules over, for the error of a backend that it cannot; None: the error names who can.
     """
 
@@ -54,9 +55,10 @@ class SchedulerSpec:
     default_release: EngineSemantics
     default_block_size: int
     budget: str
-    interval: str
+    interval: str | None
     budget_is_blocks: bool = False
     block_size_alias: str | None = None
+    hands_over: bool = True
     over: str | None = None
 
 
@@ -78,6 +80,30 @@ def _sglang(driver: Any, args: SchedulerArgs, tiers: Clock | None) -> Scheduler:
     return SglangScheduler(driver, args)
 
 
+def _trtllm(driver: Any, args: SchedulerArgs, tiers: Clock | None) -> Scheduler:
+    from pytest_kvmock.engine.trtllm_scheduler import TrtllmScheduler
+
+    return TrtllmScheduler(driver, args, tiers)
+
+
+_VLLM_1_6_1: Final = Release(
+    "vllm",
+    "1.6.1",
+    rejects_prompts=True,
+    sessions_keep_place=True,
+    events_visible="pass_end",
+    prefill_generates=True,
+    last_token_free=True,
+    counts_all_hits=True,
+    least_output=0,
+    takes_nested_arguments=True,
+    instant_passes_first=True,
+    ranks_in_lock_step=True,
+    reports_workers=True,
+    driver=PoolSchedulerDriver,
+    reserves_destination=True,
+)
+
 SCHEDULERS: Final[Mapping[str, SchedulerSpec]] = MappingProxyType(
     {
         spec.name: spec
@@ -88,23 +114,7 @@ SCHEDULERS: Final[Mapping[str, SchedulerSpec]] = MappingProxyType(
                 SchedulerDriver,
                 {
                     "1.2.1": Release("lineage", "1.2.1", takes_tiers=True, arrivals_between_passes=True),
-                    "1.6.1": Release(
-                        "vllm",
-                        "1.6.1",
-                        rejects_prompts=True,
-                        sessions_keep_place=True,
-                        events_visible="pass_end",
-                        prefill_generates=True,
-                        last_token_free=True,
-                        counts_all_hits=True,
-                        least_output=0,
-                        takes_nested_arguments=True,
-                        instant_passes_first=True,
-                        ranks_in_lock_step=True,
-                        reports_workers=True,
-                        driver=PoolSchedulerDriver,
-                        reserves_destination=True,
-                    ),
+                    "1.6.1": _VLLM_1_6_1,
                 },
                 default_release="1.2.1",
                 default_block_size=64,
@@ -148,6 +158,17 @@ SCHEDULERS: Final[Mapping[str, SchedulerSpec]] = MappingProxyType(
                 budget_is_blocks=True,
                 block_size_alias="sglang.page_size",
                 over="a radix cache, backend sglang or mocker_sglang_1_6",
+            ),
+            SchedulerSpec(
+                "trtllm",
+                _trtllm,
+                SchedulerDriver,
+                {"1.6.1": replace(_VLLM_1_6_1, length_fits_blocks=True)},
+                default_release="1.6.1",
+                default_block_size=32,
+                budget="max_num_batched_tokens",
+                interval=None,
+                hands_over=False,  # Dynamo's can; its handoffs were not recorded, and differ from those of vLLM's type
             ),
         )
     }

@@ -73,7 +73,7 @@ class VllmScheduler(Scheduler):
         self._parking = None if tiers is None else tiers.parking
         release = self._release = args.release
         self._whole = driver.admits_whole
-        self._most_tokens = args.max_model_len or math.inf
+        self._most_tokens = args.most_tokens or math.inf
         # What most requests of most passes need, without the questions whether there is room.
         self._step_inside = cast("PoolSchedulerDriver", driver).step_inside if release.last_token_free else None
         self._aggregated = args.worker_type == "aggregated"
@@ -98,6 +98,7 @@ class VllmScheduler(Scheduler):
             limit_passes(args.max_num_batched_tokens)
         self._begin_pass: Callable[[], None] | None = getattr(driver, "begin_pass", None)
         self._end_pass: Callable[[], None] | None = getattr(driver, "end_pass", None)
+        self._end_iteration: Callable[[], None] | None = getattr(driver, "end_iteration", None)
         self._blocks_alone: Callable[[object], int] | None = getattr(driver, "blocks_alone", None)
         self._chunk_tokens: Callable[[object, int], int] | None = getattr(driver, "chunk_tokens", None)
         # Of the pass that is under way.
@@ -157,6 +158,8 @@ class VllmScheduler(Scheduler):
         waits_ms = 0.0 if tiers is None else tiers.end_pass()
         done.prefill_ms = self._prefill_ms()
         self._decode()
+        if self._end_iteration is not None:
+            self._end_iteration()
         done.end_ms = (now_ms + waits_ms + done.prefill_ms) + done.decode_ms
         if tiers is not None and done.end_ms <= now_ms:
             deadline = tiers.parking.deadline
@@ -213,7 +216,7 @@ class VllmScheduler(Scheduler):
                 head.status = "rejected"
                 done.rejected.append(head)
                 continue
-            if head is None or (self._whole and self._need_whole(head) > driver.room()):
+            if head is None or (self._whole and self._lacks_room(head)):
                 break
             if self._parking is not None and (head.status == "waiting" or self._parking.parks_preempted):
                 outcome = self._parking.park(head, driver.lookup(head.state), done.start_ms)
@@ -253,6 +256,10 @@ class VllmScheduler(Scheduler):
         else:
             needed = self._blocks_alone(request.state)
         return needed > manager.max_capacity
+
+    def _lacks_room(self, request: ScheduledRequest) -> bool:
+        """Whether there are too few blocks for a waiting request to be admitted."""
+        return self._need_whole(request) > self._driver.room()
 
     def _need_whole(self, request: ScheduledRequest) -> int:
         """The blocks that are missing for all tokens of a waiting request."""
@@ -383,7 +390,7 @@ class VllmScheduler(Scheduler):
             return 0
         if waiting and len(running) < self._max_running:
             head = waiting[0]
-            if not self._whole or self._rejects(head) or self._need_whole(head) <= self._driver.room():
+            if not self._whole or self._rejects(head) or not self._lacks_room(head):
                 return 0
         count = None
         for request in running:

@@ -7,7 +7,18 @@ from dataclasses import replace
 from random import Random
 from typing import TypeAlias
 
-from pytest_kvmock.events import Cleared, EventData, Located, Removed, RouterEvent, SparseStored, Stored, StreamKey
+from pytest_kvmock.events import (
+    Cleared,
+    EventData,
+    Located,
+    Removed,
+    RouterEvent,
+    SparseStored,
+    Stored,
+    StreamKey,
+    Updated,
+    renamed,
+)
 from pytest_kvmock.prompt_keys import is_attention_group
 from pytest_kvmock.tokens import block_hashes, sequence_hashes
 
@@ -89,9 +100,9 @@ def salted(block_size: int, lora_name: str | None, cache_namespace: str | None) 
     def change(event: RouterEvent) -> list[RouterEvent] | None:
         data, tokens = event.event.data, event.token_ids
         key = (event.worker_id, event.event.dp_rank)
-        if isinstance(data, (Removed, Located)):
+        if isinstance(data, (Removed, Located, Updated)):
             blocks = tuple(names.get((key, block), block) for block in data.block_hashes)
-            return None if blocks == data.block_hashes else [_with(event, type(data)(blocks))]
+            return None if blocks == data.block_hashes else [_with(event, renamed(data, blocks))]
         if isinstance(data, Cleared) or tokens is None or len(tokens) != len(data.block_hashes):
             return None
         if any(len(ids) != block_size for ids in tokens):
@@ -122,8 +133,8 @@ def signed(event: RouterEvent) -> list[RouterEvent] | None:
     if isinstance(data, Stored):
         parent = None if data.parent_hash is None else _i64(data.parent_hash)
         arriving: EventData = replace(data, parent_hash=parent, block_hashes=tuple(map(_i64, data.block_hashes)))
-    elif isinstance(data, (Removed, Located)):
-        arriving = type(data)(tuple(map(_i64, data.block_hashes)))
+    elif isinstance(data, (Removed, Located, Updated)):
+        arriving = renamed(data, [*map(_i64, data.block_hashes)])
     else:
         return None
     return None if arriving == data else [_with(event, arriving)]

@@ -16,7 +16,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from pytest_kvmock.checks import check_integer, check_number
-from pytest_kvmock.report.rows import Happened
+from pytest_kvmock.report.report_text import MissedAbort
 
 if TYPE_CHECKING:
     from pytest_kvmock.clock.arrivals import Turn
@@ -59,7 +59,7 @@ class Aborts:
         self._open: dict[int, RouterRequest] = {}
         self._arrived = 0
         self._limited: set[int] = set()  # those that are called off by their tokens
-        self._missed: list[Happened] = []
+        self._missed: list[MissedAbort] = []
         self._aborted: set[int] = set()
         self.called_off: set[RouterRequest] = set()
         for abort in planned:
@@ -101,13 +101,13 @@ class Aborts:
 
     def _miss(self, ms: float, number: int) -> None:
         if number not in self._aborted:
-            self._missed.append(Happened(ms - self._start_ms, "abort", request=number))
+            self._missed.append(MissedAbort(ms - self._start_ms, number))
 
     def has_seen(self, request: RouterRequest) -> bool:
         """Return whether a request is one of this run, open or over."""
         return self._open.get(request.number, request if request.number < self._arrived else None) is request
 
-    def missed(self, now_ms: float) -> list[Happened]:
+    def missed(self, now_ms: float) -> list[MissedAbort]:
         """Return those that did not happen, by time, as the run is over; those that are to come are among them."""
         for ms, _, number in self._due:
             self._miss(ms, number)

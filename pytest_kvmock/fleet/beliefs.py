@@ -10,11 +10,11 @@ there at a pick counts. The first wrong belief of each kind is kept; later ones 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from pytest_kvmock.checks import is_integer
-from pytest_kvmock.fleet.fleet_events import by_worker, has_ranks
+from pytest_kvmock.fleet.fleet_events import by_worker
 from pytest_kvmock.fleet.router_calls import RouterError
 from pytest_kvmock.hygiene.rules import LOAD_DRIFT, OVERLAP_DRIFT, WORKER_DRIFT
 from pytest_kvmock.report.rows import Belief
@@ -37,6 +37,7 @@ class Beliefs:
         calls: calls the router.
         knowledge: the reference.
         book: the load book.
+        cordoned: who is there and no candidate: the router is not told, and may know it by that.
         has_blocks: whether the engine of a worker has blocks as the run begins.
 
     Attributes:
@@ -44,7 +45,12 @@ class Beliefs:
     """
 
     def __init__(
-        self, calls: RouterCalls, knowledge: Knowledge[Any], book: LoadBook, has_blocks: Callable[[Worker], bool]
+        self,
+        calls: RouterCalls,
+        knowledge: Knowledge[Any],
+        book: LoadBook,
+        cordoned: Collection[Worker],
+        has_blocks: Callable[[Worker], bool],
     ) -> None:
         self._calls = calls
         # Loads that a stopped clock left open are nobody's mistake.
@@ -52,10 +58,14 @@ class Beliefs:
         self._methods = {name: method for name, method in calls.beliefs.items() if name != left}
         self._knowledge = knowledge
         self._book = book
-        self._has_ranks = has_ranks(book.loads)
+        self._cordoned = cordoned
+        self._hidden: Collection[Worker] = ()  # cordoned at the last pick: the router has not seen that they are back
+        self._has_ranks = knowledge.has_ranks
         # Prompts by what overlapped at the pick, where the book has what did on arrival: either is right.
         self._at_pick = LoadBook(book.loads)
         self._fresh: Mapping[Worker, int] = {}
+        self._restarts = calls.restarts
+        self._noticed: Mapping[Worker, int] = {}  # of workers that began anew, by an index that noticed it
         self._untold = knowledge.untold
         self._sent = calls.sent if "believed" in self._methods else None
         if self._sent is not None:
@@ -72,13 +82,17 @@ class Beliefs:
         if hook == "apply":
             data = argument.event.data
             of = (argument.worker_id, argument.event.dp_rank)
+            name = of if self._has_ranks else of[0]
             if self._sent is not None:
-                self._sent.stored(argument, of if self._has_ranks else of[0])
+                self._sent.stored(argument, name)
+            self._restarts.applied(argument, name, self._knowledge.new_index, now_ms)
             text = f"apply() of {type(data).__name__} event {argument.event.event_id} {at}"
             self._told[of] = self._told[of[0]] = text
             return
-        if hook in ("worker_added", "worker_removed") and self._sent is not None:
-            self._sent.forget(argument)
+        if hook in ("worker_added", "worker_removed"):
+            self._restarts.forget(argument)
+            if self._sent is not None:
+                self._sent.forget(argument)
         if hook == "worker_added":
             self._at_pick.loads.pop(argument, None)
             self._at_pick.add_worker(argument)
@@ -89,12 +103,15 @@ class Beliefs:
             if worker not in self._at_pick.loads:
                 self._at_pick.add_worker(worker)
             self._at_pick.dispatched(argument, worker, self._fresh.get(worker, 0))
+            self._restarts.dispatched(argument, worker, self._noticed.get(worker, self._fresh.get(worker, 0)))
             if self._sent is not None:
                 self._sent.sent(argument.local_hashes, worker)
         elif hook == "first_token":
             self._at_pick.first_token(argument)
+            self._restarts.prefilled(argument)
         elif hook in ("finished", "withdrawn"):  # one that was withdrawn counts nowhere
             self._at_pick.finished(argument)
+            self._restarts.prefilled(argument)
         text = f"{hook}({f'request {argument.number}' if hasattr(argument, 'number') else repr(argument)}) {at}"
         if hook in ("worker_added", "worker_removed"):
             before = self._told.get(argument, "")
@@ -106,6 +123,10 @@ class Beliefs:
                 self._parted.pop(rule, None)
             else:
                 self._parted.setdefault(rule, text)
+
+    def restarted(self, workers: Iterable[Worker]) -> None:
+        """Note that workers have restarted, and that the router is not told."""
+        self._restarts.restarted(workers)
 
     def _is_kept(self, rule: str) -> bool:
         return any(each.rule == rule for each in self.found)
@@ -121,6 +142,7 @@ class Beliefs:
             RouterError: a method raised, or returned what is of another shape.
         """
         self._fresh = self._knowledge.reference_overlaps(request)
+        self._noticed = self._restarts.overlaps(request)
         for rule, compare in (
             (WORKER_DRIFT, self._workers),
             (OVERLAP_DRIFT, self._overlaps),
@@ -150,6 +172,7 @@ class Beliefs:
                 )
                 self.found.append(belief)
                 self._knowledge.drifted(belief)
+        self._hidden = frozenset(self._cordoned)
 
     # ------------------------------------------------------------------------------------------------ comparisons
 
@@ -169,6 +192,10 @@ class Beliefs:
                 text = f"names a worker {name!r:.80}; in this fleet a worker is named by {allowed}"
                 raise RouterError(f"{self._calls.name}.{method}() {text}", now_ms, request)
 
+    def _may_be_left_out(self, worker: Worker) -> bool:
+        """Whether a router may say nothing of a worker: it was none of the candidates that it was shown last."""
+        return worker in self._cordoned or worker in self._hidden
+
     def _workers(self, request: RouterRequest | None, now_ms: float) -> Calls:
         if "workers" not in self._methods:
             return None
@@ -179,14 +206,15 @@ class Beliefs:
         known = list(answer)
         self._check_names("workers", known, request, now_ms)
         believed = set(by_worker(dict.fromkeys(known, 0), has_ranks=self._has_ranks))
-        if believed == live:
+        missing = [each for each in self._book.loads if each not in believed and not self._may_be_left_out(each)]
+        extra = sorted(believed - live, key=repr)
+        if not missing and not extra:
             return None
-        missing, extra = [each for each in self._book.loads if each not in believed], sorted(believed - live, key=repr)
         wrong = [f"does not know worker {each!r}" for each in missing[:3]]
         wrong += [f"knows worker {each!r}, which is not there" for each in extra[:3]]
-        expected = ", ".join(map(repr, self._book.loads))
+        expected = f"the workers {', '.join(map(repr, self._book.loads))}" if live else "none, as no worker was there"
         about = (missing or extra)[0]
-        return about, f"{self._calls.name}.workers() {' and '.join(wrong)}", f"the workers {expected}", False
+        return about, f"{self._calls.name}.workers() {' and '.join(wrong)}", expected, False
 
     def _loads(self, request: RouterRequest | None, now_ms: float) -> Calls:
         if "loads" not in self._methods:
@@ -204,9 +232,11 @@ class Beliefs:
         for worker, load in self._book.loads.items():
             believed = tuple(said.get(worker, (0, 0, 0)))
             right = load.prefill_tokens, load.blocks, load.requests
-            also = self._at_pick.loads[worker].prefill_tokens if worker in self._at_pick.loads else right[0]
+            also = [self._restarts.prefill_tokens(worker)]
+            if worker in self._at_pick.loads:
+                also.append(self._at_pick.loads[worker].prefill_tokens)
             wrong = [part is not None and part != expected for part, expected in zip(believed, right, strict=True)]
-            wrong[0] = wrong[0] and believed[0] != also and worker not in self._untold
+            wrong[0] = wrong[0] and believed[0] not in also and worker not in self._untold
             if any(wrong):
                 before = {each.rule for each in self.found}
                 follows = WORKER_DRIFT in before or (wrong == [True, False, False] and OVERLAP_DRIFT in before)
@@ -223,14 +253,24 @@ class Beliefs:
             return None
         believed, loads = (yield from self._blocks("overlap", request, now_ms)), self._book.loads
         for worker in loads:
-            if worker not in self._untold and believed.get(worker, 0) != self._fresh.get(worker, 0):
-                said, right = believed.get(worker, 0), self._fresh.get(worker, 0)
+            if worker not in believed and self._may_be_left_out(worker):
+                continue
+            said, right = believed.get(worker, 0), self._fresh.get(worker, 0)
+            noticed = self._noticed.get(worker, right)
+            must_notice = "restart" in self._calls.survives
+            if worker not in self._untold and said != noticed and (must_notice or said != right):
                 whole = len(request.local_hashes)
                 observed = f"{self._calls.name}.overlap() says {said} of {whole} blocks on worker {worker!r}"
                 ranks = [each for each in loads if each != worker and id_of(each) == id_of(worker)]
                 holds = next((each for each in ranks if self._fresh.get(each, 0) == said > right), None)
                 observed += "" if holds is None else f", which {holds!r} holds, another rank,"
-                return worker, observed, f"{right}, by the reference index of the same events", False
+                expected = f"{right}, by the reference index of the same events"
+                if worker in self._restarts.noticed:
+                    after = f"dropped what it held before {self._restarts.noticed[worker]}, which began its ids anew"
+                    expected = (
+                        f"{noticed}, as it {after}" if must_notice else f"{expected}, or {noticed} by one that {after}"
+                    )
+                return worker, observed, expected, False
         return None
 
     def _believed(self, request: RouterRequest | None, now_ms: float) -> Calls:

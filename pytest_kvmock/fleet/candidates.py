@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from pytest_kvmock.router.routing import Candidate
@@ -11,7 +11,7 @@ from pytest_kvmock.router.routing import Candidate
 if TYPE_CHECKING:
     from pytest_kvmock.clock.mock_engine import MockEngine
     from pytest_kvmock.fleet.fleet_events import KnownCaches
-    from pytest_kvmock.router.loads import LoadBook
+    from pytest_kvmock.router.loads import Load, LoadBook
     from pytest_kvmock.router.routing import RouterRequest, Worker
 
 
@@ -20,7 +20,8 @@ class Offer:
 
     Args:
         engines: the engines, by worker, also those that come later.
-        book: the load book, and with it who can be picked.
+        book: the load book, and with it who is there.
+        cordoned: who is there and cannot be picked.
         caches: how many blocks each worker holds.
         every_ms: how old the loads of engines may be that a router is shown; 0: they are read at each pick. None: it is shown those of
             the load book.
@@ -30,15 +31,23 @@ class Offer:
         self,
         engines: Mapping[Worker, MockEngine],
         book: LoadBook,
+        cordoned: Collection[Worker],
         caches: KnownCaches,
         every_ms: float | None,
     ) -> None:
         self._engines = engines
         self._book = book
+        self._cordoned = cordoned
         self._caches = caches
         self._every_ms = every_ms
         self._read_ms = -math.inf
         self._read: dict[Worker, tuple[int, int, int, int, float]] = {}
+
+    @property
+    def workers(self) -> Mapping[Worker, Load]:
+        """Who can be picked, with its load."""
+        loads, cordoned = self._book.loads, self._cordoned
+        return {worker: load for worker, load in loads.items() if worker not in cordoned} if cordoned else loads
 
     def shown(self, request: RouterRequest, overlaps: Mapping[Worker, int], now_ms: float) -> tuple[Candidate, ...]:
         """Return the candidates for a request as the router is shown them; see `of_book`."""
@@ -59,7 +68,7 @@ class Offer:
             self._engines,
             overlaps.get,
         )  # by `Candidate` itself it takes twice as long
-        for worker, load in self._book.loads.items():
+        for worker, load in self.workers.items():
             engine = engines[worker]
             scheduler, manager = engine.scheduler, engine.worker.manager
             capacity = manager.max_capacity
@@ -84,7 +93,7 @@ class Offer:
             self._read_ms = now_ms
             self._read = {worker: self._engine_load(worker) for worker in self._book.loads}
         full, held = len(request.sequence_hashes), self._caches.held_blocks
-        for worker in self._book.loads:
+        for worker in self.workers:
             engine, overlap = self._engines[worker], overlaps.get(worker, 0)
             prefill, blocks, active, waiting, usage = self._read.get(worker, (0, 0, 0, 0, 0.0))
             yield Candidate(

@@ -16,6 +16,7 @@ from pytest_kvmock.checks import check_integer, check_number, unknown_text
 from pytest_kvmock.clock.arrivals import Arrivals
 from pytest_kvmock.clock.mock_engine import MockEngine
 from pytest_kvmock.clock.replay_checks import check_sizes, turns_of
+from pytest_kvmock.engine.args import MockEngineArgs
 from pytest_kvmock.fleet.aborts import AbortShare, PlannedAbort
 from pytest_kvmock.fleet.fleet_events import EventDelay, Heard, Knowledge, TrueCaches
 from pytest_kvmock.fleet.fleet_run import FleetRun, LoadSource
@@ -45,13 +46,15 @@ class Fleet:
 
     Args:
         engines: the engines, all idle, of one block size; a mapping names their workers, else these are 0, 1, 2 ... With
-            `dp_size` above 1 each worker has so many in a row, its ranks, and is named (id, rank).
-        router: picks: `pick(request, candidates)` returns the worker of one of the candidates, or None, and the request waits. Each only if it
+            `dp_size` above 1 each worker has so many in a row, its ranks, and is named (id, rank). None at all: workers join later.
+        router: picks: `pick(request, candidates)` returns the worker of one of the candidates, or None, and the request waits. Where no worker is there it is asked
+            with no candidates, unless it has `needs_candidates = True`. Each only if it
             has it, these are called too: `started(workers)` once, before its first pick; `dispatched(request, worker)` right after a pick; `first_token(request)`, not where
             that is the last token too; `finished(request)`; `withdrawn(request)` where one that waits is called off; `apply(event)` for each event; `next_waiting(requests)` returns which
             of those that wait is asked for next, or None for none now; `worker_added(worker)`, `worker_removed(worker)`. Async ones are for
             `arun`. What it believes is compared with what it was told where it has `loads()`, `overlap(request)`, `believed(request)` or `workers()`. None: a `DynamoRouter` of the engines' release.
         index: answers overlaps: it has `apply(event)` and `find_matches(local_hashes)`. None: a `RadixIndex`.
+        args: of a fleet without engines, what its workers will be.
         semantics: the release whose closed loop is followed; None: that of the engines.
         loads: what candidates show: "router", the load book of Dynamo's router; "engine", what the engines really do.
         loads_every_ms: with "engine", how old that may be, `waiting` and `usage` too, in milliseconds; 0: it is read at each pick.
@@ -85,6 +88,7 @@ class Fleet:
         router: object = None,
         index: Any = None,
         *,
+        args: MockEngineArgs | None = None,
         semantics: EngineSemantics | None = None,
         loads: LoadSource = "router",
         loads_every_ms: float = 0.0,
@@ -105,7 +109,9 @@ class Fleet:
         named = _named(engines)
         self.engines = dict(named)
         _check_together(named)
-        args = named[0][1].args
+        # What the workers are, of which none may be there: an engine that joins is like this one.
+        self._like = _make_like(args, named)
+        args = self._like.args
         releases = args.scheduler.releases
         if semantics is not None and semantics not in releases:
             raise ValueError(f"Fleet: {unknown_text('semantics', semantics, releases)}")
@@ -124,7 +130,7 @@ class Fleet:
                 raise ValueError(f"Fleet: {name} must be above 0, got {value!r}")
         if router is None:
             router = DynamoRouter(args.release.dynamo, rng=Random(seed))  # noqa: S311 - mock data
-        self._calls = RouterCalls(router, pick_timeout_s)
+        self._calls = router if isinstance(router, RouterCalls) else RouterCalls(router, pick_timeout_s)
         self._release = args.release if semantics is None else releases[semantics]
         self._loads: LoadSource = loads
         self._loads_every_ms = loads_every_ms
@@ -141,15 +147,21 @@ class Fleet:
             if limit is not None:
                 check_number(f"Fleet: {name}", limit, unit=" (milliseconds), or None")
         self._objectives = Objectives(slo_ttft_ms, slo_itl_ms, slo_e2e_ms)
-        backends = [BACKENDS.get(engine.worker.backend) for _, engine in named]
+        backends = [BACKENDS.get(engine.worker.backend) for engine in (*self.engines.values(), self._like)]
         # Engines that publish every copy of a block still hold it when one is removed.
         copies = any(each is not None and each.residency == "counted" for each in backends)
         if knowledge is None:
-            knowledge = Heard(index, self.engines, event_delay_ms, counts_copies=copies)
+            ranked = any(isinstance(worker, tuple) for worker in self.engines) if named else args.dp_size > 1
+            knowledge = Heard(index, self.engines, event_delay_ms, counts_copies=copies, has_ranks=ranked)
         self._knowledge = knowledge
         held = knowledge.held_events() if record else ()
-        self._caches = TrueCaches(self.engines, held, counts_copies=copies) if record else None
+        self._caches = None
+        if record:
+            self._caches = TrueCaches(self.engines, held, counts_copies=copies, has_ranks=knowledge.has_ranks)
         self._incidents: list[Incident] = []
+        self._ids = set(map(id_of, self.engines))  # of all workers that were ever there
+        self._ended_ms = 0.0
+        self._cordoned: set[Worker] = set()
         self._aborts: list[PlannedAbort] = []
         self._abort_share: AbortShare | None = None
         self._run: FleetRun | None = None  # while it serves
@@ -158,7 +170,7 @@ class Fleet:
         return f"<Fleet of {len(self.engines)} engines behind {self._calls.name}>"
 
     def at(self, ms: float) -> Moment:
-        """Return what may happen at a moment of the next run, or of the one under way: `fleet.at(500).crash(1)`; `restart`, `leave`, `join`, `abort` too.
+        """Return what may happen at a moment of the next run, or of the one under way: `fleet.at(500).crash(1)`; `restart`, `leave`, `join`, `cordon`, `uncordon`, `abort` too.
 
         Args:
             ms: when, in virtual milliseconds from the start of the run.
@@ -216,12 +228,11 @@ class Fleet:
 
         Raises:
             TypeError: an engine that joins is none.
-            ValueError: there is no such worker then, there was one of that id, or none would be left.
+            ValueError: there is no such worker then, or there was one of that id.
         """
         run = self._run
         past = self._incidents if run is None else run.incidents.planned
-        known = {id_of(each) for each in (self.engines if run is None else run.engines)}
-        known.update(each.worker for each in past)
+        known = self._ids.union(each.worker for each in past)
         if incident.kind == "join":
             incident = self._joining(incident, known)
         planned = sorted([*past, incident], key=lambda each: each.ms)
@@ -232,13 +243,10 @@ class Fleet:
                 there.add(each.worker)
                 continue
             if each.worker not in there:
-                raise ValueError(
-                    f"{where}: there is no such worker then; there are {', '.join(map(repr, sorted(there)))}"
-                )
-            if each.kind != "restart":
+                who = f"there are {', '.join(map(repr, sorted(there)))}" if there else "nobody is there"
+                raise ValueError(f"{where}: there is no such worker then; {who}")
+            if each.kind in ("crash", "leave"):
                 there.discard(each.worker)
-            if not there:
-                raise ValueError(f"{where}: no worker would be left")
         if run is None:
             self._incidents = planned
         else:
@@ -255,9 +263,10 @@ class Fleet:
                 raise TypeError("Fleet.at: join of a fleet of a harness makes the engine itself; leave engine out")
             if self._ranks > 1:
                 raise ValueError("Fleet.at: workers have ranks, whose engines join makes itself; leave engine out")
-            _check_together([*self.engines.items(), (worker, engine)])
+            others = list(self.engines.items()) or [(worker, self._like)]
+            _check_together([*others, (worker, engine)])
         if worker == NEXT_WORKER:
-            return replace(incident, worker=max(known) + 1)
+            return replace(incident, worker=max(known, default=-1) + 1)
         check_integer("Fleet.at: join: worker", worker, 0, ", or None")
         if worker in known:
             raise ValueError(
@@ -313,18 +322,21 @@ class Fleet:
         if name is not None and not isinstance(name, str):
             raise TypeError(f"Fleet: name must be text, or None, got {name!r:.80}")
         engines = list(self.engines.values())
-        size, least = engines[0].args.block_size, self._release.least_output
-        takes_hashes = all(engine.worker.traits.takes_hashes for engine in engines)
+        serving = (
+            engines or [each.engine or self._like for each in self._incidents if each.kind == "join"] or [self._like]
+        )
+        size, least = self._like.args.block_size, self._release.least_output
+        takes_hashes = all(engine.worker.traits.takes_hashes for engine in serving)
         turns = turns_of(
             trace, self._trace_block_size, size, least_output=least, takes_hashes=takes_hashes, who="Fleet"
         )
         for engine in engines:
             if not engine.is_idle or engine.is_in_pass:
                 raise ValueError(f"Fleet: {engine!r} has open requests; engines must be idle")
-        check_sizes(turns, engines, who="Fleet")
+        check_sizes(turns, serving, who="Fleet")
         if self._abort_share is not None:
             self._abort_share.plan(turns)
-        start_ms = float(max(engine.now_ms for engine in engines))
+        start_ms = float(max((engine.now_ms for engine in engines), default=self._ended_ms))
         arrivals = Arrivals(
             turns,
             self._concurrency,
@@ -341,6 +353,7 @@ class Fleet:
             self._calls,
             self._knowledge,
             arrivals,
+            self._like,
             loads=self._loads,
             loads_every_ms=self._loads_every_ms,
             in_lock_step=self._ranks > 1 and self._release.ranks_in_lock_step,
@@ -348,6 +361,7 @@ class Fleet:
             stop_ms=math.inf if self._stop_ms is None else start_ms + self._stop_ms,
             plans=self._plans,
             incidents=self._incidents,
+            cordoned=self._cordoned,
             aborts=self._aborts,
             recorder=None if self._caches is None else Recorder(self._caches),
         )
@@ -359,6 +373,8 @@ class Fleet:
         def finish() -> None:
             self._knowledge.end()
             self._run = None
+            self._ids.update(map(id_of, run.engines))
+            self._ended_ms = run.now_ms
             run.close()
 
         return run, finish
@@ -366,7 +382,7 @@ class Fleet:
     def _report(self, run: FleetRun) -> Report:
         engines = list(run.engines.values())
         self.engines = run.staying
-        args, name, trace = engines[0].args, *self._trace
+        args, name, trace = self._like.args, *self._trace
         later = args.release.reports_workers
         workers = WorkerCount(len(engines) // self._ranks, args.gpus)
         clock_ms = run.now_ms - self._start_ms
@@ -382,6 +398,7 @@ class Fleet:
             withdrawn=run.withdrawn,
             held_before=self._held_before,
             loads_every_ms=self._loads_every_ms if self._loads == "engine" else None,
+            nobody_from_ms=run.unserved_from_ms,
         )
         self.report = Report(
             tuple(run.requests),
@@ -417,12 +434,27 @@ def _named(engines: Iterable[MockEngine] | Mapping[Worker, MockEngine]) -> Seque
     for worker, engine in named:
         if not isinstance(engine, MockEngine):
             raise TypeError(f"Fleet: engine {worker!r} must be a MockEngine, got {engine!r:.80}")
-    if not named:
-        raise ValueError("Fleet: engines must be at least one, got none")
     return named
 
 
+def _make_like(args: MockEngineArgs | None, named: Sequence[tuple[Worker, MockEngine]]) -> MockEngine:
+    """Return what the workers of a fleet are like: its first engine, or where there is none, one by `args`."""
+    if named:
+        if args is not None:
+            raise ValueError("Fleet: args are of a fleet without engines; these engines have their own")
+        return named[0][1]
+    if args is None:
+        raise ValueError("Fleet: there are no engines, so args=MockEngineArgs(...) must say what its workers will be")
+    if not isinstance(args, MockEngineArgs):
+        raise TypeError(f"Fleet: args must be MockEngineArgs, got {args!r:.80}")
+    if args.worker_type != "aggregated":
+        raise ValueError(f"Fleet: args must have worker_type='aggregated', got {args.worker_type!r}")
+    return MockEngine(args)
+
+
 def _check_together(named: Sequence[tuple[Worker, MockEngine]]) -> None:
+    if not named:
+        return
     engines = [engine for _, engine in named]
     if len(set(map(id, engines))) < len(engines):
         raise ValueError("Fleet: an engine is given twice; each takes part once")

@@ -97,11 +97,6 @@ def by_worker(scores: Mapping[Any, int], *, has_ranks: bool) -> Mapping[Worker, 
     return {id_of(key): score for key, score in scores.items()}
 
 
-def has_ranks(workers: Iterable[Worker]) -> bool:
-    """Return whether workers have more ranks than one, by their names."""
-    return any(isinstance(worker, tuple) for worker in workers)
-
-
 class Tap:
     """Hears one engine, and gives its events the name that its worker has in the fleet.
 
@@ -136,12 +131,12 @@ class KnownCaches:
     def __init__(self, reference: RadixIndex, *, has_ranks: bool) -> None:
         self.reference = reference
         self.forms = NameForms()
-        self._has_ranks = has_ranks
+        self.has_ranks = has_ranks
 
     def overlaps(self, request: RouterRequest) -> Mapping[Worker, int]:
         """Return how many leading full blocks of a prompt each worker holds; who has none may be absent."""
         found = self.forms.find(self.reference.find_matches, request.hashes)
-        return by_worker(found, has_ranks=self._has_ranks)
+        return by_worker(found, has_ranks=self.has_ranks)
 
     def held_blocks(self, worker: Worker) -> int:
         """Return how many blocks a worker holds."""
@@ -155,12 +150,18 @@ class TrueCaches(KnownCaches):
         engines: the engines.
         held: what is held already, as events.
         counts_copies: whether an engine publishes every copy of a block.
+        has_ranks: whether workers have more ranks than one.
     """
 
     def __init__(
-        self, engines: Mapping[Worker, MockEngine], held: Iterable[RouterEvent], *, counts_copies: bool
+        self,
+        engines: Mapping[Worker, MockEngine],
+        held: Iterable[RouterEvent],
+        *,
+        counts_copies: bool,
+        has_ranks: bool,
     ) -> None:
-        super().__init__(RadixIndex(count_copies=counts_copies), has_ranks=has_ranks(engines))
+        super().__init__(RadixIndex(count_copies=counts_copies), has_ranks=has_ranks)
         for worker, engine in engines.items():
             self.join(worker, engine)
         for event in held:
@@ -238,6 +239,10 @@ class Knowledge(KnownCaches, ABC, Generic[_T]):
         """Return events that tell an empty index what is held now, each copy by one of its own."""
         return self.reference.dump_events()
 
+    def new_index(self) -> RadixIndex:
+        """Return an empty index of events as the router is told them."""
+        return self.reference.new()
+
     def reference_overlaps(self, request: RouterRequest) -> Mapping[Worker, int]:
         """Return how many leading full blocks each worker holds, by the reference index."""
         return KnownCaches.overlaps(self, request)
@@ -285,19 +290,26 @@ class Heard(Knowledge[RouterEvent]):
         engines: the engines.
         delay_ms: how late an event is delivered.
         counts_copies: whether an engine publishes every copy of a block.
+        has_ranks: whether workers have more ranks than one.
 
     Raises:
         TypeError: the index lacks a method.
     """
 
     def __init__(
-        self, index: Any, engines: Mapping[Worker, MockEngine], delay_ms: EventDelay, *, counts_copies: bool
+        self,
+        index: Any,
+        engines: Mapping[Worker, MockEngine],
+        delay_ms: EventDelay,
+        *,
+        counts_copies: bool,
+        has_ranks: bool,
     ) -> None:
         for method in ("apply", "find_matches") if index is not None else ():
             if not callable(getattr(index, method, None)):
                 raise TypeError(f"Fleet: index must have a method {method}(), got {index!r:.80}")
         reference = index if isinstance(index, RadixIndex) else RadixIndex(count_copies=counts_copies)
-        super().__init__(reference, delay_ms, has_ranks=has_ranks(engines))
+        super().__init__(reference, delay_ms, has_ranks=has_ranks)
         self._given = index
         self._index: Any = self.reference if index is None else index
         for worker, engine in engines.items():
@@ -324,7 +336,12 @@ class Heard(Knowledge[RouterEvent]):
 
     def overlaps(self, request: RouterRequest) -> Mapping[Worker, int]:
         """Return how many leading full blocks of a prompt each worker holds, by the index that was given."""
-        return by_worker(self.forms.find(self._index.find_matches, request.hashes), has_ranks=self._has_ranks)
+
+        def find(hashes: Sequence[int]) -> Any:
+            found = self._index.find_matches(hashes)
+            return getattr(found, "scores", found)
+
+        return by_worker(self.forms.find(find, request.hashes), has_ranks=self.has_ranks)
 
     def restart(self, worker: Worker, engine: MockEngine, *, announced: bool) -> None:
         """Restart a worker."""

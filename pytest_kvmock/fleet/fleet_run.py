@@ -51,6 +51,7 @@ class FleetRun(EngineRun):
         calls: calls the router.
         knowledge: what is known of the caches.
         arrivals: decides when which request arrives.
+        like: an engine as those are that join and are not given.
         loads: whose loads candidates show: those of a load book, or of the engines.
         loads_every_ms: how old those of engines may be; 0: they are read at each pick.
         in_lock_step: whether the ranks of a worker run their passes together.
@@ -58,6 +59,7 @@ class FleetRun(EngineRun):
         stop_ms: when it stops: from then on no pass starts, and no request arrives.
         plans: whether passes that only decode are run in one go.
         incidents: what happens to workers, by time.
+        cordoned: the workers that are no candidates; what happens changes it.
         aborts: which requests are called off by their number, by time.
         recorder: notes passes and candidates; None: nothing does.
 
@@ -79,6 +81,7 @@ class FleetRun(EngineRun):
         calls: RouterCalls,
         knowledge: Knowledge[Any],
         arrivals: Arrivals,
+        like: MockEngine,
         *,
         loads: LoadSource = "router",
         loads_every_ms: float = 0.0,
@@ -87,6 +90,7 @@ class FleetRun(EngineRun):
         stop_ms: float = math.inf,
         plans: bool = True,
         incidents: Sequence[Incident] = (),
+        cordoned: set[Worker] | None = None,
         aborts: Sequence[PlannedAbort] = (),
         recorder: Recorder | None = None,
     ) -> None:
@@ -96,7 +100,7 @@ class FleetRun(EngineRun):
         self._calls = calls
         self._knowledge = knowledge
         self._arrivals = arrivals
-        self._like = like = next(iter(engines.values()))
+        self._like = like
         release, self._ranks, self._block_size = like.args.release, like.args.dp_size, like.args.block_size
         self._in_lock_step = in_lock_step
         self._passes = Passes(self, release, plans=plans)
@@ -104,10 +108,13 @@ class FleetRun(EngineRun):
         self.withdrawn = 0
         self._take(engines)
         self._book = LoadBook(engines)
-        self.beliefs = Beliefs(calls, knowledge, self._book, self._has_blocks) if calls.beliefs else None
+        self._cordoned: set[Worker] = set() if cordoned is None else cordoned
+        self.beliefs = None
+        if calls.beliefs:
+            self.beliefs = Beliefs(calls, knowledge, self._book, self._cordoned, self._has_blocks)
         calls.on_hook = None if self.beliefs is None else self.beliefs.after
         every_ms = loads_every_ms if loads == "engine" else None
-        self._offer = Offer(self.engines, self._book, knowledge, every_ms)
+        self._offer = Offer(self.engines, self._book, self._cordoned, knowledge, every_ms)
         self._waiting: list[RouterRequest] = []
         self._asked: tuple[Candidate, ...] = ()
         self.incidents = Incidents(self._happen, start_ms, incidents)
@@ -123,7 +130,12 @@ class FleetRun(EngineRun):
         self.arrived = 0
         self.numbers: list[int] = []
         self.notes = RunNotes(engines, start_ms)
+        self._cordoned.intersection_update(engines)  # not those that were lost as the last run ended
+        for each in self._cordoned:
+            self.notes.is_candidate(each, still=False)
         self.recorder = recorder
+        self._nobody_from_ms: float | None = None  # since when no worker is there
+        self._note_who_is_there()
 
     def _take(self, engines: Mapping[Worker, MockEngine]) -> None:
         """Take engines that are there from now on; those of one worker id run together, if they do so in this run."""
@@ -152,7 +164,8 @@ class FleetRun(EngineRun):
         """
         yield from self._calls.start(tuple(self.engines), self.now_ms)
         yield from self.pass_time(self._knowledge.deliver, self._passes.end, self._until_stop)
-        if self.now_ms < self._stop_ms and self.incidents.next_ms == math.inf:  # one to come would come after the stop
+        # One to come would come after the stop.
+        if self.now_ms < self._stop_ms and self.incidents.next_ms == math.inf and self.aborts.next_ms == math.inf:
             self.check_served()
         self._leave_open()
         yield from self._knowledge.deliver(math.inf)
@@ -174,10 +187,10 @@ class FleetRun(EngineRun):
         self._stop_ms = min(self._stop_ms, self.now_ms)
 
     def check_served(self) -> None:
-        """Raise if requests are left for which nothing happens any more."""
+        """Raise if requests are left for which nothing happens any more; that nobody is there who could serve them is no error."""
         if self._routed:
             raise self.stalled(self.engines.values())
-        if self._waiting:
+        if self._waiting and self._nobody_from_ms is None:
             raise RouterStalled(self.now_ms, self._waiting, self._asked)
 
     @property
@@ -251,7 +264,7 @@ class FleetRun(EngineRun):
         self.aborts.arrived(request, turn)
         overlaps = self._knowledge.overlaps(request)
         self._note_arrival(request, overlaps)
-        if self._waiting:
+        if self._waiting or self._keeps_requests:
             self._waiting.append(request)
             if not self._routed:  # nothing runs, so that nothing would have it asked for again
                 yield from self._ask_again()
@@ -273,7 +286,7 @@ class FleetRun(EngineRun):
 
     def _ask_again(self) -> Calls:
         """Ask for each request that waits, once; in the router's order, where it has one."""
-        if not self._waiting:
+        if not self._waiting or self._keeps_requests:
             return
         left = list(self._waiting)
         has_order = self._calls.has("next_waiting")
@@ -297,7 +310,9 @@ class FleetRun(EngineRun):
             yield from self.beliefs.check(request)
         candidates = self._offer.shown(request, overlaps, self.now_ms)
         self._asked = candidates
-        worker = yield from self._calls.pick(request, candidates, self._position, has_ranks=self._ranks > 1)
+        worker = yield from self._calls.pick(
+            request, candidates, self._position, self._cordoned, has_ranks=self._ranks > 1
+        )
         if worker is None:
             return False
         known = request.overlaps or {}
@@ -321,8 +336,8 @@ class FleetRun(EngineRun):
 
     def _greatest(self, overlaps: Mapping[Worker, int]) -> int:
         """Return the greatest overlap of a candidate."""
-        loads = self._book.loads
-        return max((blocks for each, blocks in overlaps.items() if each in loads), default=0)
+        there = self._offer.workers
+        return max((blocks for each, blocks in overlaps.items() if each in there), default=0)
 
     def _lost(self, request: RouterRequest, *, anew: bool = True) -> Calls:
         """Take a request out of the books whose worker is gone, and tell the router; `anew`: it waits for another."""
@@ -426,6 +441,8 @@ class FleetRun(EngineRun):
         self._calls.left_open = self._calls.left_open or bool(self._routed)
         for request in self._waiting:
             request.status = "unfinished"
+            if self._nobody_from_ms is not None and request in self._place:
+                self.requests[self._place[request]].status = "unfinished"
         if self._routed:
             for engine in self.engines.values():
                 engine.close()
@@ -437,7 +454,25 @@ class FleetRun(EngineRun):
     def _happen(self, incident: Incident) -> Calls:
         """Let an incident happen, and ask for those that wait."""
         yield from self._do(incident)
+        self._note_who_is_there()
         yield from self._ask_again()
+
+    def _note_who_is_there(self) -> None:
+        """Note since when nobody is there."""
+        if self._offer.workers:
+            self._nobody_from_ms = None
+        elif self._nobody_from_ms is None:
+            self._nobody_from_ms = self.now_ms
+
+    @property
+    def _keeps_requests(self) -> bool:
+        """Whether requests wait without the router being asked: it needs candidates, and nobody is there."""
+        return self._nobody_from_ms is not None and self._calls.needs_candidates
+
+    @property
+    def unserved_from_ms(self) -> float | None:
+        """Since when nobody has been there for requests that wait; None: they wait for something else, or none does."""
+        return self._nobody_from_ms if self._waiting else None
 
     def _do(self, incident: Incident) -> Calls:
         worker = incident.worker
@@ -456,17 +491,13 @@ class FleetRun(EngineRun):
                 yield from self._tell("worker_added", ranks)
                 yield from self._knowledge.deliver(self.now_ms)
             case "notice":
-                for each in ranks:
-                    self._book.remove_worker(each)
-                    self.notes.no_candidate(each)
+                self._remove(ranks)
                 self._knowledge.remove(worker)
                 yield from self._tell("worker_removed", ranks)
             case "leave":
                 self._leaving.update(ranks)
                 self.notes.happens(self.now_ms, "leave", worker, ranks)
-                for each in ranks:
-                    self._book.remove_worker(each)
-                    self.notes.no_candidate(each)
+                self._remove(ranks)
                 self._drain(worker)
                 yield from self._tell("worker_removed", ranks)
             case "crash":
@@ -478,13 +509,30 @@ class FleetRun(EngineRun):
                 else:
                     yield from self._do(Incident(incident.ms, "notice", worker))
                 self._waiting += lost
+            case "cordon" | "uncordon":
+                # What is so already stays so.
+                changed = [each for each in ranks if (each in self._cordoned) == (incident.kind == "uncordon")]
+                self._cordoned.symmetric_difference_update(changed)
+                if changed:
+                    self.notes.happens(self.now_ms, incident.kind, worker, changed)
+                for each in changed:
+                    self.notes.is_candidate(each, still=each not in self._cordoned)
             case "restart":
                 restart = partial(self._knowledge.restart, announced=incident.announced)
                 lost = yield from self._lose_requests(incident, restart)
                 if incident.announced:
                     yield from self._tell("worker_removed", ranks)
                     yield from self._tell("worker_added", ranks)
+                elif self.beliefs is not None:
+                    self.beliefs.restarted(ranks)
                 self._waiting += lost
+
+    def _remove(self, ranks: Sequence[Worker]) -> None:
+        """Take the ranks of a worker out of the books that is gone, or gets nothing more."""
+        for each in ranks:
+            self._book.remove_worker(each)
+            self.notes.is_candidate(each, still=False)
+        self._cordoned.difference_update(ranks)
 
     def _lose_requests(self, incident: Incident, empty: Callable[[Worker, MockEngine], None]) -> Calls:
         """Empty each engine of a worker by this; return those of its requests that wait for another, in the order of their dispatch."""

@@ -1,4 +1,4 @@
-"""Incidents of a fleet: workers that crash, restart, leave and join while it serves."""
+"""Incidents of a fleet: workers that crash, restart, leave, join, and are cordoned while it serves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.clock.passes import Calls
     from pytest_kvmock.router.routing import RouterRequest, Worker
 
-Kind: TypeAlias = Literal["crash", "notice", "restart", "leave", "join"]
+Kind: TypeAlias = Literal["crash", "notice", "restart", "leave", "join", "cordon", "uncordon"]
 NEXT_WORKER: Final = -1
 """The id of a worker that joins and is given none: it gets the next one."""
 
@@ -133,7 +133,7 @@ class Moment:
             notice_ms: how long the router still sees it; what it sends there is sent back, and waits.
 
         Raises:
-            ValueError: there is no such worker then, or none would be left; or an argument is out of range.
+            ValueError: there is no such worker then, or an argument is out of range.
         """
         if lost not in _LOST:
             raise ValueError(f"crash: {unknown_text('lost', lost, _LOST)}")
@@ -160,9 +160,30 @@ class Moment:
         """Have a worker leave: it gets no further request, ends those that it has, and then what it holds is forgotten.
 
         Raises:
-            ValueError: there is no such worker then, or none would be left.
+            ValueError: there is no such worker then.
         """
         self._plan(Incident(self._ms, "leave", worker))
+
+    def cordon(self, worker: int) -> None:
+        """Have a worker be no candidate, as one that is unhealthy, or is drained by hand: it serves what it has, and the router is not told.
+
+        It stays so after a restart, and in later runs of the fleet; of a worker that is cordoned nothing changes.
+
+        Args:
+            worker: its id; all its ranks.
+
+        Raises:
+            ValueError: there is no such worker then.
+        """
+        self._plan(Incident(self._ms, "cordon", worker))
+
+    def uncordon(self, worker: int) -> None:
+        """Have a worker be a candidate again; of one that is not cordoned nothing changes.
+
+        Raises:
+            ValueError: there is no such worker then.
+        """
+        self._plan(Incident(self._ms, "uncordon", worker))
 
     def join(self, worker: int | None = None, *, engine: MockEngine | None = None, after_ms: float = 0.0) -> Worker:
         """Have one more worker join.

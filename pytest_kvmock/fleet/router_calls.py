@@ -7,11 +7,12 @@ from collections.abc import Callable, Collection, Sequence
 from inspect import isawaitable, iscoroutine, iscoroutinefunction, signature
 from typing import TYPE_CHECKING, Any, Final
 
+from pytest_kvmock.fleet.noticed_restarts import NoticedRestarts
 from pytest_kvmock.fleet.sent import SentBlocks
 from pytest_kvmock.hygiene.text import event_text
 from pytest_kvmock.report.regret import candidates_table
 from pytest_kvmock.report.rows import BELIEFS
-from pytest_kvmock.router.routing import Candidate
+from pytest_kvmock.router.routing import Candidate, id_of
 
 if TYPE_CHECKING:
     from pytest_kvmock.clock.passes import Calls
@@ -23,6 +24,11 @@ HOOKS: Final = (
     "withdrawn",
 )
 """The methods that a router may have beside `pick`."""
+
+_NOBODY: Final = (
+    "no worker was there. Asked with no candidates, pick() returns None, and the request waits; a router that cannot be asked "
+    "so says needs_candidates = True"
+)
 
 
 class RouterError(RuntimeError):
@@ -105,29 +111,44 @@ class RouterCalls:
     Args:
         router: the router under test.
         timeout_s: how long an async pick may take, in seconds of real time.
+        survives: what is declared for it, beside its own `survives`.
 
     Raises:
-        TypeError: it is a class, has no method `pick`, or one of `BELIEFS` does not take what it is asked with.
+        TypeError: it is a class, has no method `pick`, one of `BELIEFS` does not take what it is asked with, `needs_candidates` is
+            neither True nor False, or `survives` names something else than "restart".
 
     Attributes:
         router: as above.
         beliefs: its methods that say what it believes, by name.
         asynchronous: the names of its methods that are coroutine functions.
+        needs_candidates: whether it is not asked where no worker is there.
+        survives: the faults that it must notice: "restart", of a worker that nobody announces.
         excused: what it raised on events on which an index that knows parents must raise, a line each.
         left_open: whether a clock stopped while requests were open, of whose end the router was never told.
         sent: what was sent to each worker, run after run, where it says what it believes of that.
+        restarts: the restarts that nobody announced, run after run, where it says what it believes.
         on_hook: called after each hook, whether the router has it or not; None: nobody is.
     """
 
-    def __init__(self, router: object, timeout_s: float = 5.0) -> None:
+    def __init__(self, router: object, timeout_s: float = 5.0, survives: Collection[str] = ()) -> None:
         if isinstance(router, type):
             raise TypeError(f"router is the class {router.__name__}; it must be an object, {router.__name__}()")
         if not callable(getattr(router, "pick", None)):
             raise TypeError(f"router must have a method pick(request, candidates), got {router!r:.80}")
         self.router = router
+        self.needs_candidates = getattr(router, "needs_candidates", False)
+        if not isinstance(self.needs_candidates, bool):
+            name = type(router).__name__
+            raise TypeError(f"{name}.needs_candidates must be True or False, got {self.needs_candidates!r:.80}")
+        own = getattr(router, "survives", ())
+        for declared in (own, survives):
+            if not isinstance(declared, tuple | list) or not all(each == "restart" for each in declared):
+                raise TypeError(f"{type(router).__name__}: survives must be ('restart',) or (), got {declared!r:.80}")
+        self.survives = {*own, *survives}
         self.on_hook: Callable[..., Calls] | None = None
         self.left_open = False
         self.sent = SentBlocks()
+        self.restarts = NoticedRestarts()
         self._is_started = False
         self.excused: list[str] = []
         self._removed_ms: dict[Worker, float] = {}  # workers that it was told are gone, and when
@@ -175,6 +196,7 @@ class RouterCalls:
         request: RouterRequest,
         candidates: Sequence[Candidate],
         known: Collection[Worker],
+        cordoned: Collection[Worker] = (),
         *,
         has_ranks: bool,
     ) -> Calls:
@@ -183,14 +205,24 @@ class RouterCalls:
         Raises:
             RouterError: it raised, was slow, or returned what is no worker.
         """
-        chosen = yield from self._call("pick", self._pick, request, candidates, request, candidates)
+        try:
+            chosen = yield from self._call("pick", self._pick, request, candidates, request, candidates)
+        except RouterError as error:
+            if candidates or isinstance(error.__cause__, TimeoutError):
+                raise
+            raise RouterError(f"{error.problem}: {_NOBODY}", error.now_ms, request) from error.__cause__
         if chosen is None:
             return None
         for each in candidates:
             if each.worker == chosen:
                 return each.worker
         offered = ", ".join(repr(each.worker) for each in candidates[:8]) + (", ..." if len(candidates) > 8 else "")
-        if has_ranks and not isinstance(chosen, tuple):
+        of = next((each for each in cordoned if each == chosen), None)
+        if not candidates and of is None:
+            raise RouterError(f"{self.name}.pick() returned {chosen!r:.80}: {_NOBODY}", request.now_ms, request)
+        if of is not None:
+            why = f"worker {id_of(of)!r} is cordoned"
+        elif has_ranks and not isinstance(chosen, tuple):
             why = "workers have ranks, so it must be a pair (worker id, rank)"
         elif isinstance(chosen, Candidate):
             why = "that is a candidate; return its worker"
@@ -199,7 +231,7 @@ class RouterCalls:
         else:
             why = "there is no such worker"
         raise RouterError(
-            f"{self.name}.pick() returned {chosen!r:.80}; {why}. Candidates: {offered}",
+            f"{self.name}.pick() returned {chosen!r:.80}; {why}. Candidates: {offered or 'none'}",
             request.now_ms,
             request,
             candidates,

@@ -65,6 +65,6 @@ class ByHand:
 
 def _refuse(event: object) -> NoReturn:
     raise TypeError(
-        f"apply takes Stored, Removed, Located, Cleared, KvCacheEvent or RouterEvent, one or more, with {HASHES}, "
+        f"apply takes Stored, Removed, Located, Updated, Cleared, KvCacheEvent or RouterEvent, one or more, with {HASHES}, "
         f"got {event!r:.80} ({type(event).__name__})"
     )

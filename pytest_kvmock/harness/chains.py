@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple
 from pytest_kvmock.events import Cleared, RouterEvent, Stored, StreamKey
 from pytest_kvmock.hygiene.orphans import Orphaned, orphaned
 from pytest_kvmock.hygiene.stream import Stream
-from pytest_kvmock.prompt_keys import EventExtra, part_of
-from pytest_kvmock.tokens import sequence_hashes
+from pytest_kvmock.prompt_keys import EventExtra, hash_options, part_of
+from pytest_kvmock.tokens import block_hashes, sequence_hashes
 
 
 class QueriedChain(NamedTuple):
@@ -89,17 +89,21 @@ class Chains:
         else:
             touched = [block for block in stream.emptied if stream.was_stored(block)]  # a prompt's tail is on no chain
         chain = None
-        for block in touched:
-            chain = self._through(stream, block)
-            yield chain
+        for block in dict.fromkeys(map(stream.whole, touched)):
+            if block is not None:
+                chain = self._through(stream, block)
+                yield chain
+        for block in touched if self._with_tokens else ():
+            if stream.whole(block) != block and (longer := self._filled(stream, block)) is not None:
+                yield longer
         if chain is not None:
             yield from self.negative_queries(chain)
         if isinstance(data, Cleared):
             for other, spared in streams.items():
                 if other[0] == key[0] and other != key and spared.device:
                     block = next(reversed(spared.device))
-                    if spared.was_stored(block):
-                        yield self.upto(spared, block)
+                    if spared.was_stored(block) and (whole := spared.whole(block)) is not None:
+                        yield self.upto(spared, whole)
 
     def _through(self, stream: Stream, block: int) -> QueriedChain:
         """The chain from the root through a block, as far as blocks held below the device go on from it."""
@@ -114,9 +118,10 @@ class Chains:
     def all_of(self, stream: Stream) -> Iterator[QueriedChain]:
         """Yield all chains that a worker and rank ever stored, oldest first, then two that must match nothing."""
         chain = None
-        for block in stream.leaves():
-            chain = self.upto(stream, block)
-            yield chain
+        for block in dict.fromkeys(map(stream.whole, stream.leaves())):
+            if block is not None:
+                chain = self.upto(stream, block)
+                yield chain
         if chain is not None:
             yield from self.negative_queries(chain)
 
@@ -126,6 +131,21 @@ class Chains:
         extra = stream.extra_of(stored.blocks) if self._with_tokens else None
         after = stream.next_tokens(block) if self._with_tokens and stored.tokens is not None else ()
         return QueriedChain(stored.local_hashes, stored.blocks, stored.tokens, extra=extra, after=after)
+
+    def _filled(self, stream: Stream, block: int) -> QueriedChain | None:
+        """The chain to a partial block with tokens that fill it up: another block, of which its parents alone are held."""
+        event, parent = stream.stored_by(block), stream.parent(block)
+        assert event is not None
+        assert event.token_ids is not None
+        assert stream.block_size is not None
+        before = QueriedChain((), (), ()) if parent is None else self.upto(stream, parent)
+        if before.tokens is None:
+            return None
+        part = event.token_ids[-1]
+        filled = [*part, *(self._rng.getrandbits(32) for _ in range(stream.block_size - len(part)))]
+        local = block_hashes(filled, stream.block_size, **hash_options(event.extra))
+        blocks = (*before.blocks, self._rng.getrandbits(64))
+        return QueriedChain((*before.local, *local), blocks, (*before.tokens, *filled), extra=before.extra)
 
     def negative_queries(self, chain: QueriedChain) -> Iterator[QueriedChain]:
         """Yield a chain with its first block exchanged, and without it. Of tokens, one of the block is another."""

@@ -57,9 +57,11 @@ class EngineComparison:
         for worker in workers:
             if worker.is_watched or (worker.publishes and (worker.has_published or worker.manager.resident())):
                 key = (worker.worker_id, worker.dp_rank)
-                sources.append((key, StorageTier.DEVICE, worker.manager.resident))
+                # What events promise, of an engine that drops some without a word.
+                promised = getattr(worker.manager, "announced", worker.manager.resident)
+                sources.append((key, StorageTier.DEVICE, promised))
                 tiers = self._judge.ledger.stream(key).spec.tier_blocks or ()
-                sources += [(key, tier, partial(worker.manager.resident, tier)) for tier in tiers]
+                sources += [(key, tier, partial(promised, tier)) for tier in tiers]
         return sources
 
     def flush(self, next_ids: Mapping[StreamKey, int], workers: Iterable[KvWorker]) -> None:

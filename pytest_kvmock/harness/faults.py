@@ -69,7 +69,7 @@ class Faults:
 
         Args:
             n: how many; None: every one until it is stopped.
-            kind: only "stored", "removed", "cleared" or "located" ones; any if None.
+            kind: only "stored", "removed", "cleared", "located" or "updated" ones; any if None.
             worker: only those of this worker, or of this (worker, rank).
 
         Raises:

@@ -387,6 +387,9 @@ class IndexComparison:
             (block,),
             fault=None if self.survival is None else self.survival.injection_of((worker, rank), (block,)),
             storage_tier=tier,
+            compared_at=self._arrived.position
+            if queued is not None and self._arrived.position > queued.position
+            else None,
         )
         if warning is not None:
             self._warned[problem] = warning
@@ -472,7 +475,7 @@ class IndexComparison:
         self._asking = asked = under_test.asked
         returned = yield self._question(chain)
         answer = under_test.read(returned)
-        wrong = self._wrong(answer, chain, ignored)
+        wrong = self._wrong(answer, chain, ignored, by_tier=asked == "find_tiered")
         if wrong is not None:
             return WrongAnswer(asked, answer, StorageTier.DEVICE, *wrong)
         if under_test.find_tiered is None or all(len(stream.tiers) == 1 for stream in self._ledger.streams.values()):
@@ -482,19 +485,29 @@ class IndexComparison:
             returned = yield under_test.find_tiered, list(chain.local)
         tiers = under_test.read_tiered(returned)
         answer = tiers.get(StorageTier.DEVICE, {})
-        wrong = self._wrong(answer, chain, ignored) if asked != "find_tiered" else None
+        wrong = self._wrong(answer, chain, ignored, by_tier=True) if asked != "find_tiered" else None
         if wrong is not None:
             return WrongAnswer("find_tiered", answer, StorageTier.DEVICE, *wrong)
         free = () if self.survival is None else self.survival.unjudged_below(ignored)
-        below = difference_below(tiers, self._reference.find_tiered(chain.local), free, forgets=under_test.may_forget)
+        expected = self._reference.find_tiered(chain.local, updated=under_test.takes_updates)
+        below = difference_below(tiers, expected, free, forgets=under_test.may_forget)
         return None if below is None else WrongAnswer("find_tiered", answer, *below)
 
     def _wrong(
-        self, answer: Scores | WorkerScores, chain: QueriedChain, ignored: Collection[StreamKey] | None
+        self,
+        answer: Scores | WorkerScores,
+        chain: QueriedChain,
+        ignored: Collection[StreamKey] | None,
+        *,
+        by_tier: bool = False,
     ) -> tuple[int, int, int, range] | None:
         """The first worker for which an answer is wrong: (worker_id, dp_rank, blocks returned, blocks expected)."""
-        survival = self.survival
-        expected = self._held(chain) if survival is None else survival.expected(answer, chain.local, ignored)
+        if self.survival is None and by_tier and self._under_test.takes_updates:
+            expected = self._reference.find_tiered(chain.local).get(StorageTier.DEVICE, {})
+        elif self.survival is None:
+            expected = self._held(chain)
+        else:
+            expected = self.survival.expected(answer, chain.local, ignored)
         exactly = self._under_test.answers_reusable and self.survival is None
         if agree(answer, expected) and not exactly:
             return None

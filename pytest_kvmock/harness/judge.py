@@ -13,7 +13,7 @@ from random import Random
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from pytest_kvmock.checks import unknown_text
-from pytest_kvmock.events import Located, Removed, RouterEvent, StorageTier, StreamKey
+from pytest_kvmock.events import Located, Removed, RouterEvent, StorageTier, StreamKey, Updated
 from pytest_kvmock.harness.book import Book
 from pytest_kvmock.harness.index_comparison import SYNC, IndexComparison, Sync
 from pytest_kvmock.harness.queued import QueuedEvent
@@ -286,8 +286,14 @@ class Judge:
         self.note(found, found)
 
     def _compare_at(self, queued: QueuedEvent, comparison: IndexComparison) -> None:
-        """Give the index under test an event, and compare it if it is time to; one of the device alone is given no location."""
-        if isinstance(queued.event.event.data, Located) and self.under_test and self.under_test.find_tiered is None:
+        """Give the index under test an event, and compare it if it is time to.
+
+        One of the device alone is given no location, and one that does not ask for them no update.
+        """
+        data, under_test = queued.event.event.data, self.under_test
+        if isinstance(data, Located) and under_test and under_test.find_tiered is None:
+            return
+        if isinstance(data, Updated) and under_test and not under_test.takes_updates:
             return
         if self.index_input_filter is not None:
             injection, given = self.index_input_filter(queued.event)
@@ -428,6 +434,13 @@ class Judge:
         if len(forms) == 1:
             return {tier: dict(answers[forms[0]]) for tier, answers in found.items()}
         return {tier: of_each_form(answers, self.ledger.streams) for tier, answers in found.items()}
+
+    @property
+    def num_taken_for_device(self) -> int:
+        """Blocks that an Updated has moved to the host, and that the index under test takes for the device's, as it asks for none."""
+        if self.under_test is None or self.under_test.takes_updates:
+            return 0
+        return sum(len(stream.moved) for stream in self.ledger.streams.values())
 
     def flush_index(self) -> None:
         """Flush the index under test, and compare what must be right by now; nothing to do for an async one."""

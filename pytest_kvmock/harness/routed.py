@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from random import Random
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from pytest_kvmock.backends import BACKENDS
 from pytest_kvmock.checks import check_integer, check_number
 from pytest_kvmock.events import Stored
 from pytest_kvmock.fleet.fleet import Fleet
@@ -14,6 +15,7 @@ from pytest_kvmock.fleet.fleet_events import EventDelay, Knowledge
 from pytest_kvmock.hygiene.delivery import Delivery
 from pytest_kvmock.hygiene.problem import ROUTER_RULES, Problem
 from pytest_kvmock.report.rows import EventMark
+from pytest_kvmock.router.index import RadixIndex
 from pytest_kvmock.router.routing import stream_of
 from pytest_kvmock.router.selection import DynamoRouter
 
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
     from pytest_kvmock.hygiene.log import EventLog
     from pytest_kvmock.hygiene.stream import Stream
     from pytest_kvmock.report.rows import Belief
-    from pytest_kvmock.router.index import RadixIndex
     from pytest_kvmock.router.routing import RouterRequest, Worker
     from pytest_kvmock.tokens import Prompt
 
@@ -135,7 +136,9 @@ class JudgedEvents(Knowledge[Delivery]):
 
     def drifted(self, belief: Belief) -> None:
         """Note a wrong belief in the log, under the one that it may follow from."""
-        named = belief.worker if belief.worker in self._harness.workers else next(iter(self._harness.workers))
+        workers = self._harness.workers
+        # Of one that is not there, the first that is; where nobody is, the one that it is about.
+        named = belief.worker if belief.worker in workers else next(iter(workers), belief.worker)
         key = stream_of(named)
         log = self._harness.events
         problem = Problem(belief.rule, *key, belief.observed, belief.expected, position=log.total - 1)
@@ -152,6 +155,15 @@ class JudgedEvents(Knowledge[Delivery]):
             assert isinstance(event.event.data, Stored)
             held += [event] * copies.get(event.event.data.block_hashes[0], 0)
         return held
+
+    def new_index(self) -> RadixIndex:
+        """Return an empty index of events as the router is told them; the reference index counts no copies, the ledger does."""
+        workers = list(self._harness.workers.values())
+        specs = [BACKENDS.get(worker.backend) for worker in workers]
+        index = RadixIndex(count_copies=any(spec is not None and spec.residency == "counted" for spec in specs))
+        for worker in workers:
+            index.offloads_in_chunks(worker.worker_id, worker.dp_rank, worker.traits.chunk)
+        return index
 
     @property
     def event_errors(self) -> list[Problem]:
@@ -220,7 +232,7 @@ def make_fleet(
         )
         for worker in serving
     }
-    if router is None:
+    if router is None and engines:
         args = next(iter(engines.values())).args
         router = DynamoRouter(args.release.dynamo, rng=Random(f"{seed}:router"))  # noqa: S311 - mock data
     return Fleet(engines, router, knowledge=JudgedEvents(harness, publisher, event_delay_ms), **options)

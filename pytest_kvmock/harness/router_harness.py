@@ -343,7 +343,7 @@ class RouterHarness:
         """Publish events made by hand to the router.
 
         Args:
-            events: one or more: Stored, Removed, Located or Cleared, which get their worker's next id, KvCacheEvent, RouterEvent.
+            events: one or more: Stored, Removed, Located, Updated or Cleared, which get their worker's next id, KvCacheEvent, RouterEvent.
             worker_id: the worker of events that name none.
             dp_rank: and its rank.
 
@@ -506,6 +506,11 @@ class RouterHarness:
         if tier is None:
             return await self._lookups.arun("aoverlap", self._lookups.by_tier(prompt))
         return await self._lookups.arun("aoverlap", self._lookups.of_tier(prompt, tier))
+
+    @property
+    def num_taken_for_device(self) -> int:
+        """Blocks on the host that the index under test takes for the device's: it has no `takes_updates`; 0 where it has."""
+        return self._judge.num_taken_for_device
 
     def overlap_for_hashes(self, local_hashes: Iterable[int]) -> Overlap:
         """As `overlap`, for a prompt known by its local hashes."""

@@ -128,6 +128,9 @@ class IndexUnderTest:
     `remove_worker_dp_rank` are used where it has them. Where it has `find_tiered` it tells tiers apart; else it is asked
     for the device alone. Any of them may be a coroutine function; then the test awaits it (`aflush`, `aoverlap`).
 
+    Where it has an attribute `takes_updates` that is True it is given Updated too, and its `find_tiered` must tell the levels
+    that these name apart; else it is compared with what its events say without them, as all known readers ignore them.
+
     Args:
         index: the user's object.
         bounded: how many blocks it keeps at least, if it forgets what is stored beyond that; None: it forgets nothing.
@@ -170,6 +173,7 @@ class IndexUnderTest:
         self.apply: Callable[[RouterEvent], Any] = apply
         self.asked: str = asked
         self.takes_tokens = asked == _BY_TOKENS
+        self.takes_updates = getattr(index, "takes_updates", False) is True
         self.ask: Callable[[Any], Any] = getattr(index, asked)
         self.find_tiered = self._method("find_tiered")
         self.flush = self._method("flush")

@@ -19,6 +19,7 @@ from pytest_kvmock.events import (
     RouterEvent,
     StorageTier,
     Stored,
+    Updated,
     check_block_hashes,
 )
 from pytest_kvmock.hygiene.content import FoundChain
@@ -58,7 +59,7 @@ def is_event(event: object) -> TypeGuard[RouterEvent]:
         parent = () if data.parent_hash is None else (data.parent_hash,)
         blocks: tuple[Any, ...] = (parent, data.block_hashes)
         unsigned: tuple[Any, ...] = (data.tokens_hashes,)
-    elif isinstance(data, (Removed, Located)):
+    elif isinstance(data, (Removed, Located, Updated)):
         blocks, unsigned = (data.block_hashes,), ()
     elif isinstance(data, Cleared):
         blocks = unsigned = ()
@@ -155,7 +156,7 @@ class KvSink:
             addressed = RouterEvent(self.worker_id, event, tier, token_ids, extra)
             if not is_event(addressed):
                 raise TypeError(
-                    f"a kv_sink takes Stored, Removed, Located, Cleared, KvCacheEvent or RouterEvent, with {HASHES}, "
+                    f"a kv_sink takes Stored, Removed, Located, Updated, Cleared, KvCacheEvent or RouterEvent, with {HASHES}, "
                     f"got {event!r:.80} ({type(event).__name__})"
                 )
             self.events.append(event)

@@ -243,12 +243,18 @@ class Workers:
         self._workers[self.key(worker_id, dp_rank)] = worker
         self._recording.backends[spec.name] = spec
         tiers = self._profile.tiers
+        below = None if tiers is None else {StorageTier.HOST_PINNED: tiers.host}
+        num_blocks = self._profile.num_blocks
+        sizes = getattr(worker.manager, "tier_sizes", None)  # of one whose windows have blocks of their own, and a host
+        if sizes is not None:
+            num_blocks = sizes[StorageTier.DEVICE]
+            below = {tier: size for tier, size in sizes.items() if tier is not StorageTier.DEVICE} or None
         if not spec.prefix_closed:
             self._not_prefix_closed.add((worker_id, dp_rank))
         about = StreamSpec(
             self._profile.block_size,
-            self._profile.num_blocks,
-            None if tiers is None else {StorageTier.HOST_PINNED: tiers.host},
+            num_blocks,
+            below,
             spec.residency,
             spec.prefix_closed,
             DynamoChain if spec.chain is None else partial(spec.chain, worker.manager),

@@ -203,13 +203,14 @@ def own_parent(hashes: tuple[int, ...], parent: int | None) -> int | None:
     return None
 
 
-def sparse(event: RouterEvent, data: Stored, size: int | None) -> BlockFlaw | None:
+def sparse(event: RouterEvent, data: Stored, size: int | None, *, partial: bool = False) -> BlockFlaw | None:
     """The first block whose token ids are missing from an event that has token ids; None where none are.
 
     Args:
         event: with token ids or without.
         data: its Stored.
         size: tokens a block; None: unknown, then it is enough that each block has some.
+        partial: the last block may have fewer.
     """
     tokens, hashes = event.token_ids, data.block_hashes
     if tokens is None:
@@ -219,6 +220,8 @@ def sparse(event: RouterEvent, data: Stored, size: int | None) -> BlockFlaw | No
     except TypeError:
         observed = "token ids came, and not as one sequence for each block"
         return BlockFlaw(hashes[0], observed, "each block has its tokens") if hashes else None
+    if partial and size is not None and sizes and 0 < sizes[-1] < size:
+        sizes[-1] = size
     if len(sizes) == len(hashes) and (size is None or sizes.count(size) == len(sizes)):
         return None
     expected = "one sequence of token ids a block" if size is None else f"each block has its {size} tokens"
@@ -239,6 +242,8 @@ def wrong_hash(
     size: int | None,
     chain: Chain,
     parents: Callable[[int], Iterable[int]] = lambda _: (),
+    *,
+    partial: bool = False,
 ) -> BlockFlaw | None:
     """The first block whose hashes do not follow from its parent, local hash and tokens.
 
@@ -248,23 +253,29 @@ def wrong_hash(
         size: tokens a block, to judge local hashes by tokens; None: they are not judged.
         chain: how the engine names blocks.
         parents: blocks that may be the right parent of a block, if the one that the event has is wrong.
+        partial: the last block may have fewer tokens.
     """
     tokens = event.token_ids
     own = own_blocks(data, tokens, size, event.extra) is not None
     by_itself = getattr(chain, "reads_extra", False)  # it looks at all that came
-    if tokens is not None and not own and (size is None or sparse(event, data, size) is not None) and not by_itself:
+    is_sparse = (
+        tokens is not None and not own and (size is None or sparse(event, data, size, partial=partial) is not None)
+    )
+    if is_sparse and not by_itself:
         tokens = ()
-    if tokens and size is not None and not own and not (by_itself and sparse(event, data, size) is not None):
+    if tokens and size is not None and not own and not is_sparse:
         windows, ahead = windows_of(tokens, None if event.extra is None else event.extra.get(LOOKAHEAD))
         flat = [token for ids in windows for token in ids]
         options = {} if event.extra is None else hash_options(event.extra)
         made_of = block_hashes(flat, size + ahead, **options)
+        if not ahead and len(flat) % size:
+            made_of += block_hashes(tokens[-1], len(tokens[-1]), **options)
         for block, local, made in zip(data.block_hashes, data.tokens_hashes, made_of, strict=False):
             if local != made:
                 return BlockFlaw(
                     block,
                     f"block {block_text(block)} has local hash {block_text(local)}",
-                    f"its {size} tokens{_with(event.extra)} have local hash {block_text(made)}",
+                    f"its {len(tokens[data.block_hashes.index(block)])} tokens{_with(event.extra)} have local hash {block_text(made)}",
                 )
     looks = by_itself or names_blocks(event.extra) or (event.extra and event.extra.get(LOOKAHEAD))
     extra = event.extra if looks else None
@@ -282,7 +293,8 @@ def wrong_hash(
                 for candidate in (*others, *parents(block)):
                     if chain.name(candidate, local, known_tokens, size, *beside) == block:
                         return BlockFlaw(block, *_fits(observed, candidate))
-                return BlockFlaw(block, observed, f"the chain of parent and local hash is {block_text(expected)}")
+                content = "tokens" if by_itself else "local hash"
+                return BlockFlaw(block, observed, f"the chain of parent and {content} is {block_text(expected)}")
     return None
 
 

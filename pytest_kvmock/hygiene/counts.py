@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from pytest_kvmock.checks import unknown_text
-from pytest_kvmock.events import KINDS, EventData, Located, kind_of
+from pytest_kvmock.events import KINDS, EventData, Located, Updated, kind_of
 from pytest_kvmock.hygiene.log_entry import STATUSES
 from pytest_kvmock.hygiene.problem import Problem
 
@@ -26,14 +26,15 @@ class EventCounts:
         self._problems = problems
 
     def __repr__(self) -> str:
-        kinds = [kind for kind in KINDS if kind != Located.kind or self.ok(kind)]  # few engines publish one
+        rare = (Located.kind, Updated.kind)  # few engines publish one
+        kinds = [kind for kind in KINDS if kind not in rare or self.ok(kind)]
         valid = ", ".join(f"{self.ok(kind)} {kind}" for kind in kinds)
         return (
             f"<EventCounts ok: {valid}; invalid: {sum(self.invalid.values())}; warnings: {sum(self.warnings.values())}>"
         )
 
     def ok(self, kind: str) -> int:
-        """How many events of a kind ("stored", "removed", "cleared", "located") were valid.
+        """How many events of a kind ("stored", "removed", "cleared", "located", "updated") were valid.
 
         Raises:
             ValueError: an unknown kind.

@@ -29,7 +29,7 @@ def differences(
     unpublished: Collection[int] = (),
 ) -> list[tuple[list[int], str, str]]:
     """Blocks in which stream and engine differ: (blocks, what was expected, what the engine has); see `entries.Resident`."""
-    held, copies = stream.held(tier), stream.copies.get(tier, {})
+    held, copies = dict.fromkeys(stream.in_tier(tier)), stream.copies.get(tier, {})
     there = resident if isinstance(resident, (set, frozenset, dict)) else dict.fromkeys(resident)
     extra = [block for block in held if block not in there]
     implied = stream.implied if tier is StorageTier.DEVICE else ()
@@ -93,7 +93,8 @@ def over_capacity(stream: Stream) -> list[Problem]:
     for tier, held in stream.tiers.items():
         most = stream.spec.capacity(tier)
         fits = len(held) <= most if most is not None else True
-        if most is None or (tier not in stream.overfull and not stream.copies and not stream.groups and fits):
+        is_plain = not (stream.copies or stream.groups or stream.moved)
+        if most is None or (tier not in stream.overfull and is_plain and fits):
             continue
         count, reported = stream.count(tier), tier in stream.overfull
         if count <= most:

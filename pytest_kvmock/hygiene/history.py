@@ -25,7 +25,7 @@ from pytest_kvmock.events import (
     block_text,
 )
 from pytest_kvmock.hygiene.content import MOST_PARENTS, BlockFlaw, sparse
-from pytest_kvmock.prompt_keys import LOOKAHEAD, LOOKAHEAD_KEYS, block_keys
+from pytest_kvmock.prompt_keys import LOOKAHEAD, LOOKAHEAD_KEYS, block_keys, has_window_size
 from pytest_kvmock.tokens import windows_of
 
 if TYPE_CHECKING:
@@ -163,6 +163,14 @@ class History:
         stored = [_stored(self.events[place]) for place in dict.fromkeys(self._index().values())]
         parents = {data.parent_hash for data in stored}
         return [data.block_hashes[-1] for data in stored if data.block_hashes[-1] not in parents]
+
+    def whole(self, block: int) -> int | None:
+        """The block itself, or its parent where it is partial: no prompt has such a one as its own. None: there is none."""
+        event = self.stored_by(block)
+        if event is None or self.block_size is None or not event.token_ids or not has_window_size(event.extra):
+            return block
+        is_partial = len(event.token_ids[-1]) < self.block_size and _stored(event).block_hashes[-1] == block
+        return self.parent(block) if is_partial else block
 
     def parent(self, block: int) -> int | None:
         """The block before `block`, as last stored; None for a root and for what was never stored."""

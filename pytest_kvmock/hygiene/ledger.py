@@ -21,7 +21,17 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
-from pytest_kvmock.events import Cleared, Located, Removed, RouterEvent, StorageTier, Stored, StreamKey, block_text
+from pytest_kvmock.events import (
+    Cleared,
+    Located,
+    Removed,
+    RouterEvent,
+    StorageTier,
+    Stored,
+    StreamKey,
+    Updated,
+    block_text,
+)
 from pytest_kvmock.hygiene import entries
 from pytest_kvmock.hygiene.content import BlockFlaw, DynamoChain, own_parent, sparse, wrong_hash
 from pytest_kvmock.hygiene.drift import confirm, differences, over_capacity
@@ -43,7 +53,7 @@ from pytest_kvmock.hygiene.story import story_of, where_text
 from pytest_kvmock.hygiene.stream import LAST, Desync, Stream
 from pytest_kvmock.hygiene.stream_spec import UNKNOWN, StreamSpec
 from pytest_kvmock.hygiene.text import blocks_text, ids_text
-from pytest_kvmock.prompt_keys import group_of
+from pytest_kvmock.prompt_keys import group_of, has_window_size
 
 _Answer: TypeAlias = tuple[list[Problem], bool]
 """What an entry shows, and whether it is kept: one that changes nothing is not."""
@@ -86,7 +96,10 @@ class Ledger:
             first = self.streams.get((key[0], 0))
             spec = None
             if first is not None:
-                spec = dataclasses.replace(first.spec, tier_blocks=first.spec.tier_blocks or {}, chain=DynamoChain)
+                chain = (
+                    DynamoChain if first.spec.hash is None else first.spec.chain
+                )  # that of an engine is of its first rank
+                spec = dataclasses.replace(first.spec, tier_blocks=first.spec.tier_blocks or {}, chain=chain)
             self.take(entries.Opened(key, None, spec))
             stream = self.streams[key]
         return stream
@@ -118,8 +131,11 @@ class Ledger:
             part = stream.part_of(event)
             if part is not stream:
                 stream.restored = {}
-            if stream.groups and not isinstance(data, Removed):
+            # Between its own events one of TensorRT-LLM may hold more: it says Removed last, or of another window later.
+            if stream.groups and not isinstance(data, Removed) and not has_window_size(event.extra):
                 before = over_capacity(stream)
+            if event.extra is not None and (gone := event.extra.get("silently_gone")):
+                part.take_gone(gone)
         restored, cause = part.restored, None
         if inner.event_id != stream.next_id and stream.next_id is not None:
             if not stream.take_hole(inner.event_id):
@@ -132,6 +148,8 @@ class Ledger:
             found = self._stored(part, event, data)
         elif isinstance(data, Removed):
             found = self._removed(part, event, data)
+        elif isinstance(data, Updated):
+            found = self._updated(part, event, data)
         else:
             found = []
             if isinstance(data, Located):
@@ -225,6 +243,9 @@ class Ledger:
         hashes, parent, tier = data.block_hashes, data.parent_hash, event.storage_tier
         on_device = tier is StorageTier.DEVICE
         held = stream.device if on_device else stream.held(tier)
+        partial = has_window_size(event.extra)
+        if partial:
+            stream.give_way(hashes, is_told=_tells(event))
         fresh = held.keys().isdisjoint(hashes)
         # Below the device blocks come in the order of their eviction, without their parents (kvbm-logical).
         due = parent is None or parent in held or not (on_device or parent in hashes)
@@ -232,12 +253,17 @@ class Ledger:
         again = set() if fresh else held.keys() & hashes
         before: list[Problem] = []
         spec = stream.spec
-        if spec.tier_blocks or (
-            spec.num_blocks is not None and (stream.overfull or stream.copies or len(stream.device) > spec.num_blocks)
+        is_at_rest = not (partial and stream.groups)  # as above
+        if is_at_rest and (
+            spec.tier_blocks
+            or (
+                spec.num_blocks is not None
+                and (stream.overfull or stream.copies or len(stream.device) > spec.num_blocks)
+            )
         ):
             before = over_capacity(stream)
         problems = [] if plain else self._unsound(stream, event, data, again)
-        if event.token_ids is not None and (flaw := sparse(event, data, spec.block_size)) is not None:
+        if event.token_ids is not None and (flaw := sparse(event, data, spec.block_size, partial=partial)) is not None:
             problems.append(problem_of(SPARSE_TOKENS, stream, flaw.observed, flaw.expected, (flaw.block,), tier=tier))
         if self._judges_hashes and (event.chained or (not on_device and _hides_keys(event))):
             problems += self._wrong_hash(stream, event, data, problems)
@@ -259,6 +285,9 @@ class Ledger:
             if parent is not None and parent not in held:
                 stream.implied.add(parent)
             stream.add_again(hashes, parent, again)
+        if partial and event.extra is not None:
+            for block, level in zip(hashes, event.extra.get("cache_levels", ()), strict=False):
+                stream.move(block, level)
         stream.events.append(event)
         stream.mark_named(hashes, tier)
         desync = stream.desync
@@ -280,7 +309,9 @@ class Ledger:
         if not event.chained and _hides_keys(event):
             flaw = stream.unlike_before(event, data)
         else:  # also of a sink whose blocks were found to be a chain later on
-            flaw = wrong_hash(event, data, stream.spec.block_size, stream.hash_chain, stream.parents_of)
+            partial = has_window_size(event.extra)
+            size = stream.spec.block_size
+            flaw = wrong_hash(event, data, size, stream.hash_chain, stream.parents_of, partial=partial)
         if flaw is None and event.chained and event.storage_tier is not StorageTier.DEVICE:
             flaw = stream.unlike_device(event, data)
         if flaw is None:
@@ -389,9 +420,30 @@ class Ledger:
             stream.removed_but_resident.update(resident)
             problems += restored
         if removed and on_device and stream.spec.prefix_closed:
-            problems += self._orphaned(stream, removed)
+            problems += self._orphaned(stream, removed, event)
         if stream.desync is not None:
             stream.desync.named(tier).update(hashes)
+        return problems
+
+    def _updated(self, stream: Stream, event: RouterEvent, data: Updated) -> list[Problem]:
+        """A move of a block between tiers, or a change of its priority: nothing is linked or unlinked."""
+        block, problems = data.block_hash, []
+        if block not in stream.device and block not in stream.implied:
+            observed, expected = story_of(stream, block), "an Updated names a block that is held"
+            problem = problem_of(BLOCK_NOT_FOUND, stream, observed, expected, (block,))
+            problems.append(fold(stream, problem))
+        elif data.levels is not None:
+            level = int(block in stream.moved)
+            if level != data.levels[0] and (stream.desync is None or block in stream.desync.resynced):
+                observed = f"block {block_text(block)} is on level {level}, and moves from level {data.levels[0]}"
+                expected = "an Updated moves a block from the level where it is"
+                problems.append(fold(stream, problem_of(BLOCK_NOT_FOUND, stream, observed, expected, (block,))))
+            stream.move(block, data.levels[1])
+        stream.restored = {}
+        stream.events.append(event)
+        stream.mark_named((block,), StorageTier.DEVICE)
+        if stream.desync is not None:
+            stream.desync.resynced.add(block)
         return problems
 
     def _restored(self, stream: Stream, event: RouterEvent, hashes: tuple[int, ...]) -> list[Problem]:
@@ -418,17 +470,21 @@ class Ledger:
         return problems
 
     @classmethod
-    def _orphaned(cls, stream: Stream, removed: dict[int, int | None]) -> list[Problem]:
+    def _orphaned(cls, stream: Stream, removed: dict[int, int | None], event: RouterEvent) -> list[Problem]:
         """The children that the device holds though it does not hold their parent, one problem a cause.
 
         Args:
             stream: the stream of that worker and rank.
             removed: the blocks that were removed there, each with what `Stream.remove` returned.
+            event: the Removed.
         """
+        untold = has_window_size(event.extra) and not _tells(event)
         orphans: dict[Problem | None, list[tuple[int, int]]] = {}
         desync = stream.desync
         for block, child in removed.items():
             for orphan in stream.orphans(block, child):
+                if orphan in stream.gone or (untold and stream.device[orphan] == LAST):
+                    continue
                 cause = stream.removed_but_resident.get(block)
                 if cause is None and desync is not None and orphan not in desync.resynced:
                     cause = desync.cause
@@ -635,6 +691,11 @@ class Ledger:
 def _hides_keys(event: RouterEvent) -> bool:
     """Whether an event does not say what was hashed beside its tokens, as those of vLLM's host."""
     return event.extra is not None and event.extra.get("extra_keys", ()) is None
+
+
+def _tells(event: RouterEvent) -> bool:
+    """Whether an engine says beside its events what it has dropped without a Removed; no wire has that."""
+    return event.extra is not None and "silently_gone" in event.extra
 
 
 def _several(parts: Sequence[range]) -> str:

@@ -52,7 +52,7 @@ class LogEntry:
 
     @property
     def kind(self) -> str:
-        """The event's kind: "stored", "removed", "cleared" or "located"."""
+        """The event's kind: "stored", "removed", "cleared", "located" or "updated"."""
         return kind_of(self.event)
 
     @property

@@ -60,6 +60,7 @@ class Problem:
         storage_tier: the tier of its blocks.
         of_batches: whether it is that batches of a wire are missing, in whole or in part.
         case: which of the rule's `cases` it is; empty where the rule has none.
+        compared_at: of an index that was given later events before it was asked, the position of the last one; None: it was not.
     """
 
     rule: str
@@ -81,6 +82,7 @@ class Problem:
     storage_tier: StorageTier = StorageTier.DEVICE
     of_batches: bool = False
     case: str = ""
+    compared_at: int | None = None
 
     def __post_init__(self) -> None:
         if RULES[self.rule].kind == "warning":

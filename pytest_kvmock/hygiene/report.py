@@ -33,7 +33,9 @@ def problem_text(problem: Problem) -> str:
     lines = []
     if problem.event is not None:
         own = (problem.event.worker_id, problem.event.event.dp_rank) == (problem.worker_id, problem.dp_rank)
-        lines.append(f"  {event_text(problem.event, problem.named_blocks, problem.restarts if own else ())}")
+        text = event_text(problem.event, problem.named_blocks, problem.restarts if own else ())
+        later = "" if problem.compared_at is None else f", compared after entry {problem.compared_at} of the log"
+        lines.append(f"  {text}{later}")
     else:
         after = "before any event" if problem.position < 0 else f"after entry {problem.position} of the log"
         compared = "" if problem.of_batches else "compared "

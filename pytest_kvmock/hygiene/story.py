@@ -60,10 +60,10 @@ def _history_by_tier(stream: Stream, block: int, tier: StorageTier) -> str:
         tier: the tier that is asked about.
     """
     tiers = [each for each in StorageTier if block in stream.tiers.get(each, ())]
-    if moved := _moved(stream, block, tier, tiers):
+    if moved := _moved(stream, block, tier, tiers) or _left_below(stream, block, tier, tiers):
         return moved
     if tiers:
-        found = [(each, *_last(stream, block, each, range(_begun(stream), len(stream.events)))) for each in tiers]
+        found = [(each, *_last(stream, block, each, _since_empty(stream, each))) for each in tiers]
         if any(stored < 0 for _, stored, _ in found):
             return ""
         if tier is StorageTier.DEVICE and any(isinstance(stream.events[at].event.data, Located) for _, at, _ in found):
@@ -114,20 +114,46 @@ def _moved(stream: Stream, block: int, tier: StorageTier, tiers: list[StorageTie
     """
     if tier in tiers or block in stream.removed_but_resident:
         return ""
-    places = range(_begun(stream), len(stream.events))
-    removed = _last_of(stream, Removed, block, tier, places)
+    removed = _last_of(stream, Removed, block, tier, _since_empty(stream, tier))
     if removed < 0:  # it was never there; say what became of it elsewhere
-        removed, last = max((_last_of(stream, Removed, block, each, places), each) for each in StorageTier)
+        removed, last = max(
+            (_last_of(stream, Removed, block, each, _since_empty(stream, each)), each) for each in StorageTier
+        )
         return "" if removed < 0 or tiers else f"removed from {last} by {_called(stream, removed)}; in no tier since"
-    found = [(each, _last_of(stream, Stored, block, each, places)) for each in tiers]
-    since = [f"in {each} since {_called(stream, stored)}" for each, stored in found if stored >= 0]
-    return f"removed from {tier} by {_called(stream, removed)}; {', '.join(since) or 'in no tier since'}"
+    return (
+        f"removed from {tier} by {_called(stream, removed)}; {_where_since(stream, block, tiers) or 'in no tier since'}"
+    )
 
 
-def _begun(stream: Stream) -> int:
-    """The place in `events` after the last event before which nothing counts: a Cleared, or what began anew."""
-    cleared = stream.cleared_at[-1] + 1 if stream.cleared_at else 0
-    return max([cleared, *(when for when, why in stream.anew if why != "backwards")])
+def _left_below(stream: Stream, block: int, tier: StorageTier, tiers: list[StorageTier]) -> str:
+    """What emptied the device of a block that a Cleared has left below it; empty where none has. Arguments as of `_moved`."""
+    if (
+        tier is not StorageTier.DEVICE
+        or tier in tiers
+        or not tiers
+        or stream.spec.clears_below
+        or not stream.cleared_at
+    ):
+        return ""
+    cleared = stream.cleared_at[-1]
+    stored, removed = _last(stream, block, tier, range(cleared))
+    since = _where_since(stream, block, tiers)
+    if stored < 0 or removed > stored or not since:
+        return ""
+    return f"stored by {_called(stream, stored)} and cleared by {_called(stream, cleared)}; {since}"
+
+
+def _where_since(stream: Stream, block: int, tiers: list[StorageTier]) -> str:
+    """In which tiers a block is, and since which event each."""
+    found = [(each, _last_of(stream, Stored, block, each, _since_empty(stream, each))) for each in tiers]
+    return ", ".join(f"in {each} since {_called(stream, stored)}" for each, stored in found if stored >= 0)
+
+
+def _since_empty(stream: Stream, tier: StorageTier) -> range:
+    """The places in `events` since a tier was last emptied as a whole: by a Cleared that is of it, or by what began anew."""
+    is_cleared = tier is StorageTier.DEVICE or stream.spec.clears_below
+    cleared = stream.cleared_at[-1] + 1 if is_cleared and stream.cleared_at else 0
+    return range(max([cleared, *(when for when, why in stream.anew if why != "backwards")]), len(stream.events))
 
 
 def _held(stream: Stream, block: int, stored: int, removed: int, tier: StorageTier = StorageTier.DEVICE) -> str:

@@ -37,6 +37,7 @@ _OF_A_GROUP: Final = (
         "_cleared",
     ),
     *("device", "tiers", "copies", "forks", "unmarked", "implied", "desync", "restored", "doubled", "drifted"),
+    *("moved", "gone"),
     *("removed_but_resident", "orphaned", "links", "below", "unconfirmed", "emptied"),
 )
 """The attributes of a `Stream` that are those of one cache group."""
@@ -101,6 +102,8 @@ class Stream(History):
         links: which blocks were stored after which, for chains through those.
         below: which blocks were stored after which below the device.
         overfull: the tiers that hold more than the engine has there, where that was reported.
+        moved: blocks of `device` that an Updated has moved to the host, from where they may come back.
+        gone: blocks of `device` that their engine has dropped without a Removed, as it says itself.
         drifted: the blocks that were reported to differ from what the engine holds, each with its tier.
     """
 
@@ -114,6 +117,7 @@ class Stream(History):
         "drifted",
         "emptied",
         "forks",
+        "gone",
         "group_idx",
         "groups",
         "hash_chain",
@@ -122,6 +126,7 @@ class Stream(History):
         "last",
         "late",
         "links",
+        "moved",
         "next_id",
         "orphaned",
         "overfull",
@@ -168,6 +173,8 @@ class Stream(History):
         self.unconfirmed: list[tuple[StorageTier, Problem]] = []
         self.second_names = 0
         self.overfull: set[StorageTier] = set()
+        self.moved: set[int] = set()
+        self.gone: set[int] = set()
         self.drifted: set[tuple[StorageTier, int]] = set()
         self.emptied: tuple[int, ...] = ()
 
@@ -182,6 +189,8 @@ class Stream(History):
             or self.implied
             or self.desync
             or self.second_names
+            or self.moved
+            or self.gone
         )
 
     def names_alone(self, event: RouterEvent) -> bool:
@@ -302,8 +311,11 @@ class Stream(History):
 
     def remove(self, tier: StorageTier, held: dict[int, int], blocks: tuple[int, ...]) -> tuple[int | None, ...]:
         """Remove blocks from a tier, or one copy of each; return what `held` had of each: None if it was not there."""
-        if self.second_names and tier is StorageTier.DEVICE:
-            self.second_names -= sum(block in self.tails and block in held for block in blocks)
+        if tier is StorageTier.DEVICE:
+            if self.second_names:
+                self.second_names -= sum(block in self.tails and block in held for block in blocks)
+            self.moved.difference_update(blocks)
+            self.gone.difference_update(blocks)
         copies = self.copies.get(tier) if self.copies else None
         if not copies or copies.keys().isdisjoint(blocks):
             return tuple(map(held.pop, blocks, repeat(None)))
@@ -314,6 +326,38 @@ class Stream(History):
                 copies[block] = left - 1
             out.append(LAST if left else held.pop(block, None))
         return tuple(out)
+
+    def take_gone(self, blocks: Iterable[int]) -> None:
+        """Take what an engine says that it has dropped without a Removed; a router holds it all the same."""
+        self.gone.update(block for block in blocks if block in self.device)
+
+    def give_way(self, hashes: tuple[int, ...], *, is_told: bool) -> None:
+        """Drop what an engine has dropped without a word and stores again.
+
+        Args:
+            hashes: the blocks of a Stored.
+            is_told: whether it says what it has dropped; else a block that has no child may be such.
+        """
+        for block in self.gone.intersection(hashes) if is_told else hashes:
+            if self.drop_leaf(block):
+                self.gone.discard(block)
+                self.moved.discard(block)
+
+    def move(self, block: int, level: int) -> None:
+        """Move a block to the host (level 1), or back to the device (0)."""
+        if level:
+            self.held(StorageTier.HOST_PINNED)  # from now on there is one
+            self.moved.add(block)
+        else:
+            self.moved.discard(block)
+
+    def in_tier(self, tier: StorageTier) -> Iterable[int]:
+        """The blocks that are held in a tier, those that moved there or away counted."""
+        if not self.moved:
+            return self.held(tier)
+        if tier is StorageTier.DEVICE:
+            return [block for block in self.device if block not in self.moved]
+        return [*self.held(tier), *self.moved] if tier is StorageTier.HOST_PINNED else self.held(tier)
 
     def orphans(self, block: int, child: int | None) -> list[int]:
         """The children of a removed block that are held on the device; none while it is held there, by a copy.
@@ -339,7 +383,9 @@ class Stream(History):
         """How many blocks are held in a tier, every copy counted, in all cache groups; second names are no blocks."""
         names = len(self.held(tier)) + sum(self.copies.get(tier, {}).values())
         if tier is StorageTier.DEVICE:
-            names -= self.second_names
+            names -= self.second_names + len(self.moved) + len(self.gone)
+        elif tier is StorageTier.HOST_PINNED:
+            names += len(self.moved)
         return names + sum(part.count(tier) for part in self.groups.values())
 
     def begin_anew(self, why: str) -> None:
@@ -377,6 +423,8 @@ class Stream(History):
             self.copies,
             self.implied,
             self.drifted,
+            self.moved,
+            self.gone,
             self.restored,
             self.removed_but_resident,
         ):
@@ -517,6 +565,7 @@ class Stream(History):
         self.events, self.emptied, self.anew = list(published.events), published.emptied, list(published.anew)
         self.group_idx, self.tails = published.group_idx, set(published.tails)
         self.second_names = published.second_names
+        self.moved, self.gone = set(published.moved), set(published.gone)
         self.groups = {group: part.copy() for group, part in published.groups.items()}
         self._reset_index()
         self.links = Links()

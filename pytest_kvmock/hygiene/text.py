@@ -7,10 +7,11 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from pytest_kvmock.events import KvCacheEvent, RouterEvent, SparseStored, StorageTier, Stored, block_text
-from pytest_kvmock.prompt_keys import group_of
+from pytest_kvmock.prompt_keys import block_keys, group_of
 
 if TYPE_CHECKING:
     from pytest_kvmock.events import EventData
+    from pytest_kvmock.prompt_keys import EventExtra
 
 
 NOBODY: Final = (-1, 0)
@@ -88,6 +89,22 @@ def data_text(data: EventData) -> str:
     return kind if hashes is None else f"{kind} {blocks_text(hashes)}"
 
 
+def beside_text(extra: EventExtra | None) -> str:
+    """What the blocks of an event are named by beside their tokens, as its request carried it; empty for nothing."""
+    if extra is None:
+        return ""
+    adapter = extra.get("lora_name") or extra.get("lora_id")
+    keys = [key for of_block in block_keys(extra) if isinstance(of_block, (list, tuple)) for key in of_block]
+    # On vLLM's wires the salt is among the keys of a block, behind the name of the adapter.
+    texts = [key for key in keys if isinstance(key, str) and (adapter is None or key != adapter)]
+    salts = dict.fromkeys([extra["cache_salt"]] if extra.get("cache_salt") else texts)
+    images = dict.fromkeys(key[0] for key in keys if isinstance(key, (list, tuple)) and len(key) == 2)
+    parts = [] if adapter is None else [f"adapter {adapter!r:.40}"]
+    parts += [f"salt {salt!r:.40}" for salt in salts]
+    parts += [f"image {name!s:.16}" for name in images]
+    return f" ({', '.join(parts)})" if parts else ""
+
+
 def event_text(event: RouterEvent, named: Iterable[int] = (), restarts: Sequence[str] = ()) -> str:
     """An event, in one line.
 
@@ -100,6 +117,7 @@ def event_text(event: RouterEvent, named: Iterable[int] = (), restarts: Sequence
     tier = "" if event.storage_tier is StorageTier.DEVICE else f" ({event.storage_tier})"
     if group := group_of(event.extra):
         tier += f" (cache group {group})"
+    tier += beside_text(event.extra)
     who = worker_text(event.worker_id, inner.dp_rank)
     hashes = getattr(inner.data, "block_hashes", ())
     hidden = [] if len(hashes) <= MOST_BLOCKS else [block for block in dict.fromkeys(named) if block in hashes]

@@ -43,6 +43,7 @@ function hottest(name) {
 function findings() {
   const items = [];
   if (workers.length > 1 && COUNT) {
+    if (DATA.got_nothing) items.push(el("span", { class: "problem" }, `${DATA.got_nothing[0].toUpperCase()}${DATA.got_nothing.slice(1)}.`));
     const hot = DATA.most_work, slow = greatest("ttft_p95"), wait = greatest("engine_wait_ms");
     if (hot) {
       const much = `worker ${hot.worker}, ${number(hot.times)} times the mean of the prompt tokens computed, ${number(workers.find((row) => row.worker === hot.worker).requests)} of ${number(all.requests)} requests`;
@@ -55,7 +56,7 @@ function findings() {
   for (const mark of wrong) items.push(el("span", { class: "problem" }, `At ${seconds(mark.ms)}, worker ${mark.worker}: ${mark.text}`));
   const faults = DATA.marks.filter((mark) => mark.kind.startsWith("fault "));
   if (faults.length) items.push(`${quantity(faults.length, "fault")} injected, the first at ${seconds(faults[0].ms)}: ${faults[0].text}.`);
-  const broken = DATA.marks.filter((mark) => !wrong.includes(mark) && !faults.includes(mark) && !["crash", "restart", "leave", "join"].includes(mark.kind));
+  const broken = DATA.marks.filter((mark) => !wrong.includes(mark) && !faults.includes(mark) && !["crash", "restart", "leave", "join", "cordon", "uncordon"].includes(mark.kind));
   if (broken.length) items.push(el("span", { class: "problem" }, `The first event that was wrong, at ${seconds(broken[0].ms)}, worker ${broken[0].worker}: ${broken[0].kind}, ${broken[0].text}`));
   for (const mark of DATA.marks) if (!wrong.includes(mark) && !faults.includes(mark) && !broken.includes(mark)) items.push(`At ${seconds(mark.ms)}: ${mark.kind} of worker ${mark.worker}, ${mark.text}.`);
   const errors = DATA.event_errors || [];

@@ -5,7 +5,7 @@ plugin is not used, and what only users need is imported when one turns up.
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from typing import Final
 
 import pytest
@@ -23,6 +23,9 @@ from pytest_kvmock.plugin.settings import SETTINGS, read_settings
 
 EVENTS: Final = "kvmock.events"
 """The property that the report of each test has whose events were judged."""
+
+UNJUDGED: Final = "kvmock.unjudged"
+"""The property that the report of each test has whose contract cannot judge all of its subject: the class, and what."""
 
 _REGISTERED_BY: Final = pytest.StashKey[Mapping[str, str]]()
 
@@ -169,18 +172,27 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         passed_logs(terminalreporter)
     if config.get_verbosity() < -1:
         return
-    judged = [  # only the report of a teardown has all that was found
+    ended = [  # only the report of a teardown has all that was found
         report
         for reports in terminalreporter.stats.values()
         for report in reports
-        if getattr(report, "when", None) == "teardown" and any(name == EVENTS for name, _ in report.user_properties)
+        if getattr(report, "when", None) == "teardown" and report.user_properties
     ]
+    for unjudged in _unjudged(ended):
+        terminalreporter.write_line(f"kvmock: {unjudged}")
+    judged = [report for report in ended if any(name == EVENTS for name, _ in report.user_properties)]
     if judged:
         from pytest_kvmock.plugin.report import summary_line
 
         line = summary_line(judged, settings, only_undone=config.get_verbosity() < 0)
         if line is not None:
             terminalreporter.write_line(line)
+
+
+def _unjudged(reports: Iterable[pytest.TestReport]) -> Iterable[str]:
+    """Return a line for each class of which its contract could not judge all."""
+    found = [str(value) for report in reports for name, value in report.user_properties if name == UNJUDGED]
+    return {line.partition(": ")[0]: line for line in found}.values()
 
 
 def _refuse_outside_matrix(item: pytest.Item) -> None:

@@ -252,6 +252,8 @@ def record_properties(case: Case) -> None:
             "unused_sinks": len(case.harness.publisher.unused_sinks),
         }
         mine += [(f"kvmock.{name}", count) for name, count in sinks.items() if count]
+    if taken := case.harness.num_taken_for_device:
+        mine.append(("kvmock.taken_for_device", taken))
     properties = case.item.user_properties
     properties[:] = [pair for pair in properties if not pair[0].startswith("kvmock.")] + mine
 
@@ -269,7 +271,8 @@ def summary_line(reports: Iterable[pytest.TestReport], settings: Settings, *, on
     """Return the line on the events that a run judged: tests, backends, events, warnings by rule; None: there were none.
 
     Then what was asked for and not done: faults at random, each with the tests in which it was injected into no event, and
-    sinks that nothing was published to, or whose engine nobody compared.
+    sinks that nothing was published to, or whose engine nobody compared; and how many blocks on the host an index took for the
+    device's.
 
     Args:
         reports: of teardowns, with what `record_properties` put there; of a test that was run again, the last counts.
@@ -278,7 +281,7 @@ def summary_line(reports: Iterable[pytest.TestReport], settings: Settings, *, on
     """
     from pytest_kvmock.hygiene.rules import RULES
 
-    tests = events = uncompared = idle = 0
+    tests = events = uncompared = idle = taken = 0
     backends: set[str] = set()
     warnings: Counter[str] = Counter()
     engine_warnings: Counter[str] = Counter()
@@ -293,6 +296,7 @@ def summary_line(reports: Iterable[pytest.TestReport], settings: Settings, *, on
             backends.add(properties["kvmock.backend"])
         uncompared += properties.get("kvmock.uncompared_sinks", 0)
         idle += properties.get("kvmock.unused_sinks", 0)
+        taken += properties.get("kvmock.taken_for_device", 0)
         for key, counts in counted.items():
             for part in properties.get(key, "").split(", ") if key in properties else ():
                 count, _, rule = part.partition(" ")
@@ -305,6 +309,8 @@ def summary_line(reports: Iterable[pytest.TestReport], settings: Settings, *, on
     if uncompared:
         engines = "its engine" if uncompared == 1 else "their engines"
         undone.append(f"{uncompared:,} sink{'s' * (uncompared != 1)} never compared with {engines} (kv_sink.compare)")
+    if taken:
+        undone.append(f"{taken:,} block{'s' * (taken != 1)} on the host taken for the device's (no takes_updates)")
     if only_undone or not tests:
         return f"kvmock: {'; '.join(undone)}" if undone else None
     order = [*RULES]

@@ -80,7 +80,7 @@ def servers(
 ) -> Iterator[Callable[..., KvServer]]:
     """What makes the server of the harness; it is closed when the context is left.
 
-    An engine that broke behind it fails a test that passed so far.
+    An engine that broke behind it fails a test that passed so far, and so does an answer or cut that was asked for and did not strike.
     """
     made: list[KvServer] = []
     with ExitStack() as stack:
@@ -99,6 +99,9 @@ def servers(
     broken = [text for server in made for text in server.broken]
     if broken and case.passed:
         pytest.fail(f"kvmock: kv_server: {'; '.join(broken)}", pytrace=False)
+    left = [text for server in made for text in server.answers_left]
+    if left and case.passed:
+        pytest.fail(f"kvmock: kv_server: asked for, and no such request came: {'; '.join(left)}", pytrace=False)
 
 
 def _check_says(dialect: Dialect, harness: RouterHarness) -> None:

@@ -520,7 +520,7 @@ class DropNext(Operation):
 
     Attributes:
         count: how many.
-        of: of which kind: "stored", "removed", "cleared" or "located"; None for any.
+        of: of which kind: "stored", "removed", "cleared", "located" or "updated"; None for any.
     """
 
     kind = "drop_next"

@@ -14,7 +14,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from pytest_kvmock.checks import unknown_text
-from pytest_kvmock.events import Cleared, KvCacheEvent, Located, Removed, RouterEvent, SparseStored, StorageTier, Stored
+from pytest_kvmock.events import (
+    Cleared,
+    KvCacheEvent,
+    Located,
+    Removed,
+    RouterEvent,
+    SparseStored,
+    StorageTier,
+    Stored,
+    Updated,
+)
 from pytest_kvmock.harness.recording import MOST, RecordedOperation
 from pytest_kvmock.hygiene.entries import BatchesLost, NoEvent, WorkerRemoved
 from pytest_kvmock.hygiene.problem import ROUTER_RULES
@@ -332,7 +342,7 @@ def _held(arrivals: list[Arrival], key: StreamKey, tier: StorageTier) -> list[Ar
             continue
         if isinstance(data, Cleared):
             held.clear()
-        elif isinstance(data, SparseStored | Located):
+        elif isinstance(data, SparseStored | Located | Updated):
             continue
         elif event.storage_tier is tier and isinstance(data, Stored):
             for block, local in zip(data.block_hashes, data.tokens_hashes, strict=True):

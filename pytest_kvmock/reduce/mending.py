@@ -6,7 +6,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pytest_kvmock.events import Cleared, Located, Removed, RouterEvent, SparseStored, Stored
+from pytest_kvmock.events import Cleared, Located, Removed, RouterEvent, SparseStored, Stored, Updated, renamed
 from pytest_kvmock.hygiene.entries import NoEvent
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Mender:
         if isinstance(data, Cleared):
             self.forget(key)
             return data
-        if isinstance(data, (SparseStored, Located)):
+        if isinstance(data, (SparseStored, Located, Updated)):
             return _named(data, places)
         keep = range(len(data.block_hashes)) if places is None else places
         # A block before the first that is kept is its parent, unless that was cut too.
@@ -97,8 +97,12 @@ class Roots(Mender):
         return replace(part, parent_hash=None, tokens_hashes=(first, *part.tokens_hashes[1:]))
 
 
-def _named(data: SparseStored | Located, places: tuple[int, ...] | None) -> SparseStored | Located:
-    """What is left of names of which none hangs on another."""
+def _named(
+    data: SparseStored | Located | Updated, places: tuple[int, ...] | None
+) -> SparseStored | Located | Updated | None:
+    """What is left of names of which none hangs on another; None: nothing, where an event has one name."""
+    if isinstance(data, Updated):
+        return data if places is None or places else None
     if places is None:
         return data
     return replace(data, block_hashes=tuple(data.block_hashes[i] for i in places))
@@ -135,7 +139,7 @@ class Renamer:
                 local = tuple(self._local.setdefault(h, len(self._local) + 1) for h in data.tokens_hashes)
                 data = replace(data, tokens_hashes=local)
         elif not isinstance(data, Cleared):
-            data = replace(data, block_hashes=tuple(map(self._block, data.block_hashes)))
+            data = renamed(data, [*map(self._block, data.block_hashes)])
         return RouterEvent(
             step.worker_id, replace(step.event, data=data), step.storage_tier, step.token_ids, step.extra
         )

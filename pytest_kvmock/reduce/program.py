@@ -31,7 +31,7 @@ Step: TypeAlias = RouterEvent | NoEvent | Operation
 
 Level: TypeAlias = Literal["events", "requests"]
 
-_PUBLIC_EVENTS: Final = ("Located", "SparseStored")
+_PUBLIC_EVENTS: Final = ("Located", "SparseStored", "Updated")
 _PUBLIC: Final = (
     "Cleared",
     "EngineProfile",

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
-from pytest_kvmock.events import Cleared, RouterEvent, SparseStored, StorageTier, Stored, block_text
+from pytest_kvmock.events import Cleared, RouterEvent, SparseStored, StorageTier, Stored, Updated, block_text
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
 from pytest_kvmock.hygiene.entries import BatchesLost, WorkerRemoved
 from pytest_kvmock.programs.python import literal, number_parts, token_list
@@ -180,6 +180,8 @@ def _data(data: EventData) -> str:
         more = "" if data.start_position is None else f", start_position={data.start_position}"
         more += "" if data.mm_extra_info is None else f", mm_extra_info={data.mm_extra_info!r}"
         return f"Stored({parent}, {_tuple(data.block_hashes)}, {_tuple(data.tokens_hashes)}{more})"
+    if isinstance(data, Updated):
+        return f"Updated({block_text(data.block_hash)}, {data.levels}, {data.priorities})"
     if not isinstance(data, Cleared):
         return f"{type(data).__name__}({_tuple(data.block_hashes)})"
     return "Cleared()"

@@ -16,7 +16,7 @@ from pytest_kvmock.pages import MOST_POINTS, MOST_REQUESTS, every, peaks
 from pytest_kvmock.report.comparison import Compared
 from pytest_kvmock.report.figures import FIGURES, PRINTED
 from pytest_kvmock.report.regret import LOADS, Regret, Selector, check_selector, selector_costs
-from pytest_kvmock.report.routing_figures import most
+from pytest_kvmock.report.routing_figures import got_nothing, most
 
 if TYPE_CHECKING:
     from pytest_kvmock.report.figures import Figures
@@ -68,6 +68,8 @@ def fleet_data(
         notes.append(f"The timeline has {len(shown):,} of {len(served):,} requests, at even distances.")
     if report.arrived > len(served):
         notes.append(f"{report.arrived - len(served):,} requests arrived and were never sent to a worker.")
+    if report.facts.nobody_text:
+        notes.append(f"{report.facts.nobody_text.capitalize()}.")
     if not served:
         notes.append("This report has no requests.")
     # Those that cost nothing too, where the chosen worker held less than another: what a reader asks about next.
@@ -93,6 +95,7 @@ def fleet_data(
         "columns": [[name, FIGURES[name].title] for name in PRINTED],
         "slo": {name: limit for name, limit in limits if limit is not None},
         "figures": [{"worker": "all" if worker is None else str(worker), **row} for worker, row in rows.items()],
+        "got_nothing": got_nothing("requests", *report.counts("requests")),
         "most_work": _most_work(report),
         "requests": _requests(shown, place, last, regrets),
         "regret_by": "blocks of overlap" if report.recorder is None else type(selector).__name__,

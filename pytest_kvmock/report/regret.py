@@ -1,16 +1,27 @@
-"""What the picks of a router cost beyond the cheapest ones, by a reference selector that knew the true loads and caches."""
+"""What the picks of a router cost beyond the cheapest ones, and whom it picked of equals, by a selector that knew true loads and caches."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast
 
 from pytest_kvmock.report.routing_figures import aligned
 
 if TYPE_CHECKING:
     from pytest_kvmock.report.rows import PickRecord, Record
-    from pytest_kvmock.router.routing import Candidate, RouterRequest
+    from pytest_kvmock.router.routing import Candidate, RouterRequest, Worker
 
+
+_NO_MORE: Final = 1e-9
+"""Up to how many blocks more than the least a cost is the least: floats are added in another order."""
+
+_LEAST_DUE: Final = 8
+"""From which due on a worker is judged, in picks."""
+
+_PART_OF_DUE: Final = 3
+_MOST_OF_DUE: Final = 2.5
+"""A worker must have had one such part of its due at least, and so many times its due at most: see `Report.assert_ties_shared`."""
 
 LOADS: Final = ("overlap", "prefill_tokens", "decode_blocks", "new_blocks", "active_requests", "waiting")
 """What is shown of a candidate."""
@@ -57,13 +68,11 @@ class Regret:
         worst: the pick that cost most beyond the cheapest, the first of these; None where all were among the cheapest.
     """
 
-    _NO_MORE = 1e-9
-
     def __init__(self, selector: Selector, recorder: Record) -> None:
         self._selector = selector
         self._recorder = recorder
         self.blocks = [_regret(selector, recorder.pick(at)) for at in range(len(recorder))]
-        self.picks = [PickRegret(at, blocks) for at, blocks in enumerate(self.blocks) if blocks > self._NO_MORE]
+        self.picks = [PickRegret(at, blocks) for at, blocks in enumerate(self.blocks) if blocks > _NO_MORE]
         count = len(recorder)
         self.share = len(self.picks) / count if count else 0.0
         self.mean = sum(each.blocks for each in self.picks) / count if count else 0.0
@@ -107,6 +116,67 @@ class Regret:
         return f"{table}\nthe router picked {record.chosen!r}{told}"
 
 
+class TieShare(NamedTuple):
+    """What one worker had of the picks in which it tied with others for the least cost.
+
+    Attributes:
+        worker: who.
+        due: the sum of 1/n over these picks, in each of which n workers tied.
+        had: how many of these it got.
+    """
+
+    worker: Worker
+    due: float
+    had: int
+
+
+def tie_shares(selector: Selector, recorder: Record) -> list[TieShare]:
+    """Return for each worker that tied for the least cost with others what it had of these picks, in the order in which they came."""
+    due: dict[Worker, Fraction] = {}
+    had: dict[Worker, int] = {}
+    for at in range(len(recorder)):
+        record = recorder.pick(at)
+        costs = selector_costs(selector, record)
+        most = min(costs) + _NO_MORE
+        tied = [each.worker for each, cost in zip(record.candidates, costs, strict=True) if cost <= most]
+        if len(tied) < 2:
+            continue
+        for worker in tied:
+            due[worker] = due.get(worker, Fraction()) + Fraction(1, len(tied))
+            had[worker] = had.get(worker, 0) + (worker == record.chosen)
+    return [TieShare(worker, float(due[worker]), had[worker]) for worker in due]
+
+
+def assert_ties_shared(selector: Selector, recorder: Record, note: str = "") -> None:
+    """Fail where a worker that tied for the least cost often had too few or too many of these picks.
+
+    Args:
+        selector: the reference.
+        recorder: the picks, with what was true.
+        note: what the message ends with.
+
+    Raises:
+        AssertionError: one had; or nothing tied.
+    """
+    __tracebackhide__ = True
+    shares = tie_shares(selector, recorder)
+    name = type(selector).__name__
+    if not shares:
+        raise AssertionError(
+            f"nothing tied: at none of {len(recorder)} picks did several workers have the least cost by {name}"
+        )
+    judged = [each for each in shares if each.due >= _LEAST_DUE]
+    over = [each for each in judged if each.had > _MOST_OF_DUE * each.due]
+    under = [each for each in judged if each.had < each.due / _PART_OF_DUE]
+    if over or under:
+        worst = max(over or under, key=lambda each: abs(each.had / each.due - 1))
+        shown = ", ".join(f"{each.worker!r}: {each.had} of {each.due:.3g}" for each in shares)
+        raise AssertionError(
+            f"worker {worst.worker!r} had {worst.had} of the picks in which it tied with others for the least cost by {name}, and its due was "
+            f"{worst.due:.3g}; must be from a third of that to {_MOST_OF_DUE:g} times that ({shown}){note}"
+        )
+
+
 def check_selector(selector: Any) -> Selector:
     """Return a selector, if it is one.
 
@@ -118,6 +188,16 @@ def check_selector(selector: Any) -> Selector:
     if not callable(getattr(selector, "cost", None)):
         raise TypeError(f"selector must have a method cost(request, candidate), got {selector!r:.80}")
     return cast("Selector", selector)
+
+
+def stale_note(what: str, every_ms: float | None) -> str:
+    """Return a line that says so where a router was shown loads that were polled, and `what` it is judged by was not; else nothing."""
+    if every_ms is None:
+        return ""
+    return (
+        f"\nnote: the router was shown the loads of the engines, up to {every_ms:g} ms old, and {what} by the true ones of the "
+        "load book: a right router has some too"
+    )
 
 
 def selector_costs(selector: Selector, record: PickRecord) -> Sequence[float]:

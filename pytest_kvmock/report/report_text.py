@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from pytest_kvmock.report.figures import figure_text
 
-if TYPE_CHECKING:
-    from pytest_kvmock.report.rows import Happened
+
+class MissedAbort(NamedTuple):
+    """An abort that did not happen.
+
+    Attributes:
+        ms: when it was to, in virtual milliseconds; of one that waited for tokens, when its request was over.
+        number: which request was to be called off, by the order of arrival.
+        kind: "abort".
+    """
+
+    ms: float
+    number: int
+    kind: str = "abort"
+
+    def __str__(self) -> str:
+        return f"request {self.number} was not called off at {self.ms:g} ms: it was over by then, or had not arrived"
 
 
 def report_text(report: Any, about: str) -> str:
@@ -35,27 +48,18 @@ def report_text(report: Any, about: str) -> str:
         parts.append(
             f"the engines held {report.held_before} blocks before this run: their hits count, and the ideal knows none of them"
         )
-    parts += _happened(report.incidents, report.missed)
+    missed = [each for each in report.missed if isinstance(each, MissedAbort)]
+    parts += [f"{each.ms:g} ms: {each.kind} of worker {each.worker!r}, {each.lost} lost" for each in report.incidents]
+    parts += [
+        f"the run ended before {each.ms:g} ms: no {each.kind} of worker {each.worker!r}"
+        for each in report.missed
+        if not isinstance(each, MissedAbort)
+    ]
     if report.router and report.aborted:
         parts.append(f"{report.aborted} of {report.arrived} requests were called off")
-    parts += _not_called_off([each for each in report.missed if each.request is not None])
-    parts += map(str, report.beliefs or ())
+    if missed:
+        parts.append(f"{missed[0]}, and {len(missed) - 1} more" if len(missed) > 1 else str(missed[0]))
+    parts += filter(None, (report.facts.nobody_text, *map(str, report.beliefs or ())))
     if report.event_errors:
         parts.append(f"errors of events: {len(report.event_errors)}")
     return "\n".join(parts)
-
-
-def _happened(incidents: Iterable[Happened], missed: Iterable[Happened]) -> Iterator[str]:
-    """Lines on what happened to workers, and on what did not."""
-    for each in incidents:
-        yield f"{each.ms:g} ms: {each.kind} of worker {each.worker!r}, {each.lost} lost"
-    for each in missed:
-        if each.request is None:
-            yield f"the run ended before {each.ms:g} ms: no {each.kind} of worker {each.worker!r}"
-
-
-def _not_called_off(missed: Sequence[Happened]) -> Iterator[str]:
-    """A line on the aborts that did not happen, if there are any."""
-    if missed:
-        first, more = missed[0], f", and {len(missed) - 1} more" if len(missed) > 1 else ""
-        yield f"request {first.request} was not called off at {first.ms:g} ms: it was over by then, or had not arrived{more}"

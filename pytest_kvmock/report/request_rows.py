@@ -1,12 +1,16 @@
-"""A request of a run as JSON, by the keys of Dynamo's report: the short row, the long one of 1.6.1, and what a router's pick adds."""
+"""A request of a run as a row, and as JSON by the keys of Dynamo's report: the short row, the long one of 1.6.1, and what a router's pick adds."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final
 
+from pytest_kvmock.report.rows import RequestRow
+
 if TYPE_CHECKING:
-    from pytest_kvmock.report.rows import Pick, Pools, RequestRow
+    from pytest_kvmock.engine.scheduler import ScheduledRequest
+    from pytest_kvmock.report.rows import Asked, Pick, Pools, WorkerRow
 
 STATUS: Final = {"finished": "completed", "rejected": "rejected", "failed": "failed"}
 """What the long form calls the end of a request; one without has no row there."""
@@ -20,6 +24,48 @@ _HANDOFF: Final = (
     "source_released_ms",
     "decode_reused_input_tokens",
 )
+
+
+def joined_rows(
+    requests: Sequence[ScheduledRequest],
+    block_size: int,
+    *,
+    numbers: Sequence[int],
+    served_by: Sequence[int | None],
+    asked: Sequence[Asked],
+    handoffs: Mapping[ScheduledRequest, Mapping[str, Any]],
+    picks: Sequence[Pick],
+    services: Sequence[WorkerRow],
+) -> list[RequestRow]:
+    """Return a row a request, with its first pick and its last; for the arguments see `Report`."""
+    first: dict[int, Pick] = {}
+    last: dict[int, Pick] = {}
+    for each in picks:
+        first.setdefault(each.number, each)
+        last[each.number] = each
+    seats = {each.position: each for each in services}
+    named = {each.worker: each for each in services}
+    count = len(requests)
+    columns = (requests, numbers or range(count), served_by or repeat(0, count), asked or repeat(None, count))
+    rows = []
+    for request, number, seat, turn in zip(*columns, strict=True):
+        pick = last.get(number)
+        service = named[pick.worker] if pick else None if seat is None else seats.get(seat)
+        rows.append(
+            RequestRow(
+                request,
+                number,
+                seat,
+                service.worker if service else None,
+                turn,
+                handoffs.get(request, {}),
+                first.get(number),
+                pick,
+                block_size,
+                service is not None and service.recomputes_last_token,
+            )
+        )
+    return rows
 
 
 def request_json(row: RequestRow, pools: Pools | None) -> dict[str, Any]:

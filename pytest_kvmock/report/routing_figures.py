@@ -125,6 +125,26 @@ def jain(counts: Mapping[Worker, float], there: Mapping[Worker, float] | None = 
     return sum(weights[worker] * each for worker, each in found.items()) ** 2 / (whole * squares) if squares else None
 
 
+def got_nothing(of: str, counts: Mapping[Worker, float], there: Mapping[Worker, float] | None = None) -> str:
+    """Return who got nothing of all that was to be had, as text; empty where nobody was due one and got none.
+
+    Args:
+        of: what is counted.
+        counts: how much of it each worker got.
+        there: see `rates`.
+    """
+    total, mean = sum(counts.values()), candidates(counts, there)
+    idle = [worker for worker, count in counts.items() if not count and total * (there[worker] if there else 1) >= mean]
+    if not total or not idle:
+        return ""
+    numbers = [worker for worker in idle if isinstance(worker, int)]
+    if len(idle) > 2 and numbers == idle == list(range(numbers[0], numbers[-1] + 1)):
+        named = f"{idle[0]} to {idle[-1]}"
+    else:
+        named = " and ".join(filter(None, (", ".join(map(repr, idle[:-1])), repr(idle[-1]))))
+    return f"worker{'s' if len(idle) > 1 else ''} {named} got none of {total:g} {of}"
+
+
 def aligned(rows: Iterable[Sequence[str]]) -> str:
     """Return rows as a table, each column to the right."""
     rows = list(rows)
@@ -227,7 +247,9 @@ def assert_balanced(
             + (f", a candidate of {there[each]:.0%} of the picks" if there and there[each] < 1 else "")
             for each in rates(counts, there)
         )
+        nothing = got_nothing(of, counts, there)
         raise AssertionError(
-            f"worker {found.worker!r} has {found.times:.2f} times the mean of {of}, must be at most {within:.4g} times ({shown})"
+            (f"{nothing}; " if nothing else "")
+            + f"worker {found.worker!r} has {found.times:.2f} times the mean of {of}, must be at most {within:.4g} times ({shown})"
             + (f"\n{row(found.worker)}" if row else "")
         )

@@ -1,6 +1,6 @@
 """What a run leaves for its report: a row a request, a row a worker, the picks of a router, and what happened.
 
-All are values; times are virtual milliseconds.
+One subject: the values of a run. Times are virtual milliseconds.
 """
 
 from __future__ import annotations
@@ -180,17 +180,15 @@ class Happened(NamedTuple):
 
     Attributes:
         ms: when, in virtual milliseconds.
-        kind: "crash", "restart", "leave" or "join"; of what was missed also "abort".
-        worker: to whom, by the id; None: to a request.
+        kind: "crash", "restart", "leave", "join", "cordon" or "uncordon".
+        worker: to whom, by the id.
         lost: how many requests it lost.
-        request: of an abort, which request was to be called off, by the order of arrival.
     """
 
     ms: float
     kind: str
-    worker: int | None = None
+    worker: int
     lost: int = 0
-    request: int | None = None
 
 
 class EventMark(NamedTuple):
@@ -381,6 +379,8 @@ class RunFacts:
         withdrawn: how many of them were called off before they were ever dispatched.
         held_before: blocks that the engines held as the run began.
         loads_every_ms: how old the loads of engines were at most that the router was shown; None: it was shown those of the load book.
+        nobody_from_ms: from when on no worker was there for the requests that waited at the end, in virtual milliseconds; None: all
+            were served, or there was one.
     """
 
     block_size: int
@@ -394,3 +394,9 @@ class RunFacts:
     withdrawn: int = 0
     held_before: int = 0
     loads_every_ms: float | None = None
+    nobody_from_ms: float | None = None
+
+    @property
+    def nobody_text(self) -> str:
+        """What reports and messages say of that nobody was there; "" where somebody was."""
+        return "" if self.nobody_from_ms is None else f"no worker was there from {self.nobody_from_ms:g} ms on"

@@ -42,6 +42,7 @@ from pytest_kvmock.events import (
     SparseStored,
     StorageTier,
     Stored,
+    Updated,
     block_text,
     value_text,
 )
@@ -179,6 +180,9 @@ class RadixIndex:
         # By worker, rank and tier: how often a block was stored and not removed since. A Stored that is refused counts
         # too: the engine holds those blocks.
         self._copies: dict[tuple[WorkerRank, StorageTier], Counter[int]] | None = {} if count_copies else None
+        self._moved: dict[
+            WorkerRank, set[int]
+        ] = {}  # blocks of the device's tree that an Updated has moved to the host
         self._groups: dict[WorkerRank, AttentionGroup] = {}  # where events say of which group they are
         self._device = Tree()
         # In the order in which a query goes on from tier to tier.
@@ -221,7 +225,7 @@ class RadixIndex:
             ParentBlockNotFound: a Stored whose parent the rank does not hold; nothing changed.
             BlockNotFound: a Removed with a block that the rank does not hold; the others are removed.
             InvalidBlockSequence: a Stored with a block under itself; what stands before it is stored.
-            TypeError: it is no `RouterEvent` with a Stored, Removed, Located or Cleared.
+            TypeError: it is no `RouterEvent` with a Stored, Removed, Located, Updated or Cleared.
             ValueError: its tier is none.
         """
         if not isinstance(event, RouterEvent):
@@ -246,6 +250,9 @@ class RadixIndex:
             lower = self._lower.get(tier)
         key = (event.worker_id, inner.dp_rank)
         kind = type(data)
+        if isinstance(data, Updated):
+            self._update(key, data, event)
+            return
         if (self._has_names or (kind is not Stored and kind is not Removed)) and self._take_names(
             key, tier, data, event
         ):
@@ -255,6 +262,9 @@ class RadixIndex:
                 self._copies.setdefault((key, tier), Counter()).update(data.block_hashes)
             if lower is None:
                 self._store(key, data, event)
+                if event.extra is not None and "cache_levels" in event.extra:
+                    for block, level in zip(data.block_hashes, event.extra["cache_levels"], strict=False):
+                        self._move(key, block, level)
             else:
                 lower.store(key, data)
         elif isinstance(data, Removed):
@@ -266,13 +276,32 @@ class RadixIndex:
                 unknown = lower.remove(key, blocks)
             elif (rank := self._device.ranks.get(key)) is not None:
                 unknown = self._device.remove(rank, blocks)
+                if self._moved:
+                    self._moved.get(key, set()).difference_update(blocks)
             if unknown is not None and (group is None or group.is_whole):
                 _fail(BlockNotFound, event, unknown)
         elif isinstance(data, Cleared):
             below = self._clears_below and key not in self._chunks
             self._clear(event.worker_id, None if self._clear_all_ranks else inner.dp_rank, below=below)
         else:
-            raise TypeError(f"the data of an event is a Stored, Removed, Located or Cleared, got {data!r:.200}")
+            raise TypeError(
+                f"the data of an event is a Stored, Removed, Located, Updated or Cleared, got {data!r:.200}"
+            )
+
+    def _update(self, key: WorkerRank, data: Updated, event: RouterEvent) -> None:
+        """Move a block between the device and the host; it stays where it is in the tree."""
+        rank = self._device.ranks.get(key)
+        if rank is None or data.block_hash not in rank.blocks:
+            _fail(BlockNotFound, event, data.block_hash)
+        if data.levels is not None:
+            self._move(key, data.block_hash, data.levels[1])
+
+    def _move(self, key: WorkerRank, block: int, level: int) -> None:
+        moved = self._moved.setdefault(key, set())
+        if level:
+            moved.add(block)
+        else:
+            moved.discard(block)
 
     def _take_names(self, key: WorkerRank, tier: StorageTier, data: EventData, event: RouterEvent) -> bool:
         """Take what an event says of names and places; return whether that is all of it."""
@@ -305,6 +334,7 @@ class RadixIndex:
         for rank in self._device.ranks_of(worker_id):
             if dp_rank is None or rank.key[1] == dp_rank:
                 self._device.clear(rank)
+                self._moved.pop(rank.key, None)
         for lower in self._lower.values() if below else ():
             lower.clear(worker_id, dp_rank)
         for (worker, rank_of), found in self._located.items() if below else ():
@@ -354,14 +384,18 @@ class RadixIndex:
         """
         return OverlapScores(self._device.find(local_hashes, early_exit))
 
-    def find_tiered(self, local_hashes: Iterable[int]) -> dict[StorageTier, dict[WorkerRank, int]]:
+    def find_tiered(
+        self, local_hashes: Iterable[int], *, updated: bool = True
+    ) -> dict[StorageTier, dict[WorkerRank, int]]:
         """Find how many leading blocks of a prompt each worker and rank holds, tier by tier.
 
         Of the device these are the blocks of `find_matches`; of each tier below, in the order of `StorageTier`, those by
-        which it extends what the tiers before it have. A block that several tiers hold counts in the fastest.
+        which it extends what the tiers before it have. A block that several tiers hold counts in the fastest. Where an Updated
+        has moved some, each leading block counts in the tier where it is, though one of the device may stand behind it.
 
         Args:
             local_hashes: local hash of each block, in order from the first.
+            updated: whether moves by Updated count; else such blocks are the device's.
 
         Returns:
             Blocks by `(worker_id, dp_rank)`, by tier; who has none is absent, and so is a tier that nobody has any of.
@@ -392,7 +426,33 @@ class RadixIndex:
                     matches[key], extension[key] = Match(depth + more, None), more
             if extension:
                 found[tier] = extension
+        if self._moved and updated:
+            self._split(hashes, device, found)
         return found
+
+    def _split(
+        self,
+        hashes: list[int],
+        device: dict[WorkerRank, int],
+        found: dict[StorageTier, dict[WorkerRank, int]],
+    ) -> None:
+        """Count blocks that moved to the host there."""
+        path = self._device.path(hashes)
+        for key, moved in self._moved.items():
+            depth = device.get(key, 0)
+            if not moved or not depth:
+                continue
+            blocks = self._device.ranks[key].blocks
+            places = {blocks[block] for block in moved if block in blocks}
+            on_host = sum(node in places for node in path[:depth])
+            if on_host:
+                device[key] -= on_host
+                below = found.setdefault(StorageTier.HOST_PINNED, {})
+                below[key] = below.get(key, 0) + on_host
+                if not device[key]:
+                    del device[key]
+        if not device:
+            found.pop(StorageTier.DEVICE, None)
 
     def dump_events(self) -> list[RouterEvent]:
         """Events that build an index with the same answers from an empty one.
@@ -409,11 +469,15 @@ class RadixIndex:
         if self._copies is not None:
             counted = self._copies
             found += [each for each in found for _ in range(1, counted.get((each[1], each[0]), Counter())[each[2][1]])]
+        events: list[tuple[WorkerRank, EventData, StorageTier]] = [
+            (key, Stored(parent, (block,), (local,)), tier) for tier, key, (parent, block, local) in found
+        ]
+        for key, moved in self._moved.items():
+            there = (each[2][1] for each in found if each[1] == key and each[2][1] in moved)
+            events += [(key, Updated(block, (0, 1)), StorageTier.DEVICE) for block in dict.fromkeys(there)]
         return [
-            RouterEvent(
-                key[0], KvCacheEvent(place, Stored(parent, (block,), (local,)), key[1]), tier, None, extras.get(key)
-            )
-            for place, (tier, key, (parent, block, local)) in enumerate(found)
+            RouterEvent(key[0], KvCacheEvent(place, data, key[1]), tier, None, extras.get(key))
+            for place, (key, data, tier) in enumerate(events)
         ]
 
     def edges(self, worker_id: int | None = None) -> Iterator[tuple[StorageTier, WorkerRank, Edge]]:
@@ -447,6 +511,7 @@ class RadixIndex:
         for lower in self._lower.values():
             lower.ranks.pop((worker_id, dp_rank), None)
         self._groups.pop((worker_id, dp_rank), None)
+        self._moved.pop((worker_id, dp_rank), None)
         self._located.pop((worker_id, dp_rank), None)
         self._forget_copies(worker_id, dp_rank)
 
@@ -462,6 +527,9 @@ class RadixIndex:
     def _keys(self) -> set[WorkerRank]:
         return set(self._device.ranks).union(self._located, *(lower.ranks for lower in self._lower.values()))
 
+    takes_updates: ClassVar[bool] = True
+    """It is given Updated, and tells the levels that these name apart."""
+
     def num_blocks(self, worker_id: int, dp_rank: int = 0, *, tier: StorageTier | str = StorageTier.DEVICE) -> int:
         """Count the blocks that a worker and rank holds in a tier, orphans too; 0 for an unknown one."""
         key = (worker_id, dp_rank)
@@ -469,9 +537,12 @@ class RadixIndex:
         lower = None if tier is StorageTier.DEVICE else self._lower.get(StorageTier.of(tier))
         if lower is not None:
             located = self._located.get(key)
-            return lower.num_blocks(key) if located is None else len(located.copies.get(StorageTier.of(tier), ()))
+            moved = len(self._moved.get(key, ())) if tier == StorageTier.HOST_PINNED else 0
+            return moved + (
+                lower.num_blocks(key) if located is None else len(located.copies.get(StorageTier.of(tier), ()))
+            )
         rank = self._device.ranks.get(key)
-        return len(rank.blocks) if rank is not None else 0
+        return len(rank.blocks) - len(self._moved.get(key, ())) if rank is not None else 0
 
 
 def _fail(error: type[KvEventError], event: RouterEvent, block_hash: int) -> NoReturn:

@@ -23,7 +23,7 @@ from itertools import islice
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 from pytest_kvmock.checks import integer_text, is_integer
-from pytest_kvmock.events import Cleared, Located, Removed, RouterEvent, SparseStored, StorageTier, Stored
+from pytest_kvmock.events import Cleared, Located, Removed, RouterEvent, SparseStored, StorageTier, Stored, Updated
 from pytest_kvmock.router.index import KvEventError, RadixIndex
 from pytest_kvmock.router.tree import WorkerRank
 
@@ -166,7 +166,7 @@ class LocalIndex:
                 no copy is left.
 
         Raises:
-            TypeError: it is no `RouterEvent` with a Stored, Removed, Located or Cleared.
+            TypeError: it is no `RouterEvent` with a Stored, Removed, Located, Updated or Cleared.
         """
         with suppress(KvEventError):  # kv-router: it is only logged; the ring has it
             self._tree.apply(shown or event)
@@ -175,7 +175,7 @@ class LocalIndex:
             _log.error("worker %s: event %s was kept after %s", event.worker_id, event_id, self.newest)
         self._ring.append(event)
         tokens = self._tokens[event.storage_tier]
-        if isinstance(data, SparseStored | Located):
+        if isinstance(data, SparseStored | Located | Updated):
             return
         if isinstance(data, Stored):
             tokens.update(zip(data.block_hashes, event.token_ids or (), strict=False))

@@ -173,7 +173,7 @@ class DynamoRouter:
     # ------------------------------------------------------------------------------------------------- pick
 
     def pick(self, request: RouterRequest, candidates: Sequence[Candidate]) -> Worker | None:
-        """Pick a worker for a request; None: it waits, as all are busy."""
+        """Pick a worker for a request; None: it waits, as all are busy, or nobody is there."""
         self._refused = None
         if all(map(self.is_busy, candidates)):
             self._refused = request
@@ -247,6 +247,8 @@ class DynamoRouter:
                     f"explain: {request!r} is none of the last {_REMEMBERED} requests that were picked for; give candidates"
                 )
             candidates, costs, chosen = self._asked[request]
+            if not candidates:
+                return f"{request!r} at {request.now_ms:g} ms\nno worker was there: the request waits"
         if not candidates:
             raise ValueError("explain: candidates must be at least one, got none")
         costs = self.costs(request, candidates) if costs is None else costs
@@ -315,8 +317,10 @@ class RoundRobin:
     def __repr__(self) -> str:
         return _name(self)
 
-    def pick(self, request: RouterRequest, candidates: Sequence[Candidate]) -> Worker:  # noqa: ARG002 - a router's method
-        """Pick the next worker."""
+    def pick(self, request: RouterRequest, candidates: Sequence[Candidate]) -> Worker | None:  # noqa: ARG002 - a router's method
+        """Pick the next worker; None: nobody is there."""
+        if not candidates:
+            return None
         chosen = candidates[self._next % len(candidates)].worker
         self._next += 1
         return chosen
@@ -328,8 +332,10 @@ class LeastLoaded:
     def __repr__(self) -> str:
         return _name(self)
 
-    def pick(self, request: RouterRequest, candidates: Sequence[Candidate]) -> Worker:  # noqa: ARG002 - a router's method
-        """Pick the least loaded worker."""
+    def pick(self, request: RouterRequest, candidates: Sequence[Candidate]) -> Worker | None:  # noqa: ARG002 - a router's method
+        """Pick the least loaded worker; None: nobody is there."""
+        if not candidates:
+            return None
         return min(candidates, key=lambda each: (each.prefill_tokens, each.decode_blocks, each.active_requests)).worker
 
 
@@ -343,6 +349,8 @@ class MostCached:
     def __repr__(self) -> str:
         return _name(self)
 
-    def pick(self, request: RouterRequest, candidates: Sequence[Candidate]) -> Worker:  # noqa: ARG002 - a router's method
-        """Pick the worker that holds most."""
+    def pick(self, request: RouterRequest, candidates: Sequence[Candidate]) -> Worker | None:  # noqa: ARG002 - a router's method
+        """Pick the worker that holds most; None: nobody is there."""
+        if not candidates:
+            return None
         return max(candidates, key=lambda each: (each.overlap, -each.active_requests)).worker

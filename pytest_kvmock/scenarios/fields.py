@@ -58,6 +58,14 @@ def read_published(node: YamlNode) -> int:
     return number
 
 
+def read_change(node: YamlNode) -> tuple[int, int]:
+    """A level or priority before and after, as [0, 1]."""
+    parts = node.elements(read_natural) if isinstance(node.value, list) else []
+    if len(parts) != 2:
+        raise node.wrong_type("[before, after]")
+    return parts[0], parts[1]
+
+
 def read_worker(node: YamlNode) -> WorkerName:
     """A worker by its id, or a rank of one as [id, rank]."""
     parts = node.elements(integer) if isinstance(node.value, list) else [integer(node), 0]
@@ -276,10 +284,13 @@ def read_true(node: YamlNode) -> bool:
 
 def check_event(node: YamlNode, given: dict[str, Any]) -> None:
     """Make sure that an event has what belongs to its kind, and no more."""
-    check_one_of(node, "stored", "removed", "located", "cleared")
+    check_one_of(node, "stored", "removed", "located", "updated", "cleared")
     for key in ("parent", "local_hashes", "token_ids", "span", "block_size"):
         if key in given and "stored" not in given:
             raise node.key_error(key, f"{key!r} belongs to 'stored'")
+    for key in ("levels", "priorities"):
+        if key in given and "updated" not in given:
+            raise node.key_error(key, f"{key!r} belongs to 'updated'")
     if "extra" in given and "cleared" in given:
         raise node.key_error("extra", "'extra' does not belong to 'cleared'")
     if "stored" not in given and not PROMPT_KEYS.keys().isdisjoint(given.get("extra", ())):

@@ -23,6 +23,7 @@ from pytest_kvmock.events import (
     SparseStored,
     StorageTier,
     Stored,
+    Updated,
 )
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
 from pytest_kvmock.hygiene.log import Expectation
@@ -305,6 +306,8 @@ class _Player:
             data = Removed(tuple(given["removed"]))
         elif "located" in given:
             data = Located(tuple(given["located"]))
+        elif "updated" in given:
+            data = Updated(given["updated"], given.get("levels"), given.get("priorities"))
         self._make_sinks(worker, given)
         event_id = given["id"] if "id" in given else self._harness.by_hand.next_id(*worker)
         tokens = None if token_ids is None else [_expanded(ids) for ids in token_ids]

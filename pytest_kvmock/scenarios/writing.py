@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvmock.backends import EngineProfile
-from pytest_kvmock.events import Cleared, RouterEvent, SparseStored, StorageTier, Stored
+from pytest_kvmock.events import Cleared, RouterEvent, SparseStored, StorageTier, Stored, Updated
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
 from pytest_kvmock.hygiene.entries import BatchesLost, WorkerRemoved
 from pytest_kvmock.programs.forms import number_ranges, plain_lists
@@ -99,6 +99,9 @@ def _event(event: RouterEvent, program: Reproduction) -> dict[str, Any]:
             written |= {"span": data.span, "block_size": data.block_size}
         elif data.tokens_hashes != data.block_hashes:
             written["local_hashes"] = list(data.tokens_hashes)
+    elif isinstance(data, Updated):
+        changes = {"levels": data.levels, "priorities": data.priorities}
+        written = {"updated": data.block_hash, **{name: list(pair) for name, pair in changes.items() if pair}}
     else:
         written = {data.kind: list(data.block_hashes)}
     written |= _of((event.worker_id, event.event.dp_rank))
@@ -108,7 +111,7 @@ def _event(event: RouterEvent, program: Reproduction) -> dict[str, Any]:
         written["tier"] = event.storage_tier.name.lower()
     if event.token_ids is not None:
         written["token_ids"] = [number_ranges(ids) for ids in event.token_ids]
-    if event.extra is not None:
+    if event.extra is not None and not isinstance(data, Cleared):
         written["extra"] = plain_lists(event.extra)
     return written | _of_a_sink(event.worker_id, program, chained=True)
 

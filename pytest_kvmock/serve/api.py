@@ -67,7 +67,7 @@ class FaceRelease:
     """What the HTTP face of one release of an engine has.
 
     Attributes:
-        engine: "vllm" or "sglang".
+        engine: "vllm", "sglang" or "trtllm".
         version: as `/version` says it.
         nested_errors: whether an error stands under the key "error"; else its fields are the body (SGLang, vLLM before 0.10.1).
         gpu_metrics: whether the metrics that begin with `gpu_` are there (deprecated in vLLM 0.9.2, hidden from 0.11 on).
@@ -76,7 +76,7 @@ class FaceRelease:
         sources: where this was read: "recorded" or "read".
     """
 
-    engine: Literal["vllm", "sglang"]
+    engine: Literal["vllm", "sglang", "trtllm"]
     version: str
     nested_errors: bool = True
     gpu_metrics: bool = False
@@ -88,6 +88,11 @@ class FaceRelease:
     def is_sglang(self) -> bool:
         """Whether it is a face of SGLang, else of vLLM."""
         return self.engine in _SGLANG
+
+    @property
+    def is_polled(self) -> bool:
+        """Whether its events are asked for by HTTP, and not sent (TensorRT-LLM)."""
+        return self.engine == "trtllm"
 
 
 _VLLM: Final = ("vllm", "vllm_0_19")
@@ -105,6 +110,8 @@ def release_of(models: str, backend: str) -> FaceRelease | None:
     version = next((word for word in words if word[0].isdigit()), "")
     if backend in _SGLANG:
         return FaceRelease("sglang", version, nested_errors=False)
+    if backend == "trtllm":
+        return FaceRelease("trtllm", version, nested_errors=False)
     if backend not in _VLLM:
         return None
     number = tuple(int(part) for part in version.split(".")[:2])
@@ -302,11 +309,18 @@ class EngineView(Protocol):
     def error(self) -> str | None:
         """Why it is broken; None: it is not."""
 
+    @property
+    def is_draining(self) -> bool:
+        """Whether it serves what it has, and takes nothing new."""
+
     def states(self) -> list[RankState]:
         """Return the state of each rank."""
 
     def reset_cache(self) -> bool:
         """Empty the cache of all ranks; False, and nothing changes, while requests are open."""
+
+    def take_events(self) -> list[dict[str, Any]]:
+        """Return the events that wait to be polled, and forget them."""
 
     def event_sources(self) -> list[dict[str, Any]]:
         """Return of each rank where its events are published: endpoint, replay_endpoint, topic, host, port, replay_port."""

@@ -18,8 +18,8 @@ from aiohttp import web
 
 from pytest_kvmock.checks import check_number, unknown_text
 from pytest_kvmock.serve.api import MOST_TOKENS, from_json, to_json
+from pytest_kvmock.serve.listening import SILENT, end_listening, large_request
 from pytest_kvmock.serve.truth import prompt_of
-from pytest_kvmock.serve.worker_port import SILENT, end_listening, large_request
 
 if TYPE_CHECKING:
     import socket
@@ -157,7 +157,7 @@ def _check(server: Server, given: dict[str, Any]) -> Any:
     found = truth.compare(asked, [] if answer is None else answer, given.get("last_batch"))
     if found.is_outdated:  # it is the client that asks again, so nothing is kept
         return _json(409, {"error": "more was published since last_batch: ask again", **truth.expect(asked)})
-    return {"right": not found.text, "differences": truth.keep(found)}
+    return {"right": not found.text, "differences": truth.keep(asked, found)}
 
 
 def _prompt(given: dict[str, Any]) -> Any:
@@ -231,6 +231,9 @@ _METHODS: Final[dict[str, Callable[[Server, dict[str, Any]], Any]]] = {
     "restart": _doing("restart"),
     "stop": _doing("stop"),
     "start": _doing("start"),
+    "drain": _doing("drain"),
+    "answer": _doing("answer"),
+    "cut": _doing("cut"),
     "reset": lambda server, given: {"success": _call(server.reset, given)},
     "requests": lambda server, _: [each.to_json() for each in server.requests],
     "routing": lambda server, _: server.routing.to_json(),

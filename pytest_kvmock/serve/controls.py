@@ -1,4 +1,4 @@
-"""What a test has the engines of a server do: hold and go on, restart, refuse connections, lose batches.
+"""What a test has the engines of a server do: hold and go on, restart, refuse connections, answer with errors, lose batches.
 
 Methods are called in the test's thread. What waits for something has a twin that is awaited in the server's own loop, as the control API does.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
@@ -153,6 +154,8 @@ class Controls:
         known = known_faults()
         if name not in known:
             raise ValueError(f"unknown fault {name!r:.80}; known: {', '.join(known)}")
+        if not hasattr(faults, name):
+            raise ValueError(f"fault {name!r} is of events that are sent over ZMQ; this engine's are polled")
         fault = getattr(faults, name)
         takes = list(inspect.signature(fault).parameters)
         for each in options:
@@ -162,9 +165,14 @@ class Controls:
 
     @property
     def faults_left(self) -> list[str]:
-        """The faults that were asked for and not injected as often as they should be; a test of `kv_server` fails by them."""
+        """The faults, answers and cuts that were asked for and did not strike as often as they should; a test of `kv_server` fails by them."""
         faults = [(worker, port.publisher.faults) for worker, port in self._ports.items()]
-        return [f"worker {worker}: {text}" for worker, each in faults for text in each.unused]
+        return [f"worker {worker}: {text}" for worker, each in faults for text in each.unused] + self.answers_left
+
+    @property
+    def answers_left(self) -> list[str]:
+        """Of these the answers and cuts alone."""
+        return [f"worker {worker}: {text}" for worker, port in self._ports.items() for text in port.planned.unused]
 
     @property
     def replays(self) -> list[tuple[int, Replay]]:
@@ -200,8 +208,63 @@ class Controls:
 
         self._thread.call(stop())
 
+    def answer(
+        self,
+        worker: int,
+        status: int,
+        headers: Mapping[str, str] = {},
+        times: int | None = 1,
+    ) -> None:
+        """Answer the next requests of a worker with an error in place of serving them, after those that were asked for before.
+
+        It is about what an engine would serve: completions, chats and `/generate`. The body is an error in the form of the release.
+
+        Args:
+            worker: which.
+            status: of the answer, from 400 to 599.
+            headers: what it has beside its own: `{"Retry-After": "1"}`.
+            times: how many requests; None: each, until `start`.
+
+        Raises:
+            ValueError: there is no such worker, a status that is none of an error, a header that cannot be sent, or `times` below 1.
+            TypeError: headers that are no names with texts.
+        """
+        self._act(self._port(worker).planned.plan_answer, status, headers, times)
+
+    def cut(self, worker: int, after_chunks: int = 0) -> None:
+        """Cut the connection of the next request of a worker, as an engine that dies while it answers.
+
+        Args:
+            worker: which.
+            after_chunks: so many chunks are sent, each an event of the stream, and never its end: it is the next request that streams.
+                0: nothing is sent, and it is the next request of all.
+
+        Raises:
+            ValueError: there is no such worker, or `after_chunks` is below 0.
+        """
+        self._act(self._port(worker).planned.plan_cut, after_chunks)
+
+    def drain(self, worker: int) -> None:
+        """Have a worker serve what it has, and refuse what is new, as its engine does when it is asked to end; `start` ends that.
+
+        vLLM refuses connections, and closes each once its request is over. SGLang is not healthy from then on (503), takes requests still,
+        and refuses connections once none is open.
+
+        Raises:
+            ValueError: there is no such worker.
+        """
+        self._thread.call(self._port(worker).drain())
+
+    def _act(self, method: Callable[..., None], *arguments: Any) -> None:
+        """Call a method in the loop, where what it changes is read."""
+
+        async def act() -> None:
+            method(*arguments)
+
+        self._thread.call(act())
+
     def start(self, worker: int) -> None:
-        """Listen again after `stop`.
+        """Listen again after `stop` or `drain`, and serve what comes: answers and cuts that wait still are taken back.
 
         Raises:
             ValueError: there is no such worker.

@@ -1,6 +1,6 @@
-"""The faces of vLLM and SGLang: which path takes what, and what is answered; see `api`. No socket is opened here.
+"""The faces of vLLM, SGLang and TensorRT-LLM: which path takes what, and what is answered; see `api`. No socket is opened here.
 
-One subject: the paths. vLLM 0.29's answers were recorded; what other releases and SGLang have is as read
+One subject: the paths. TensorRT-LLM's face has OpenAI's two in their plain form, health, its events and `/server_info`, as read. vLLM 0.29's answers were recorded; what other releases and SGLang have is as read
 (docs/how-to/serve.md). Requests of prefill and decode pairs (`kv_transfer_params`, `bootstrap_*`) are taken, and no transfer is modelled.
 """
 
@@ -46,10 +46,18 @@ class Face:
         self._is_sglang = model.release.is_sglang
         paths: dict[str, tuple[str, Callable[[Call], Answer | Generate]]] = {
             "/health": ("GET", self._health),
-            "/v1/models": ("GET", self._models),
-            "/metrics": ("GET HEAD", self._metrics),
             "/v1/completions": ("POST", self._completions),
             "/v1/chat/completions": ("POST", self._chat),
+        }
+        if model.release.is_polled:
+            self._paths = paths | {
+                "/kv_cache_events": ("POST", self._kv_cache_events),
+                "/server_info": ("GET", self._trtllm_info),
+            }
+            return
+        paths |= {
+            "/v1/models": ("GET", self._models),
+            "/metrics": ("GET HEAD", self._metrics),
             "/tokenize": ("POST", self._tokenize),
             "/detokenize": ("POST", self._detokenize),
         }
@@ -122,7 +130,8 @@ class Face:
     # ------------------------------------------------------------------------------------------------- plain paths
 
     def _health(self, _: Call) -> Answer:
-        return Answer(200 if self._engine.error is None else 503, b"", PLAIN)
+        is_healthy = self._engine.error is None and not self._engine.is_draining
+        return Answer(200 if is_healthy else 503, b"", PLAIN)
 
     def _models(self, _: Call) -> Answer:
         model = self.model
@@ -219,6 +228,13 @@ class Face:
             message = "Cache flushed.\nPlease check backend logs for more details. (When there are running or waiting requests, the operation will not be performed.)\n"
             return Answer(200, message.encode(), PLAIN)
         return Answer(400, b"Failed to flush cache: requests are running or waiting.\n", PLAIN)
+
+    def _kv_cache_events(self, _: Call) -> Answer:
+        """TensorRT-LLM's: what has come out since it was asked last."""
+        return Answer(200, to_json(self._engine.take_events()))
+
+    def _trtllm_info(self, _: Call) -> Answer:
+        return Answer(200, to_json({"tokens_per_block": self.model.block_size, "kv_cache_hash_algo": "v1_block_key"}))
 
     def _server_info(self, _: Call) -> Answer:
         model, sources = self.model, self._engine.event_sources()

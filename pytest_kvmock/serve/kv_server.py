@@ -33,7 +33,9 @@ try:
     from pytest_kvmock.serve.api import MOST_TOKENS, Call, Model, release_of
     from pytest_kvmock.serve.control import ControlPort
     from pytest_kvmock.serve.engine_loop import EngineLoop
-    from pytest_kvmock.serve.worker_port import WorkerPort, check_descriptors
+    from pytest_kvmock.serve.listening import check_descriptors
+    from pytest_kvmock.serve.polled_events import PolledEvents
+    from pytest_kvmock.serve.worker_port import WorkerPort
     from pytest_kvmock.wire.zmq import KvPublisher
 except ImportError as error:  # pragma: no cover - the environment without the extra
     raise ImportError(f"a KvServer needs aiohttp, msgspec and pyzmq ({error}): {install_text('serve')}") from None
@@ -80,6 +82,8 @@ class KvServer(Controls, RouterChecks):
         topic: of events; `{host}` (as advertised), `{port}` (of HTTP) and `{model}` are filled in: "kv@{host}:{port}@{model}".
         log: how many requests are remembered; None: all. With a number memory stays flat: of what came before, the verdict is kept, but
             its story and its reproduction are not (`RouterHarness.forget_history`).
+        keep_bodies: whether the body of each request is remembered with it (`ServedRequest.body`).
+        timestamp: returns the timestamp of a batch, in seconds, as `KvPublisher` takes it; None: how many there were before.
         seed: of what is generated.
         make_publisher: makes the publisher of a worker, given its id and the options of `KvPublisher`; None: as here.
 
@@ -118,14 +122,17 @@ class KvServer(Controls, RouterChecks):
         control_port: int | None = None,
         topic: str = "",
         log: int | None = None,
+        keep_bodies: bool = False,
+        timestamp: Callable[[], float] | None = None,
         seed: int = 0,
         make_publisher: Callable[..., KvPublisher] | None = None,
     ) -> None:
         self.dialect = find_dialect(dialect)
         release = release_of(self.dialect.models, self.dialect.backend)
-        if release is None or self.dialect.replay is None:
+        if release is None or (self.dialect.replay is None and not release.is_polled):
             raise ValueError(
-                f"KvServer: dialect {self.dialect.name!r} has no engine that serves HTTP; those of vLLM and SGLang have"
+                f"KvServer: dialect {self.dialect.name!r} has no engine that serves HTTP; those of vLLM, SGLang and TensorRT-LLM "
+                "have"
             )
         network = Network.of(host, advertise_host)
         self._makes_token = token is None and not network.is_loopback and control_port is not None
@@ -149,6 +156,7 @@ class KvServer(Controls, RouterChecks):
         self.harness = harness
         self.model = model
         self.log = RequestLog(log)
+        self._keeps_bodies = keep_bodies
         self._forget_every = max(_FORGET_EVERY, log or 0)
         self._open_changed = asyncio.Event()
         self._seed = seed
@@ -207,6 +215,7 @@ class KvServer(Controls, RouterChecks):
                     endpoint=network.bound_endpoint(event_port and event_port + place * ranks),
                     replay=network.bound_endpoint(replay_port and replay_port + place * ranks),
                     loopback=network.is_loopback,
+                    timestamp=timestamp,
                 )
                 undo.callback(publisher.close)
                 undo.callback(harness.publisher.remove_sink, publisher)
@@ -250,7 +259,7 @@ class KvServer(Controls, RouterChecks):
                 f"KvServer: dialect {self.dialect.name!r} is spoken by engines of type {wanted!r}, worker {worker} is one of "
                 f"type {engine.args.engine_type!r} over {engine.worker.backend!r}"
             )
-        if engine.worker.traits.publishes_groups:
+        if engine.worker.traits.publishes_groups and not self._described.release.is_polled:
             self.dialect.check_groups()
         if engine.driver is not None:
             raise ValueError(f"KvServer: {engine!r} is driven by {engine.driver} already")
@@ -258,7 +267,14 @@ class KvServer(Controls, RouterChecks):
 
     def _publisher(self, worker: int, **options: Any) -> KvPublisher:
         ranks = self.harness.profile.dp_size
-        publisher = KvPublisher(self.dialect, ranks=ranks, digests=self._digests(worker), **options)
+        if self._described.release.is_polled:
+            most = getattr(self.harness.worker(worker).manager, "event_buffer", None)
+            publisher = cast("KvPublisher", PolledEvents(self.dialect, ranks=ranks, most=most))
+            for entry in self.harness.events:  # nobody has asked for these yet
+                if entry.event.worker_id == worker:
+                    publisher.publish(entry.event)
+        else:
+            publisher = KvPublisher(self.dialect, ranks=ranks, digests=self._digests(worker), **options)
         self.harness.add_sink(publisher, worker_id=worker)
         return publisher
 
@@ -347,7 +363,7 @@ class KvServer(Controls, RouterChecks):
         return self._port(worker).url
 
     def publisher(self, worker: int = 0) -> KvPublisher:
-        """The publisher of a worker: its endpoints, its faults, who subscribed.
+        """The publisher of a worker: its endpoints, its faults, who subscribed; of one that is polled, a `PolledEvents`.
 
         Raises:
             ValueError: there is no such worker.
@@ -403,6 +419,7 @@ class KvServer(Controls, RouterChecks):
             prompt.length(size),
             prompt.length(size) // size,
             self.held(prompt),
+            body=call.body if self._keeps_bodies else b"",
         )
         self.log.add(row)
         if self.log.forgotten and self.log.total % self._forget_every == 0:

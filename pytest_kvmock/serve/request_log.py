@@ -40,8 +40,9 @@ class ServedRequest:
         cached_tokens: tokens of the prompt that were cached; None: it was not admitted yet.
         output_tokens: tokens that were generated.
         status: of the answer; None: it is not over, or was cut off.
-        aborted: whether it was cut off: its client went before the end, or its engine restarted or stopped.
+        aborted: whether it was cut off: its client went before the end, or its engine restarted, stopped or was asked to cut it.
         called_off: whether its client went before the end.
+        body: of the request, where the server keeps bodies; else empty.
     """
 
     number: int
@@ -57,6 +58,7 @@ class ServedRequest:
     status: int | None = None
     aborted: bool = False
     called_off: bool = False
+    body: bytes = field(default=b"", repr=False)
 
     @property
     def choice(self) -> Choice:

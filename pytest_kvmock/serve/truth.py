@@ -10,6 +10,7 @@ from pytest_kvmock.checks import is_integer
 from pytest_kvmock.events import KvCacheEvent, Removed, RouterEvent
 from pytest_kvmock.harness.under_test import forms_of, of_each_form
 from pytest_kvmock.serve.loop_thread import WAIT_S
+from pytest_kvmock.serve.reasons import reason
 from pytest_kvmock.serve.text import encode
 from pytest_kvmock.tokens import Prompt, TokenIds
 from pytest_kvmock.wire.waiting import POLL_MS, Deadline, at_once
@@ -30,11 +31,13 @@ class Difference(NamedTuple):
         about: what it is about, in words.
         text: what differs; "": nothing.
         is_outdated: whether what differs is that the router answers by fewer batches than were published, or by more.
+        places: of each rank of which it knows another number of blocks than is held, worker, rank, both numbers, and how that reads.
     """
 
     about: str
     text: str
     is_outdated: bool = False
+    places: tuple[tuple[int, int, int, int, str], ...] = ()
 
 
 class Truth:
@@ -113,13 +116,31 @@ class Truth:
         true = _by_rank(expected["blocks"], "blocks")
         size = self._harness.profile.block_size
         least = {key: tokens // size for key, tokens in _by_rank(expected["blocks"], "reusable").items()}
-        text = "; ".join(
-            f"worker {key[0]} rank {key[1]}: the router knows {known.get(key, 0)} blocks, {true.get(key, 0)} are held"
-            + (f", and {least[key]} would be reused" if key in least else "")
+        places = tuple(
+            (
+                *key,
+                known.get(key, 0),
+                true.get(key, 0),
+                f"worker {key[0]} rank {key[1]}: the router knows {known.get(key, 0)} blocks, {true.get(key, 0)} are held"
+                + (f", and {least[key]} would be reused" if key in least else ""),
+            )
             for key in sorted(known.keys() | true.keys())
             if not least.get(key, true.get(key, 0)) <= known.get(key, 0) <= true.get(key, 0)
         )
-        return Difference(about, text)
+        return Difference(about, "; ".join(text for *_, text in places), places=places)
+
+    def explained(self, prompt: Prompt, difference: Difference) -> Difference:
+        """Return a difference that says of each rank why: which batch said what is held, and what became of it."""
+        if not difference.places:
+            return difference
+        size = self._harness.profile.block_size
+        texts = [
+            f"{text} ({reason(publisher, rank, prompt, size, known=known, held=held)})"
+            if (publisher := self._batches.get((worker, rank))) is not None
+            else text
+            for worker, rank, known, held, text in difference.places
+        ]
+        return difference._replace(text="; ".join(texts))
 
     def _outdated(self, numbers: Mapping[tuple[int, int], int], published: Mapping[tuple[int, int], int]) -> str:
         """Return of which workers an answer is not up to the last batch; "" where it is of all."""
@@ -130,8 +151,9 @@ class Truth:
             if (answered := numbers.get((worker, rank), -1)) != (last := published.get((worker, rank), -1))
         )
 
-    def keep(self, difference: Difference) -> str:
-        """Keep a difference for the verdict, if it is one, and return its text."""
+    def keep(self, prompt: Prompt, difference: Difference) -> str:
+        """Keep a difference for the verdict, if it is one, and return its text, which says why."""
+        difference = self.explained(prompt, difference)
         if difference.text:
             self.differences.append(f"{difference.about}: {difference.text}")
         return difference.text
@@ -222,7 +244,8 @@ class RouterChecks:
             timeout: for how many seconds the router is asked again.
 
         Returns:
-            What differs, which is kept for the verdict; "" where nothing does.
+            What differs, which is kept for the verdict; "" where nothing does. Of each rank it says which batch said what is held, whether
+            a subscriber got that, what fault changed it on its way, and whether a replay had it.
 
         Raises:
             TypeError: what is given are no such rows, or what asks is a coroutine function.
@@ -231,14 +254,14 @@ class RouterChecks:
         """
         asked, deadline = prompt_of(prompt), Deadline(timeout)
         if not callable(blocks):
-            return self.truth.keep(self.truth.compare(asked, blocks, last_batch))
+            return self.truth.keep(asked, self.truth.compare(asked, blocks, last_batch))
         while True:
             try:
                 found = self.truth.compare(asked, at_once(blocks(), "check", ""), last_batch)
             except AssertionError as error:
                 found = Difference(_about(asked), f"the router gave no answer: {' '.join(str(error).split())}")
             if not found.text or not deadline.left:
-                return self.truth.keep(found)
+                return self.truth.keep(asked, found)
             self._thread.call(asyncio.sleep(min(deadline.left, POLL_MS / 1000)))
 
     def assert_knows(

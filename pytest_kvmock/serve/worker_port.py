@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import os
 import socket
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
@@ -17,28 +14,16 @@ from pytest_kvmock.serve.answers import Encoder
 from pytest_kvmock.serve.api import SSE, Answer, Call, Generate, RankState, Usage
 from pytest_kvmock.serve.engine_loop import EngineLoop, Job
 from pytest_kvmock.serve.face import Face
+from pytest_kvmock.serve.listening import SILENT, cut_all, end_listening, large_request, listen_no_more
 from pytest_kvmock.serve.network import Network
+from pytest_kvmock.serve.planned import PlannedAnswers
 from pytest_kvmock.serve.request_checks import BadRequest
 from pytest_kvmock.serve.request_log import ServedRequest
 from pytest_kvmock.tokens import Prompt
-from pytest_kvmock.wire.endpoints import EndpointError
 
 if TYPE_CHECKING:
     from pytest_kvmock.serve.api import Model
     from pytest_kvmock.wire.zmq import KvPublisher
-
-MOST_BODY: Final = 2**26
-"""Bytes of a body, at most."""
-
-WORKER_DESCRIPTORS: Final = 8
-RANK_DESCRIPTORS: Final = 4
-"""Descriptors that a worker has open, and those of each rank of it beside: sockets, and what ZMQ's threads wait with."""
-SPARE_DESCRIPTORS: Final = 32
-"""Descriptors for the loop, the control API and the first connections."""
-
-SILENT: Final = logging.getLogger("pytest_kvmock.serve.silent")
-"""Where aiohttp says what it found wrong with a client's bytes, as with a probe of HTTP/2: nobody listens."""
-SILENT.disabled = True  # pytest's capture of logs hears loggers that do not propagate, too
 
 Note = Callable[[int, int, Call, Prompt], ServedRequest]
 """Notes a prompt that came in for a worker and a rank."""
@@ -62,7 +47,9 @@ class WorkerPort:
         worker: as above.
         loops: as above.
         publisher: as above.
+        planned: what the next requests are answered with in place of being served.
         port: the number of its port.
+        is_draining: whether it serves what it has, and takes nothing new.
     """
 
     def __init__(
@@ -81,7 +68,10 @@ class WorkerPort:
         self.worker = worker
         self.loops = loops
         self.publisher = publisher
+        self.planned = PlannedAnswers()
         self.port: int = listening.getsockname()[1]
+        self.is_draining = False
+        self._busy: set[web.RequestHandler] = set()  # connections that have a request now
         self._model = model
         self._network = network
         self._note = note
@@ -98,7 +88,9 @@ class WorkerPort:
 
     @property
     def endpoints(self) -> list[str]:
-        """Where the events of each rank are published, as others are given it."""
+        """Where the events of each rank are published, as others are given it; of those that are polled, where they are asked for."""
+        if self._model.release.is_polled:
+            return [f"{self.url}/kv_cache_events"]
         return [self._network.endpoint(each) for each in self.publisher.endpoints]
 
     @property
@@ -109,15 +101,19 @@ class WorkerPort:
     # ----------------------------------------------------------------------------------------------------- the port
 
     async def start(self) -> None:
-        """Listen, at the same port as before.
+        """Listen, at the same port as before, and serve every request that comes.
 
         Raises:
             EndpointError: another has taken the port meanwhile.
         """
-        if self._runner is not None:
-            return
+        self.planned.clear()
+        self.is_draining = False
         if self._listening is None:
             self._listening = self._network.bound_socket(self.port)
+        if self._runner is not None:
+            if not self._runner.sites:  # it has drained
+                await web.SockSite(self._runner, self._listening).start()
+            return
         server = self._server = web.Server(
             self._handle,
             request_factory=large_request,
@@ -134,10 +130,33 @@ class WorkerPort:
         """Listen no more; open connections are cut."""
         runner, self._runner = self._runner, None
         listening, self._listening = self._listening, None
-        if listening is not None and runner is not None and self._server is not None:
+        if runner is not None and self._server is not None:
             await end_listening(runner, self._server, listening)
         elif listening is not None:
             listening.close()
+
+    async def drain(self) -> None:
+        """Serve what is open, and refuse what is new, as its engine does when it is asked to end.
+
+        vLLM (launcher.py: the server of HTTP is shut down) listens no more, and closes each connection once it has nothing open. SGLang
+        (tokenizer_manager.py: `sigterm_watchdog`) is not healthy from then on, goes on to take requests, and ends once none is open.
+        """
+        if self._runner is None or self.is_draining:
+            return
+        self.is_draining = True
+        if not self._model.release.is_sglang or not self._busy:
+            await self._end_listening()
+
+    async def _end_listening(self) -> None:
+        if self._listening is None or self._runner is None or self._server is None:
+            return
+        listening, self._listening = self._listening, None
+        await listen_no_more(self._runner, listening)
+        for handler in list(self._server.connections):
+            if handler in self._busy:
+                handler.close()  # once its request is over
+            elif handler.transport is not None:
+                handler.transport.close()
 
     def cut(self) -> None:
         """Cut all connections, as a process that dies does."""
@@ -179,6 +198,12 @@ class WorkerPort:
         with self.publisher.step():
             return sum(loop.clear() for loop in self.loops) == len(self.loops)  # of each, whatever others say
 
+    def take_events(self) -> list[dict[str, Any]]:
+        """Return the events that wait to be polled, and forget them."""
+        polled: Any = self.publisher
+        rows: list[dict[str, Any]] = polled.take()
+        return rows
+
     def event_sources(self) -> list[dict[str, Any]]:
         """Return of each rank where its events are published."""
         endpoints = self.endpoints
@@ -198,6 +223,15 @@ class WorkerPort:
     # ---------------------------------------------------------------------------------------------------- requests
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        self._busy.add(request.protocol)
+        try:
+            return await self._answer(request)
+        finally:
+            if self.is_draining and self._busy == {request.protocol}:
+                await self._end_listening()
+            self._busy.discard(request.protocol)
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         try:
             body = await request.read()
         except web.HTTPRequestEntityTooLarge:
@@ -221,6 +255,14 @@ class WorkerPort:
         prompts = [Prompt(each, lora_name=asked.lora_name, cache_salt=asked.cache_salt) for each in asked.prompts]
         try:
             rows = [self._note(self.worker, rank, call, prompt) for prompt in prompts]
+            planned = self.planned.take_answer()
+            if planned is not None:
+                return _response(self._refused(rows, planned.error), planned.headers)
+            cut = self.planned.take_cut(streams=asked.stream)
+            if cut == 0:
+                for row in rows:
+                    row.aborted = True
+                raise _cut_off(request)
             if self.error is not None:
                 return _response(self._refused(rows, _failed(self.error)))
             job = Job(asked, rows)
@@ -230,14 +272,20 @@ class WorkerPort:
         except ValueError as error:  # what its engine names no blocks by: an adapter, or a salt
             return _response(self._face.refusal(BadRequest(str(error))))
         encoder = Encoder(asked, self._model.name, int(time.time()))
+        was_cut = False
         try:
             if asked.stream:
-                return await self._stream(request, job, encoder)
+                return await self._stream(request, job, encoder, cut)
             return _response(await self._whole(job, encoder))
+        except _CutOff:
+            was_cut = True
+            raise
         finally:
             for row in rows:
-                row.aborted = row.status is None  # the client went, or an engine that restarts or stops cut it off
-                row.called_off = row.aborted and job.failure is None
+                row.aborted = (
+                    row.status is None
+                )  # the client went, or an engine that restarts, stops or dies cut it off
+                row.called_off = row.aborted and job.failure is None and not was_cut
             if not job.is_over:
                 loop.abort(job)
 
@@ -259,10 +307,14 @@ class WorkerPort:
         _note_status(job)
         return encoder.whole(job.choices, _usage(job))
 
-    async def _stream(self, request: web.BaseRequest, job: Job, encoder: Encoder) -> web.StreamResponse:
+    async def _stream(
+        self, request: web.BaseRequest, job: Job, encoder: Encoder, cut: int | None
+    ) -> web.StreamResponse:
+        """Send an answer in parts; of one that is cut, so many chunks, and never its end."""
         response = web.StreamResponse(headers={"Content-Type": SSE, "Cache-Control": "no-cache"})
         await response.prepare(request)
         started: set[int] = set()
+        sent = 0
         while True:
             if not job.fresh and not job.is_over:
                 await job.changed.wait()
@@ -270,11 +322,15 @@ class WorkerPort:
             fresh, job.fresh = job.fresh, []
             out: list[bytes] = []
             for choice, count in fresh:
-                if choice.index not in started:
-                    started.add(choice.index)
-                    out.append(encoder.begin(choice))
+                if choice.index not in started and (begun := encoder.begin(choice)):
+                    out.append(begun)
+                started.add(choice.index)
                 choice.sent += count
                 out.append(encoder.tokens(choice, choice.tokens[choice.sent - count : choice.sent]))
+            sent += len(out)
+            if cut is not None and (sent >= cut or job.is_over):
+                await response.write(b"".join(out[: len(out) - max(0, sent - cut)]))
+                raise _cut_off(request)
             if job.is_over:
                 if job.failure is not None:
                     out.append(b"data: " + self._refused(job.rows, _failed(job.failure)).body + b"\n\n")
@@ -288,61 +344,25 @@ class WorkerPort:
         return response
 
 
-def large_request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
-    """Return a request whose body may have `MOST_BODY` bytes."""
-    loop = asyncio.get_running_loop()
-    return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=MOST_BODY)
-
-
-def cut_all(server: web.Server | None) -> None:
-    """Cut all connections of a server, as a process that dies does; None: there is none."""
-    for handler in list(server.connections) if server is not None else ():
-        if handler.transport is not None:
-            handler.transport.abort()
-
-
-async def end_listening(runner: web.ServerRunner, server: web.Server, listening: socket.socket) -> None:
-    """Listen no more, and cut all connections.
-
-    One that is being accepted is waited for: asyncio, closed meanwhile, would leave it open and its client waiting (CPython's issue 109564).
-    """
-    asyncio.get_running_loop().remove_reader(listening.fileno())
-    for _ in range(3):  # steps of the loop from a connection that was accepted to one that the server knows
-        await asyncio.sleep(0)
-    cut_all(server)
-    await runner.cleanup()
-
-
-def check_descriptors(workers: int, ranks: int) -> None:
-    """Raise where a process cannot open what so many workers need: without an eventfd, ZMQ would end it.
-
-    Raises:
-        EndpointError: the message says how many there are.
-    """
-    needed = SPARE_DESCRIPTORS + workers * (WORKER_DESCRIPTORS + ranks * RANK_DESCRIPTORS)
-    opened: list[int] = []
-    try:
-        while len(opened) < needed:
-            opened.append(os.open(os.devnull, os.O_RDONLY))
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise EndpointError(
-            f"KvServer: {needed} descriptors are needed, {len(opened)} can be opened ({reason}): fewer workers or ranks, or a higher "
-            "limit (ulimit -n)"
-        ) from None
-    finally:
-        for each in opened:
-            os.close(each)
-
-
 def _port_of(endpoint: str | None) -> int | None:
     number = (endpoint or "").rpartition(":")[2]
     return int(number) if number.isdigit() else None
 
 
-def _response(answer: Answer, *, is_head: bool = False) -> web.Response:
+def _response(answer: Answer, headers: Mapping[str, str] = {}, *, is_head: bool = False) -> web.Response:
     body = None if is_head else answer.body
-    return web.Response(body=body, status=answer.status, headers={"Content-Type": answer.content_type})
+    return web.Response(body=body, status=answer.status, headers={"Content-Type": answer.content_type, **headers})
+
+
+class _CutOff(ConnectionResetError):  # noqa: N818 - it is what was asked for
+    """A connection was cut, as the test asked for."""
+
+
+def _cut_off(request: web.BaseRequest) -> _CutOff:
+    """Cut the connection of a request, and return what its handler raises then."""
+    if request.transport is not None:
+        request.transport.abort()
+    return _CutOff()
 
 
 def _failed(reason: str) -> BadRequest:

@@ -32,8 +32,13 @@ if TYPE_CHECKING:
     from pytest_kvmock.testing.index import IndexContract as IndexContract
     from pytest_kvmock.testing.machine import KvStateMachine as KvStateMachine
     from pytest_kvmock.testing.manager import ManagerContract as ManagerContract
+    from pytest_kvmock.testing.process import ProcessContract as ProcessContract
     from pytest_kvmock.testing.right_router import RightRouter as RightRouter
     from pytest_kvmock.testing.router_contract import RouterContract as RouterContract
+    from pytest_kvmock.testing.router_process import ProcessEnded as ProcessEnded
+    from pytest_kvmock.testing.router_process import RouterProcess as RouterProcess
+    from pytest_kvmock.testing.router_process import ServedEngine as ServedEngine
+    from pytest_kvmock.testing.router_process import ServedEngines as ServedEngines
     from pytest_kvmock.testing.shrinking import ShrinkingStopped as ShrinkingStopped
     from pytest_kvmock.testing.strategies import traffic as traffic
     from pytest_kvmock.testing.worker import WorkerContract as WorkerContract
@@ -60,6 +65,11 @@ _HOME = {
     "RightRouter": "testing.right_router",
     "RouterContract": "testing.router_contract",
     "ShrinkingStopped": "testing.shrinking",
+    "ProcessContract": "testing.process",
+    "ProcessEnded": "testing.router_process",
+    "RouterProcess": "testing.router_process",
+    "ServedEngine": "testing.router_process",
+    "ServedEngines": "testing.router_process",
     "play": "testing.drafts",
     "traffic": "testing.strategies",
     "WorkerContract": "testing.worker",

@@ -13,6 +13,7 @@ from pytest_kvmock.testing.drafts import random_traffic
 from pytest_kvmock.testing.hybrid_streams import HybridStreams
 from pytest_kvmock.testing.index_driver import prompt_of
 from pytest_kvmock.testing.index_load import UnderLoad
+from pytest_kvmock.testing.partial_streams import PartialStreams
 from pytest_kvmock.testing.subject import refuse
 from pytest_kvmock.testing.tiers_below import TiersBelow
 from pytest_kvmock.testing.workers_that_go import WorkersThatGo
@@ -23,7 +24,7 @@ _HYBRID_MOST: Final = 12
 """Blocks of the longest prompt for an engine of a hybrid model: more than its window has."""
 
 
-class IndexContract(DistinctBlocks, HybridStreams, TiersBelow, WorkersThatGo, UnderLoad):
+class IndexContract(DistinctBlocks, HybridStreams, PartialStreams, TiersBelow, WorkersThatGo, UnderLoad):
     """Tests that hold for every index, asked by local hashes or by tokens (see `kv_index` for what it offers).
 
     A subclass defines `make_index`::
@@ -46,6 +47,8 @@ class IndexContract(DistinctBlocks, HybridStreams, TiersBelow, WorkersThatGo, Un
     large a chunk is, which no event says, and what a Cleared empties::
 
         return MyIndex(count_copies=self.traits.copies, chunk=self.traits.chunk, clears_below=self.traits.clears_below)
+
+    Where it has `takes_updates = True` and `find_tiered`, it is given TensorRT-LLM's Updated too, and must tell levels apart.
 
     Where it has `match_tokens(tokens, extra)`, for prompts with adapters, salts and multimodal items. A test of what the index
     does not have is skipped, and says what was not checked.

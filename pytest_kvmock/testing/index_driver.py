@@ -1,6 +1,8 @@
 """Drives an index under contract: events and look-ups, in prompts of letters.
 
 One subject: what is done with the index, and the message where it does not do what it must.
+
+PYTEST_DONT_REWRITE: each message says all; below it pytest would put the condition.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from pytest_kvmock.events import (
     SparseStored,
     StorageTier,
     Stored,
+    Updated,
 )
 from pytest_kvmock.harness.under_test import (
     IndexUnderTest,
@@ -50,6 +53,11 @@ _SHORT.maxstring = 25  # identifiers of multimodal items have 64 digits
 
 Group: TypeAlias = tuple[int, str, int | None]
 """A cache group: its number, its kind as vLLM calls it, and tokens of its window."""
+
+
+def _beside_tail(group: Group | None) -> EventExtra | None:
+    """What travels beside the Stored of a part of a block."""
+    return {"window_size": 2**15, "cache_levels": [0], "priorities": [35]} if group is None else group_extra(*group)
 
 
 def _of_group(group: Group) -> str:
@@ -208,19 +216,37 @@ class IndexDriver:
         what += (f" after {_chain(after)}" if after else "") + _of_group(group)
         self._apply(0, 0, data, what, tokens, extra=group_extra(*group))
 
-    def store_tail(self, letter: str, *, after: str, group: Group) -> None:
-        """Apply a Stored of a prompt's tail to worker 0: the first half of the tokens of a block, under a name of its own."""
+    def name_roots(self, **names: int) -> None:
+        """From here on, first blocks of these letters have these names."""
+        self._roots = names
+
+    def store_tail(self, letter: str, *, after: str, group: Group | None) -> None:
+        """Apply a Stored of the first half of the tokens of a block to worker 0, under a name of its own.
+
+        It is a prompt's tail in a cache group; or, of none, a partial block of TensorRT-LLM.
+        """
         tokens = [ord(letter)] * (self._size // 2)
         local = tuple(block_hashes(tokens, len(tokens)))
         data = Stored(self._names(after)[-1], (self._tail_name(after, letter),), local)
         self._apply(
-            0, 0, data, f"stored half of {_chain(letter)} after {_chain(after)}", [tokens], extra=group_extra(*group)
+            0, 0, data, f"stored half of {_chain(letter)} after {_chain(after)}", [tokens], extra=_beside_tail(group)
         )
 
-    def remove_tail(self, letter: str, *, after: str, group: Group) -> None:
+    def remove_tail(self, letter: str, *, after: str, group: Group | None) -> None:
         """Apply a Removed of such a tail."""
         what = f"removed half of {_chain(letter)} after {_chain(after)}"
-        self._apply(0, 0, Removed((self._tail_name(after, letter),)), what, extra=group_extra(group[0]))
+        extra = _beside_tail(group) if group is None else group_extra(group[0])
+        self._apply(0, 0, Removed((self._tail_name(after, letter),)), what, extra=extra)
+
+    def update(
+        self, chain: str, *, levels: tuple[int, int] | None = None, priorities: tuple[int, int] | None = None
+    ) -> None:
+        """Apply an Updated of worker 0: the last block of a chain, which changes its level or priority."""
+        changes = [
+            f"{name} {pair[0]} to {pair[1]}" for name, pair in (("level", levels), ("priority", priorities)) if pair
+        ]
+        what = f"updated the last block of {_chain(chain)} ({', '.join(changes)})"
+        self._apply(0, 0, Updated(self._names(chain)[-1], levels, priorities), what)
 
     def _tail_name(self, after: str, letter: str) -> int:
         tokens = [ord(letter)] * (self._size // 2)

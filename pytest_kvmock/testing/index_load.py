@@ -1,4 +1,7 @@
-"""What a router index promises under load: many events, many look-ups, several threads, and more blocks than it keeps."""
+"""What a router index promises under load: many events, many look-ups, several threads, and more blocks than it keeps.
+
+PYTEST_DONT_REWRITE: each message says all; below it pytest would put the condition.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """What every block manager that takes moves promises, as tests that the tests of a manager inherit.
 
 One subject, one class: the promises, each a test.
+
+PYTEST_DONT_REWRITE: each message says all; below it pytest would put the condition.
 """
 
 from __future__ import annotations

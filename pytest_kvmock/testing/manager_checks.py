@@ -1,4 +1,7 @@
-"""Checks of a block manager under contract, and moves to drive it with."""
+"""Checks of a block manager under contract, and moves to drive it with.
+
+PYTEST_DONT_REWRITE: each message says all; below it pytest would put the condition.
+"""
 
 from __future__ import annotations
 

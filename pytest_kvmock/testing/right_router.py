@@ -63,10 +63,17 @@ class RightRouter:
         prefill = (load.prefill_tokens + max(request.prompt_tokens, overlap * size)) / size
         return max(0.0, prefill - overlap) + load.blocks + load.new_blocks(request.sequence_hashes)
 
-    def pick(self, request: RouterRequest, candidates: Sequence[Candidate]) -> Worker:  # noqa: ARG002 - it has books of its own
-        """Return a worker of the least cost."""
+    def choices(self, candidates: Sequence[Candidate]) -> list[Worker]:
+        """Return the workers that it picks one of: those that it knows of the candidates."""
+        there = {each.worker for each in candidates}
+        return [worker for worker in self.workers() if worker in there]
+
+    def pick(self, request: RouterRequest, candidates: Sequence[Candidate]) -> Worker | None:
+        """Return a candidate of the least cost, by books of its own; None: nobody is there."""
+        if not candidates:
+            return None
         overlaps = self.overlap(request)
-        costs = {worker: self.cost(request, worker, overlaps.get(worker, 0)) for worker in self.workers()}
+        costs = {each: self.cost(request, each, overlaps.get(each, 0)) for each in self.choices(candidates)}
         least = min(costs.values())
         return self.rng.choice([worker for worker, cost in costs.items() if cost == least])
 
@@ -90,6 +97,7 @@ class RightRouter:
 
     def worker_added(self, worker: Worker) -> None:
         """Know one worker more."""
+        self.has_ranks = isinstance(worker, tuple)
         self.book.add_worker(worker)
 
     def worker_removed(self, worker: Worker) -> None:

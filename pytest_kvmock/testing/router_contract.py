@@ -1,8 +1,12 @@
-"""What every router promises, as tests that the tests of a router inherit: it serves all, and believes nothing wrong."""
+"""What every router promises, as tests that the tests of a router inherit: it serves all, and believes nothing wrong.
+
+One subject: the scenes, and what each is judged by.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from operator import attrgetter
 from typing import Any, ClassVar, Final, NoReturn
 
 import pytest
@@ -17,6 +21,8 @@ from pytest_kvmock.report.report import Report
 from pytest_kvmock.report.rows import BELIEFS, Pick
 from pytest_kvmock.router.routing import Worker
 from pytest_kvmock.testing.router_aborts import RouterAborts
+from pytest_kvmock.testing.router_absence import RouterAbsence
+from pytest_kvmock.testing.router_load import EverydayLoad
 from pytest_kvmock.testing.subject import call_with, check_backends, refuse
 from pytest_kvmock.tokens import Prompt
 from pytest_kvmock.traces import TraceRequest, synthetic_trace
@@ -28,8 +34,35 @@ _AT_MS: Final = 150.0
 _LATER_MS: Final = 1500.0
 """When the trace is long over."""
 
+_PROPERTY: Final = "kvmock.unjudged"
+"""By which the plugin finds, in the reports of tests, what it says at the end of a run."""
 
-class RouterContract(RouterAborts):
+_UNJUDGED: Final = (
+    (("loads",), "what it counts of its open requests"),
+    (("overlap", "believed"), "what it takes each worker to hold, after evictions and restarts, by rank and adapter"),
+    (("workers",), "whom it takes to be there"),
+)
+"""What a router believes: the methods of which one says it, and what it is."""
+
+_LENGTHS: Final = attrgetter("input_length", "output_length", "hash_ids")
+"""Of a request what it asks for, whenever it comes."""
+
+
+def _unjudged_text(router: object) -> str:
+    """Return what no scene can judge of a router, and by which method it could; "" where it says all that it believes."""
+    parts = [
+        f"{what} (no {' or '.join(map(_call_text, methods))})"
+        for methods, what in _UNJUDGED
+        if not any(callable(getattr(router, name, None)) for name in methods)
+    ]
+    return f"{type(router).__name__} was not judged by {', '.join(parts)}" if parts else ""
+
+
+def _call_text(method: str) -> str:
+    return f"{method}({', '.join(BELIEFS[method])})"
+
+
+class RouterContract(RouterAborts, RouterAbsence, EverydayLoad):
     """Tests that hold for every router of a `Fleet`.
 
     A subclass defines `make_router`::
@@ -38,18 +71,24 @@ class RouterContract(RouterAborts):
             def make_router(self, workers):  # or make_router(self)
                 return MyRouter(workers)
 
-    Each test plays a trace of forty requests on three workers, some of whose clients go away in some. All requests must end, so nobody may be picked who is gone, and none may
+    Each test plays a trace of forty requests on three workers, some of whose clients go away in some, or of two hundred on four. All
+    requests must end, so nobody may be picked who is gone, and none may
     wait for ever while a worker could take it. What the router believes is compared before each pick where it has `loads()`,
-    `overlap(request)` or `workers()`. A test of what the router does not have is skipped, and says what was not checked.
+    `overlap(request)`, `believed(request)` or `workers()`. Of one that has not, a line in the summary of the run says what no scene could judge; a
+    test of that alone is skipped.
 
     Attributes:
         block_size: tokens a block.
         backend: of the engines, by name or as a `BackendSpec`; None: the default one.
         selector: says what a request costs on a worker, as for `Report.regret`: every pick must be among the cheapest by it.
             None: which picks are good is not checked.
-        packs: the policy fills one worker before it uses another, on purpose: that each gets some is not checked.
+        packs: the policy fills one worker before it uses another, on purpose: that workers share is not checked.
         first_of_equals: of workers that are alike the policy takes the first, on purpose, as `LeastLoaded` does: that an idle fleet is
-            shared is not checked.
+            shared is not checked, nor that workers are which tie, or which stale loads show alike.
+        follows_prefix: the policy goes where the prefix is, however loaded, on purpose, as `MostCached`, a hash ring, and the rules of
+            AIBrix, Ray and SGLang do: that workers share prompts which begin alike is not checked.
+        survives: ("restart",) for a router that notices a restart which nobody announced, as its class may declare itself: from the
+            first event whose id went back, its `overlap(request)` must have dropped what was held. Else both answers are right.
     """
 
     block_size: ClassVar[int] = 16
@@ -57,6 +96,14 @@ class RouterContract(RouterAborts):
     selector: ClassVar[Any] = None
     packs: ClassVar[bool] = False
     first_of_equals: ClassVar[bool] = False
+    follows_prefix: ClassVar[bool] = False
+    survives: ClassVar[Sequence[str]] = ()
+
+    _properties: list[tuple[str, object]] | None = None
+
+    @pytest.fixture(autouse=True)
+    def _kvmock_properties(self, request: pytest.FixtureRequest) -> None:
+        self._properties, self._class_id = request.node.user_properties, request.node.nodeid.rpartition("::")[0]
 
     def make_router(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002 - for those who define it
         """Make a new router; to be defined by a subclass, with the workers that are there from the start as argument or with none."""
@@ -90,7 +137,6 @@ class RouterContract(RouterAborts):
     def test_it_follows_evictions(self) -> None:
         """Caches are so small that blocks are evicted all the time."""
         self._judge("caches that hold a few prompts", self._played(num_blocks=40))
-        self._needs("whether it follows evictions", "overlap")
 
     def test_workers_that_know_nothing_share_a_burst(self) -> None:
         """Of many requests of one moment whose prompts nobody holds each worker gets some: equal scores are no hot spot."""
@@ -124,9 +170,17 @@ class RouterContract(RouterAborts):
         self._each_is_picked(where, report, [1], lambda pick: pick.ms >= _LATER_MS)
 
     def test_it_lives_through_a_silent_restart(self) -> None:
-        """What nobody told it it need not know, but it goes on."""
-        report = self._played(lambda fleet: fleet.at(_AT_MS).restart(1, announced=False))
-        self._judge(f"an unannounced restart of worker 1 at {_AT_MS:g} ms", report)
+        """What nobody told it it need not know, but by event ids that begin anew it may; and it goes on."""
+        rows = self._rows()
+        # The second time it has ended what it had, and the same prompts come once more: each asks for what it held before.
+        again = [TraceRequest(_LATER_MS + 8 * at, *each) for at, each in enumerate(map(_LENGTHS, rows))]
+
+        def happens(fleet: Fleet) -> None:
+            for ms in (_AT_MS, _LATER_MS):
+                fleet.at(ms).restart(1, announced=False)
+
+        report = self._played(happens, rows=[*rows, *again])
+        self._judge(f"unannounced restarts of worker 1 at {_AT_MS:g} and {_LATER_MS:g} ms", report)
 
     def test_it_uses_a_worker_that_joins(self) -> None:
         """A worker that joins is known, and gets some of a burst of prompts of which nobody holds a block."""
@@ -176,7 +230,6 @@ class RouterContract(RouterAborts):
         if not self._has_adapters:
             pytest.skip(f"backend {self.backend!r} names no blocks by lora_name: adapters were not checked")
         self._judge("prompts that differ in their LoRA adapter alone", self._played(rows=self._adapters()))
-        self._needs("whether it keeps adapters apart", "overlap", "believed")
 
     def test_late_events_do_not_stop_it(self) -> None:
         """Events come 40 ms late; it is right by those that came."""
@@ -208,13 +261,7 @@ class RouterContract(RouterAborts):
         """By `selector`, on true loads and true caches, no pick cost more than it had to."""
         if self.selector is None:
             pytest.skip(f"{type(self).__name__}.selector is None: whether a cheaper worker was there was not checked")
-        problem = None
-        try:
-            check_selector(self.selector)
-        except TypeError as error:
-            problem = str(error)
-        if problem is not None:
-            refuse(self, problem)
+        self._check_selector()
         for where, happens, options in (
             ("three workers that share prefixes", None, {}),
             (f"a restart of worker 1 at {_AT_MS:g} ms", lambda fleet: fleet.at(_AT_MS).restart(1), {}),
@@ -228,6 +275,16 @@ class RouterContract(RouterAborts):
                 self._fail(f"{where}: {regret}")
 
     # ------------------------------------------------------------------------------------------------ the means
+
+    def _check_selector(self) -> None:
+        __tracebackhide__ = True
+        problem = None
+        try:
+            check_selector(self.selector)
+        except TypeError as error:
+            problem = str(error)
+        if problem is not None:
+            refuse(self, problem)
 
     def _engine(self, num_blocks: int = 400, ranks: int = 1) -> MockEngine:
         __tracebackhide__ = True
@@ -259,9 +316,9 @@ class RouterContract(RouterAborts):
         )
         return list(rows)
 
-    def _burst(self, ms: float, apart_ms: float = 0.0) -> list[TraceRequest]:
-        """Many requests whose prompts nobody holds, of one moment, or one after the other."""
-        ids = [2**40 + 2 * at for at in range(12 * _WORKERS)]
+    def _burst(self, ms: float, apart_ms: float = 0.0, first: int = 2**40) -> list[TraceRequest]:
+        """Many requests whose prompts nobody holds, of one moment, or one after the other; their blocks are named from `first` on."""
+        ids = [first + 2 * at for at in range(12 * _WORKERS)]
         size = 2 * self.block_size
         return [TraceRequest(ms + at * apart_ms, size, 4, (each, each + 1)) for at, each in enumerate(ids)]
 
@@ -271,13 +328,17 @@ class RouterContract(RouterAborts):
         return [FleetRequest(prompts[at % len(prompts)], 1, 8.0 * at) for at in range(40)]
 
     def _sessions(self) -> list[FleetRequest]:
-        """Conversations of two turns: the first ones at once, the second ones when those are long over."""
+        """Conversations of two turns: the first ones at once, the second ones when those are long over, one by one.
+
+        Of one moment they would all go to who is least busy then, by a right policy that goes by what the engines have in use.
+        """
         size, count = self.block_size, 20 * _WORKERS
         prompts = [range(first, first + 2 * size) for first in range(0, 2 * size * count, 2 * size)]
         first = [FleetRequest(each, 4, 0.0, f"session {at}") for at, each in enumerate(prompts)]
         more = range(2**20, 2**20 + size)
         second = [
-            FleetRequest((*each, *more), 4, None, f"session {at}", 2 * _LATER_MS) for at, each in enumerate(prompts)
+            FleetRequest((*each, *more), 4, None, f"session {at}", 2 * _LATER_MS + 10.0 * at)
+            for at, each in enumerate(prompts)
         ]
         return [*first, *second]
 
@@ -304,17 +365,20 @@ class RouterContract(RouterAborts):
         router = call_with(self, self.make_router, "make_router", named)
         problem = None
         try:
-            is_async = bool(RouterCalls(router).asynchronous)
-            fleet = Fleet(engines, router, **options)
+            calls = RouterCalls(router, survives=self.survives)
+            fleet = Fleet(engines, calls, **options)
         except TypeError as error:
             problem = str(error)
         if problem is not None:
             refuse(self, f"make_router gave {router!r:.80}: {problem}")
+        unjudged = _unjudged_text(router)
+        if unjudged and self._properties is not None:
+            self._properties.append((_PROPERTY, f"{self._class_id}: {unjudged}"))
         if happens is not None:
             happens(fleet)
         trace = self._rows() if rows is None else rows
         try:
-            report: Report = self.run(fleet.arun(trace)) if is_async else fleet.run(trace)
+            report: Report = self.run(fleet.arun(trace)) if calls.asynchronous else fleet.run(trace)
         except (RouterError, RouterStalled) as error:
             problem = str(error)
         if problem is not None:
@@ -345,7 +409,7 @@ class RouterContract(RouterAborts):
         __tracebackhide__ = True
         subject = self._subject()
         if not any(callable(getattr(subject, name, None)) for name in methods):
-            asked = " or ".join(f"{name}({', '.join(BELIEFS[name])})" for name in methods)
+            asked = " or ".join(map(_call_text, methods))
             pytest.skip(f"{type(subject).__name__} has no {asked}: {what} was not checked")
 
     def _each_is_picked(

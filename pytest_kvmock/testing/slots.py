@@ -1,4 +1,7 @@
-"""An eviction policy under contract: its slots, filled as a block manager fills them, and a random life of them."""
+"""An eviction policy under contract: its slots, filled as a block manager fills them, and a random life of them.
+
+PYTEST_DONT_REWRITE: each message says all; below it pytest would put the condition.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A worker under contract in its world: calls, the events that come of them, and what it holds."""
+"""A worker under contract in its world: calls, the events that come of them, and what it holds.
+
+PYTEST_DONT_REWRITE: each message says all; below it pytest would put the condition.
+"""
 
 from __future__ import annotations
 
@@ -102,8 +105,13 @@ class World:
         )
 
     def may_reuse(self, tokens: int, blocks: int) -> bool:
-        """Whether so many tokens are those of so many cached blocks; of an engine whose events promise more, or fewer."""
+        """Whether so many tokens are those of so many cached blocks; of an engine whose events promise more, or fewer.
+
+        Where parts of blocks are reused there may be less than a block more; or one fewer, as a leaf goes without a word.
+        """
         size = self.harness.profile.block_size
+        if self.worker.traits.partial_blocks:
+            return (blocks - 1) * size <= tokens < (blocks + 1) * size
         return tokens == blocks * size or (self.worker.traits.promises_more and tokens < blocks * size)
 
     def stored(self) -> list[int]:
@@ -125,6 +133,8 @@ class World:
         names, idle = len(manager.resident()), manager.num_inactive_blocks
         if not self.worker.traits.takes_hashes and names > idle:
             names = idle  # a prompt's tail is one more name of a block
+        if self.worker.traits.partial_blocks and resident is not None and names == idle == resident + 1:
+            return  # and the tokens behind the whole blocks
         assert resident is None or (resident, resident) == (names, idle), (
             f"{resident} blocks are cached; (resident, num_inactive_blocks) is {(names, idle)}"
         )

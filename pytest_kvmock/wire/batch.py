@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from pytest_kvmock.events import Cleared, RouterEvent, Stored
+from pytest_kvmock.events import Cleared, RouterEvent, Stored, renamed
 from pytest_kvmock.wire.defects import EncodeError, WireDefect, WireProblem, shown_hash
 
 DIGESTS: Final = "digests"
@@ -56,7 +56,7 @@ def widened(event: RouterEvent) -> RouterEvent:
         return event
     hashes = tuple(map(wire_hash, data.block_hashes))
     if not isinstance(data, Stored):
-        return replace(event, event=replace(event.event, data=type(data)(hashes)))
+        return replace(event, event=replace(event.event, data=renamed(data, hashes)))
     wide = replace(data, block_hashes=hashes, parent_hash=None if parent is None else wire_hash(parent))
     return replace(event, event=replace(event.event, data=wide))
 

@@ -43,6 +43,7 @@ from pytest_kvmock.wire.event_fields import (
 from pytest_kvmock.wire.reader import Reader, ReadError
 from pytest_kvmock.wire.structs import Structs, entries, structs_of
 from pytest_kvmock.wire.table import DIGEST_SIZES, Dialect, find_dialect
+from pytest_kvmock.wire.trtllm_json import read_events
 
 # Theory of operation
 #
@@ -95,6 +96,8 @@ def decode(
     out = Decoded([], [])
     if len(payload) > most_bytes:
         out.problems.append(_oversize(payload, most_bytes))
+    elif row.form == "trtllm_json":
+        out.events, out.num_events = read_events(payload, worker_id, out.problems)
     elif structs is None:
         out.events, out.num_events = read_lines(payload, row, worker_id, out.problems)
     else:

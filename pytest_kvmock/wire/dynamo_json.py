@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from pytest_kvmock.events import KvCacheEvent, Located, RouterEvent, SparseStored
+from pytest_kvmock.events import KvCacheEvent, Located, RouterEvent, SparseStored, Updated
 from pytest_kvmock.wire.defects import EncodeError, WireDefect, WireProblem, shown
 from pytest_kvmock.wire.table import Dialect
 
@@ -33,7 +33,7 @@ def write_lines(events: Sequence[RouterEvent], dialect: Dialect) -> bytes:
         EncodeError: Dynamo's JSON has no form for one of them.
     """
     for index, event in enumerate(events):
-        if isinstance(event.event.data, (SparseStored, Located)):
+        if isinstance(event.event.data, (SparseStored, Located, Updated)):
             raise EncodeError(f"event {index} of the batch: Dynamo's JSON has no {type(event.event.data).__name__}")
     whole = dialect.form == "router_json"
     return b"".join((event if whole else event.event).to_json().encode() + b"\n" for event in events)

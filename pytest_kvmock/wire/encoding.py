@@ -30,6 +30,7 @@ from pytest_kvmock.wire.event_fields import (
 from pytest_kvmock.wire.event_flaws import check_events, check_rank, check_timestamp, event_flaw, odd_hash
 from pytest_kvmock.wire.structs import Structs, structs_of
 from pytest_kvmock.wire.table import DIGEST_SIZES, Dialect, find_dialect
+from pytest_kvmock.wire.trtllm_json import write_events
 
 # Theory of operation
 #
@@ -112,8 +113,9 @@ class BatchWriter:
             check_events(events)
         try:
             if self._structs is None:
-                check_events(events, with_tokens=False)
-                return write_lines(events, self._dialect)
+                has_tokens = self._dialect.form == "trtllm_json"
+                check_events(events, with_tokens=has_tokens)
+                return write_events(events) if has_tokens else write_lines(events, self._dialect)
             if digests is None:
                 return self._payload(self._structs, events, timestamp, dp_rank, None)
             with digests.one_batch():
@@ -238,9 +240,8 @@ class _Writer:
         if isinstance(data, Located):
             return self._of_located(event, data)
         if type(data) is not Cleared:
-            raise EncodeError(
-                event_flaw(event) or f"its data must be Stored, Removed, Located or Cleared, got {data!r:.80}"
-            )
+            flaw = event_flaw(event)
+            raise EncodeError(flaw or f"dialect {self._dialect.name!r} has no {type(data).__name__}, got {data!r:.80}")
         if self._digests is not None:
             self._digests.cleared()
         return self._cleared

@@ -7,7 +7,17 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from pytest_kvmock.checks import is_integer
-from pytest_kvmock.events import Cleared, EventData, KvCacheEvent, Located, Removed, RouterEvent, StorageTier, Stored
+from pytest_kvmock.events import (
+    Cleared,
+    EventData,
+    KvCacheEvent,
+    Located,
+    Removed,
+    RouterEvent,
+    StorageTier,
+    Stored,
+    Updated,
+)
 from pytest_kvmock.wire.defects import EncodeError, shown
 from pytest_kvmock.wire.table import FIELD_TYPES
 
@@ -58,7 +68,7 @@ def event_flaw(event: RouterEvent, *, with_tokens: bool = True) -> str | None:
     if not isinstance(named, KvCacheEvent):
         return f"its event must be a KvCacheEvent, got {named!r:.80}"
     if not isinstance(named.data, EventData):
-        return f"its data must be Stored, Removed, Located or Cleared, got {named.data!r:.80}"
+        return f"its data must be Stored, Removed, Located, Updated or Cleared, got {named.data!r:.80}"
     for name, value, most in (
         ("worker_id", event.worker_id, _U64),
         ("event_id", named.event_id, _U64),
@@ -81,7 +91,7 @@ def event_flaw(event: RouterEvent, *, with_tokens: bool = True) -> str | None:
     return None if isinstance(named.data, Cleared) else _hashes_flaw(named.data)
 
 
-def _hashes_flaw(data: Stored | Removed | Located) -> str | None:
+def _hashes_flaw(data: Stored | Removed | Located | Updated) -> str | None:
     names = ("block_hashes", "tokens_hashes") if isinstance(data, Stored) else ("block_hashes",)
     for name in names:
         hashes = getattr(data, name)

@@ -10,9 +10,9 @@ plain tokens, until one fits; the events before it wait until then.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from pytest_kvmock.cache.hashed import HashChain
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 MOST_WAITING: Final = 10_000
 """How many Stored of a stream wait until a hash is found to fit: those of other engines would wait for ever."""
 
-MOST_TRIED: Final = 4096
-"""How many blocks of a stream are tried as the right parent of one, where nothing else shows what is wrong with it."""
+MOST_TRIED: Final = 2**16
+"""How many blocks of a stream are tried as the right parent of others, in all, where nothing else shows what is wrong with them."""
 
 MOST_CHAINS: Final = 64
 """On how many chains of a stream hashes are tried."""
@@ -106,7 +106,7 @@ class EventNames:
         candidates: what may name the blocks; of several, the one that fits the first chain of plain tokens does.
         release: of vLLM, which hashes other things beside tokens than others.
         says_keys: whether events have `extra_keys`, where something beside tokens is hashed. Without, a name that does not
-            follow is passed over, but where it follows from another parent.
+            follow is passed over, but where it follows from another parent, or others follow from what it should be.
         is_given: the only candidate names them, whatever comes.
 
     Attributes:
@@ -152,8 +152,12 @@ class EventNames:
         if chain.is_found:
             del self._waiting[event.key]
             return waiting
-        if chain.waits_for is not None and chain.waits_for is event.event.data and len(waiting) < MOST_WAITING:
-            waiting.append(Waiting(event, position, len(chain.waits_for.block_hashes)))
+        if chain.waits_for is not None and chain.waits_for is event.event.data:
+            blocks = len(chain.waits_for.block_hashes)
+            if len(waiting) < MOST_WAITING:
+                waiting.append(Waiting(event, position, blocks))
+            else:
+                self.skipped[_NO_HASH] += blocks
         return []
 
     def close(self) -> None:
@@ -194,7 +198,7 @@ class NameChain(HashChain):
         waits_for: the last Stored that was not judged, as that is not known yet.
     """
 
-    __slots__ = ("_roots", "_tries", "_units", "is_found", "names", "waits_for")
+    __slots__ = ("_parents_left", "_roots", "_tries", "_units", "is_found", "names", "waits_for")
 
     reads_extra = True
 
@@ -203,7 +207,7 @@ class NameChain(HashChain):
         self.names = names
         self._roots = True  # whether what stands before a root is known
         self._units: dict[int, int | None] = {}  # by size of blocks, of how many tokens a digest was found to be
-        self._tries = MOST_CHAINS
+        self._tries, self._parents_left = MOST_CHAINS, MOST_TRIED
         self.is_found = names.is_given
         self.waits_for: Stored | None = None
 
@@ -273,9 +277,11 @@ class NameChain(HashChain):
             return None
         fits = next((n for n, name in enumerate(made[1]) if name != blocks[first + n]), len(made[1]))
         self._digests.update(zip(made[1][:fits], made[0], strict=False))
+        goes_on = any(name == made[1][n] for n, name in enumerate(blocks[first:]) if n > fits)  # behind a wrong name
         if (
             fits == len(made[1])
             or names.says_keys
+            or goes_on
             or (not fits and self._fits_elsewhere(blocks[first], token_ids[first], _after(extra, first)))
         ):
             names.computed += len(made[1])
@@ -286,8 +292,9 @@ class NameChain(HashChain):
 
     def _fits_elsewhere(self, block: int, tokens: Sequence[int], after: EventExtra | None) -> bool:
         """Whether a block follows from its tokens and another parent."""
-        others: Iterator[bytes] = islice(reversed(self._digests.values()), MOST_TRIED)
-        for before in (*others, *((None,) if self._roots else ())):
+        others = reversed(self._digests.values())
+        for before in islice(chain((None,) if self._roots else (), others), self._parents_left):
+            self._parents_left -= 1
             made = self._made((tokens,), len(tokens), before, after)
             if made is not None and made[1][0] == block:
                 return True
@@ -295,15 +302,15 @@ class NameChain(HashChain):
 
     def _find(self, data: Stored, token_ids: BlockTokens, size: int, extra: EventExtra | None) -> None:
         """Try by what hash, seed and unit a block has its name: the first of a root, or one whose parent's digest came."""
-        if not self._tries:
-            return
-        self._tries -= 1
         digests: tuple[Any, Any] | None = None if extra is None else extra.get(DIGESTS)
         before: bytes | None = None
         given: Sequence[bytes] = ()
         names, first = data.block_hashes, _after(extra, 0)
         if digests is not None:
             before, given = digests
+        if not self._tries or (data.parent_hash is not None and before is None):
+            return
+        self._tries -= 1
         if data.parent_hash is None and self._fit(None, token_ids[0], size, names[0], first):
             return
         if before is None and len(given) > 1:
@@ -331,9 +338,11 @@ class NameChain(HashChain):
         """Why names cannot be computed by what travels beside an event; None: they can."""
         if extra is None:
             return None
-        if extra.get("lookahead_token_ids"):
-            return "whose draft model looks ahead"
         tagged, keys = self.names.release.tagged_keys, block_keys(extra)
+        if extra.get(LOOKAHEAD) and any(
+            isinstance(key, (list, tuple)) for of_block in keys if of_block for key in of_block
+        ):
+            return "whose draft model looks ahead, at items that the next event may have"
         has_adapter = extra.get("lora_name") is not None or extra.get("lora_id") is not None
         if has_adapter and tagged:
             return "with an adapter, whose path is hashed and on no wire"

@@ -73,6 +73,31 @@ class PublishedRank:
             lines.append(f"nobody asked {who} for a replay after {lost[0].fault} of batch {lost[0].batch}{why}")
         return lines
 
+    def fate(self, number: int, asked: Sequence[Replay], injected: Sequence[WireInjection]) -> str:
+        """What became of a batch, in words: who got it, what fault changed it, and whether a replay had it.
+
+        Args:
+            number: of the batch.
+            asked: the replays that the rank was asked for.
+            injected: the faults that were injected.
+        """
+        faults = [each.fault for each in injected if each.batch == number]
+        subscribed = sum(first <= number for first in self.since)
+        parts = [f"{' and '.join(faults)} changed it on its way"] if faults else []
+        if not subscribed:
+            parts.append("nobody had subscribed then")
+        elif not any(each in LOSE for each in faults):
+            parts.append(f"it went to {subscribed} {'subscription' if subscribed == 1 else 'subscriptions'}")
+        replay = next((each for each in reversed(asked) if each.start is not None and each.start <= number), None)
+        if not self.replays:
+            parts.append("it cannot be replayed")
+        elif replay is None:
+            parts.append("nobody asked for a replay of it")
+        else:
+            has = "had it" if number in replay.sent else "did not have it"
+            parts.append(f"a replay from {replay.start} on was asked for, and {has}")
+        return ", ".join(parts)
+
 
 def batches_text(count: int) -> str:
     """The first so many batches, in words; of none, nothing."""

@@ -441,22 +441,7 @@ class KvPublisher(Batcher):
     def _not_settled(
         self, probe: object, answer: object, expected: object, timeout: float, *, blocks: bool
     ) -> WireTimeout:
-        published = []
-        for dp_rank, rank in enumerate(self._ranks):
-            self.subscriptions(dp_rank)
-            since = [first for topic, first in rank.subscriptions if self._topic.startswith(topic)]
-            published.append(
-                PublishedRank(
-                    dp_rank,
-                    self.endpoints[dp_rank],
-                    batches=rank.number,
-                    since=since,
-                    unheard=rank.unheard,
-                    before=rank.before,
-                    restarted_alone=rank.restarted_alone,
-                    replays=bool(self.replay_endpoints),
-                )
-            )
+        published = [self._published(dp_rank) for dp_rank in range(self.ranks)]
         return not_settled(
             probe,
             answer,
@@ -467,6 +452,34 @@ class KvPublisher(Batcher):
             injected=self.faults.injected,
             more=loop_lines("settle", "asettle") if blocks else (),
         )
+
+    def _published(self, dp_rank: int) -> PublishedRank:
+        """Return what a rank has published, and to whom."""
+        self.subscriptions(dp_rank)
+        rank = self._ranks[dp_rank]
+        return PublishedRank(
+            dp_rank,
+            self.endpoints[dp_rank],
+            batches=rank.number,
+            since=[first for topic, first in rank.subscriptions if self._topic.startswith(topic)],
+            unheard=rank.unheard,
+            before=rank.before,
+            restarted_alone=rank.restarted_alone,
+            replays=bool(self.replay_endpoints),
+        )
+
+    def kept(self, dp_rank: int = 0) -> list[Numbered]:
+        """The batches of a rank that a replay can have, oldest first, as they were written."""
+        with self._lock:
+            return list(self._rank(dp_rank).buffer)
+
+    def fate(self, number: int, dp_rank: int = 0) -> str:
+        """What became of a batch of a rank since its numbers began, in words: who got it, what fault changed it, whether a replay had it."""
+        with self._lock:
+            published = self._published(self.check_rank(dp_rank))
+            restarts = self.faults.restarts(dp_rank)
+            injected = [each for each in self.faults.injected if (each.dp_rank, each.restarts) == (dp_rank, restarts)]
+            return published.fate(number, [each for each in self.replays if each.dp_rank == dp_rank], injected)
 
     def _batches_from(self, dp_rank: int, start: int) -> tuple[list[Numbered], bool]:
         """What an answer to a replay sends; called in the thread that answers."""

@@ -166,7 +166,7 @@ class WireField:
 _NAME: Final = re.compile(r"[A-Za-z0-9_][\w.-]*", re.ASCII)
 _WORDS: Final[Mapping[str, tuple[object, ...]]] = MappingProxyType(
     {
-        "form": ("array", "map", "json", "router_json"),
+        "form": ("array", "map", "json", "router_json", "trtllm_json"),
         "hashes": ("unsigned", "signed", "either", "bytes"),
         "rank": ("filled", "nil"),
         "replay": ("plain", "topic", None),
@@ -182,7 +182,8 @@ class Dialect:
         name: the name that tests see, in ids too: letters, digits, `_`, `.` and `-`.
         models: the program and version that writes it.
         form: events as "array" (tag first, every field) or "map" (tag under "type", defaults left out), both in
-            msgpack; or in Dynamo's JSON, one a line: "json" a `KvCacheEvent`, "router_json" a `RouterEvent`.
+            msgpack; or in Dynamo's JSON, one a line: "json" a `KvCacheEvent`, "router_json" a `RouterEvent`; or
+            "trtllm_json", TensorRT-LLM's JSON, a list of events a line.
         stored: fields of `BlockStored` in order; none in JSON.
         removed: fields of `BlockRemoved` in order.
         hashes: how a block hash is written: "unsigned" or "signed" 64 bits of the digest, "either" as the engine has it
@@ -205,7 +206,7 @@ class Dialect:
 
     name: str
     models: str
-    form: Literal["array", "map", "json", "router_json"]
+    form: Literal["array", "map", "json", "router_json", "trtllm_json"]
     stored: tuple[WireField, ...] = ()
     removed: tuple[WireField, ...] = ()
     hashes: HashForm = "unsigned"
@@ -289,6 +290,11 @@ class Dialect:
     def mocks_groups(self) -> bool:
         """Whether hybrid models of vLLM can publish in it: their blocks have names of 64 bits here, and never bytes."""
         return self.has_groups and self.hashes != "bytes"
+
+    @property
+    def clears(self) -> bool:
+        """Whether it has an event that says that all is gone; TensorRT-LLM has none."""
+        return self.form != "trtllm_json"
 
     @property
     def is_msgpack(self) -> bool:
@@ -446,11 +452,13 @@ def _built_in() -> Iterator[Dialect]:
     )
     yield json
     yield json.variant("dynamo-router-event", models="Dynamo, RouterEvent", form="router_json")
+    trtllm = "TensorRT-LLM 1.2, as POST /kv_cache_events answers"
+    yield json.variant("trtllm-1.2", models=trtllm, form="trtllm_json", backend="trtllm")
 
 
 _BUILT_IN: Final = {dialect.name: dialect for dialect in _built_in()}
 DIALECTS: Final[Mapping[str, Dialect]] = MappingProxyType(_BUILT_IN)
-"""The built-in dialects by name: vLLM's, SGLang's, vLLM's with whole digests, Dynamo's."""
+"""The built-in dialects by name: vLLM's, SGLang's, vLLM's with whole digests, Dynamo's, TensorRT-LLM's."""
 
 _registered: dict[str, Dialect] = {}
 

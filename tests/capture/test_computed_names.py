@@ -13,7 +13,7 @@ import pytest
 from captured import Captured
 from depth import seeds
 
-from pytest_kvmock import EngineProfile, EventRulesBroken, Prompt, RouterHarness
+from pytest_kvmock import EngineProfile, EventRulesBroken, KvCacheEvent, Prompt, RouterHarness, Stored
 from pytest_kvmock.backends import speaker_of
 from pytest_kvmock.capture import check_file
 from pytest_kvmock.engine.worker import KvWorker
@@ -196,6 +196,18 @@ def test_a_dialect_that_does_not_say_what_is_hashed_shows_another_parent(tmp_pat
     assert "; the hash fits parent" in problem.observed
 
 
+@pytest.mark.parametrize("dialect", [name for name in OF_VLLM if name not in SAY_KEYS])
+def test_a_wrong_name_shows_there_where_the_blocks_behind_it_are_right(tmp_path, dialect):
+    def of_a_second(fields):
+        if len(fields["block_hashes"]) < 3:
+            return False
+        other_name(fields, None)
+        return True
+
+    payloads = changed(traffic(dialect, keys=False), dialect, of_a_second)
+    assert wrong(checked(tmp_path, payloads, dialect, **GIVEN))
+
+
 @pytest.mark.parametrize("keys", [{"cache_salt": "t"}, {"multimodal": [("ab" * 32, 5, 6)]}])
 def test_keys_that_are_in_the_events_are_hashed(tmp_path, keys):
     worker, events, wire = engine("vllm-0.33")
@@ -288,6 +300,18 @@ def test_below_a_random_root_children_are_judged_where_their_parents_digest_is_a
     assert wrong(checked(tmp_path, changed(published("vllm-0.33-bytes"), "vllm-0.33-bytes", child), "vllm-0.33-bytes"))
 
 
+def test_children_of_unknown_blocks_do_not_use_up_the_trials(tmp_path):
+    row, wire = DIALECTS["vllm-0.33"], KvWire("vllm-0.33")
+    for number in range(100):
+        wire.publish(Stored(2**62, (2**62 + 1 + number,), (7,)), token_ids=[[number] * SIZE])
+    worker, events, _ = engine(row.name)
+    worker.serve(range(12))
+    for event in events:
+        wire.publish(event)
+    note = computed(checked(tmp_path, wire.payloads, row.name))[1]
+    assert "3 names computed (sha256_cbor, seed '0'); 100 not: 100 below a parent whose name was not computed" == note
+
+
 def test_a_wrong_hash_is_refused_in_one_line(tmp_path):
     path = tmp_path / "a.msgpack"
     path.write_bytes(b"".join(traffic("vllm-0.33", requests=1)))
@@ -351,6 +375,29 @@ def test_a_sink_that_knows_the_hash_finds_a_change(change):
     into_sink(kv.make_sink(residency="counted", **GIVEN), change)
     (problem,) = kv.judge().errors
     assert ("wrong_hash", 3) == (problem.rule, problem.position)
+
+
+def test_each_rank_of_a_sink_has_names_of_its_own():
+    kv = RouterHarness(EngineProfile(block_size=SIZE))
+    sink = kv.make_sink(residency="counted", **GIVEN)
+    worker, events, _ = engine("vllm-0.33")
+    worker.serve(range(12))
+    (event,) = events
+    tokens = [list(each) for each in event.token_ids]
+    for rank in (0, 1):
+        sink.publish(KvCacheEvent(0, event.event.data, rank), token_ids=tokens)
+    assert [] == kv.events.problems
+    sink.publish(KvCacheEvent(1, with_other_name(event, None).event.data, 1), token_ids=tokens)
+    assert [("wrong_hash", 1)] == [(problem.rule, problem.dp_rank) for problem in kv.events.errors]
+
+
+def test_a_fault_before_a_sink_of_known_names_is_injected_and_no_other_problem():
+    kv = RouterHarness(EngineProfile(block_size=SIZE))
+    sink = kv.make_sink(residency="counted", **GIVEN)
+    with kv.faults.wrong_parent():
+        into_sink(sink)
+    kv.judge()
+    assert {"wrong_parent"} == {problem.fault.kind for problem in kv.events.errors if problem.cause is None}
 
 
 @pytest.mark.parametrize("change", [None, *CHANGES])

@@ -216,10 +216,10 @@ A_MODEL = (
 )
 
 REFUSED = [
-    ("engine_type", "trtllm", "engine_type: got 'trtllm'; allowed: vllm, sglang"),
-    ("engine_type", "VLLM", "engine_type: got 'VLLM'; allowed: vllm, sglang"),
-    ("engine_type", None, "engine_type: got None; allowed: vllm, sglang"),
-    ("engine_type", ["vllm"], "engine_type: got ['vllm']; allowed: vllm, sglang"),
+    ("engine_type", "trt", "engine_type: got 'trt'; allowed: vllm, sglang, trtllm"),
+    ("engine_type", "VLLM", "engine_type: got 'VLLM'; allowed: vllm, sglang, trtllm"),
+    ("engine_type", None, "engine_type: got None; allowed: vllm, sglang, trtllm"),
+    ("engine_type", ["vllm"], "engine_type: got ['vllm']; allowed: vllm, sglang, trtllm"),
     ("num_gpu_blocks", 0, "num_gpu_blocks must be an integer of at least 1, got 0"),
     ("num_gpu_blocks", 2.0, "num_gpu_blocks must be an integer of at least 1, got 2.0"),
     ("num_gpu_blocks", True, "num_gpu_blocks must be an integer of at least 1, got True"),

@@ -279,6 +279,16 @@ def test_a_router_calls_a_request_off_in_a_hook():
     check_told(router, report)
 
 
+def test_one_that_would_leave_after_the_stop_is_unfinished():
+    class Never(Told):
+        def pick(self, request, candidates):
+            return None
+
+    router = Never()
+    report = Fleet(engines(), router, stop_ms=200.0).run(requests(1, _0={"abort_after_ms": 300}))
+    assert (0, [], [0]) == (report.aborted, router.told, [each.number for each in report.missed])
+
+
 # ------------------------------------------------------------------------------------------- what comes after it
 
 
@@ -371,7 +381,7 @@ def test_what_did_not_happen_is_missed():
     report = fleet.run(rows)
     assert 1 == report.aborted
     assert [("abort", 3), ("abort", 77), ("abort", 1), ("abort", 0)] == [
-        (each.kind, each.request) for each in report.missed
+        (each.kind, each.number) for each in report.missed
     ]
     assert "request 3 was not called off at 5 ms: it was over by then, or had not arrived, and 3 more" in str(report)
     assert report.duration_ms < 1e4
@@ -380,7 +390,7 @@ def test_what_did_not_happen_is_missed():
 def test_one_that_sglang_ends_by_itself_before_it_acts_is_missed():
     router = Told()
     report = Fleet(engines(backend="sglang"), router).run(requests(1, output=1, _0={"abort_after_ms": 1}))
-    assert (0, [0], "finished") == (report.aborted, [each.request for each in report.missed], report.requests[0].status)
+    assert (0, [0], "finished") == (report.aborted, [each.number for each in report.missed], report.requests[0].status)
     check_told(router, report)
 
 

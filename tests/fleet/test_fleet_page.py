@@ -7,6 +7,7 @@ import pytest
 from pytest_kvmock import EngineProfile, Removed, RouterHarness
 from pytest_kvmock.fleet import Fleet, FleetRequest, MockEngine, MockEngineArgs, replay
 from pytest_kvmock.report import page_data
+from pytest_kvmock.report.routing_figures import got_nothing
 from pytest_kvmock.router import DynamoRouter, MostCached, RadixIndex, RoundRobin
 from pytest_kvmock.traces import synthetic_trace
 
@@ -94,6 +95,38 @@ def test_one_hot_worker_is_named_and_one_worker_is_not():
     assert ("1", False) == (lead["worker"], lead["is_even"])
     alone = Fleet([MockEngine(ARGS)], RoundRobin()).run(TRACE)
     assert alone.page_data()["most_work"] is None
+
+
+def test_who_got_nothing_is_said_first():
+    class First(RoundRobin):
+        def pick(self, request, candidates):
+            return 0
+
+    found = Fleet([MockEngine(ARGS) for _ in range(4)], First()).run(TRACE)
+    assert "workers 1 to 3 got none of 40 requests" == found.page_data()["got_nothing"]
+    text = (
+        "^workers 1 to 3 got none of 40 requests; worker 0 has 4.00 times the mean of requests, must be at most 2 times"
+    )
+    with pytest.raises(AssertionError, match=text):
+        found.assert_balanced()
+    assert report().page_data()["got_nothing"] == ""
+
+
+@pytest.mark.parametrize(
+    ("counts", "there", "text"),
+    [
+        ({0: 9, 1: 0}, None, "worker 1 got none of 9 pears"),
+        ({0: 0, 1: 9, 2: 0}, None, "workers 0 and 2 got none of 9 pears"),
+        ({0: 0, 1: 9, 2: 0, 4: 0}, None, "workers 0, 2 and 4 got none of 9 pears"),
+        ({(0, 0): 9, (0, 1): 0, (1, 0): 0, (1, 1): 0}, None, "workers (0, 1), (1, 0) and (1, 1) got none of 9 pears"),
+        ({0: 2, 1: 0, 2: 0}, None, ""),  # two cannot be enough for three
+        ({0: 9, 1: 0}, {0: 1.0, 1: 0.1}, ""),  # it came late
+        ({0: 0, 1: 0}, None, ""),
+        ({}, None, ""),
+    ],
+)
+def test_who_got_nothing_was_due_one_at_least(counts, there, text):
+    assert text == got_nothing("pears", counts, there)
 
 
 def test_without_a_record_it_says_what_is_missing():

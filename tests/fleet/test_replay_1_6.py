@@ -8,8 +8,8 @@ from pytest_kvmock.engine.args import MockEngineArgs
 from pytest_kvmock.engine.worker import OutOfBlocks
 from pytest_kvmock.fleet import EngineStalled, MockEngine, replay
 
-BACKENDS = {"vllm": "vllm", "sglang": "mocker_sglang_1_6"}
-FILES = ("vllm", "sglang", "disaggregated", "moments", "ranks")
+BACKENDS = {"vllm": "vllm", "sglang": "mocker_sglang_1_6", "trtllm": "vllm"}
+FILES = ("vllm", "sglang", "trtllm", "disaggregated", "moments", "ranks")
 CASES = {name: recorded(f"replay_1.6.1_{name}.json.gz") for name in FILES}
 RUNS = [pytest.param(case, id=f"{name}-{case['seed']}") for name, cases in CASES.items() for case in few(cases, 29)]
 

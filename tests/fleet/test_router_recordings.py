@@ -14,7 +14,7 @@ from test_replay_1_6 import BACKENDS as BACKENDS_1_6
 from test_replay_1_6 import check_figures
 
 from pytest_kvmock.engine.args import MockEngineArgs
-from pytest_kvmock.fleet import Fleet, MockEngine
+from pytest_kvmock.fleet import EngineStalled, Fleet, MockEngine
 from pytest_kvmock.router.selection import DynamoRouter
 from pytest_kvmock.traces import TraceRequest
 
@@ -30,7 +30,7 @@ OF_WORKERS = {  # our report of 1.2.1 has none of these
 
 
 def engines_of(case, version):
-    args = MockEngineArgs.from_json(case["engine"], semantics=version)
+    args = MockEngineArgs.from_json(case["engine"], **({} if version is None else {"semantics": version}))
     return [MockEngine(args) for _ in range(case["replay"]["num_workers"])]
 
 
@@ -85,6 +85,27 @@ def test_a_replay_behind_the_router_has_the_recorded_figures(case, version):
     report = fleet_of(case, version, router).run(map(request_of, case["requests"]))
     recorded_figures = case["runs"][version]["summary"]
     check_summary({name: recorded_figures[name] for name in recorded_figures.keys() - OF_WORKERS}, report)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=str(case["seed"])) for case in recorded("replay_1.6.1_kv_trtllm.json.gz")]
+)
+def test_a_replay_of_trtllm_behind_the_router_has_the_recorded_figures_and_rows(case):
+    """All but who served a request, which is drawn where candidates are equal."""
+    run = case["runs"]["1.6.1"]
+    fleet = fleet_of({**case, "engine": {"engine": case["engine"]}}, None, DynamoRouter("1.6.1", rng=Random(1)))
+    if "error" in run:
+        with pytest.raises(EngineStalled):
+            fleet.run(map(request_of, case["requests"]))
+        return
+    report = fleet.run(map(request_of, case["requests"]))
+    check_figures(run["summary"], report)
+    columns = sorted({name for row in run["per_request"] for name in row} - {"decode_worker_idx"})
+    expected, ours = (
+        sorted(str([row.get(name) for name in columns]) for row in rows)
+        for rows in (run["per_request"], report.per_request())
+    )
+    assert expected == ours
 
 
 LATER = {name: recorded(f"replay_1.6.1_{name}.json.gz")["cases"] for name in ("kv_router", "kv_sglang")}

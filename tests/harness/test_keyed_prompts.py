@@ -52,12 +52,13 @@ def stored_by(kv):
 
 def beside(event):
     """What travels beside an event, but for what says which cache it is of."""
-    return {name: value for name, value in (event.extra or {}).items() if name not in group_extra(1, "", 1)}
+    of_cache = {*group_extra(1, "", 1), "window_size", "cache_levels", "priorities", "silently_gone"}
+    return {name: value for name, value in (event.extra or {}).items() if name not in of_cache}
 
 
 def named_by(spec):
     """What the blocks of an engine can be named by."""
-    if spec.name.startswith("sglang"):
+    if spec.name.startswith(("sglang", "trtllm")):
         return [keys for keys in KEYS if "multimodal" not in keys]
     if spec.name == "vllm_0_19":  # it does not tell a salt from an adapter of that name
         return [keys for keys in KEYS if keys != {"cache_salt": "a"}]

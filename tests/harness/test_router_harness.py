@@ -234,7 +234,9 @@ def test_each_form_of_event_is_taken_one_or_many(kv):
     "wrong", [None, 7, "stored", {"stored": 1}, b"", KvCacheEvent(0, "stored"), RouterEvent(0, KvCacheEvent(0, None))]
 )
 def test_what_is_no_event_is_refused_and_nothing_is_received(kv, wrong):
-    with pytest.raises(TypeError, match="apply takes Stored, Removed, Located, Cleared, KvCacheEvent or RouterEvent"):
+    with pytest.raises(
+        TypeError, match="apply takes Stored, Removed, Located, Updated, Cleared, KvCacheEvent or RouterEvent"
+    ):
         kv.apply(wrong)
     assert 0 == len(kv.events) == kv.events.total
     kv.apply(one_block(1))

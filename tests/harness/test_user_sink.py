@@ -104,7 +104,7 @@ def test_a_manager_publishes_to_it(kv, sink):
 def test_what_is_no_event_is_refused_and_not_captured(kv, sink, wrong):
     with pytest.raises(
         TypeError,
-        match=r"a kv_sink takes Stored, Removed, Located, Cleared, KvCacheEvent or RouterEvent, with tuples of .*, got",
+        match=r"a kv_sink takes Stored, Removed, Located, Updated, Cleared, KvCacheEvent or RouterEvent, with tuples of .*, got",
     ):
         sink(wrong)
     assert ([], 0) == (sink.events, kv.events.total)

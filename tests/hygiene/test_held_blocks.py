@@ -601,3 +601,43 @@ def test_a_block_that_one_removed_names_too_often_is_reported_so(residency, copi
     stream.observe_all([stored(1)] * copies)
     assert ["block_not_found"] == stream.observe(Removed((1,) * (copies + 1)))
     assert known == stream.problems[-1].observed
+
+
+# ------------------------------------------------------------------------- a Cleared of the device alone
+
+
+def below_cleared():
+    """A block on the device and in a host, and then a Cleared of the device."""
+    stream = Stream(clears_below=False)
+    stream.observe_all([stored(1, 2)])
+    stream.observe(stored(1), tier=HOST)
+    stream.observe(Cleared())
+    return stream
+
+
+def test_a_drift_of_the_host_says_since_when_it_holds_what_the_device_was_cleared_of():
+    stream = below_cleared()
+    assert ["engine_drift"] == stream.drift([], HOST)
+    assert (
+        "the engine does not hold block 1 in host_pinned; block 1 was stored in host_pinned by event 1 and never removed"
+        == stream.problems[-1].observed
+    )
+
+
+def test_a_drift_of_the_device_says_what_cleared_it_and_where_the_block_still_is():
+    stream = below_cleared()
+    assert ["engine_drift"] == stream.drift([1])
+    assert stream.problems[-1].observed.endswith(
+        "block 1 was stored by event 0 and cleared by event 2; in host_pinned since event 1"
+    )
+    assert ["engine_drift"] == stream.drift([2])
+    assert stream.problems[-1].observed.endswith("block 2 was stored in device by event 0 and cleared by event 2")
+
+
+def test_where_a_cleared_is_of_all_tiers_the_host_is_cleared_by_it():
+    stream = Stream()
+    stream.observe_all([stored(1, 2)])
+    stream.observe(stored(1), tier=HOST)
+    stream.observe(Cleared())
+    assert ["engine_drift"] == stream.drift([1], HOST)
+    assert stream.problems[-1].observed.endswith("in host_pinned by event 1, and cleared by event 2")

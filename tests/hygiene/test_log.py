@@ -2,7 +2,7 @@
 
 import pytest
 
-from pytest_kvmock import EventRulesBroken, RouterHarness
+from pytest_kvmock import EventRulesBroken, RadixIndex, RouterEvent, RouterHarness
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, StorageTier, Stored
 from pytest_kvmock.hygiene.log_text import log_text
 from pytest_kvmock.hygiene.report import MOST_PROBLEMS, failure_text, problems_text
@@ -428,3 +428,57 @@ def test_a_parent_that_was_only_named_is_said_to_be_that():
     (problem,) = kv.judge().errors
     assert ("block 1 was never stored", "parent_block_not_found") == (problem.observed, problem.rule)
     assert "block 1 was named as a parent and never stored" == story_of(kv.streams[65536, 0], 1)
+
+
+@pytest.mark.parametrize(
+    ("extra", "shown"),
+    [
+        (None, ""),
+        ({"session_id": "s"}, ""),
+        ({"extra_keys": [None, None]}, ""),
+        ({"lora_name": "sql", "extra_keys": [("sql",), ("sql",)]}, " (adapter 'sql')"),
+        ({"lora_id": 3}, " (adapter 3)"),
+        ({"cache_salt": "tenant-1", "extra_keys": [("tenant-1",), None]}, " (salt 'tenant-1')"),
+        ({"extra_keys": [("tenant-1",), None]}, " (salt 'tenant-1')"),  # as vLLM's wires have it
+        (
+            {"extra_keys": [(("ab" * 32, 1),), (("ab" * 32, -3), ("cd" * 32, 2))]},
+            " (image abababababababab, image cdcdcdcdcdcdcdcd)",
+        ),
+        (
+            {"lora_name": "sql", "cache_salt": "t", "extra_keys": [("sql", ("img", 0), "t"), ("sql",)]},
+            " (adapter 'sql', salt 't', image img)",
+        ),
+        ({"group_idx": 1, "cache_salt": "t"}, " (cache group 1) (salt 't')"),
+    ],
+)
+def test_a_line_shows_adapter_salt_and_images(extra, shown):
+    kv = RouterHarness(backend=None)
+    kv.apply([RouterEvent(0, KvCacheEvent(0, Stored(None, (1, 2), (1, 2))), extra=extra)])
+    assert f"    0  event 0  worker 0{shown}  Stored blocks 1, 2 as a root" == log_text(kv.events).splitlines()[1]
+
+
+class ForgetsAll(RadixIndex):
+    """It forgets a whole worker at the first Removed."""
+
+    def apply(self, event, token_ids=None):
+        if isinstance(event.event.data, Removed):
+            self.remove_worker(event.worker_id)
+        else:
+            super().apply(event)
+
+
+def test_a_problem_that_was_found_after_later_events_says_so():
+    kv = RouterHarness(backend=None, index=ForgetsAll(), sync="burst")
+    kv.apply([Stored(None, (1,), (1,)), Stored(None, (2,), (2,)), Removed((2,))])
+    kv.flush()
+    (problem,) = kv.events.errors
+    assert ("index_drift", 0, 2) == (problem.rule, problem.position, problem.compared_at)
+    assert "event 0  worker 0  Stored block 1 as a root, compared after entry 2 of the log" in problems_text([problem])
+
+
+def test_a_problem_that_was_found_at_its_event_does_not():
+    kv = RouterHarness(backend=None, index=ForgetsAll())
+    kv.apply([Stored(None, (1,), (1,)), Stored(1, (2,), (2,)), Removed((2,))])
+    kv.flush()
+    (problem,) = kv.events.errors
+    assert (2, None) == (problem.position, problem.compared_at)

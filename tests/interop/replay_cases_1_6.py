@@ -7,7 +7,7 @@ from random import Random
 
 from replay_cases import _OUTPUTS, _replay, _requests, _sessions_of, _speeds
 
-KINDS = ("vllm", "sglang", "disaggregated", "moments", "ranks")
+KINDS = ("vllm", "sglang", "trtllm", "disaggregated", "moments", "ranks")
 
 
 def random_case(kind, seed):
@@ -25,6 +25,8 @@ def _case(rng, kind, case):
     if kind == "disaggregated":
         return case | _disaggregated(rng)
     engine = _sglang(rng) if kind == "sglang" or (kind == "ranks" and rng.random() < 0.4) else _vllm(rng)
+    if kind == "trtllm":
+        engine["backend"] = kind
     replay = _replay(rng, engine)
     if kind == "ranks":
         case["dp_size"] = rng.choice((2, 2, 3))

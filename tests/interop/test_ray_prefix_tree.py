@@ -27,6 +27,8 @@ from ray_rule import RayRule, SentTexts
 class TestRule(RouterContract):
     """The rule over Ray's tree holds what any router must."""
 
+    follows_prefix = True
+
     def make_router(self):
         return RayRule(tree.PrefixTree())
 

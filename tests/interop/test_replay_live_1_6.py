@@ -27,7 +27,7 @@ OPTIONS = {
     "sla_e2e_ms": "slo_e2e_ms",
 }
 OF_THE_HOST = {"processed_tokens_per_s", "processed_output_tokens_per_s", "wall_time_ms"}
-BACKENDS = {"vllm": "vllm", "sglang": "mocker_sglang_1_6"}
+BACKENDS = {"vllm": "vllm", "sglang": "mocker_sglang_1_6", "trtllm": "vllm"}
 
 
 def play(case, make=MockEngine):

@@ -588,5 +588,5 @@ def test_an_event_of_the_wrong_type_is_an_error_of_the_body(nested, event):
 
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
-        ["E *TypeError: a kv_sink takes Stored, Removed, Located, Cleared, KvCacheEvent or RouterEvent*"]
+        ["E *TypeError: a kv_sink takes Stored, Removed, Located, Updated, Cleared, KvCacheEvent or RouterEvent*"]
     )

@@ -1,5 +1,10 @@
 """Contracts as a third party runs them: inherited by a class of tests, in a run of pytest."""
 
+import ast
+from pathlib import Path
+
+from pytest_kvmock import testing
+
 SOURCE = """
 from pytest_kvmock import BackendSpec, RadixIndex, create_manager
 from pytest_kvmock.testing import IndexContract, WorkerContract, EvictionContract
@@ -41,6 +46,16 @@ def test_a_broken_promise_is_one_failed_test_that_says_which_and_shows_no_frame_
         ]
     )
     result.stdout.no_fnmatch_line("*index_driver.py*")
+    result.stdout.no_fnmatch_line("E *assert *")
+    result.stdout.no_fnmatch_line("E *where *")
+
+
+def test_pytest_adds_no_condition_to_the_message_of_a_contract():
+    """It does so for a module of a plugin, unless its docstring asks it not to."""
+    for path in sorted(Path(testing.__file__).parent.glob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        says = any(isinstance(node, ast.Assert) and node.msg is not None for node in ast.walk(tree))
+        assert says == ("PYTEST_DONT_REWRITE" in (ast.get_docstring(tree) or "")), path.name
 
 
 def test_what_is_not_what_it_says_is_one_line_a_test(nested):

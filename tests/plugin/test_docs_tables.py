@@ -120,6 +120,9 @@ def stored_as(dialect, **keys):
     harness.worker(0).serve(Prompt(range(4), **keys))
     events = [entry.event for entry in harness.events if isinstance(entry.event.event.data, Stored)]
     payload = encode(Batch(events), dialect)
+    if dialect.form == "trtllm_json":
+        block = json.loads(payload)[0]["data"]["blocks"][0]
+        return {name: value for name, value in block.items() if name != "block_hash"}
     if not dialect.is_msgpack:
         event = json.loads(payload)
         return {"tokens_hash": event.get("event", event)["data"]["stored"]["blocks"][0]["tokens_hash"]}

@@ -234,7 +234,7 @@ def test_traits_of_a_backend_that_there_is_not_are_refused(nested):
             "make_kv_sink(chaned=True)",
             (
                 "make_kv_sink: unknown argument 'chaned'; did you mean 'chained'? known: "
-                "chained, num_blocks, tier_blocks, residency, prefix_closed, worker_id"
+                "chained, num_blocks, tier_blocks, residency, prefix_closed, worker_id, hash, seed"
             ),
         ),
         (

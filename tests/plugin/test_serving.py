@@ -102,3 +102,25 @@ def test_broken(kv_server, kv_engine):
     result = nested()
     result.assert_outcomes(passed=1, errors=1)
     result.stdout.fnmatch_lines(["kvmock: kv_server: worker 0 rank 0 is broken: ZeroDivisionError: no time"])
+
+
+def test_an_answer_that_nobody_got_fails_the_test(nested, client):
+    client(
+        """
+@pytest.mark.kv_dialects("vllm-0.33")
+def test_unused(kv_server):
+    kv_server.answer(0, 503, times=2)
+    kv_server.cut(0)
+    assert "error" in ask(kv_server.url(), {"prompt": "abc", "max_tokens": 1})
+
+
+@pytest.mark.kv_dialects("vllm-0.33")
+def test_failed(kv_server):
+    kv_server.answer(0, 503)
+    assert not kv_server.urls
+"""
+    )
+    result = nested()
+    result.assert_outcomes(passed=1, failed=1, errors=1)
+    text = "kvmock: kv_server: asked for, and no such request came: worker 0: answer 503 (1 left); worker 0: cut after 0 chunks"
+    result.stdout.fnmatch_lines([text.replace("[", "[[]")])

@@ -214,6 +214,7 @@ def test_the_matrix_of_all_engines_is_known():
         "sglang_kimi_linear",
         "sglang_deepseek_v4",
         "mocker_sglang_1_6",
+        "trtllm",
     }
     hybrid = {name for name, spec in BACKENDS.items() if spec.group}  # named as `vllm` names them
     assert known | hybrid == set(BACKENDS)

@@ -393,7 +393,7 @@ def test_errors_are_one_family_of_value_errors_and_travel_between_processes():
     [
         (KvCacheEvent(0, Cleared()), "takes a RouterEvent, got KvCacheEvent"),
         (None, "takes a RouterEvent, got None"),
-        (RouterEvent(0, KvCacheEvent(0, "cleared")), "a Stored, Removed, Located or Cleared, got 'cleared'"),
+        (RouterEvent(0, KvCacheEvent(0, "cleared")), "a Stored, Removed, Located, Updated or Cleared, got 'cleared'"),
     ],
 )
 def test_what_is_no_event_is_refused_by_name(index, wrong, message):

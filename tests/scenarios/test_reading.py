@@ -44,7 +44,7 @@ BAD = [
     ("steps:\n- prefill: {request: a, tokens: 1..0}\n", "2:33: tokens: the range 1..0 goes backwards"),
     ("steps:\n- prefill: {request: a, tokens: 0..99999999999}\n", "2:33: tokens: the range 0..99999999999 has 100000000000 numbers; at most 1000000 are taken"),
     ("steps:\n- prefill: {request: a, tokens: x}\n", "2:33: tokens: got 'x'; allowed: a number, a range such as 0..15, or a list of these"),
-    ("steps:\n- event: {stored: [1], removed: [1]}\n", "2:10: event: exactly one of stored, removed, located, cleared is needed"),
+    ("steps:\n- event: {stored: [1], removed: [1]}\n", "2:10: event: exactly one of stored, removed, located, updated, cleared is needed"),
     ("steps:\n- event: {removed: [1], parent: 1}\n", "2:25: event: 'parent' belongs to 'stored'"),
     ("steps:\n- event: {located: [1], span: 8}\n", "2:25: event: 'span' belongs to 'stored'"),
     ("steps:\n- event: {cleared: true, extra: {group_idx: 1}}\n", "2:26: event: 'extra' does not belong to 'cleared'"),

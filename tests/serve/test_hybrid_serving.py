@@ -36,14 +36,20 @@ def test_a_router_may_know_what_is_held_or_what_would_be_reused_and_anything_bet
 
     assert [known(blocks) for blocks in (4, 8, 12)] == [""] * 3
     wrong = [known(blocks) for blocks in (3, 13)]
-    assert wrong == [
+    assert [each.partition(" (")[0] for each in wrong] == [
         f"worker 0 rank 0: the router knows {blocks} blocks, 12 are held, and 4 would be reused" for blocks in (3, 13)
+    ]
+    assert [each.partition(" (")[2] for each in wrong] == [
+        "batch 1 stored them: nobody had subscribed then, nobody asked for a replay of it)",
+        "the prompt has 12 full blocks)",
     ]
     assert [each.rpartition(": the router")[0] for each in server.differences] == [
         "a prompt of 193 tokens: worker 0 rank 0"
     ] * 2
     _, answer = call(server.ready_line()["control"], "/check", {"prompt": part, "blocks": [], "last_batch": None})
-    assert answer["differences"] == "worker 0 rank 0: the router knows 0 blocks, 12 are held, and 4 would be reused"
+    assert answer["differences"].startswith(
+        "worker 0 rank 0: the router knows 0 blocks, 12 are held, and 4 would be reused (batch "
+    )
 
 
 def test_the_ready_line_has_the_blocks_of_a_profile_that_names_none(server):

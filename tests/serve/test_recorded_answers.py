@@ -30,6 +30,7 @@ FIRST_BRANCH = {"chat: no role", "chat: content 5"}
 
 class Engine:
     error = None
+    is_draining = False
 
     def states(self):
         return [RankState()]

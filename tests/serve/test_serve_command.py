@@ -19,7 +19,7 @@ from served import call, complete
 from pytest_kvmock import EngineProfile, RouterHarness
 from pytest_kvmock.__main__ import main
 from pytest_kvmock.serve import KvServer
-from pytest_kvmock.serve.worker_port import RANK_DESCRIPTORS, SPARE_DESCRIPTORS, WORKER_DESCRIPTORS
+from pytest_kvmock.serve.listening import RANK_DESCRIPTORS, SPARE_DESCRIPTORS, WORKER_DESCRIPTORS
 
 SERVE = [sys.executable, "-m", "pytest_kvmock", "serve"]
 

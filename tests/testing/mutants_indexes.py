@@ -11,7 +11,18 @@ from contract_runs import Mutants
 from tiered_indexes import FOUND_BY, contract_of
 from truncating_indexes import HashIndex, KeyedTokenIndex, TokenIndex
 
-from pytest_kvmock import BACKENDS, Cleared, KvEventError, RadixIndex, Removed, RouterEvent, StorageTier, Stored
+from pytest_kvmock import (
+    BACKENDS,
+    Cleared,
+    KvEventError,
+    RadixIndex,
+    Removed,
+    RouterEvent,
+    StorageTier,
+    Stored,
+    block_hashes,
+)
+from pytest_kvmock.events import Updated
 from pytest_kvmock.router import BlockNotFound
 from pytest_kvmock.testing import IndexContract
 
@@ -998,6 +1009,72 @@ class TakesGroupZeroForTheAttentionGroup(MisreadsGroups):
 @INDEXES.breaks("test_a_prompts_tail_is_no_block")
 class TakesTailsForBlocks(MisreadsGroups):
     Reader = hybrid_readers.TakesTailsForBlocks
+
+
+# ------------------------------------------------------------------------------------------------- TensorRT-LLM
+
+
+class Partial(IndexContract):
+    """The contract over the `Subject` of a mutant, with engines of which blocks may be partial."""
+
+    backends = ("trtllm",)
+
+    def make_index(self):
+        return self.Subject()
+
+
+@INDEXES.breaks("test_a_partial_block_is_never_promised")
+class TakesPartialBlocksForWhole(Partial):
+    class Subject(Tree):
+        def apply(self, event):
+            data, tokens = event.event.data, event.token_ids
+            if isinstance(data, Stored) and tokens and len(tokens[-1]) < 4:
+                padded = block_hashes([*tokens[-1], *[tokens[-1][-1]] * 4][:4], 4)
+                data = Stored(data.parent_hash, data.block_hashes, (*data.tokens_hashes[:-1], *padded))
+                event = with_data(event, data)
+            super().apply(event)
+
+
+@INDEXES.breaks("test_what_left_without_a_word_is_stored_once_more_and_removed_once")
+class CountsWhatIsStoredTwice(Partial):
+    def make_index(self):
+        return RadixIndex(count_copies=True)
+
+
+@INDEXES.breaks("test_a_shorter_window_is_another_group")
+class HasOneMapForAllWindows(Partial):
+    class Subject(Tree):
+        def apply(self, event):
+            with suppress(KvEventError):
+                super().apply(with_data(event, event.event.data))
+
+
+@INDEXES.breaks("test_names_from_2_to_the_63_on_are_one_block_in_every_event")
+class ReadsRemovedAsSigned(Partial):
+    class Subject(Tree):
+        def apply(self, event):
+            data = event.event.data
+            if isinstance(data, Removed):
+                blocks = (block - 2**64 if block >= 2**63 else block for block in data.block_hashes)
+                event = with_data(event, Removed(blocks))
+            with suppress(KvEventError):
+                super().apply(event)
+
+
+@INDEXES.breaks("test_a_block_that_is_updated_is_held")
+class TakesWhatIsUpdatedForGone(Partial):
+    class Subject(Tree):
+        takes_updates = True
+
+        def apply(self, event):
+            data = event.event.data
+            if isinstance(data, Updated):
+                data = Removed(data.block_hashes if data.levels == (0, 1) else ())
+            with suppress(KvEventError):
+                super().apply(with_data(event, data))
+
+        def find_tiered(self, local_hashes):
+            return self.tree.find_tiered(local_hashes)
 
 
 for subject, tests in FOUND_BY.items():

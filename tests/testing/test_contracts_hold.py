@@ -192,6 +192,18 @@ class TestMockerSglangWorkerOfSmallPages(WorkerContract):
     block_size = 2
 
 
+class TestTrtllmWorker(WorkerContract):
+    backend = "trtllm"
+
+
+class TestTrtllmWorkerWithAHost(WorkerContract):
+    backend = BACKENDS["trtllm"].variant("trtllm_with_host", secondary_blocks=16)
+
+
+class TestTrtllmWorkerOfTheLaterOrder(WorkerContract):
+    backend = BACKENDS["trtllm"].variant("trtllm_2026_03", removed_order="2026-03")
+
+
 class TestLargeBlocks(WorkerContract):
     backend = "lru"
     block_size = 16

@@ -283,7 +283,7 @@ REFUSED = [
     ({"models": 3}, "dialect 'mine': models must be a string, got 3"),
     (
         {"form": "mapp"},
-        "dialect 'mine': form must be 'array' or 'map' or 'json' or 'router_json', got 'mapp'; did you mean 'map'?",
+        "dialect 'mine': form must be 'array' or 'map' or 'json' or 'router_json' or 'trtllm_json', got 'mapp'; did you mean 'map'?",
     ),
     (
         {"hashes": "digest"},

@@ -370,7 +370,7 @@ FLAWED = {
     "hash": (RouterEvent(0, KvCacheEvent(0, Stored(None, ("x",), (7,))), token_ids=[[1]]), "block_hashes must be integers, got 'x' at 0"),
     "parent": (RouterEvent(0, KvCacheEvent(0, Stored("x", (1,), (7,))), token_ids=[[1]]), "parent_hash must be an integer, or None, got 'x'"),
     "removed": (RouterEvent(0, KvCacheEvent(0, Removed(("x",)))), "block_hashes must be integers, got 'x' at 0"),
-    "no data": (RouterEvent(0, KvCacheEvent(0, None)), "its data must be Stored, Removed, Located or Cleared, got None"),
+    "no data": (RouterEvent(0, KvCacheEvent(0, None)), "its data must be Stored, Removed, Located, Updated or Cleared, got None"),
     "no event": (RouterEvent(0, Cleared()), "its event must be a KvCacheEvent, got Cleared()"),
     "tier": (RouterEvent(0, KvCacheEvent(0, BIG), [], PLAIN), "storage_tier must be a StorageTier (device, host_pinned, disk, external), got []"),
 }  # fmt: skip

@@ -33,7 +33,7 @@ WRONG = [
     (event(dp_rank="0"), "dp_rank must be an integer from 0 to 4294967295, got '0'"),
     (event(tier="host"), "storage_tier must be a StorageTier (device, host_pinned, "),
     (event(extra=[1]), "extra must map names of fields to values, or be None, got [1]"),
-    (event(data=5), "its data must be Stored, Removed, Located or Cleared, got 5"),
+    (event(data=5), "its data must be Stored, Removed, Located, Updated or Cleared, got 5"),
     (RouterEvent(0, 5), "its event must be a KvCacheEvent, got 5"),
     (event(tokens=7), f"{TOKENS} 7"),
     (event(tokens="ab"), f"{TOKENS} 'ab'"),

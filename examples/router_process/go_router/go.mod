@@ -1,0 +1,3 @@
+module router
+
+go 1.22

@@ -1,0 +1,47 @@
+"""`plain_router.py` holds the contract of router processes: what it is given, and how it is asked what it knows."""
+
+import http.client
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("aiohttp", reason="the router needs aiohttp")
+
+from pytest_kvmock.testing import ProcessContract
+
+HERE = Path(__file__).parent
+
+
+def source_of(engine):
+    """Return an engine as the router takes it: where it serves, and of each rank where it publishes and replays."""
+    ranks = zip(engine.events, engine.replays, strict=True)
+    return f"{engine.url}=" + ",".join("+".join(rank) for rank in ranks)
+
+
+def ask(url, method, path, body=None):
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=20)
+    connection.request(method, path, json.dumps(body), {"Content-Type": "application/json"})
+    answer = json.loads(connection.getresponse().read())
+    connection.close()
+    return answer
+
+
+class TestPlainRouter(ProcessContract):
+    def command(self, engines):
+        return [sys.executable, HERE / "plain_router.py", str(engines.block_size), *map(source_of, engines)]
+
+    def ready(self, process):
+        return f"http://127.0.0.1:{process.line()}"
+
+    def blocks(self, prompt, cache_salt=None, lora_name=None):
+        body = {"prompt": prompt, "model": lora_name or self.engines.model, "cache_salt": cache_salt}
+        workers = {engine.url: engine.worker for engine in self.engines}
+        return {(workers[row["url"]], row["rank"]): row["blocks"] for row in ask(self.url, "POST", "/blocks", body)}
+
+    def open_requests(self):
+        return ask(self.url, "GET", "/open")
+
+    def moved(self, engines):
+        ask(self.url, "PUT", "/workers", [source_of(each) for each in engines])

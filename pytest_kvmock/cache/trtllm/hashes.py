@@ -1,0 +1,122 @@
+"""How TensorRT-LLM names blocks by default: `v1_block_key`, a chain of 64-bit numbers that are published whole, unsigned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import sha256
+from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
+
+from pytest_kvmock.prompt_keys import LoraIds
+
+if TYPE_CHECKING:
+    from pytest_kvmock.prompt_keys import EventExtra
+
+_U32: Final = 2**32 - 1
+_U64: Final = 2**64 - 1
+_GOLDEN: Final = 0x9E3779B9
+
+
+class BlockKey(NamedTuple):
+    """What tells one child of a block from another (`BlockKey` of TensorRT-LLM).
+
+    Attributes:
+        tokens: of the block; fewer than it has room for where it is partial.
+        adapter: number of the LoRA adapter; None: none.
+        salt: number of the salt; None: none.
+    """
+
+    tokens: tuple[int, ...]
+    adapter: int | None = None
+    salt: int | None = None
+
+
+@lru_cache(maxsize=2**16)
+def _mix32(token: int) -> int:
+    token = ((token >> 16) ^ token) * 0x45D9F3B & _U32
+    token = ((token >> 16) ^ token) * 0x45D9F3B & _U32
+    return ((token >> 16) ^ token) + _GOLDEN & _U32  # without the wrap, as a proposal's copy has it, hashes differ
+
+
+def _mix64(number: int) -> int:
+    number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & _U64
+    number = (number ^ number >> 27) * 0x94D049BB133111EB & _U64
+    return (number ^ number >> 31) + _GOLDEN
+
+
+def v1_block_key(key: BlockKey, parent: int = 0) -> int:
+    """Return the name of a block, full or partial (`BlockKeyHasher::hash`).
+
+    Args:
+        key: its tokens, from 0 to 2**32 - 1, adapter and salt.
+        parent: the name of the block before it; 0: it is a root, and its salt is a part of its name.
+    """
+    seed = len(key.tokens) ^ parent * 0xBF58476D1CE4E5B9 & _U64
+    if key.salt is not None and not parent:
+        seed ^= _mix64(key.salt) + (seed << 6) + (seed >> 2) & _U64
+    for token in key.tokens:
+        seed ^= _mix32(token) + (seed << 6) + (seed >> 2) & _U64
+    if key.adapter is not None:
+        seed ^= _mix64(key.adapter) + (seed << 6) + (seed >> 2) & _U64
+    return seed
+
+
+@lru_cache(maxsize=256)
+def salt_number(salt: str | int) -> int:
+    """The number of a salt: one that is given as a number is itself; of a text, the first 8 bytes, little endian, of a digest.
+
+    The digest is blake3, as in the hash module that TensorRT-LLM's routers use, where the package of that name is installed;
+    else sha256, which one version of V2's adapter takes.
+    """
+    if isinstance(salt, int):
+        return salt
+    try:
+        from blake3 import blake3  # type: ignore[import-not-found, unused-ignore]  # not one of our dependencies
+    except ImportError:
+        digest = sha256(salt.encode()).digest()
+    else:
+        digest = blake3(salt.encode()).digest()
+    return int.from_bytes(digest[:8], "little")
+
+
+@dataclass(frozen=True, slots=True)
+class V1Hasher:
+    """Names blocks by `v1_block_key`; a `BlockHasher`, whose digests are the eight bytes of a name.
+
+    Attributes:
+        adapter: number of the LoRA adapter; None: none.
+        salt: number of the salt; None: none.
+    """
+
+    signed: ClassVar[bool] = False
+
+    adapter: int | None = None
+    salt: int | None = None
+
+    def key(self, tokens: Sequence[int]) -> BlockKey:
+        """The key of a block of these tokens."""
+        return BlockKey(tuple(tokens), self.adapter, self.salt)
+
+    def digests(self, tokens: Sequence[int], block_size: int, position: int, parent: bytes | None) -> list[bytes]:  # noqa: ARG002 - the signature of BlockHasher
+        """Chained digest of each block of these tokens, also of a last one that is not full; see `BlockHasher.digests`."""
+        before, found = 0 if parent is None else self.name(parent), []
+        for start in range(0, len(tokens), block_size):
+            before = v1_block_key(self.key(tokens[start : start + block_size]), before)
+            found.append(before.to_bytes(8, "big"))
+        return found
+
+    def name(self, digest: bytes) -> int:
+        """The number that a digest has the bytes of."""
+        return int.from_bytes(digest, "big")
+
+    def of_event(self, extra: EventExtra, position: int) -> V1Hasher:  # noqa: ARG002 - the signature of BlockHasher
+        """As `BlockHasher.of_event`."""
+        salt = extra.get("cache_salt")
+        return V1Hasher(extra.get("lora_id"), None if salt is None else salt_number(salt))
+
+    @classmethod
+    def of_prompt(cls, keys: object, lora_ids: LoraIds) -> V1Hasher:
+        """The hasher of a request with these `PromptKeys`, whose adapter is numbered by its first use; None: it has none."""
+        adapter, salt = getattr(keys, "lora_name", None), getattr(keys, "cache_salt", None)
+        return cls(None if adapter is None else lora_ids.of(adapter), None if salt is None else salt_number(salt))

@@ -1,0 +1,427 @@
+"""TensorRT-LLM's V1 cache manager: what its engine calls, its windows, and the events that it publishes.
+
+One subject: a request in all windows at once, and an iteration's events in the house's terms.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from random import Random
+from typing import Any, ClassVar, Final
+from uuid import UUID
+
+from pytest_kvmock.cache.base import RequestLevel
+from pytest_kvmock.cache.trtllm.cache_block import PRIMARY, CacheBlock
+from pytest_kvmock.cache.trtllm.hashes import BlockKey, V1Hasher, salt_number
+from pytest_kvmock.cache.trtllm.iteration_events import REMOVED_ORDERS, IterationEvents, Queued
+from pytest_kvmock.cache.trtllm.v1_request import Retention, V1Request
+from pytest_kvmock.cache.trtllm.window_blocks import WindowBlocks
+from pytest_kvmock.checks import check_integer, check_time, is_integer, not_allowed_text
+from pytest_kvmock.events import BlockTokens, Cleared, EventData, Removed, StorageTier, Stored, Updated
+from pytest_kvmock.moves import Block
+from pytest_kvmock.prompt_keys import FULL_ATTENTION, LoraIds, group_extra
+from pytest_kvmock.sinks import Sink
+from pytest_kvmock.tokens import Prompt, TokenIds, keyed_block_hashes
+
+LEVELS: Final = (StorageTier.DEVICE, StorageTier.HOST_PINNED)
+"""The tier of each level."""
+
+
+class V1Manager(RequestLevel):
+    """Caches the blocks of requests in a radix tree a window, in two levels, and publishes an iteration's events at its end.
+
+    An iteration ends with `flush`; until then nothing is published. Windows are given in tokens.
+
+    Args:
+        num_blocks: blocks of level 0, the device, of each window, at least 1.
+        block_size: tokens a block, at least 1.
+        dp_rank: data-parallel rank that events name.
+        sink: where events are published; None: nowhere, and no event id is consumed.
+        backend: its name.
+        secondary_blocks: blocks of level 1, the host, of each window.
+        windows: attention windows: tokens, or (tokens, blocks, secondary blocks) each; None: one of `max_seq_len`.
+        max_seq_len: most tokens of a request; None: the longest window, or as many as `num_blocks` have.
+        partial_reuse: whether a part of a cached block is used.
+        copy_on_partial_reuse: whether a block that is used or has children is copied for that; else it is not matched.
+        onboard: whether blocks travel between the levels; without it nothing goes to level 1.
+        offload_min_priority: what has a lower priority is evicted from level 0 for good.
+        removed_order: when a Removed is sent, "1.2" or "2026-03".
+        event_buffer: so many events of an iteration are kept, and older ones dropped; None: all are kept.
+
+    Raises:
+        ValueError: an argument is not what it must be.
+
+    Attributes:
+        windows: the blocks of each window, ascending.
+        requests: those that have blocks, in the order in which they came.
+        max_seq_len: as above.
+        event_buffer: as above.
+        enable_caching: whether requests reuse and leave anything.
+        hasher: names the blocks of requests without adapter and salt.
+    """
+
+    takes: ClassVar[str] = "new_request, add, new_token, store_context_blocks, add_token, remove, refresh, flush"
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int = 32,
+        dp_rank: int = 0,
+        sink: Sink | None = None,
+        backend: str = "trtllm",
+        secondary_blocks: int = 0,
+        windows: Sequence[int | tuple[int, int, int]] | None = None,
+        max_seq_len: int | None = None,
+        partial_reuse: bool = True,
+        copy_on_partial_reuse: bool = True,
+        onboard: bool = True,
+        offload_min_priority: int = 30,
+        removed_order: str = "1.2",
+        event_buffer: int | None = None,
+    ) -> None:
+        super().__init__(backend=backend, num_blocks=num_blocks, block_size=block_size, dp_rank=dp_rank, sink=sink)
+        check_integer("secondary_blocks", secondary_blocks, 0)
+        if max_seq_len is not None:
+            check_integer("max_seq_len", max_seq_len, 1, " tokens, or None")
+        sizes = _sizes(windows, block_size, num_blocks, secondary_blocks, max_seq_len)
+        flags = {"partial_reuse": partial_reuse, "copy_on_partial_reuse": copy_on_partial_reuse, "onboard": onboard}
+        for name, value in flags.items():
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} must be True or False, got {value!r:.80}")  # noqa: TRY004 - one error
+        if not is_integer(offload_min_priority, 0) or offload_min_priority > 100:
+            raise ValueError(f"offload_min_priority must be an integer from 0 to 100, got {offload_min_priority!r:.80}")
+        if removed_order not in REMOVED_ORDERS:
+            raise ValueError(f"removed_order: {not_allowed_text(removed_order, REMOVED_ORDERS)}")
+        if event_buffer is not None:
+            check_integer("event_buffer", event_buffer, 1, " events, or None")
+        self.event_buffer = event_buffer
+        self.hasher = V1Hasher()
+        self.enable_caching = True
+        self._lora_ids = LoraIds()
+        self._rng = Random(0)  # noqa: S311 - mock data
+        self._events = IterationEvents(removed_order)
+        self.windows = [
+            WindowBlocks(window, blocks, block_size, self._events, offload_min_priority=offload_min_priority, **flags)
+            for window, blocks in sorted(sizes.items())
+        ]
+        self.max_seq_len = max(sizes) if max_seq_len is None else max_seq_len
+        self.max_capacity = self._longest.blocks[PRIMARY]
+        self.requests: dict[V1Request, None] = {}
+
+    @property
+    def _longest(self) -> WindowBlocks:
+        return self.windows[-1]
+
+    # -------------------------------------------------------------------------------------------------- requests
+
+    def new_request(
+        self,
+        prompt: Prompt | TokenIds,
+        *,
+        retention: Retention | None = None,
+        adapter: int | None = None,
+        cache_salt: int | None = None,
+        rng: Random | None = None,
+    ) -> V1Request:
+        """A request that has no blocks yet.
+
+        Args:
+            prompt: its tokens.
+            retention: of its blocks; None: all have priority 35.
+            adapter: number of its LoRA adapter; None: that of the prompt's `lora_name`, by its first use.
+            cache_salt: number of its salt, which is taken as it is; None: the prompt's.
+            rng: source of the names of partial blocks.
+
+        Raises:
+            ValueError: the prompt is empty, or known by hashes only.
+        """
+        prompt = Prompt.of(prompt)
+        if prompt.tokens is None:
+            raise ValueError("a prompt of hashes has no tokens, of which TensorRT-LLM matches parts of blocks")
+        if not prompt.tokens:
+            raise ValueError("the prompt is empty; a request needs at least one token")
+        of_prompt = V1Hasher.of_prompt(prompt.keys, self._lora_ids)
+        hasher = V1Hasher(
+            of_prompt.adapter if adapter is None else adapter,
+            of_prompt.salt if cache_salt is None else salt_number(cache_salt),
+        )
+        retention = Retention() if retention is None else retention
+        return V1Request(
+            [*prompt.tokens], self.block_size, hasher, prompt.keys, retention=retention, rng=rng or self._rng
+        )
+
+    def lookup(self, request: V1Request) -> int:
+        """Count the tokens that a request would reuse now, at most all but its last one. Changes nothing."""
+        return sum(tokens for _, tokens, _ in self._longest.match(self._keys(request)))
+
+    def turn_caching_off(self) -> None:
+        """Have an engine that caches nothing from the start, before its first request."""
+        self.enable_caching = False
+
+    def _keys(self, request: V1Request) -> list[BlockKey]:
+        """The keys of what may be matched: all but the last token, and an empty one if that is alone in its block."""
+        if not self.enable_caching:
+            return []
+        count = len(request.tokens)
+        keys = request.block_keys(count - 1, partial=True)
+        return [*keys, request.hasher.key(())] if count % self.block_size == 1 else keys
+
+    def blocks_needed(self, request: V1Request) -> int:
+        """Count the blocks of level 0 that are free and that a request without blocks would take; the most of a window.
+
+        Free ones that it hits count: only what somebody uses, and is hit whole, takes none.
+        """
+        keys = self._keys(request)
+        held = [
+            sum(block.refs > 0 and not is_partial for block, _, is_partial in window.match(keys))
+            for window in self.windows
+        ]
+        return -(-len(request.tokens) // self.block_size) - min(held)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks of level 0 that nobody uses; the fewest of a window."""
+        return min(window.queues.free[PRIMARY] for window in self.windows)
+
+    def add(self, request: V1Request) -> int:
+        """Give a request blocks for all of its tokens, cached ones first, in all windows, the shortest first.
+
+        Returns:
+            Tokens of it that are hit, in the longest window: at most all but its last one.
+
+        Raises:
+            ValueError: it has blocks already, or there are not enough; nothing has changed.
+        """
+        if request in self.requests:
+            raise ValueError("add: the request has blocks already")
+        needed = self.blocks_needed(request)
+        if needed > self.num_free_blocks:
+            raise ValueError(f"add: {needed} blocks are needed, {self.num_free_blocks} are free")
+        keys, size, retention = self._keys(request), self.block_size, request.retention
+        wanted = [retention.of_block(first) for first in range(0, len(request.tokens), size)]
+        found = 0
+        for window in self.windows:
+            request.tables[window.window] = []
+            found = window.add(request, keys, wanted)
+        request.length = len(request.tokens)
+        self.requests[request] = None
+        return found
+
+    def new_token(self, request: V1Request, token: int) -> None:
+        """Append a token: it counts for what is stored, and not yet for blocks."""
+        request.tokens.append(token)
+
+    def store_context_blocks(self, request: V1Request, tokens: int | None = None) -> None:
+        """Store the full blocks of a prompt that is computed, where a window is as long as a request may be.
+
+        Args:
+            request: which one.
+            tokens: so many of its tokens are computed; None: all but the last, which came out.
+        """
+        self._store(request, tokens, partial=False, windows=[each for each in self.windows if self.is_full(each)])
+
+    def is_full(self, window: WindowBlocks) -> bool:
+        """Whether a window is as long as a request may be."""
+        return window.window >= self.max_seq_len
+
+    def _store(self, request: V1Request, tokens: int | None, *, partial: bool, windows: Sequence[WindowBlocks]) -> None:
+        if not self.enable_caching:
+            return
+        keys = request.block_keys(len(request.tokens) - 1 if tokens is None else tokens, partial=partial)
+        for window in windows:
+            window.store(request, keys)
+
+    def takes_block(self, request: V1Request) -> bool:
+        """Whether one token more takes a block of a request."""
+        return not request.length % self.block_size
+
+    def add_token(self, request: V1Request) -> dict[int, CacheBlock]:
+        """Give a request room for one more token, which may let its first block leave a window.
+
+        Returns:
+            By window, the block that it took.
+
+        Raises:
+            ValueError: there is no free block for it; nothing has changed.
+        """
+        if self.takes_block(request) and not self.num_free_blocks:
+            raise ValueError("add_token: 1 block is needed, 0 are free")
+        request.length += 1
+        size, taken = self.block_size, {}
+        for window in self.windows:
+            while request.length - request.left * size >= window.window + size:
+                window.release([request.tables[window.window][request.left]])
+                request.left += 1  # one count for all windows, up to 1.2
+            if request.length % size == 1 % size:
+                taken[window.window] = window.grow(request, *request.retention.decode)
+        return taken
+
+    def remove(self, request: V1Request, *, store: bool = True, tokens: int | None = None) -> None:
+        """End a request: store its tokens, the last block partial, and let its blocks go, last first.
+
+        Args:
+            request: one that has blocks.
+            store: False: nothing more is stored.
+            tokens: so many are computed; None: all but the last.
+        """
+        for window in self.windows:
+            if store and window.window not in request.spoilt:
+                self._store(request, tokens, partial=True, windows=[window])
+            window.release(reversed(request.tables[window.window][request.left :]))
+        del self.requests[request]
+        request.forget()
+
+    def tick(self, now: float) -> None:
+        """Set the time by which priorities expire, in ms."""
+        check_time(now)
+        for window in self.windows:
+            window.queues.now = now
+
+    def refresh(self) -> None:
+        """Let priorities expire whose time is over; an engine does so in each iteration."""
+        for window in self.windows:
+            window.queues.refresh()
+
+    # ---------------------------------------------------------------------------------------------------- events
+
+    def flush(self) -> None:
+        """End an iteration: publish its events, or as many of the last ones as the buffer has room for."""
+        taken = self._events.take()
+        if self._publisher.sink is None:
+            return
+        dropped = 0 if self.event_buffer is None else max(0, len(taken) - self.event_buffer)
+        self._publisher.next_event_id += dropped
+        for event in taken[dropped:]:
+            data, token_ids, extra = self._published(event)
+            self._publisher.publish(data, token_ids, StorageTier.DEVICE, extra)
+        if self._publisher.failure is not None:
+            self._publisher.surface()
+
+    def _published(self, event: Queued) -> tuple[EventData, BlockTokens | None, dict[str, Any]]:
+        """An event in the house's terms: what it says, its tokens, and what travels beside it."""
+        extra = {**self._group_extra(event.window), "silently_gone": event.gone}
+        if event.kind == "created":
+            return Cleared(), None, {**extra, "blocks_per_level": event.levels}
+        if event.kind == "removed":
+            return Removed(tuple(event.names)), None, extra
+        if event.kind == "updated":
+            return Updated(event.names[0], event.levels, event.priorities), None, extra
+        keys = event.keys
+        tokens = [block.key.tokens for block in event.blocks]
+        local = [
+            keyed_block_hashes(each, len(each), keys, event.position + place)[0] for place, each in enumerate(tokens)
+        ]
+        extra |= {
+            "cache_levels": [block.level for block in event.blocks],
+            "priorities": [block.priority for block in event.blocks],
+        }
+        if keys is not None:
+            extra |= keys.carried(event.position, event.position + len(tokens), self.block_size, self._lora_ids)
+        names = tuple(block.name for block in event.blocks)
+        return Stored(event.parent, names, tuple(local)), tokens, extra
+
+    def _group_extra(self, window: int) -> dict[str, Any]:
+        """What travels beside an event of a window: which group it is, by ascending window; the longest is of attention."""
+        group = next(group for group, each in enumerate(self.windows) if each.window == window)
+        kind = FULL_ATTENTION if window == self._longest.window else "sliding_window"
+        short = None if kind == FULL_ATTENTION else window
+        return {"window_size": window, **(group_extra(group, kind, short) or {})}
+
+    # --------------------------------------------------------------------------------------------------- queries
+
+    @property
+    def num_active_blocks(self) -> int:
+        """Blocks of level 0 that requests use, in the window that has the fewest free ones."""
+        return self.max_capacity - min(self.num_free_blocks, self.max_capacity)
+
+    @property
+    def num_inactive_blocks(self) -> int:
+        """Cached blocks of the longest window on level 0 that nobody uses."""
+        return sum(block.level == PRIMARY and not block.refs for block in self._longest.cached())
+
+    @property
+    def num_active_block_refs(self) -> int:
+        """References of requests to blocks of the longest window."""
+        return sum(self.active_blocks.values())
+
+    @property
+    def active_blocks(self) -> Mapping[Block, int]:
+        """References to each block in use; one that is not in the tree, as a partial one, has a UUID."""
+        blocks: Counter[Block] = Counter()
+        for block in self._longest.all:
+            if block.refs:
+                blocks[UUID(int=block.id) if block.parent is None else block.name] += block.refs
+        return blocks
+
+    def references(self, block: Block) -> int:
+        """References to one block now; 0 for what is not in use."""
+        return self.active_blocks.get(block, 0)
+
+    def inactive_blocks(self) -> list[int]:
+        """Cached blocks of level 0 that nobody uses, in the order in which they would be evicted."""
+        return [block.name for block in self._longest.queues.order(PRIMARY) if block.parent is not None]
+
+    def resident(self, tier: StorageTier = StorageTier.DEVICE) -> Collection[int]:
+        """Names of what is cached in a tier, in the longest window; partial blocks too."""
+        return [block.name for block in self._longest.cached() if LEVELS[block.level] == tier]
+
+    def announced(self, tier: StorageTier = StorageTier.DEVICE) -> Collection[int]:
+        """Names that its events promise in a tier, in the longest window: what is resident, and what partial matches took.
+
+        A free leaf that a partial match takes leaves the tree without a Removed. Events in process say so themselves, in
+        `RouterEvent.extra["silently_gone"]`.
+        """
+        resident = self.resident(tier)
+        return [*resident, *self._longest.taken] if tier == StorageTier.DEVICE else resident
+
+    @property
+    def tier_sizes(self) -> dict[StorageTier, int]:
+        """Blocks of each tier, of all windows together."""
+        sizes = (sum(window.blocks[level] for window in self.windows) for level in range(len(LEVELS)))
+        return {tier: size for tier, size in zip(LEVELS, sizes, strict=True) if size}
+
+    def clear(self) -> bool:
+        """Evict all that is cached, with a Removed of it; False, and nothing happens, while any block is in use.
+
+        TensorRT-LLM has no call that does so, and no event that says so.
+        """
+        if self.requests:
+            return False
+        for window in self.windows:
+            window.evict_all()
+        self.flush()
+        return True
+
+
+def _sizes(
+    windows: object, block_size: int, num_blocks: int, secondary_blocks: int, max_seq_len: int | None
+) -> dict[int, tuple[int, int]]:
+    """Of each window its blocks of both levels."""
+    longest = num_blocks * block_size if max_seq_len is None else max_seq_len
+    if windows is None:
+        return {longest: (num_blocks, secondary_blocks)}
+    allowed = "windows are tokens, or (tokens, blocks, secondary blocks), each once"
+    if isinstance(windows, str) or not isinstance(windows, Sequence) or not windows:
+        raise ValueError(f"{allowed}; got {windows!r:.80}")
+    sizes: dict[int, tuple[int, int]] = {}
+    for each in windows:
+        row = (
+            (each, num_blocks, secondary_blocks)
+            if is_integer(each)
+            else tuple(each)
+            if isinstance(each, Sequence)
+            else ()
+        )
+        if len(row) != 3 or not all(map(is_integer, row)) or row[0] in sizes:
+            raise ValueError(f"{allowed}; got {windows!r:.80}")
+        window, blocks, secondary = row
+        if window < block_size or blocks < 1 or secondary < 0:
+            raise ValueError(
+                f"a window has at least a block of {block_size} tokens, 1 block and 0 secondary blocks; got {each!r:.80}"
+            )
+        if max_seq_len is not None and window > max_seq_len:
+            raise ValueError(f"a window has at most max_seq_len tokens, {max_seq_len}; got {window}")
+        sizes[window] = blocks, secondary
+    return sizes

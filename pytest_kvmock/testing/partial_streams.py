@@ -1,0 +1,88 @@
+"""What a router index promises of TensorRT-LLM's streams: partial blocks, leaves that go without a word, windows, updates."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import pytest
+
+from pytest_kvmock.testing.index_driver import IndexDriver
+from pytest_kvmock.testing.index_subject import OverIndex
+
+_SHORT: Final = (0, "sliding_window", 8)
+_LONGEST: Final = (1, "full_attention", None)
+"""Windows as cache groups: numbered by ascending window, and the longest one is that of attention."""
+
+
+class PartialStreams(OverIndex):
+    """The part of `IndexContract` that is about engines of which blocks may be partial."""
+
+    def _start_partial(self) -> IndexDriver:
+        """As `_start`; the test is skipped where no engine of `backends` publishes partial blocks."""
+        index = self._start()
+        if not any(spec.traits.partial_blocks for spec in self._specs()):
+            pytest.skip("backends names no engine that publishes partial blocks (TensorRT-LLM): they were not checked")
+        return index
+
+    def test_a_partial_block_is_never_promised(self) -> None:
+        """It has fewer tokens and a name of its own: no prompt has it as a whole block, and the whole one is another."""
+        index = self._start_partial()
+        index.store("ab")
+        index.store_tail("c", after="ab", group=None)
+        index.expect("abc", {0: 2})
+        index.store("c", after="ab")
+        index.expect("abc", {0: 3})
+        index.remove_tail("c", after="ab", group=None)
+        index.expect("abc", {0: 3})
+
+    def test_what_left_without_a_word_is_stored_once_more_and_removed_once(self) -> None:
+        """A leaf that a partial match took comes back by a second Stored; one Removed takes it, whatever was counted."""
+        index = self._start_partial()
+        index.store("abc")
+        index.store("c", after="ab")
+        index.expect("abc", {0: 3})
+        index.remove("abc")
+        index.expect("abc", {0: 2})
+        index.store("c", after="ab")
+        index.expect("abc", {0: 3})
+
+    def test_a_shorter_window_is_another_group(self) -> None:
+        """The same names are stored in each window, and removed from each by itself; the longest one counts."""
+        index = self._start_partial()
+        index.store("abc", group=_LONGEST)
+        index.store("abc", group=_SHORT)
+        index.remove("abc", "ab", "a", group=_SHORT)
+        index.expect("abc", {0: 3})
+        index.store("xy", group=_SHORT)
+        index.expect("xy", {})
+        index.remove("abc", group=_LONGEST)
+        index.expect("abc", {0: 2})
+
+    def test_names_from_2_to_the_63_on_are_one_block_in_every_event(self) -> None:
+        """Hashes are unsigned: an index that reads some as signed loses what it stored."""
+        index = self._start_partial()
+        index.name_roots(p=2**63 + 5, q=2**64 - 1)
+        for letters in ("pab", "qab"):
+            index.store(letters[0])
+            index.store(letters[1:], after=letters[0])
+            index.expect(letters, {0: 3})
+        index.remove("pab", "pa", "p")
+        index.expect("pab", {})
+        index.expect("qab", {0: 3})
+
+    def test_a_block_that_is_updated_is_held(self) -> None:
+        """An Updated moves a block between tiers or changes its priority; it takes nothing, and links nothing anew."""
+        index = self._start_partial()
+        if not index.index.takes_updates:
+            pytest.skip(
+                "the index has no takes_updates = True, so it is given no Updated: that it holds such was not checked"
+            )
+        index.store("abc")
+        index.update("ab", levels=(0, 1))
+        index.update("abc", priorities=(35, 80))
+        index.expect_tiers("abc", {"device": {0: 2}, "host_pinned": {0: 1}})
+        index.update("ab", levels=(1, 0))
+        index.expect_tiers("abc", {"device": {0: 3}})
+        index.update("abc", levels=(0, 1))
+        index.remove("abc")
+        index.expect_tiers("abc", {"device": {0: 2}})

@@ -1,0 +1,206 @@
+"""What the tests of a `ProcessContract` have in common: engines and the process before them, what happens to both, and what is judged then."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import count
+from time import time
+from typing import TYPE_CHECKING, Any, Final
+
+from pytest_kvmock.backends import EngineProfile, served_by
+from pytest_kvmock.harness.router_harness import RouterHarness
+from pytest_kvmock.serve.kv_server import KvServer
+from pytest_kvmock.testing.process_subject import ProcessSubject
+from pytest_kvmock.testing.process_world import ProcessWorld
+from pytest_kvmock.wire import find_dialect
+
+if TYPE_CHECKING:
+    from pytest_kvmock.serve.request_log import ServedRequest
+    from pytest_kvmock.testing.process_client import Reply
+
+_seeds: Final = count(1)
+"""Of the texts of each test: a process that lives longer than one has seen none of them."""
+
+
+class ProcessJudge(ProcessSubject):
+    """The means of the tests of a `ProcessContract`."""
+
+    @contextmanager
+    def _world(
+        self, make_kv_server: Callable[..., KvServer], *, spare: int = 0, starts: bool = True, **options: Any
+    ) -> Iterator[ProcessWorld]:
+        """Engines, and the process before them; at the end nothing may be open."""
+        __tracebackhide__ = True
+        server = make_kv_server(**self.ports, seed=next(_seeds), timestamp=time, **options)
+        with self._before(server, spare=spare, starts=starts) as world:
+            yield world
+
+    @contextmanager
+    def _listening(self, make_kv_server: Callable[..., KvServer]) -> Iterator[ProcessWorld]:
+        """As `_world`, of a process that hears events."""
+        __tracebackhide__ = True
+        self._needs_events()
+        with self._world(make_kv_server) as world:
+            yield world
+
+    @contextmanager
+    def _special(
+        self, kv_dialect: str, *, model: str = "mock-model", num_blocks: int = 4096, **profile: Any
+    ) -> Iterator[ProcessWorld]:
+        """As `_world`, of engines that the dialect chooses: a backend of its own, ranks, or tiers that not every one has."""
+        __tracebackhide__ = True
+        dialect = find_dialect(kv_dialect)
+        with ExitStack() as stack:
+            sizes = EngineProfile(workers=2, num_blocks=num_blocks, **profile)
+            harness = stack.enter_context(RouterHarness(sizes, served_by(dialect, model)))
+            server = stack.enter_context(KvServer(harness, dialect, seed=next(_seeds), timestamp=time))
+            yield stack.enter_context(self._before(server))
+
+    @contextmanager
+    def _before(self, server: KvServer, *, spare: int = 0, starts: bool = True) -> Iterator[ProcessWorld]:
+        __tracebackhide__ = True
+        world = ProcessWorld(self, server, spare)
+        try:
+            if starts:
+                world.start()
+            yield world
+            world.judge_nothing_open()
+        finally:
+            world.close()
+
+    def _needs_events(self) -> None:
+        __tracebackhide__ = True
+        if not self.hears_events:
+            self.skip("hears_events is False", "what it knows by events", "hears_events = True")
+
+    def _needs_blocks(self, what: str) -> None:
+        __tracebackhide__ = True
+        if not self.tells_blocks():
+            self.skip("it has no blocks(prompt)", what, "blocks(prompt) -> {worker: blocks}")
+
+    def _needs_a_start(self, what: str) -> None:
+        __tracebackhide__ = True
+        if not self.is_started:
+            self.skip("url is set", what, "command(engines), which starts it,")
+
+    def _needs_open(self, what: str) -> None:
+        __tracebackhide__ = True
+        if not self.counts_open:
+            self.skip("counts_open is False", what, "counts_open = True")
+        if not self.goes_by_prefix:
+            self.skip("goes_by_prefix is False", what, "goes_by_prefix = True")
+        if self.packs:
+            self.skip("packs is True", what, "packs = False")
+
+    def _known_at(self, world: ProcessWorld, prompt: str) -> int:
+        """Have a prompt known to be at one worker, that which an idle fleet gives it to, and return which."""
+        __tracebackhide__ = True
+        worker = world.picked("a prompt that nobody holds", prompt)
+        if self.hears_events:
+            world.judge(f"worker {worker} has served a prompt", prompt)
+        return worker
+
+    def _struck(self, world: ProcessWorld) -> list[int]:
+        """Return whose batches a fault strikes: where a process does not say what it knows, it may be right of one by chance."""
+        return [1] if self.tells_blocks() else world.workers
+
+    def _strike(self, world: ProcessWorld, fault: str, where: str) -> None:
+        """Have a fault of the wire strike a batch of a worker, and judge what is known of those before, in and after it."""
+        __tracebackhide__ = True
+        for worker in self._struck(world):
+            before, struck, after = (world.text(8) for _ in range(3))
+            world.direct(worker, before)
+            world.server.fault(worker, fault)
+            world.direct(worker, struck)
+            world.direct(worker, after)
+            for what, prompt in (
+                (", of what came after it", after),
+                ("", struck),
+                (", of what came before it", before),
+            ):
+                world.judge(f"{where.format(worker)}{what}", prompt)
+
+    def _forget(self, world: ProcessWorld, where: str, happens: Callable[[], object], prompt: str = "") -> None:
+        """Have worker 1 lose what it holds, and judge what is known of that."""
+        __tracebackhide__ = True
+        prompt, after = prompt or world.text(8), world.text(8)
+        world.direct(1, world.text())
+        world.direct(1, prompt)
+        world.judge(f"before {where}", prompt)
+        world.server.reset(0)  # the question was served, perhaps there
+        happens()
+        world.direct(0, prompt[: len(prompt) // 2])
+        world.direct(1, after)
+        world.judge(f"{where}, of what it has served since", after)
+        world.judge(f"{where}, of what it held before", prompt)
+
+    def _each_got_some(self, world: ProcessWorld, where: str, picks: Counter[int]) -> None:
+        __tracebackhide__ = True
+        shown = ", ".join(f"worker {each}: {picks[each]}" for each in world.workers)
+        for worker in world.workers:
+            if not picks[worker]:
+                world.fail(f"{where}: worker {worker} got none of {picks.total()} ({shown}); expected some")
+
+    def _refused_by_all(self, world: ProcessWorld, status: int, headers: Mapping[str, str] = {}) -> None:
+        """Have all engines answer with an error, and judge what the client gets."""
+        __tracebackhide__ = True
+        for worker in world.workers:
+            world.server.answer(worker, status, headers, times=None)
+        prompt = world.text()
+        expected = world.begin_direct(0, prompt).finish()
+        for stream in (False, True):
+            reply, asked = world.send(prompt, stream=stream)
+            where = f"engines answer {status}{' to a stream' if stream else ''}"
+            self._judge_status(world, where, reply, asked)
+            for name, value in headers.items():
+                if (found := reply.headers.get(name.lower())) != value:
+                    world.fail(f"{where} with {name}: {value}, and the client got {found!r}")
+            if reply.body != expected.body:
+                world.fail(
+                    f"{where}, and the client got {reply.body[:200]!r}; expected what they say: {expected.body[:200]!r}"
+                )
+        for worker in world.workers:
+            world.server.start(worker)
+
+    def _judge_status(
+        self,
+        world: ProcessWorld,
+        where: str,
+        reply: Reply,
+        asked: Sequence[ServedRequest],
+        *,
+        may_break: bool = False,
+    ) -> None:
+        """Fail unless a client got what the engine that was asked last has answered.
+
+        Args:
+            world: in which.
+            where: what has happened.
+            reply: what the client got.
+            asked: what engines saw of its request.
+            may_break: whether it may ask none, after errors of all (a circuit breaker), if it says so by a status from 500 on.
+        """
+        __tracebackhide__ = True
+        if not asked and may_break and reply.status is not None and reply.status >= 500:
+            return
+        if not asked:
+            world.fail(f"{where}: no engine was asked, and the client got {reply.text}")
+        status = asked[-1].status
+        if status is not None and reply.status != status:
+            world.fail(
+                f"{where}: the engine that was asked last answered {status}, and the client got {reply.text}; expected {status}"
+            )
+        if status is None and reply.status is not None and reply.status < 500:
+            world.fail(f"{where}: no engine answered, and the client got {reply.text}; expected an error, or no answer")
+
+    def _judge_refused(self, world: ProcessWorld, where: str, reply: Reply, asked: Sequence[ServedRequest]) -> None:
+        """Fail unless a request was served by who is there, or a client of a process without retries was told."""
+        __tracebackhide__ = True
+        if reply.status == 200 and asked and asked[-1].status == 200:
+            return
+        told = reply.status is not None and reply.status >= 500
+        if self.retries or not told:
+            expected = "200, from the other one" if self.retries else "200, or an error from 500 on"
+            world.fail(f"{where}: the client got {reply.text}; expected {expected}")

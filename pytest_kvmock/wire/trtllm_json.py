@@ -1,0 +1,245 @@
+"""TensorRT-LLM's JSON form of KV events: a list of what has come out, as `POST /kv_cache_events` answers it.
+
+Events have ids, ranks and windows of their own; hashes are unsigned numbers of 64 bits, written whole.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from pytest_kvmock.checks import MOST_U64, is_integer
+from pytest_kvmock.events import (
+    Cleared,
+    EventData,
+    KvCacheEvent,
+    Removed,
+    RouterEvent,
+    SparseStored,
+    StorageTier,
+    Stored,
+    Updated,
+)
+from pytest_kvmock.prompt_keys import FULL_ATTENTION, group_extra
+from pytest_kvmock.tokens import block_hashes
+from pytest_kvmock.wire.defects import EncodeError, WireDefect, WireProblem, shown
+
+FULL_WINDOW: Final = 2**31 - 1
+"""The window of an event that says none, in tokens: as long as any request."""
+
+_PRIORITY: Final = 35
+_U32: Final = 2**32 - 1
+
+
+def write_events(events: Sequence[RouterEvent]) -> bytes:
+    """Write events as one list, with a newline behind it.
+
+    Raises:
+        EncodeError: TensorRT-LLM has no form for one of them.
+    """
+    rows = []
+    for index, event in enumerate(events):
+        try:
+            rows.append(event_row(event))
+        except EncodeError as error:
+            raise EncodeError(f"event {index} of the batch: {error}") from None
+    return json.dumps(rows, separators=(",", ":")).encode() + b"\n"
+
+
+def event_row(event: RouterEvent) -> dict[str, Any]:
+    """One event in the JSON form, as Python objects.
+
+    Raises:
+        EncodeError: TensorRT-LLM has no form for it.
+    """
+    extra = event.extra or {}
+    if event.storage_tier is not StorageTier.DEVICE:
+        raise EncodeError(f"TensorRT-LLM names a tier by the level of a block alone, got {event.storage_tier.value!r}")
+    row: dict[str, Any] = {"event_id": event.event_id, "data": _data_row(event.data, event.token_ids, extra)}
+    row["window_size"] = extra.get("window_size", FULL_WINDOW)
+    if event.dp_rank:
+        row["attention_dp_rank"] = event.dp_rank
+    return row
+
+
+def _data_row(data: EventData, token_ids: Sequence[Sequence[int]] | None, extra: Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(data, Cleared):
+        if "blocks_per_level" not in extra:
+            raise EncodeError("TensorRT-LLM has no event that says that all is gone; its created has blocks_per_level")
+        return {"type": "created", "num_blocks_per_cache_level": list(extra["blocks_per_level"])}
+    if isinstance(data, Removed):
+        return {"type": "removed", "block_hashes": [block & MOST_U64 for block in data.block_hashes]}
+    if isinstance(data, Updated):
+        changes = {"cache_level": _diff(data.levels), "priority": _diff(data.priorities)}
+        return {"type": "updated", "block_hash": data.block_hash & MOST_U64, **changes}
+    if not isinstance(data, Stored) or isinstance(data, SparseStored):
+        raise EncodeError(f"TensorRT-LLM has no {type(data).__name__}")
+    if token_ids is None or len(token_ids) != len(data.block_hashes):
+        raise EncodeError("a block of TensorRT-LLM's Stored has its tokens, and here are not those of each")
+    count = len(data.block_hashes)
+    levels = extra.get("cache_levels", [0] * count)
+    priorities = extra.get("priorities", [_PRIORITY] * count)
+    blocks = [
+        {
+            "type": "stored_block",
+            "block_hash": block & MOST_U64,
+            "tokens": [{"type": "unique_token", "token_id": token, "token_extra_id": 0} for token in tokens],
+            "cache_level": level,
+            "priority": priority,
+        }
+        for block, tokens, level, priority in zip(data.block_hashes, token_ids, levels, priorities, strict=True)
+    ]
+    parent = None if data.parent_hash is None else data.parent_hash & MOST_U64
+    return {"type": "stored", "parent_hash": parent, "blocks": blocks}
+
+
+def _diff(pair: tuple[int, int] | None) -> dict[str, Any] | None:
+    return None if pair is None else {"type": "event_diff", "new_value": pair[1], "old_value": pair[0]}
+
+
+# ---------------------------------------------------------------------------------------------------------- reading
+
+
+class _FlawError(ValueError):
+    """What is wrong with an event: which defect, in which field, what was there and what is expected."""
+
+    def __init__(self, defect: WireDefect, field: str, observed: object, expected: str) -> None:
+        super().__init__(defect, field, observed, expected)
+        self.defect, self.field, self.observed, self.expected = defect, field, observed, expected
+
+
+def read_events(
+    payload: bytes, worker_id: int, problems: list[WireProblem], windows: set[int] | None = None
+) -> tuple[list[RouterEvent], int]:
+    """Read lists of events, one a line, and note in `problems` what is wrong with those that are left out.
+
+    Args:
+        payload: as it came.
+        worker_id: who sent it.
+        problems: where problems are noted.
+        windows: the windows that were seen before in this stream, to which those of the payload are added: a window's group is
+            its place among them; None: those of the payload alone.
+
+    Returns:
+        The good events, and how many there were.
+    """
+    rows: list[Any] = []
+    for line in payload.split(b"\n"):
+        if not line.strip():
+            continue
+        try:
+            found = json.loads(line)
+        except RecursionError:
+            problems.append(WireProblem(WireDefect.NESTED_TOO_DEEPLY, None, None, shown(line), "a list of events"))
+            continue
+        except ValueError as error:
+            is_text = not isinstance(error, UnicodeDecodeError)
+            ends = is_text and getattr(error, "pos", 0) >= len(line.decode(errors="replace").rstrip())
+            defect = WireDefect.TRUNCATED if ends else WireDefect.MALFORMED if is_text else WireDefect.BAD_TEXT
+            problems.append(WireProblem(defect, None, None, str(error)[:80], "a list of events in JSON"))
+            continue
+        if isinstance(found, list):
+            rows += found
+        else:
+            problems.append(WireProblem(WireDefect.NOT_A_BATCH, None, None, shown(found), "a list of events"))
+    seen = set() if windows is None else windows
+    seen.update(row["window_size"] for row in rows if isinstance(row, dict) and is_integer(row.get("window_size"), 1))
+    events = []
+    for index, row in enumerate(rows):
+        try:
+            events.append(_event_of(row, worker_id, sorted(seen)))
+        except _FlawError as flaw:
+            problems.append(WireProblem(flaw.defect, index, flaw.field, shown(flaw.observed)[:80], flaw.expected))
+    return events, len(rows)
+
+
+def _event_of(row: object, worker_id: int, windows: Sequence[int]) -> RouterEvent:
+    fields = _map(row, "event")
+    event_id, window = _integer(fields, "event_id", MOST_U64), _integer(fields, "window_size", FULL_WINDOW)
+    rank = _integer(fields, "attention_dp_rank", _U32) if fields.get("attention_dp_rank") is not None else 0
+    group = windows.index(window) if window in windows else 0
+    is_longest = window == windows[-1] if windows else True
+    kind = FULL_ATTENTION if is_longest else "sliding_window"
+    extra = {"window_size": window, **(group_extra(group, kind, None if is_longest else window) or {})}
+    data, token_ids, more = _data_of(_map(fields.get("data"), "data"))
+    return RouterEvent(worker_id, KvCacheEvent(event_id, data, rank), StorageTier.DEVICE, token_ids, {**extra, **more})
+
+
+def _data_of(fields: Mapping[str, Any]) -> tuple[EventData, list[tuple[int, ...]] | None, dict[str, Any]]:
+    kind = fields.get("type")
+    if kind == "created":
+        levels = [
+            _number(each, "num_blocks_per_cache_level", MOST_U64)
+            for each in _list(fields, "num_blocks_per_cache_level")
+        ]
+        return Cleared(), None, {"blocks_per_level": tuple(levels)}
+    if kind == "removed":
+        return Removed(_number(each, "block_hashes", MOST_U64) for each in _list(fields, "block_hashes")), None, {}
+    if kind == "updated":
+        return (
+            Updated(_integer(fields, "block_hash", MOST_U64), _pair(fields, "cache_level"), _pair(fields, "priority")),
+            None,
+            {},
+        )
+    if kind != "stored":
+        raise _FlawError(WireDefect.UNKNOWN_TAG, "type", kind, "created, stored, removed or updated")
+    blocks = [_map(block, "blocks") for block in _list(fields, "blocks")]
+    tokens = [tuple(_token(_map(token, "tokens")) for token in _list(block, "tokens")) for block in blocks]
+    if not all(tokens):
+        raise _FlawError(WireDefect.WRONG_TYPE, "tokens", [], "at least one token a block")
+    salts = {block["cache_salt"] for block in blocks if isinstance(block.get("cache_salt"), str)}
+    salt = salts.pop() if len(salts) == 1 else None
+    local = [block_hashes(each, len(each), cache_namespace=salt)[0] for each in tokens]
+    parent = None if fields.get("parent_hash") is None else _integer(fields, "parent_hash", MOST_U64)
+    names = tuple(_integer(block, "block_hash", MOST_U64) for block in blocks)
+    extra: dict[str, Any] = {
+        "cache_levels": [_integer(block, "cache_level", _U32) for block in blocks],
+        "priorities": [_integer(block, "priority", _U32) for block in blocks],
+    }
+    if salt is not None:
+        extra["cache_salt"] = salt
+    return Stored(parent, names, tuple(local)), tokens, extra
+
+
+def _token(fields: Mapping[str, Any]) -> int:
+    token = fields.get("token_id")
+    if not is_integer(token, 0) or token > _U32:
+        raise _FlawError(WireDefect.TOKEN_OUT_OF_RANGE, "token_id", token, f"an integer from 0 to {_U32}")
+    return token
+
+
+def _pair(fields: Mapping[str, Any], name: str) -> tuple[int, int] | None:
+    if fields.get(name) is None:
+        return None
+    diff = _map(fields[name], name)
+    return _integer(diff, "old_value", _U32), _integer(diff, "new_value", _U32)
+
+
+def _map(value: object, field: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise _FlawError(WireDefect.WRONG_FORM, field, value, "an object")
+    return value
+
+
+def _list(fields: Mapping[str, Any], name: str) -> list[Any]:
+    if name not in fields:
+        raise _FlawError(WireDefect.MISSING_FIELD, name, "nothing", "an array")
+    value = fields[name]
+    if not isinstance(value, list):
+        raise _FlawError(WireDefect.WRONG_TYPE, name, value, "an array")
+    return value
+
+
+def _integer(fields: Mapping[str, Any], name: str, most: int) -> int:
+    if name not in fields:
+        raise _FlawError(WireDefect.MISSING_FIELD, name, "nothing", f"an integer from 0 to {most}")
+    return _number(fields[name], name, most)
+
+
+def _number(value: object, name: str, most: int) -> int:
+    if not is_integer(value, 0) or value > most:
+        wide = most == MOST_U64 and (isinstance(value, float) or is_integer(value)) and "hash" in name
+        defect = WireDefect.HASH_OUT_OF_RANGE if wide else WireDefect.WRONG_TYPE
+        raise _FlawError(defect, name, value, f"an integer from 0 to {most}")
+    return value

@@ -1,0 +1,200 @@
+"""Streams of TensorRT-LLM under the verdict: clean traffic, spoilt streams, levels, and what is excused."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from depth import seeds
+
+from pytest_kvmock import Cleared, EngineProfile, RadixIndex, Removed, RouterHarness, StorageTier, Stored
+from pytest_kvmock.backends import BACKENDS
+from pytest_kvmock.engine.worker import OutOfBlocks
+from pytest_kvmock.events import Updated
+
+TRTLLM = BACKENDS["trtllm"]
+VARIANTS = [
+    TRTLLM,
+    TRTLLM.variant("with_host", secondary_blocks=6),
+    TRTLLM.variant("later_order", secondary_blocks=6, removed_order="2026-03"),
+    TRTLLM.variant("no_partial_reuse", partial_reuse=False),
+    TRTLLM.variant("no_copies", copy_on_partial_reuse=False),
+    TRTLLM.variant("two_windows", windows=[64, 512], secondary_blocks=4),
+]
+WINDOW = {"window_size": 64}
+LOCAL = (11, 12, 13)
+
+
+class WithoutUpdates(RadixIndex):
+    takes_updates = False
+
+
+def traffic(kv, rng, steps):
+    """Prompts of few tokens, so that they share beginnings within blocks; some stay open, some are preempted."""
+    prompts, running, size = [], [], kv.profile.block_size
+    for _ in range(steps):
+        base = list(rng.choice(prompts)) if prompts and rng.random() < 0.7 else []
+        tokens = [rng.randrange(3) for _ in range(rng.randrange(1, 3 * size))]
+        prompts.append(tuple(base[: rng.randrange(len(base) + 1)] + tokens)[: 6 * size])
+        try:
+            if rng.random() < 0.6:
+                kv.worker(0).serve(prompts[-1], output_tokens=rng.randrange(6))
+            elif rng.random() < 0.5 or not running:
+                running.append(kv.worker(0).prefill(prompts[-1]))
+            else:
+                running[0].decode([rng.randrange(3) for _ in range(rng.randrange(1, size))])
+                running.pop(0).finish()
+        except OutOfBlocks:
+            pass
+
+
+@pytest.mark.parametrize("seed", seeds(20))
+@pytest.mark.parametrize("index", [RadixIndex, WithoutUpdates])
+@pytest.mark.parametrize("spec", VARIANTS, ids=lambda spec: spec.name)
+def test_clean_traffic_breaks_no_rule(spec, index, seed):
+    rng = Random(f"{spec.name} {seed}")
+    profile = EngineProfile(block_size=rng.choice([2, 4, 8]), num_blocks=rng.choice([16, 24]), workers=1)
+    with RouterHarness(profile, spec, index(), sync="every") as kv:
+        traffic(kv, rng, 40)
+
+
+def by_hand(*data, index=None):
+    """A harness that was given these events of TensorRT-LLM."""
+    kv = RouterHarness(EngineProfile(block_size=4), None, index)
+    sink = kv.make_sink(worker_id=70_000)
+    for each in data:
+        given, extra = each if isinstance(each, tuple) else (each, {})
+        sink(given, extra={**WINDOW, **extra})
+    return kv
+
+
+def rules(kv):
+    return [problem.rule for problem in kv.events.errors]
+
+
+def test_an_updated_moves_a_block_and_unlinks_nothing():
+    kv = by_hand(Stored(None, (1, 2, 3), LOCAL), Updated(2, levels=(0, 1)), Updated(3, priorities=(35, 80)))
+    assert [] == rules(kv)
+    tiers = kv.reference.find_tiered(LOCAL)
+    assert {StorageTier.DEVICE: {(70_000, 0): 2}, StorageTier.HOST_PINNED: {(70_000, 0): 1}} == tiers
+    assert {(70_000, 0): 3} == kv.reference.find_matches(LOCAL).scores
+    assert (2, 1) == (
+        kv.reference.num_blocks(70_000),
+        kv.reference.num_blocks(70_000, tier=StorageTier.HOST_PINNED),
+    )
+    again = RadixIndex()
+    for event in kv.reference.dump_events():
+        again.apply(event)
+    assert tiers == again.find_tiered(LOCAL)
+
+
+def test_a_block_on_the_host_comes_back_or_is_removed_there():
+    moved = Updated(3, levels=(0, 1))
+    kv = by_hand(Stored(None, (1, 2, 3), LOCAL), moved, Updated(3, levels=(1, 0)), moved, Removed((3,)))
+    assert [] == rules(kv)
+    assert {StorageTier.DEVICE: {(70_000, 0): 2}} == kv.reference.find_tiered(LOCAL)
+
+
+def test_an_updated_of_what_is_not_held_is_an_error():
+    kv = by_hand(Stored(None, (1, 2), LOCAL[:2]), Updated(9, levels=(0, 1)))
+    assert ["block_not_found"] == rules(kv)
+    assert "an Updated names a block that is held" == kv.events.errors[0].expected
+
+
+def test_a_leaf_that_its_engine_has_lost_may_be_stored_again():
+    """Its engine says so in process; on a wire nothing does, and any leaf may be one."""
+    first, again = Stored(None, (1, 2, 3), LOCAL), Stored(2, (3,), LOCAL[2:])
+    told = {"silently_gone": [3]}
+    assert [] == rules(by_hand((first, {"silently_gone": []}), (again, told)))
+    assert [] == rules(by_hand(first, again))
+    assert ["duplicate_store"] == [
+        problem.rule
+        for problem in by_hand((first, {"silently_gone": []}), (again, {"silently_gone": []})).events.problems
+    ]
+
+
+def test_what_has_children_is_not_stored_again():
+    kv = by_hand(Stored(None, (1, 2, 3), LOCAL), Stored(1, (2,), LOCAL[1:2]))
+    assert ["duplicate_store"] == [problem.rule for problem in kv.events.problems]
+
+
+def test_a_leaf_that_is_gone_may_be_left_behind():
+    kv = by_hand(Stored(None, (1, 2, 3), LOCAL), (Removed((2,)), {"silently_gone": [3]}))
+    assert [] == [problem.rule for problem in kv.events.problems]
+    kv = by_hand(Stored(None, (1, 2, 3), LOCAL), (Removed((2,)), {"silently_gone": []}))
+    assert ["orphaned_child"] == [problem.rule for problem in kv.events.problems]
+
+
+def test_a_created_is_a_cleared():
+    kv = by_hand(Stored(None, (1,), LOCAL[:1]), (Cleared(), {"blocks_per_level": (8, 0)}))
+    assert {} == kv.reference.find_matches(LOCAL).scores
+
+
+def spoilt(change):
+    """The rules that a stream of real traffic breaks, when one of its events was changed."""
+    kv = RouterHarness(EngineProfile(block_size=4, num_blocks=16, workers=1), VARIANTS[1])
+    traffic(kv, Random("spoilt"), 120)
+    events = [entry.event for entry in kv.events]
+    kv = RouterHarness(EngineProfile(block_size=4, workers=0))
+    kv.apply(change(events))
+    return {problem.rule for problem in kv.events.problems}
+
+
+def test_the_stream_itself_breaks_none():
+    assert set() == spoilt(list)
+
+
+@pytest.mark.parametrize("kind", [Stored, Removed, Updated])
+def test_an_event_that_is_lost_is_noticed_though_ids_go_on(kind):
+    """Not each one: what is never stored again, or moved, shows in no event; a comparison with the engine shows it."""
+
+    back = (1, 0)  # what went to the host and is evicted there shows nothing
+
+    def without(place):
+        def change(events):
+            of_kind = [event for event in events if isinstance(event.data, kind)]
+            of_kind = [event for event in of_kind if getattr(event.data, "levels", back) == back]
+            lost = of_kind[place * len(of_kind) // 8]
+            left = [event for event in events if event is not lost]
+            return [replace(event, event=replace(event.event, event_id=place)) for place, event in enumerate(left)]
+
+        return change
+
+    found = [spoilt(without(place)) for place in range(8)]
+    assert {"block_not_found", "parent_block_not_found", "duplicate_store", "orphaned_child"} & set().union(*found)
+
+
+def test_an_updated_from_another_level_is_an_error():
+    kv = by_hand(Stored(None, (1,), LOCAL[:1]), Updated(1, levels=(1, 0)))
+    assert ["block 1 is on level 0, and moves from level 1"] == [problem.observed for problem in kv.events.errors]
+
+
+def test_the_buffer_of_an_engine_leaves_a_gap():
+    small = TRTLLM.variant("small_buffer", event_buffer=1)
+    with RouterHarness(EngineProfile(block_size=4, num_blocks=8, workers=1), small) as kv:
+        kv.events.expect_error("event_id_gap")
+        kv.worker(0).serve(range(20))
+        kv.worker(0).serve(range(100, 120))  # evicts, and stores
+
+
+def test_the_summary_says_what_is_taken_for_the_devices(pytester):
+    pytester.makepyfile(
+        """
+        import pytest
+        from pytest_kvmock import RadixIndex, Stored
+        from pytest_kvmock.events import Updated
+
+        class Ignores(RadixIndex):
+            takes_updates = False
+
+        @pytest.fixture
+        def kv_index():
+            return Ignores()
+
+        def test_it(kv_sink):
+            kv_sink(Stored(None, (1, 2), (11, 12)), extra={"window_size": 64})
+            kv_sink(Updated(2, levels=(0, 1)), extra={"window_size": 64})
+        """
+    )
+    result = pytester.runpytest_inprocess("-p", "kvmock", "-p", "no:cacheprovider", "--kv-backend=lineage")
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["kvmock: *1 block on the host taken for the device's (no takes_updates)*"])

@@ -1,0 +1,106 @@
+"""Router processes of other people under the contract of router processes: what they keep, and what they miss, by the test that says so.
+
+Both are in Rust, and are not ours. Their circuit breakers and health checks have periods of a second here, and not of minutes.
+"""
+
+import shutil
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "testing"))
+
+from contract_runs import names_of_tests
+from depth import few
+from process_runs import outcome_of
+
+from pytest_kvmock.testing import ProcessContract
+
+QUICK = [
+    *("--cb-timeout-duration-secs", "1", "--cb-success-threshold", "1"),
+    *("--health-check-interval-secs", "1", "--health-success-threshold", "1"),
+]
+
+
+def binary(name):
+    return shutil.which(name, path=str(Path(sys.executable).parent))
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return str(listening.getsockname()[1])
+
+
+class OfVllmRouter(ProcessContract):
+    """vllm-router 0.1.17, `--policy kv_aware`."""
+
+    timeout_s = 15.0  # until it looks at a worker again that refused a connection
+    first_of_equals = True  # what nobody holds goes to one worker
+
+    def command(self, engines):
+        command = [binary("vllm-router"), "--host", "127.0.0.1", "--port", str(engines.port)]
+        command += ["--prometheus-port", free_port(), "--policy", "kv_aware", *QUICK, "--worker-urls", *engines.urls]
+        command += ["--kv-event-block-size", str(engines.block_size), "--kv-event-model", engines.model]
+        for each in engines:
+            command += ["--kv-event-source", f"{each.url}={','.join(each.events)}"]
+            command += ["--kv-event-replay-source", f"{each.url}={','.join(each.replays)}"]
+        return command
+
+
+class OfSglangRouter(ProcessContract):
+    """sglang-router 0.3.2, `--policy cache_aware`."""
+
+    timeout_s = 6.0
+    hears_events = False
+    first_of_equals = True  # what it has not sent yet goes to one worker
+    retries = False  # a worker that refuses connections, and was healthy a moment ago, is a 500
+
+    def command(self, engines):
+        command = [binary("sglang-router"), "launch", "--host", "127.0.0.1", "--port", str(engines.port)]
+        command += ["--prometheus-port", free_port(), "--policy", "cache_aware", *QUICK, "--worker-urls", *engines.urls]
+        return command
+
+    def ready(self, process):
+        url = f"http://127.0.0.1:{self.engines.port}"
+        process.until_healthy(f"{url}/readiness")
+        return url
+
+
+VLLM_MISSES = {
+    "test_it_hears_every_rank": "was sent to worker ",
+    "test_a_salt_and_an_adapter_make_other_prompts": "a lora_name of their own, asked with that: a prompt of which worker 1 held 4 blocks was sent to worker 0",
+    "test_a_field_of_a_later_release_does_not_stop_it": "had a field that their dialect does not have: a prompt of which worker ",
+}
+SGLANG_MISSES = {
+    "test_a_client_that_goes_away_is_noticed": "the client of a stream went away, and its request goes on in the engine: 1 requests are open",
+    "test_what_ended_badly_is_no_load": "its client went away, and a request goes on in the engine: 1 requests are open",
+    "test_what_a_client_sends_reaches_the_engine": "/v1/chat/completions: max_tokens came to an engine as None; 1 was sent; user came to an engine "
+    "as None; 'kvmock' was sent; kvmock_field came to an engine as None",
+}
+
+
+def tests_of(misses):
+    """What it misses, and some of the others; in a deep run all."""
+    return [*misses, *few([each for each in names_of_tests(ProcessContract) if each not in misses], 5)]
+
+
+@pytest.mark.skipif(binary("vllm-router") is None, reason="needs vllm-router (extra vllm-router)")
+@pytest.mark.parametrize("name", tests_of(VLLM_MISSES))
+def test_vllm_router(name):
+    judge(outcome_of(OfVllmRouter, name), VLLM_MISSES.get(name))
+
+
+@pytest.mark.skipif(binary("sglang-router") is None, reason="needs sglang-router (extra sglang-router)")
+@pytest.mark.parametrize("name", tests_of(SGLANG_MISSES))
+def test_sglang_router(name):
+    judge(outcome_of(OfSglangRouter, name, "sglang-0.5.23"), SGLANG_MISSES.get(name))
+
+
+def judge(found, missed):
+    """Check that a test passes, or says what it does not judge; or, of what a router misses, says that."""
+    if missed is None:
+        assert found == "" or found.startswith("skipped: ")
+    else:
+        assert missed in found

@@ -1,0 +1,130 @@
+"""A served engine of TensorRT-LLM: events that are polled in its JSON form, its answers, and a recorder in place of a router."""
+
+import json
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pytest
+
+from pytest_kvmock import RouterHarness
+from pytest_kvmock.backends import BACKENDS, EngineProfile
+from pytest_kvmock.capture.check import check_file
+from pytest_kvmock.capture.recorder import record
+from pytest_kvmock.serve import KvServer
+
+PROMPT = [*range(1, 11)]
+
+
+def call(url, body=None):
+    """POST a body, or GET without one; returns the answer, or the status where that is none of 200."""
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        with urlopen(Request(url, data, {"content-type": "application/json"})) as answer:
+            return json.loads(answer.read() or b"null")
+    except HTTPError as error:
+        return error.code
+
+
+def complete(url, prompt=PROMPT, max_tokens=3):
+    return call(f"{url}/v1/completions", {"model": "mock-model", "prompt": prompt, "max_tokens": max_tokens})
+
+
+@pytest.fixture
+def served():
+    servers = []
+
+    def serve(backend="trtllm", **sizes):
+        kv = RouterHarness(EngineProfile(**{"block_size": 4, "num_blocks": 64, **sizes}), backend=backend)
+        servers.append(KvServer(kv, "trtllm-1.2"))
+        return servers[-1]
+
+    yield serve
+    for server in servers:
+        server.close()
+
+
+def test_events_come_once_in_the_json_form(served):
+    url = served().url()
+    answer = complete(url)
+    assert 0 == answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    created, stored, partial = call(f"{url}/kv_cache_events", {})
+    assert {
+        "event_id": 0,
+        "data": {"type": "created", "num_blocks_per_cache_level": [64, 0]},
+        "window_size": 256,
+    } == created
+    assert (1, "stored", None) == (stored["event_id"], stored["data"]["type"], stored["data"]["parent_hash"])
+    first = stored["data"]["blocks"][0]
+    assert {
+        "type": "stored_block",
+        "block_hash": 924206229973855,
+        "tokens": [{"type": "unique_token", "token_id": token, "token_extra_id": 0} for token in (1, 2, 3, 4)],
+        "cache_level": 0,
+        "priority": 35,
+    } == first
+    assert 2728178455351807326 == stored["data"]["blocks"][1]["block_hash"] == partial["data"]["parent_hash"]
+    assert [9, 10] == [token["token_id"] for token in partial["data"]["blocks"][0]["tokens"]][:2]
+    assert [] == call(f"{url}/kv_cache_events", {})
+
+
+def test_reuse_of_a_part_of_a_block_is_reported(served):
+    url = served().url()
+    complete(url)
+    assert 9 == complete(url)["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_it_says_how_its_blocks_are_named_and_has_no_more_paths(served):
+    url = served().url()
+    assert {"tokens_per_block": 4, "kv_cache_hash_algo": "v1_block_key"} == call(f"{url}/server_info")
+    assert call(f"{url}/health") is None
+    for path in ("/metrics", "/v1/models", "/version", "/tokenize"):
+        assert 404 == call(f"{url}{path}")
+    chat = {"model": "mock-model", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+    assert 2 == call(f"{url}/v1/chat/completions", chat)["usage"]["completion_tokens"]
+
+
+def test_a_full_buffer_keeps_the_newest_and_a_gap_of_ids_tells(served):
+    server = served(BACKENDS["trtllm"].variant("small_buffer", event_buffer=2))
+    for first in (0, 100, 200):
+        complete(server.url(), [*range(first, first + 10)])
+    left = call(f"{server.url()}/kv_cache_events", {})
+    assert [5, 6] == [event["event_id"] for event in left]
+
+
+def test_ranks_are_answered_by_the_first_with_their_numbers(served):
+    url = served(dp_size=2).url()
+    complete(url)
+    complete(url)
+    assert {0, 1} >= {event["attention_dp_rank"] for event in call(f"{url}/kv_cache_events", {})}
+
+
+def test_faults_of_a_wire_are_refused(served):
+    server = served()
+    with pytest.raises(
+        ValueError, match=r"^fault 'lose' is of events that are sent over ZMQ; this engine's are polled$"
+    ):
+        server.fault(0, "lose")
+    assert [] == server.faults_left == server.replays
+
+
+def test_a_recorder_takes_the_place_of_the_router(served, tmp_path):
+    url = served().url()
+    for first in (0, 100, 0, 3):
+        complete(url, [*range(first, first + 30)])
+    recorded = record(url, tmp_path / "trtllm.jsonl", dialect="trtllm-1.2", batches=1)
+    assert ([], []) == (recorded.unreadable, recorded.errors)
+    assert {"created", "stored"} == {
+        "created" if event.kind == "cleared" else event.kind for event in (each.event.data for each in recorded.log)
+    } - {"removed"}
+    assert [] == call(f"{url}/kv_cache_events", {})
+    checked = check_file(tmp_path / "trtllm.jsonl")
+    assert (recorded.log.total, []) == (checked.log.total, checked.log.errors)
+
+
+def test_what_cannot_be_recorded_is_said(tmp_path):
+    with pytest.raises(ValueError, match="an engine whose events are polled is at http://HOST:PORT, got 'tcp://x:1'"):
+        record("tcp://x:1", tmp_path / "a", dialect="trtllm-1.2", batches=1)
+    with pytest.raises(ValueError, match="replay and topic are of events over ZMQ"):
+        record("http://x:1", tmp_path / "a", dialect="trtllm-1.2", topic="kv")
+    silent = record("http://127.0.0.1:9", tmp_path / "b", dialect="trtllm-1.2", seconds=0.01)
+    assert silent.silence.startswith("nothing was received: no answer from http://127.0.0.1:9/kv_cache_events")

@@ -1,0 +1,182 @@
+"""Routers that notice a restart which nobody announced, by event ids that begin anew, and routers that do not: both are right."""
+
+from random import Random
+
+import pytest
+from contract_runs import failure_of
+from depth import few, seeds
+
+from pytest_kvmock import RouterHarness
+from pytest_kvmock.backends import BACKENDS, EngineProfile
+from pytest_kvmock.fleet import Fleet, MockEngine, MockEngineArgs
+from pytest_kvmock.router import RoundRobin
+from pytest_kvmock.testing import RightRouter, RouterContract
+from pytest_kvmock.traces import synthetic_trace
+
+SCENE = "test_it_lives_through_a_silent_restart"
+BACKENDS_ = ["lineage", "vllm", "sglang", "mocker_sglang_1_6", "hash_cache"]
+
+
+class Capped(RightRouter):
+    """Sends no more than so many requests to a worker at once."""
+
+    cap = 1000
+
+    def choices(self, candidates):
+        return [each for each in super().choices(candidates) if self.book.loads[each].requests < self.cap]
+
+    def pick(self, request, candidates):
+        return super().pick(request, candidates) if self.choices(candidates) else None
+
+
+class Noticing(Capped):
+    """Drops what it took a rank to hold as its event ids begin anew."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.last = {}
+
+    def apply(self, event):
+        key = event.worker_id, event.event.dp_rank
+        if event.event.event_id <= self.last.get(key, -1):
+            self.began_anew(key)
+        self.last[key] = event.event.event_id
+        super().apply(event)
+
+    def began_anew(self, key):
+        self.index.remove_worker_dp_rank(*key)
+
+    def worker_removed(self, worker):
+        super().worker_removed(worker)
+        self.last = {key: last for key, last in self.last.items() if worker not in (key, key[0])}
+
+
+class DropsTooMuch(Noticing):
+    """Drops all workers."""
+
+    def began_anew(self, key):
+        for worker in self.workers():
+            self.index.remove_worker(worker)
+
+
+class DropsLater(Noticing):
+    """Drops what came since, too: ten events late."""
+
+    count = 0
+
+    def began_anew(self, key):
+        self.count = 10
+
+    def apply(self, event):
+        super().apply(event)
+        if self.count and event.worker_id == 1:
+            self.count -= 1
+            if not self.count:
+                self.index.remove_worker(1)
+
+
+class Declared(Noticing):
+    survives = ("restart",)
+
+
+class OnlyDeclared(RightRouter):
+    survives = ("restart",)
+
+
+def contract(kind, backend=None, cap=1000, **traits):
+    copies = backend is not None and BACKENDS[backend].residency == "counted"
+
+    def make_router(self, workers):
+        router = kind(workers, copies=copies)
+        router.cap = cap
+        return router
+
+    return type("OfRouter", (RouterContract,), {"backend": backend, "make_router": make_router, **traits})
+
+
+@pytest.mark.parametrize("cap", [1000, 4, 3, 2])
+@pytest.mark.parametrize("backend", BACKENDS_)
+@pytest.mark.parametrize("kind", [Capped, Noticing, Declared])
+def test_a_router_that_notices_it_is_right_and_one_that_does_not(kind, backend, cap):
+    assert failure_of(contract(kind, backend, cap), SCENE) is None
+
+
+@pytest.mark.parametrize("kind", [DropsTooMuch, DropsLater])
+def test_who_drops_something_else_is_wrong(kind):
+    failure = failure_of(contract(kind), SCENE)
+    assert "overlap_drift" in failure
+    assert "by the reference index of the same events" in failure
+
+
+def test_who_declares_that_it_notices_must():
+    text = "as it dropped what it held before event 0 at "
+    assert failure_of(contract(Declared), SCENE) is None
+    assert failure_of(contract(Noticing, survives=("restart",)), SCENE) is None
+    for failing in (contract(OnlyDeclared), contract(RightRouter, survives=("restart",))):
+        failure = failure_of(failing, SCENE)
+        assert "unannounced restarts of worker 1 at 150 and 1500 ms: overlap_drift" in failure
+        assert text in failure
+        assert ", which began its ids anew" in failure
+
+
+@pytest.mark.parametrize("survives", ["restart", ("double",), 3])
+def test_what_it_survives_is_a_restart(survives):
+    text = f"survives must be ('restart',) or (), got {survives!r}"
+    assert text in failure_of(contract(RightRouter, survives=survives), SCENE)
+    router = type("Router", (RoundRobin,), {"survives": survives})()
+    with pytest.raises(TypeError, match="Router: survives must be"):
+        Fleet([MockEngine(MockEngineArgs())], router)
+
+
+# ------------------------------------------------------------------------------------------------- any fleet
+
+
+def trace(seed):
+    return list(
+        synthetic_trace(
+            60, seed=seed, block_size=4, groups=4, prefix_blocks=(2, 6), input_tokens=(1, 30), output_tokens=(1, 12),
+            interval_ms=8, turns=(1, 3), delay_ms=(5, 60),
+        )
+    )  # fmt: skip
+
+
+KINDS = [Capped, Noticing, Declared]
+
+
+def happen(fleet, rng, workers):
+    """Restarts without a word and with one, of any worker, and one that is lost."""
+    for _ in range(rng.randint(1, 4)):
+        fleet.at(rng.uniform(1, 400)).restart(rng.randrange(workers), announced=rng.random() < 0.2)
+    if rng.random() < 0.3:
+        fleet.at(410).crash(rng.randrange(workers), notice_ms=20)
+
+
+@pytest.mark.parametrize("seed", seeds(60))
+@pytest.mark.parametrize("kind", KINDS)
+def test_over_bare_engines_each_is_right_in_every_run(kind, seed):
+    rng = Random(seed)
+    backend, ranks = rng.choice(BACKENDS_), rng.choice([1, 1, 2])
+    engine_type = BACKENDS[backend].scheduler
+    args = MockEngineArgs(engine_type=engine_type, num_gpu_blocks=rng.choice([64, 200]), block_size=4, dp_size=ranks)
+    names = [(worker, rank) for worker in range(3) for rank in range(ranks)] if ranks > 1 else list(range(3))
+    router = kind(names, copies=BACKENDS[backend].residency == "counted")
+    router.cap = rng.choice([1000, 3])
+    delay = rng.choice([0, 0, 15])
+    fleet = Fleet([MockEngine(args, backend=backend) for _ in names], router, event_delay_ms=delay)
+    for run in range(2):
+        if len(fleet.engines) == 3 * ranks:
+            happen(fleet, rng, 3)
+        report = fleet.run(trace(seed + run))
+        assert () == report.beliefs
+        assert len(report.completed) == report.arrived
+
+
+@pytest.mark.parametrize("backend", few(BACKENDS_, 3))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", seeds(6))
+def test_with_a_verdict_each_is_right_too(kind, backend, seed):
+    harness = RouterHarness(EngineProfile(block_size=4, num_blocks=200, workers=3), backend)
+    fleet = harness.fleet(kind(range(3), copies=BACKENDS[backend].residency == "counted"))
+    fleet.at(Random(seed).uniform(50, 200)).restart(1, announced=False)
+    assert () == fleet.run(trace(seed)).beliefs
+    assert all(problem.fault is not None for problem in harness.judge().errors)

@@ -1,0 +1,207 @@
+"""A wrong router process fails the contract of processes, each in the test that is about its mistake, in a line that says what is wrong."""
+
+import pytest
+from contract_runs import names_of_tests
+from depth import few
+from process_runs import of_bug, outcome_of
+from wrong_router import BUGS
+
+from pytest_kvmock.testing import ProcessContract
+
+FOUND = {
+    "hears_one_worker": ("it_hears_every_worker", "has served a prompt: worker "),
+    "subscribes_to_one_worker": (
+        "it_hears_every_worker",
+        "it does not subscribe to the events of its engines: rank 0 at ",
+    ),
+    "joins_without_a_replay": (
+        "it_asks_for_what_was_before_it_came",
+        "before the process came, and can replay it: worker ",
+    ),
+    "ignores_gaps": (
+        "batches_out_of_order_are_put_in_order",
+        "came in reverse order: worker 1 rank 0: the router knows ",
+    ),
+    "drops_what_is_late": ("it_asks_for_a_lost_batch", "was lost on its way, and it can replay it: worker 1 "),
+    "takes_a_double_for_a_restart": (
+        "a_batch_that_comes_twice_changes_nothing",
+        "of what was stored before it: worker 1 ",
+    ),
+    "applies_doubles": (
+        "a_batch_that_comes_twice_changes_nothing",
+        "and then the blocks of it were evicted: worker 1 ",
+    ),
+    "dies_of_a_corrupt_batch": ("a_corrupt_batch_does_not_stop_it", "was corrupt, and it can replay it as it was"),
+    "skips_a_corrupt_batch": (
+        "a_corrupt_batch_does_not_stop_it",
+        "was corrupt, and it can replay it as it was: worker 1 ",
+    ),
+    "refuses_unknown_fields": (
+        "a_field_of_a_later_release_does_not_stop_it",
+        "a field that their dialect does not have",
+    ),
+    "keeps_what_a_restart_has_lost": (
+        "a_restart_empties_a_worker",
+        "worker 1 has restarted, of what it held before: worker 1",
+    ),
+    "drops_what_comes_after_a_restart": (
+        "a_restart_empties_a_worker",
+        "has restarted, of what it has served since: worker 1",
+    ),
+    "ignores_cleared": (
+        "a_cleared_cache_is_empty",
+        "the cache of worker 1 was cleared, of what it held before: worker 1",
+    ),
+    "ignores_removed": (
+        "what_is_evicted_is_forgotten",
+        "the blocks of worker 1 were evicted, of what it held before: worker 1",
+    ),
+    "counts_no_copies": (
+        "a_block_is_held_until_its_last_copy_goes",
+        "has evicted one copy: worker 0 rank 0: the router knows 3",
+    ),
+    "keeps_what_left_the_host": (
+        "what_leaves_the_host_does_not_leave_the_device",
+        "and before that from its host: worker 0 rank",
+    ),
+    "hears_removed_of_the_host": (
+        "what_leaves_the_host_does_not_leave_the_device",
+        "which its host had and evicted: worker 0",
+    ),
+    "takes_every_group_for_attention": ("it_reads_a_hybrid_model", "worker 0 serves gpt-oss"),
+    "removes_of_any_group": (
+        "it_reads_a_hybrid_model",
+        "worker 0 serves gpt-oss, and has evicted some of its windows: worker 0",
+    ),
+    "dies_of_a_stored_without_hashes": ("it_reads_a_hybrid_model", "worker 0 serves gpt-oss"),
+    "hears_one_rank": (
+        "it_hears_every_rank",
+        "rank 1 of worker 0 has served a prompt: worker 0 rank 1: the router knows 0",
+    ),
+    "mixes_ranks": (
+        "it_hears_every_rank",
+        "has served a prompt: worker 0 rank 0: the router knows 6 blocks, 0 are held",
+    ),
+    "shares_blocks_between_salts": (
+        "a_salt_and_an_adapter_make_other_prompts",
+        "with a cache_salt of their own: worker ",
+    ),
+    "shares_blocks_between_adapters": (
+        "a_salt_and_an_adapter_make_other_prompts",
+        "with a lora_name of their own: worker ",
+    ),
+    "gives_up_where_a_worker_is_down": (
+        "it_lives_without_a_worker",
+        "is down, and refuses connections: the client got 502",
+    ),
+    "waits_for_a_worker_that_is_down": (
+        "it_lives_without_a_worker",
+        "is down, and refuses connections: the client got no answer",
+    ),
+    "never_uses_a_worker_again": (
+        "it_uses_a_worker_that_is_back",
+        "worker 1 refused connections, and takes them again: of ",
+    ),
+    "does_not_use_who_is_new": (
+        "it_uses_a_worker_at_its_new_address",
+        "worker 2 has come in its place: it does not subscribe",
+    ),
+    "does_not_hear_who_is_new": (
+        "it_uses_a_worker_at_its_new_address",
+        "worker 2 has come in its place: it does not subscribe",
+    ),
+    "buffers_streams": (
+        "a_stream_passes_token_by_token",
+        "of which 2 are made and the others held back: 0 chunks came",
+    ),
+    "changes_what_was_generated": ("an_answer_is_the_engines", "a completion: it answers "),
+    "answers_200_for_a_refusal": ("a_refusal_of_a_request_passes_through", "answered 400, and the client got 200 "),
+    "answers_200_for_a_limit": ("a_limit_of_requests_passes_through", "answered 429, and the client got 200 "),
+    "answers_200_for_an_error": ("an_error_of_an_engine_passes_through", "answered 500, and the client got 200 "),
+    "answers_502_for_a_refusal": ("a_refusal_of_a_request_passes_through", "answered 400, and the client got 502 "),
+    "drops_the_headers_of_an_answer": (
+        "a_limit_of_requests_passes_through",
+        "with Retry-After: 7, and the client got None",
+    ),
+    "says_errors_in_its_own_words": (
+        "an_error_of_an_engine_passes_through",
+        'engines answer 500, and the client got b\'{"error": ',
+    ),
+    "ends_a_stream_that_was_cut": ("a_stream_that_is_cut_is_not_finished", "got the end of an answer, and no error"),
+    "finishes_a_stream_that_was_cut": ("a_stream_that_is_cut_is_not_finished", "was told that it is finished ([DONE])"),
+    "begins_a_stream_again": (
+        "a_stream_that_is_cut_is_not_finished",
+        "3 engines were asked and 10 chunks came; expected 1 and 2",
+    ),
+    "answers_200_where_nobody_answered": (
+        "an_answer_that_never_came_is_no_success",
+        "no engine answered, and the client got 200",
+    ),
+    "goes_on_without_its_client": (
+        "a_client_that_goes_away_is_noticed",
+        "went away, and its request goes on in the engine: 1 ",
+    ),
+    "asks_another_one_where_its_client_went": (
+        "a_client_that_goes_away_is_noticed",
+        "went away, and it was sent on again",
+    ),
+    "counts_those_whose_client_went": (
+        "a_client_that_goes_away_is_noticed",
+        "after everything it counts 2 requests as open",
+    ),
+    "counts_those_that_were_refused": (
+        "a_limit_of_requests_passes_through",
+        "after everything it counts 2 requests as open",
+    ),
+    "counts_those_that_were_cut": (
+        "a_stream_that_is_cut_is_not_finished",
+        "after everything it counts 1 requests as open",
+    ),
+    "drops_the_salt": (
+        "what_a_client_sends_reaches_the_engine",
+        "cache_salt came to an engine as None; 'tenant-a' was sent",
+    ),
+    "drops_the_adapter": (
+        "what_a_client_sends_reaches_the_engine",
+        "model came to an engine as 'mock-model'; 'tenant-lora' was",
+    ),
+    "drops_images": ("what_a_client_sends_reaches_the_engine", "/v1/chat/completions: messages came to an engine as "),
+    "drops_what_it_does_not_know": (
+        "what_a_client_sends_reaches_the_engine",
+        "user came to an engine as None; 'kvmock' was sent",
+    ),
+    "drops_headers": (
+        "what_a_client_sends_reaches_the_engine",
+        "header X-Request-Id came to an engine as None; 'kvmock-1' was",
+    ),
+    "takes_the_first_of_equals": ("an_idle_fleet_is_shared", "worker 1 got none of 16 (worker 0: 16, worker 1: 0)"),
+    "goes_in_turn": ("a_prompt_goes_where_it_is", "held 8 blocks was sent to worker "),
+    "goes_where_least_is": ("a_prompt_goes_where_it_is", "held 8 blocks was sent to worker "),
+    "counts_no_open_requests": ("open_requests_count", "got 3; expected more than half"),
+    "ignores_sigterm": ("it_ends_cleanly_while_requests_are_open", "and runs still 2 s later"),
+    "ends_with_an_error": ("it_ends_cleanly_while_requests_are_open", "exit code 1; expected 0, or that of SIGTERM"),
+    "never_ends_while_requests_are_open": ("it_ends_cleanly_while_requests_are_open", "and runs still 2 s later"),
+}
+"""Of each mistake the test that is about it, and what that says."""
+
+LEAKS = ("counts_those_whose_client_went", "counts_those_that_were_refused", "counts_those_that_were_cut")
+
+
+def test_every_mistake_has_its_test_and_every_test_its_mistake():
+    assert FOUND.keys() == BUGS.keys()
+    assert {f"test_{name}" for name, _ in FOUND.values()} | {"test_what_ended_badly_is_no_load"} == {
+        *names_of_tests(ProcessContract)
+    }
+
+
+@pytest.mark.parametrize("bug", few(FOUND, 20))
+def test_a_wrong_process_fails_the_test_of_its_mistake(bug):
+    name, text = FOUND[bug]
+    assert text in outcome_of(of_bug(bug), f"test_{name}")
+
+
+@pytest.mark.parametrize("bug", LEAKS)
+def test_load_that_leaks_shows_where_requests_go(bug):
+    silent = of_bug(bug, tells_open=False)
+    text = "ended badly, and nothing is open: of 16 prompts that nobody holds it got none"
+    assert text in outcome_of(silent, "test_what_ended_badly_is_no_load")

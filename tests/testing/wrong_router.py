@@ -1,0 +1,765 @@
+"""The plain router of the examples with one mistake, as a process: python wrong_router.py BUG 16 URL=EVENTS+REPLAY...
+
+Each mistake is a function here that changes the router; its docstring says what is wrong.
+"""
+
+import asyncio
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "router_process"))
+
+import plain_router
+from aiohttp import ClientConnectionError, ClientError, web
+from plain_router import Cache, Rank, Router, Worker, kept
+
+BUGS = {}
+
+
+def bug(change):
+    BUGS[change.__name__] = change
+    return change
+
+
+# ------------------------------------------------------------------------------------------------------------- events
+
+
+@bug
+def hears_one_worker():
+    """The events of others are read and thrown away."""
+    receive = Rank.receive
+    first = []
+
+    async def deaf(self, number, payload):
+        first.append(self) if not first else None
+        if self is first[0]:
+            await receive(self, number, payload)
+
+    Rank.receive = deaf
+
+
+@bug
+def subscribes_to_one_worker():
+    """Only the first worker is followed."""
+    use = Router.use
+
+    def first_alone(self, sources):
+        use(self, sources)
+        for source in sources[1:]:
+            for task in self.following[source]:
+                task.cancel()
+
+    Router.use = first_alone
+
+
+@bug
+def joins_without_a_replay():
+    """What was published before is not asked for."""
+    follow, replay = Rank.follow, Rank.replay
+
+    async def none(self):
+        self.replay = partial(replay, self)
+
+    async def late(self):
+        self.replay = partial(none, self)
+        await follow(self)
+
+    Rank.follow = late
+
+
+@bug
+def ignores_gaps():
+    """What is missing is not asked for, and comes too late for what continues it."""
+
+    async def receive(self, number, payload):
+        self.apply(number, self.decoded(payload))
+
+    Rank.receive = receive
+
+
+@bug
+def drops_what_is_late():
+    """A number that is passed over is lost for good."""
+
+    async def receive(self, number, payload):
+        if number >= self.next:
+            self.apply(number, self.decoded(payload))
+
+    Rank.receive = receive
+
+
+@bug
+def takes_a_double_for_a_restart():
+    """A number that was there already empties the worker, whatever its time."""
+    receive = Rank.receive
+
+    async def forgets(self, number, payload):
+        if number < self.next:
+            self.cache.clear()
+            self.apply(number, self.decoded(payload))
+        else:
+            await receive(self, number, payload)
+
+    Rank.receive = forgets
+
+
+@bug
+def applies_doubles():
+    """A batch that comes twice is applied twice."""
+    receive = Rank.receive
+
+    async def twice(self, number, payload):
+        batch = self.decoded(payload)
+        if batch is not None and number < self.next and batch[0] <= self.time:
+            for event in batch[1]:
+                self.cache.apply(event)
+        else:
+            await receive(self, number, payload)
+
+    Rank.receive = twice
+
+
+@bug
+def dies_of_a_corrupt_batch():
+    """What follows the events ends."""
+
+    def decoded(self, payload):
+        return plain_router.msgspec.msgpack.decode(payload)
+
+    Rank.decoded = decoded
+
+
+@bug
+def skips_a_corrupt_batch():
+    """It is not asked for again."""
+    receive = Rank.receive
+
+    async def skips(self, number, payload):
+        if self.decoded(payload) is None:
+            self.next = number + 1
+        else:
+            await receive(self, number, payload)
+
+    Rank.receive = skips
+
+
+@bug
+def refuses_unknown_fields():
+    """What follows the events ends with the first field that is not known."""
+    apply = Cache.apply
+
+    def strict(self, event):
+        if "kvmock_field" in event:
+            raise ValueError("unknown field")
+        apply(self, event)
+
+    Cache.apply = strict
+
+
+@bug
+def keeps_what_a_restart_has_lost():
+    """Numbers begin anew, and what was held before is held still."""
+    receive = Rank.receive
+
+    async def keeps(self, number, payload):
+        batch = self.decoded(payload)
+        if batch is not None and number < self.next and batch[0] > self.time:
+            self.next = number
+        await receive(self, number, payload)
+
+    Rank.receive = keeps
+
+
+@bug
+def drops_what_comes_after_a_restart():
+    """Numbers begin anew, and all batches are taken for old ones."""
+    receive = Rank.receive
+
+    async def drops(self, number, payload):
+        if number >= self.next:
+            await receive(self, number, payload)
+
+    Rank.receive = drops
+
+
+def without_event(kind):
+    apply = Cache.apply
+
+    def ignores(self, event):
+        if event["type"] != kind:
+            apply(self, event)
+
+    Cache.apply = ignores
+
+
+@bug
+def ignores_cleared():
+    """A Cleared changes nothing."""
+    without_event("AllBlocksCleared")
+
+
+@bug
+def ignores_removed():
+    """A Removed changes nothing."""
+    without_event("BlockRemoved")
+
+
+@bug
+def counts_no_copies():
+    """The first Removed of a block that is held twice is taken for both."""
+    remove = Cache.remove
+
+    def at_once(self, blocks):
+        for block in blocks:
+            if block in self.prefixes:
+                self.copies[self.prefixes[block]] = 1
+        remove(self, blocks)
+
+    Cache.remove = at_once
+
+
+@bug
+def keeps_what_left_the_host():
+    """What is stored in the host counts as if it were in the device, and what leaves it is not heard."""
+    apply = Cache.apply
+
+    def both(self, event):
+        if event["type"] == "BlockStored":
+            event = {**event, "medium": "GPU"}
+        apply(self, event)
+
+    Cache.apply = both
+
+
+@bug
+def hears_removed_of_the_host():
+    """A Removed of the host is taken for one of the device."""
+    apply = Cache.apply
+
+    def mixed(self, event):
+        apply(self, {**event, "medium": "GPU"} if event["type"] == "BlockRemoved" else event)
+
+    Cache.apply = mixed
+
+
+@bug
+def takes_every_group_for_attention():
+    """A Stored of a window is read as if its hashes were those of all its tokens."""
+    plain_router.ATTENTION = (None, "full_attention", "mla_attention", "sliding_window")
+
+
+@bug
+def removes_of_any_group():
+    """A Removed of a window takes the block from the attention, too."""
+    apply = Cache.apply
+
+    def any_group(self, event):
+        if event["type"] == "BlockRemoved" and event.get("medium") in plain_router.DEVICE:
+            self.remove(event["block_hashes"])
+        else:
+            apply(self, event)
+
+    Cache.apply = any_group
+
+
+@bug
+def dies_of_a_stored_without_hashes():
+    """What follows the events ends, as a window that kept nothing has none."""
+    apply = Cache.apply
+
+    def strict(self, event):
+        if event["type"] == "BlockStored":
+            event["block_hashes"][0]
+        apply(self, event)
+
+    Cache.apply = strict
+
+
+@bug
+def hears_one_rank():
+    """The events of other ranks than the first are not applied."""
+    init = Worker.__init__
+
+    def first(self, *given):
+        init(self, *given)
+        for rank in self.ranks[1:]:
+            rank.apply = lambda number, batch: None
+
+    Worker.__init__ = first
+
+
+@bug
+def mixes_ranks():
+    """All ranks of a worker are one cache."""
+    init = Worker.__init__
+
+    def one_cache(self, *given):
+        init(self, *given)
+        for rank in self.ranks:
+            rank.cache = self.ranks[0].cache
+
+    Worker.__init__ = one_cache
+
+
+@bug
+def shares_blocks_between_salts():
+    """A salt makes no difference."""
+    asked = Router.asked
+    Router.asked = lambda self, body: asked(self, {**body, "cache_salt": None})
+    Cache.root = lambda self, event: hash((event["lora_name"], None))
+
+
+@bug
+def shares_blocks_between_adapters():
+    """An adapter makes no difference."""
+    asked = Router.asked
+    root = Cache.root
+    Router.asked = lambda self, body: asked(self, {**body, "model": "mock-model"})
+    Cache.root = lambda self, event: root(
+        self,
+        {
+            **event,
+            "lora_name": None,
+            "extra_keys": [[key for key in each or () if key != event["lora_name"]] for each in event["extra_keys"]],
+        },
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ workers
+
+
+def where_nobody_answers(act):
+    """Act where a worker cannot be reached."""
+    send = Router.send
+
+    async def sends(self, request, worker, *given):
+        try:
+            return await send(self, request, worker, *given)
+        except ClientConnectionError:
+            return await act(self, request, worker, *given)
+
+    Router.send = sends
+
+
+@bug
+def gives_up_where_a_worker_is_down():
+    """A connection that is refused is told to the client, and no other worker is asked."""
+
+    async def gives_up(*_):
+        raise web.HTTPBadGateway
+
+    where_nobody_answers(gives_up)
+
+
+@bug
+def waits_for_a_worker_that_is_down():
+    """A connection that is refused is tried again, and the client waits."""
+
+    async def again(self, *given):
+        await asyncio.sleep(0.05)
+        return await self.send(*given)
+
+    where_nobody_answers(again)
+
+
+@bug
+def never_uses_a_worker_again():
+    """A worker that refused a connection once gets nothing more."""
+    pick = Router.pick
+    gone = []
+
+    async def notes(self, request, worker, *_):
+        gone.append(worker)
+        raise ClientConnectionError
+
+    where_nobody_answers(notes)
+    Router.pick = lambda self, root, tokens, tried: pick(self, root, tokens, [*tried, *gone])
+
+
+@bug
+def does_not_use_who_is_new():
+    """What it is told of new workers is forgotten."""
+
+    async def use_workers(self, request):
+        return web.json_response(len(self.workers))
+
+    Router.use_workers = use_workers
+
+
+@bug
+def does_not_hear_who_is_new():
+    """A worker that is new is used, and its events are not heard."""
+    use = Router.use
+
+    def deaf(self, sources):
+        known = set(self.workers)
+        use(self, sources)
+        for source in sources if known else ():
+            if source not in known:
+                for task in self.following[source]:
+                    task.cancel()
+
+    Router.use = deaf
+
+
+# ----------------------------------------------------------------------------------------------------- what it passes on
+
+
+def changing(change):
+    """Have `change` read an upstream answer, and return what the client gets."""
+    Router.passed_on = change
+
+
+async def send(request, status, parts, headers=()):
+    answer = web.StreamResponse(status=status, headers=dict(headers))
+    await answer.prepare(request)
+    async for part in parts:
+        await answer.write(part)
+    return answer
+
+
+@bug
+def buffers_streams():
+    """An answer is read to its end before anything of it is sent."""
+
+    async def whole(self, request, upstream):
+        try:
+            body = await upstream.read()
+        except ClientError:
+            self.cut(request)
+            body = b""
+        return web.Response(status=upstream.status, headers=kept(upstream.headers), body=body)
+
+    changing(whole)
+
+
+@bug
+def changes_what_was_generated():
+    """Letters of an answer are changed."""
+
+    async def loud(self, request, upstream):
+        async def parts():
+            async for part in upstream.content.iter_any():
+                yield part.replace(b'"text":"', b'"text":" ')
+
+        return await send(request, upstream.status, parts(), kept(upstream.headers))
+
+    changing(loud)
+
+
+def with_status(change):
+    async def answer(self, request, upstream):
+        return await send(request, change(upstream.status), upstream.content.iter_any(), kept(upstream.headers))
+
+    changing(answer)
+
+
+@bug
+def answers_200_for_a_refusal():
+    """Whatever a worker refuses, the client is told 200."""
+    with_status(lambda status: 200 if 400 <= status < 500 else status)
+
+
+@bug
+def answers_200_for_a_limit():
+    """A 429 is told as 200."""
+    with_status(lambda status: 200 if status == 429 else status)
+
+
+@bug
+def answers_200_for_an_error():
+    """A 500 is told as 200."""
+    with_status(lambda status: 200 if status >= 500 else status)
+
+
+@bug
+def answers_502_for_a_refusal():
+    """A 400 is told as an error of the router."""
+    with_status(lambda status: 502 if status == 400 else status)
+
+
+@bug
+def drops_the_headers_of_an_answer():
+    """Retry-After does not come to the client."""
+
+    async def bare(self, request, upstream):
+        headers = {"Content-Type": upstream.headers["Content-Type"]}
+        return await send(request, upstream.status, upstream.content.iter_any(), headers)
+
+    changing(bare)
+
+
+@bug
+def says_errors_in_its_own_words():
+    """The status of an error is kept, and what it says is lost."""
+    passed_on = Router.passed_on
+
+    async def own(self, request, upstream):
+        if upstream.status >= 400:
+            return web.json_response({"error": "upstream failed"}, status=upstream.status)
+        return await passed_on(self, request, upstream)
+
+    changing(own)
+
+
+@bug
+def ends_a_stream_that_was_cut():
+    """A stream whose worker died ends as if that were all."""
+    Router.cut = lambda self, request: None
+
+
+@bug
+def finishes_a_stream_that_was_cut():
+    """A stream whose worker died gets the end that a whole one has."""
+
+    async def done(self, request, upstream):
+        async def parts():
+            try:
+                async for part in upstream.content.iter_any():
+                    yield part
+            except ClientError:
+                yield b"data: [DONE]\n\n"
+
+        return await send(request, upstream.status, parts(), kept(upstream.headers))
+
+    changing(done)
+
+
+@bug
+def begins_a_stream_again():
+    """A stream whose worker died is asked for again, and its chunks are sent behind those that were there."""
+
+    async def again(self, request, upstream):
+        async def parts():
+            answer, headers = upstream, {"Content-Type": "application/json"}
+            while True:
+                try:
+                    async for part in answer.content.iter_any():
+                        yield part
+                except ClientError:
+                    other = next(each for each in self.workers.values() if not str(answer.url).startswith(each.url))
+                    answer = await self.send(request, other, headers, await request.read())
+                else:
+                    return
+
+        return await send(request, upstream.status, parts(), kept(upstream.headers))
+
+    changing(again)
+
+
+@bug
+def answers_200_where_nobody_answered():
+    """A worker that dies before it answers is told as an empty success."""
+
+    async def empty(*_):
+        raise web.HTTPOk(text='{"choices": []}')
+
+    where_nobody_answers(empty)
+
+
+@bug
+def asks_another_one_where_its_client_went():
+    """A client that goes away is taken for a worker that is down."""
+    complete = Router.complete
+
+    async def again(self, request):
+        try:
+            return await complete(self, request)
+        except asyncio.CancelledError:
+            other = min(self.workers.values(), key=lambda each: each.picked)
+            task = asyncio.create_task(self.send(request, other, kept(request.headers), await request.read()))
+            task.add_done_callback(lambda done: done.result().close())
+            self.tasks = task
+            raise
+
+    Router.complete = again
+
+
+@bug
+def goes_on_without_its_client():
+    """A client that goes away is not noticed, and its request goes on."""
+    complete = Router.complete
+
+    async def shielded(self, request):
+        return await asyncio.shield(asyncio.ensure_future(complete(self, request)))
+
+    Router.complete = shielded
+
+
+def leaking(is_leak):
+    """Have a request count as open for ever, by how it ended: its status, or what it raised."""
+    passed_on, send = Router.passed_on, Router.send
+
+    async def sends(self, request, worker, *given):
+        request["worker"] = worker
+        try:
+            return await send(self, request, worker, *given)
+        except BaseException as error:
+            worker.open += is_leak(None, error)
+            raise
+
+    async def leaks(self, request, upstream):
+        try:
+            answer = await passed_on(self, request, upstream)
+        except BaseException as error:
+            request["worker"].open += is_leak(None, error)
+            raise
+        was_cut = request.transport is None or request.transport.is_closing()
+        request["worker"].open += is_leak("cut" if was_cut else answer.status, None)
+        return answer
+
+    Router.send, Router.passed_on = sends, leaks
+
+
+@bug
+def counts_those_whose_client_went():
+    """A request whose client went away counts as open for ever."""
+    leaking(lambda status, error: isinstance(error, asyncio.CancelledError))
+
+
+@bug
+def counts_those_that_were_refused():
+    """A request that was answered with an error counts as open for ever."""
+    leaking(lambda status, error: isinstance(status, int) and status >= 400)
+
+
+@bug
+def counts_those_that_were_cut():
+    """A stream whose worker died counts as open for ever."""
+    leaking(lambda status, error: status == "cut")
+
+
+def sending(change):
+    """Change what is sent to a worker: its headers, and its body as an object."""
+    send = Router.send
+
+    async def changed(self, request, worker, headers, data):
+        headers, body = change(headers, json.loads(data))
+        return await send(self, request, worker, headers, json.dumps(body).encode())
+
+    Router.send = changed
+
+
+@bug
+def drops_the_salt():
+    """The salt does not come to the worker."""
+    sending(lambda headers, body: (headers, {name: value for name, value in body.items() if name != "cache_salt"}))
+
+
+@bug
+def drops_the_adapter():
+    """Each request is for the model itself."""
+    sending(lambda headers, body: (headers, {**body, "model": "mock-model"}))
+
+
+@bug
+def drops_images():
+    """Of a chat the texts alone come to the worker."""
+
+    def texts(headers, body):
+        for message in body.get("messages", ()):
+            message["content"] = [each for each in message["content"] if each["type"] == "text"]
+        return headers, body
+
+    sending(texts)
+
+
+@bug
+def drops_what_it_does_not_know():
+    """Of a body the fields that are known alone come to the worker."""
+    known = {"model", "prompt", "messages", "max_tokens", "stream", "cache_salt"}
+    sending(lambda headers, body: (headers, {name: value for name, value in body.items() if name in known}))
+
+
+@bug
+def drops_headers():
+    """Of a request the type of its body alone comes to the worker."""
+    sending(lambda headers, body: ({"Content-Type": "application/json"}, body))
+
+
+# ---------------------------------------------------------------------------------------------------------- where it sends
+
+
+def choosing(key):
+    def pick(self, root, tokens, tried):
+        left = [each for each in self.workers.values() if each not in tried]
+        self.picks += 1
+        worker = min(left, key=lambda each: key(each, root, tokens), default=None)
+        if worker is not None:
+            worker.picked = self.picks
+        return worker
+
+    Router.pick = pick
+
+
+@bug
+def takes_the_first_of_equals():
+    """Of workers that are alike the first gets all."""
+    choosing(lambda worker, root, tokens: (-worker.overlap(root, tokens)[0], worker.open))
+
+
+@bug
+def goes_in_turn():
+    """Who holds a prompt makes no difference."""
+    choosing(lambda worker, root, tokens: worker.picked)
+
+
+@bug
+def goes_where_least_is():
+    """A prompt goes to who holds least of it."""
+    choosing(lambda worker, root, tokens: (worker.overlap(root, tokens)[0], worker.open, worker.picked))
+
+
+@bug
+def counts_no_open_requests():
+    """Open requests make no difference."""
+    choosing(lambda worker, root, tokens: (-worker.overlap(root, tokens)[0], worker.picked))
+
+
+# ------------------------------------------------------------------------------------------------------------------ its end
+
+
+@bug
+def ignores_sigterm():
+    """It runs on."""
+    plain_router.asyncio.Event.set = lambda self: None
+
+
+@bug
+def ends_with_an_error():
+    """It ends, and says that it failed."""
+    main = plain_router.main
+
+    async def fails(*given):
+        await main(*given)
+        sys.exit(1)
+
+    plain_router.main = fails
+
+
+@bug
+def never_ends_while_requests_are_open():
+    """It waits for ever for what was open once."""
+    complete = Router.complete
+    cleanup = web.AppRunner.cleanup
+    opened = []
+
+    async def notes(self, request):
+        opened.append(request)
+        return await complete(self, request)
+
+    async def waits(self):
+        if opened:
+            await asyncio.get_running_loop().create_future()
+        await cleanup(self)
+
+    Router.complete = notes
+    web.AppRunner.cleanup = waits
+
+
+if __name__ == "__main__":
+    name, size, *sources = sys.argv[1:]
+    BUGS[name]()
+    asyncio.run(plain_router.main(Router(int(size)), sources))
