@@ -507,11 +507,6 @@ class RouterHarness:
             return await self._lookups.arun("aoverlap", self._lookups.by_tier(prompt))
         return await self._lookups.arun("aoverlap", self._lookups.of_tier(prompt, tier))
 
-    @property
-    def num_taken_for_device(self) -> int:
-        """Blocks on the host that the index under test takes for the device's: it has no `takes_updates`; 0 where it has."""
-        return self._judge.num_taken_for_device
-
     def overlap_for_hashes(self, local_hashes: Iterable[int]) -> Overlap:
         """As `overlap`, for a prompt known by its local hashes."""
         return self.overlap(Prompt(hashes=local_hashes))
@@ -589,7 +584,7 @@ class RouterHarness:
             verdict = self._verdicts.next()
             if self._faults is not None:
                 verdict.unmet.extend(self._faults.unmet())
-            return verdict
+            return verdict._replace(taken_for_device=self._judge.num_taken_for_device)
 
     def is_engines_own(self, warning: Problem) -> bool:
         """Whether a warning is one that a faithful mock engine causes by itself, as `multi_lru` and `hash_cache` do."""

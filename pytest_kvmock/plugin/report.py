@@ -252,8 +252,8 @@ def record_properties(case: Case) -> None:
             "unused_sinks": len(case.harness.publisher.unused_sinks),
         }
         mine += [(f"kvmock.{name}", count) for name, count in sinks.items() if count]
-    if taken := case.harness.num_taken_for_device:
-        mine.append(("kvmock.taken_for_device", taken))
+    if case.taken_for_device:
+        mine.append(("kvmock.taken_for_device", case.taken_for_device))
     properties = case.item.user_properties
     properties[:] = [pair for pair in properties if not pair[0].startswith("kvmock.")] + mine
 
