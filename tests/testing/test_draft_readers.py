@@ -149,7 +149,7 @@ def contract(make, backend):
     return Reads()
 
 
-@pytest.mark.parametrize("backend", ["vllm_mtp", "sglang_eagle", DROP, DEEP], ids=str)
+@pytest.mark.parametrize("backend", ["vllm_mtp", "sglang_eagle", DROP, DEEP], ids=["mtp", "eagle", "drop", "deep"])
 @pytest.mark.parametrize("make", RIGHT.values(), ids=RIGHT)
 def test_a_right_reader_follows_engines_with_a_draft_model(make, backend):
     contract(make, backend).test_it_follows_live_traffic()
