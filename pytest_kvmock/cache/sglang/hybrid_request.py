@@ -53,6 +53,16 @@ class HybridRequest(RadixRequest):
 
     __slots__ = ("branch", "dead", "lock", "short", "slots", "state_branch", "steps", "tracked")
 
+    def append(self, token: int) -> None:
+        """Add one token."""
+        tokens = self.tokens
+        whole = len(tokens.names)
+        tokens.append(token)
+        if len(tokens) == len(tokens.names) * tokens.block_size:
+            self._partial = None
+        elif self._partial is None or len(tokens.names) > whole:  # of pairs, one token is always in no whole page
+            self._open()
+
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.short: tuple[int, tuple[str, ...]] = (0, ())

@@ -160,10 +160,9 @@ class RadixRequest:
 
     def append(self, token: int) -> None:
         """Add one token."""
-        tokens = self.tokens
-        whole = len(tokens.names)
-        tokens.append(token)
-        if len(tokens) == len(tokens.names) * tokens.block_size:
+        self.tokens.append(token)
+        over = len(self.tokens) % self.tokens.block_size
+        if not over:
             self._partial = None
-        elif self._partial is None or len(tokens.names) > whole:  # of pairs, one token is always in no whole page
+        elif over == 1:
             self._open()
