@@ -31,8 +31,8 @@ def router(kv_index, kv_harness):
 def test_the_next_turn_of_a_chat_goes_where_the_last_one_was(router, kv_harness, kv_traits, kv_profile, kv_prompt):
     """However the engine publishes the answer: by the next turn the router knows all whole blocks of it."""
     size = kv_profile.block_size
-    question = kv_prompt(blocks=3)
-    first = router.route(question.block_hashes(size))
+    question = kv_prompt(blocks=3, tail=1)  # with a draft model, a block is named once the next token is there
+    first = router.route(question.block_hashes(size, kv_traits.looks_ahead))
     with kv_harness.worker(first).prefill(question) as request:
         answer = kv_prompt(blocks=2, tail=1).tokens
         request.decode(answer[:size])
@@ -43,20 +43,23 @@ def test_the_next_turn_of_a_chat_goes_where_the_last_one_was(router, kv_harness,
     followup = kv_prompt(blocks=1, after=(*question.tokens, *answer))
     known = kv_harness.overlap(followup)[first]
     assert 5 == known or (kv_traits.promises_more and 5 > known)  # of output whose state is gone, SGLang keeps nothing
-    assert first == router.route(followup.block_hashes(size))
-    reused = kv_harness.worker(first).cached_tokens(followup)
-    assert 5 * size == reused or (kv_traits.promises_more and known * size >= reused)
+    assert first == router.route(followup.block_hashes(size, kv_traits.looks_ahead))
+    reused = kv_harness.worker(first).cached_tokens(followup) // size  # TensorRT-LLM reuses parts of blocks, too
+    assert 5 == reused or (kv_traits.promises_more and known >= reused)
 
 
 @pytest.mark.kvmock(num_blocks=1024)
-def test_a_prompt_asked_again_is_reused_but_for_what_the_engine_recomputes(router, kv_harness, kv_profile, kv_prompt):
+def test_a_prompt_asked_again_is_reused_but_for_what_the_engine_recomputes(
+    router, kv_harness, kv_traits, kv_profile, kv_prompt
+):
     size = kv_profile.block_size
     prompt = kv_prompt(blocks=4)
-    worker = kv_harness.worker(router.route(prompt.block_hashes(size)))
+    worker = kv_harness.worker(router.route(prompt.block_hashes(size, kv_traits.looks_ahead)))
     worker.serve(prompt)
 
-    assert {worker.worker_id: 4} == kv_harness.overlap(prompt)
-    most, reused = (4 - worker.traits.recomputes_last_token) * size, worker.serve(prompt).cached_tokens
+    known = 4 - bool(worker.traits.looks_ahead)  # with a draft model, the name of the last block covers a token to come
+    assert {worker.worker_id: known} == kv_harness.overlap(prompt)
+    most, reused = min(known, 4 - worker.traits.recomputes_last_token), worker.serve(prompt).cached_tokens // size
     assert most == reused or (worker.traits.promises_more and most > reused)
 
 
@@ -67,12 +70,13 @@ def test_a_block_of_which_there_are_copies_is_known_until_the_last_goes(kv_harne
     kv_worker.serve(prompt)
     kv_worker.serve(prompt)
     twice = len(kv_worker.manager.resident()) > 3
-    assert kv_worker.traits.copies == twice
+    looks_ahead = bool(kv_worker.traits.looks_ahead)  # then the last block, which is computed again, has no name yet
+    assert (kv_worker.traits.copies and not looks_ahead) == twice
     while twice and len(set(kv_worker.manager.resident())) < len(kv_worker.manager.resident()):
         kv_worker.serve(kv_prompt(blocks=1))
 
     # What is asked here, the plugin asks after each event: an index that forgets with the first copy has failed by now.
-    assert {0: 3} == kv_harness.overlap(prompt)
+    assert {0: 3 - looks_ahead} == kv_harness.overlap(prompt)
 
 
 class TestTrace:
@@ -86,11 +90,11 @@ class TestTrace:
         num_blocks = caches * (48 if pytestconfig.getoption("kv_trace") is None else 4096)
         return EngineProfile(block_size=MOONCAKE_BLOCK_SIZE, num_blocks=num_blocks)
 
-    def test_a_trace_is_served(self, router, kv_harness, kv_events, kv_trace, kv_backend, capsys):
+    def test_a_trace_is_served(self, router, kv_harness, kv_traits, kv_events, kv_trace, kv_backend, capsys):
         asked = cached = 0
         for request in kv_trace:
             prompt = request.prompt()
-            worker = kv_harness.worker(router.route(prompt.block_hashes(MOONCAKE_BLOCK_SIZE)))
+            worker = kv_harness.worker(router.route(prompt.block_hashes(MOONCAKE_BLOCK_SIZE, kv_traits.looks_ahead)))
             asked += request.input_length
             cached += worker.serve(prompt).cached_tokens
 

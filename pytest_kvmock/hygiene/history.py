@@ -283,12 +283,17 @@ class History:
         """Token ids of a block that was stored; None where they did not come, or not for every block."""
         event = self.events[self._index()[block]]
         ids = self._all_tokens(event)
-        return None if ids is None else tuple(ids[_stored(event).block_hashes.index(block)])
+        row = None if ids is None else ids[_stored(event).block_hashes.index(block)]
+        return None if row is None or self._is_part(row) else tuple(row)
 
     def _all_tokens(self, event: RouterEvent) -> BlockTokens | None:
-        """The token ids of a Stored, one sequence a block; None where they did not come, or not for every block."""
+        """The token ids of a Stored, one sequence a block, of a last one that is partial fewer; None where they did not come, or not for every block."""
         ids = event.token_ids
-        return None if ids is None or sparse(event, _stored(event), self.block_size) is not None else ids
+        return None if ids is None or sparse(event, _stored(event), self.block_size, partial=True) is not None else ids
+
+    def _is_part(self, row: Sequence[int]) -> bool:
+        """Whether a block of these tokens is partial."""
+        return self.block_size is not None and len(row) < self.block_size
 
     # ----------------------------------------------------------------------------------------------- chains
 
@@ -317,7 +322,9 @@ class History:
                     parts = [None] if ids is None else ids[:count]
                 else:
                     parts = list(map(self.tokens, run))
-                if any(part is None for part in parts):  # by identity: a user's own sequences may compare as arrays do
+                if any(
+                    part is None or self._is_part(part) for part in parts
+                ):  # by identity: a user's own sequences may compare as arrays do
                     tokens = None
                 else:
                     tokens += [token for part in parts if part is not None for token in part]
