@@ -1,4 +1,4 @@
-"""How TensorRT-LLM names blocks by default: `v1_block_key`, a chain of 64-bit numbers that are published whole, unsigned."""
+"""How TensorRT-LLM names blocks: `v1_block_key`, a chain of 64-bit numbers, or V2's chain of sha256; numbers are unsigned."""
 
 from __future__ import annotations
 
@@ -120,3 +120,50 @@ class V1Hasher:
         """The hasher of a request with these `PromptKeys`, whose adapter is numbered by its first use; None: it has none."""
         adapter, salt = getattr(keys, "lora_name", None), getattr(keys, "cache_salt", None)
         return cls(None if adapter is None else lora_ids.of(adapter), None if salt is None else salt_number(salt))
+
+
+@dataclass(frozen=True, slots=True)
+class V2Hasher:
+    """Names blocks by `v2_sha256`; a `BlockHasher`. The name of a block is its `v2_sha256_64`: the first 8 bytes, big endian.
+
+    Attributes:
+        adapter: number of the LoRA adapter; None: none.
+        salt: number of the salt; None: none.
+    """
+
+    signed: ClassVar[bool] = False
+
+    adapter: int | None = None
+    salt: int | None = None
+
+    def root(self) -> bytes:
+        """The digest that the first blocks chain to (`reuse_scope_to_bytes`)."""
+        fields = (self.adapter, self.salt)
+        mask = sum((field is not None) << place for place, field in enumerate(fields))
+        return sha256(bytes([mask]) + b"".join(each.to_bytes(8, "little") for each in fields if each is not None)).digest()
+
+    def digests(self, tokens: Sequence[int], block_size: int, position: int, parent: bytes | None) -> list[bytes]:  # noqa: ARG002 - the signature of BlockHasher
+        """Chained digest of each block of these tokens, also of a last one that is not full; see `BlockHasher.digests`."""
+        before, found = self.root() if parent is None else parent, []
+        for start in range(0, len(tokens), block_size):
+            packed = b"".join(token.to_bytes(4, "little") for token in tokens[start : start + block_size])
+            before = sha256(before + packed).digest()
+            found.append(before)
+        return found
+
+    def name(self, digest: bytes) -> int:
+        """The number that stands for a digest."""
+        return int.from_bytes(digest[:8], "big")
+
+    def of_event(self, extra: EventExtra, position: int) -> V2Hasher:
+        """As `BlockHasher.of_event`."""
+        of_event = V1Hasher().of_event(extra, position)
+        return V2Hasher(of_event.adapter, of_event.salt)
+
+
+HASH_ALGOS: Final[dict[str, type[V1Hasher] | type[V2Hasher]]] = {
+    "v1_block_key": V1Hasher,
+    "v2_sha256": V2Hasher,
+    "v2_sha256_64": V2Hasher,
+}
+"""What names blocks by each algorithm of V2."""
