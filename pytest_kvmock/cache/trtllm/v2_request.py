@@ -192,7 +192,7 @@ class V2Request(RequestTokens):
             pools.take([len(places) for places in new])
         except NoRoomError as error:
             self._lock_held(passed)
-            for _, _, page in passed:
+            for _, _, page in reversed(passed):
                 pools.release(page)
             pools.lose(error.waiting)
             return False
@@ -203,7 +203,7 @@ class V2Request(RequestTokens):
                     self._own(block, group)
             self.held.append(block)
         self.capacity, self.history = capacity, history
-        for _, _, page in passed:
+        for _, _, page in reversed(passed):
             pools.release(page)
         return True
 
@@ -233,10 +233,10 @@ class V2Request(RequestTokens):
     def commit(self, upto: int) -> None:
         """Store the full blocks of the first tokens of its prompt, which are computed."""
         self.committed = max(self.committed, upto)
+        if self.history < self.committed:  # what leaves a window is held until its block is stored
+            self.resize(self.capacity, self.committed)
         while self.stores and self._stored < self.committed // self.block_size:
             self._commit_block(self._stored)
-        if self.history < self.committed:
-            self.resize(self.capacity, self.committed)
 
     def stop_storing(self) -> None:
         """Store a last block that is not full, and nothing more."""
