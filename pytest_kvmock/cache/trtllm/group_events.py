@@ -10,7 +10,7 @@ from pytest_kvmock.cache.trtllm.hashes import BlockKey
 from pytest_kvmock.cache.trtllm.iteration_events import Queued, QueuedBlock
 
 if TYPE_CHECKING:
-    from pytest_kvmock.cache.trtllm.prefix_tree import TreeBlock
+    from pytest_kvmock.cache.trtllm.tree_block import TreeBlock
     from pytest_kvmock.prompt_keys import PromptKeys
 
 
@@ -59,9 +59,11 @@ class GroupEvents:
             last.digests.append(block.digest)
             return
         before = None if parent.position < 0 else parent
-        event = Queued(group, "stored", before and before.name, [row], keys=keys, position=block.position)
+        event = Queued(
+            group, "stored", None if before is None else before.name, [row], keys=keys, position=block.position
+        )
         event.digests = [block.digest]
-        event.parent_digest = before and before.digest
+        event.parent_digest = None if before is None else before.digest
         self._add(event)
         self._joinable[group] = event
 

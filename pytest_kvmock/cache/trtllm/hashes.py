@@ -140,7 +140,9 @@ class V2Hasher:
         """The digest that the first blocks chain to (`reuse_scope_to_bytes`)."""
         fields = (self.adapter, self.salt)
         mask = sum((field is not None) << place for place, field in enumerate(fields))
-        return sha256(bytes([mask]) + b"".join(each.to_bytes(8, "little") for each in fields if each is not None)).digest()
+        return sha256(
+            bytes([mask]) + b"".join(each.to_bytes(8, "little") for each in fields if each is not None)
+        ).digest()
 
     def digests(self, tokens: Sequence[int], block_size: int, position: int, parent: bytes | None) -> list[bytes]:  # noqa: ARG002 - the signature of BlockHasher
         """Chained digest of each block of these tokens, also of a last one that is not full; see `BlockHasher.digests`."""
@@ -161,7 +163,7 @@ class V2Hasher:
         return V2Hasher(of_event.adapter, of_event.salt)
 
 
-HASH_ALGOS: Final[dict[str, type[V1Hasher] | type[V2Hasher]]] = {
+HASH_ALGOS: Final[dict[str, type[V1Hasher | V2Hasher]]] = {
     "v1_block_key": V1Hasher,
     "v2_sha256": V2Hasher,
     "v2_sha256_64": V2Hasher,

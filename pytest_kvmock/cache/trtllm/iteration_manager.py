@@ -14,10 +14,10 @@ from pytest_kvmock.events import BlockTokens, Cleared, EventData, Removed, Stora
 from pytest_kvmock.moves import Block
 from pytest_kvmock.prompt_keys import LoraIds
 from pytest_kvmock.sinks import Sink
-from pytest_kvmock.tokens import Prompt, TokenIds, keyed_block_hashes
+from pytest_kvmock.tokens import keyed_block_hashes
 
 
-class EventQueue(Protocol):
+class IterationQueue(Protocol):
     """The events of one iteration."""
 
     def take(self) -> list[Queued]:
@@ -57,7 +57,7 @@ class IterationManager(RequestLevel):
         max_seq_len: int | None,
         event_buffer: int | None,
         flags: Mapping[str, object],
-        events: EventQueue,
+        events: IterationQueue,
     ) -> None:
         super().__init__(backend=backend, num_blocks=num_blocks, block_size=block_size, dp_rank=dp_rank, sink=sink)
         if max_seq_len is not None:
@@ -76,16 +76,6 @@ class IterationManager(RequestLevel):
     def turn_caching_off(self) -> None:
         """Have an engine that caches nothing from the start, before its first request."""
         self.enable_caching = False
-
-    @staticmethod
-    def _checked(prompt: Prompt | TokenIds) -> Prompt:
-        """A prompt that has tokens, or a ValueError."""
-        prompt = Prompt.of(prompt)
-        if prompt.tokens is None:
-            raise ValueError("a prompt of hashes has no tokens, of which TensorRT-LLM matches parts of blocks")
-        if not prompt.tokens:
-            raise ValueError("the prompt is empty; a request needs at least one token")
-        return prompt
 
     # ---------------------------------------------------------------------------------------------------- events
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
+
+from pytest_kvmock.cache.trtllm.tree_block import Page, TreeBlock
 
 if TYPE_CHECKING:
     from pytest_kvmock.cache.trtllm.group_events import GroupEvents
-    from pytest_kvmock.cache.trtllm.prefix_tree import PrefixTree, TreeBlock
 
 # Theory of operation
 #
@@ -30,39 +31,6 @@ class NoRoomError(Exception):
         self.waiting: list[Page] = []
 
 
-class Page:
-    """One block of one layer group, on one level.
-
-    Attributes:
-        group: its layer group.
-        level: where it is; 0 is the device.
-        block: the block whose page it is; None: it is stored no more, or not yet.
-        is_stored: whether it ever was.
-        tokens: so many tokens of the block it has, once it is stored.
-        holds: sequences that keep it.
-        locks: sequences that read it.
-        is_queued: whether it is in its level's queue.
-    """
-
-    __slots__ = ("block", "group", "holds", "is_queued", "is_stored", "level", "locks", "tokens")
-
-    def __init__(self, group: int) -> None:
-        self.group, self.level = group, 0
-        self.block: TreeBlock | None = None
-        self.is_stored = self.is_queued = False
-        self.tokens = self.holds = self.locks = 0
-
-    @property
-    def is_droppable(self) -> bool:
-        """Whether no sequence uses it."""
-        return not self.holds and not self.locks
-
-    @property
-    def is_held(self) -> bool:
-        """Whether sequences keep it, and none reads it."""
-        return self.holds > 0 and not self.locks
-
-
 class PagePools:
     """Slots and queues of all levels (`StorageManager`).
 
@@ -76,12 +44,12 @@ class PagePools:
         pool_of: as above.
         free: free slots of each level and pool.
         queues: pages of each level and pool, the next to be evicted first.
-        tree: the blocks whose pages these are.
+        page_lost: called with the block and the layer group of a page that is lost.
     """
 
-    __slots__ = ("_events", "free", "pool_of", "queues", "slots", "tree")
+    __slots__ = ("_events", "free", "page_lost", "pool_of", "queues", "slots")
 
-    tree: PrefixTree
+    page_lost: Callable[[TreeBlock, int], None]
 
     def __init__(self, slots: Sequence[Sequence[int]], pool_of: Sequence[int], events: GroupEvents) -> None:
         self.slots, self.pool_of, self._events = slots, pool_of, events
@@ -162,7 +130,7 @@ class PagePools:
         if page.block is not None:
             block, page.block = page.block, None
             block.pages[page.group] = None
-            self.tree.page_lost(block, page.group)
+            self.page_lost(block, page.group)
         self.free[page.level][self.pool_of[page.group]] += 1
 
     def lose(self, pages: Iterable[Page]) -> None:
@@ -207,9 +175,7 @@ class PagePools:
             error.waiting = [page for pools in ways for pool in reversed(pools) for page in reversed(pool)]
             raise
 
-    def _fall(
-        self, level: int, goals: Sequence[int], fallen: list[list[Page]], on_way: list[list[list[Page]]]
-    ) -> None:
+    def _fall(self, level: int, goals: Sequence[int], fallen: list[list[Page]], on_way: list[list[list[Page]]]) -> None:
         """Make room on a level for its goals and for what falls onto it, by what falls further (`_prepare_free_slots`)."""
         free, queues, is_last = self.free[level], self.queues[level], level == self.last
         pools = range(len(goals))
@@ -282,7 +248,9 @@ class PagePools:
             self.dequeue(page)
         away = [page for page in pages if page.level]
         try:
-            self.make_room(self.pools_of([sum(page.group == group for page in away) for group in range(len(self.pool_of))]))
+            self.make_room(
+                self.pools_of([sum(page.group == group for page in away) for group in range(len(self.pool_of))])
+            )
         except NoRoomError:
             for page, was_queued in zip(pages, queued, strict=True):
                 if was_queued:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from pytest_kvmock.cache.trtllm.tree_block import TreeBlock
+
 if TYPE_CHECKING:
     from pytest_kvmock.cache.trtllm.group_events import GroupEvents
     from pytest_kvmock.cache.trtllm.hashes import V1Hasher, V2Hasher
-    from pytest_kvmock.cache.trtllm.page_pools import Page, PagePools
+    from pytest_kvmock.cache.trtllm.page_pools import PagePools
+    from pytest_kvmock.cache.trtllm.tree_block import Page
 
 _MOST_SEARCHED: Final = 31
 """Among more children than these no partial match is tried."""
@@ -33,37 +36,6 @@ class LayerGroup(NamedTuple):
         return range(first, max(first, (length + 1 - self.window) // block_size))
 
 
-class TreeBlock:
-    """One block of the tree, full or partial.
-
-    Attributes:
-        tokens: of the block; of a root none.
-        digest: what the names of those behind it are made from.
-        name: as it is published.
-        position: how many blocks stand before it; -1: it is a root.
-        parent: the block before it, or a root; None: it is not in the tree.
-        children: those behind it by their tokens, the first inserted first.
-        pages: that of each layer group.
-        announced: layer groups of which it was Stored, and not Removed.
-        users: sequences that have it as theirs.
-    """
-
-    __slots__ = ("announced", "children", "digest", "name", "pages", "parent", "position", "tokens", "users")
-
-    def __init__(self, tokens: tuple[int, ...], digest: bytes, name: int, parent: TreeBlock | None, groups: int) -> None:
-        self.tokens, self.digest, self.name, self.parent = tokens, digest, name, parent
-        self.position = -1 if parent is None else parent.position + 1
-        self.children: dict[tuple[int, ...], TreeBlock] = {}
-        self.pages: list[Page | None] = [None] * groups
-        self.announced: set[int] = set()
-        self.users = 0
-
-    @property
-    def is_orphan(self) -> bool:
-        """Whether it has left the tree."""
-        return self.parent is None
-
-
 class PrefixTree:
     """All blocks that can be found, and what a look-up finds (`BlockRadixTree`).
 
@@ -78,12 +50,18 @@ class PrefixTree:
     __slots__ = ("_events", "_partial_reuse", "_pools", "block_size", "groups", "roots")
 
     def __init__(
-        self, groups: Sequence[LayerGroup], block_size: int, pools: PagePools, events: GroupEvents, *, partial_reuse: bool
+        self,
+        groups: Sequence[LayerGroup],
+        block_size: int,
+        pools: PagePools,
+        events: GroupEvents,
+        *,
+        partial_reuse: bool,
     ) -> None:
         self.groups, self.block_size = groups, block_size
         self._pools, self._events, self._partial_reuse = pools, events, partial_reuse
         self.roots: dict[V1Hasher | V2Hasher, TreeBlock] = {}
-        pools.tree = self
+        pools.page_lost = self.page_lost
 
     def blocks(self) -> Iterator[TreeBlock]:
         """All blocks in the tree, each before those behind it."""

@@ -6,9 +6,25 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
+from pytest_kvmock.tokens import Prompt, TokenIds
+
 if TYPE_CHECKING:
     from pytest_kvmock.cache.trtllm.hashes import V1Hasher, V2Hasher
     from pytest_kvmock.moves import Block
+
+
+def checked_prompt(prompt: Prompt | TokenIds) -> Prompt:
+    """Return a prompt that has tokens.
+
+    Raises:
+        ValueError: it is empty, or known by hashes only.
+    """
+    prompt = Prompt.of(prompt)
+    if prompt.tokens is None:
+        raise ValueError("a prompt of hashes has no tokens, of which TensorRT-LLM matches parts of blocks")
+    if not prompt.tokens:
+        raise ValueError("the prompt is empty; a request needs at least one token")
+    return prompt
 
 
 class RequestTokens:
@@ -21,32 +37,26 @@ class RequestTokens:
         num_prompt_tokens: length of the prompt.
     """
 
-    __slots__ = ()
-
-    tokens: list[int]
-    block_size: int
-    hasher: V1Hasher | V2Hasher
-    num_prompt_tokens: int
-    _rng: Random
-    _names: list[bytes]
-    _partial: tuple[int, UUID] | None
-
-    def _begin(self, tokens: list[int], block_size: int, hasher: V1Hasher | V2Hasher, rng: Random) -> None:
+    def __init__(self, tokens: list[int], block_size: int, hasher: V1Hasher | V2Hasher, rng: Random) -> None:
         self.tokens, self.block_size, self.hasher, self._rng = tokens, block_size, hasher, rng
         self.num_prompt_tokens = len(tokens)
-        self._names, self._partial = [], None
+        self._names: list[int] = []
+        self._last: bytes | None = None
+        self._partial: tuple[int, UUID] | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @property
     def names(self) -> list[int]:
-        """The names of its full blocks."""
-        digests, size = self._names, self.block_size
-        done = len(digests)
-        new = self.tokens[done * size : len(self.tokens) // size * size]
-        digests += self.hasher.digests(new, size, done, digests[-1] if digests else None)
-        return [self.hasher.name(each) for each in digests]
+        """The names of its full blocks; not to be changed."""
+        names, size = self._names, self.block_size
+        new = self.tokens[len(names) * size : len(self.tokens) // size * size]
+        if new:
+            digests = self.hasher.digests(new, size, len(names), self._last)
+            self._last = digests[-1]
+            names += [self.hasher.name(each) for each in digests]
+        return names
 
     @property
     def blocks(self) -> list[Block]:

@@ -5,8 +5,7 @@ One subject: a request in all windows at once, and an iteration's events in the 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from random import Random
 from typing import Any, ClassVar, Final
 from uuid import UUID
@@ -15,14 +14,15 @@ from pytest_kvmock.cache.trtllm.cache_block import PRIMARY, CacheBlock
 from pytest_kvmock.cache.trtllm.hashes import BlockKey, V1Hasher, salt_number
 from pytest_kvmock.cache.trtllm.iteration_events import REMOVED_ORDERS, IterationEvents, Queued
 from pytest_kvmock.cache.trtllm.iteration_manager import IterationManager
+from pytest_kvmock.cache.trtllm.request_tokens import checked_prompt
 from pytest_kvmock.cache.trtllm.v1_request import Retention, V1Request
 from pytest_kvmock.cache.trtllm.window_blocks import WindowBlocks
 from pytest_kvmock.checks import check_integer, check_time, is_integer, not_allowed_text
-from pytest_kvmock.events import BlockTokens, Cleared, EventData, Removed, StorageTier, Stored, Updated
+from pytest_kvmock.events import StorageTier
 from pytest_kvmock.moves import Block
-from pytest_kvmock.prompt_keys import FULL_ATTENTION, LoraIds, group_extra
+from pytest_kvmock.prompt_keys import FULL_ATTENTION, group_extra
 from pytest_kvmock.sinks import Sink
-from pytest_kvmock.tokens import Prompt, TokenIds, keyed_block_hashes
+from pytest_kvmock.tokens import Prompt, TokenIds
 
 LEVELS: Final = (StorageTier.DEVICE, StorageTier.HOST_PINNED)
 """The tier of each level."""
@@ -134,7 +134,7 @@ class V1Manager(IterationManager):
         Raises:
             ValueError: the prompt is empty, or known by hashes only.
         """
-        prompt = self._checked(prompt)
+        prompt = checked_prompt(prompt)
         assert prompt.tokens is not None
         of_prompt = V1Hasher.of_prompt(prompt.keys, self._lora_ids)
         hasher = V1Hasher(

@@ -74,11 +74,6 @@ class V1Request(RequestTokens, BlockHolder):
         length: tokens that it has blocks for; 0: it has none.
     """
 
-    __slots__ = (
-        *("_names", "_partial", "_rng"),
-        *("block_size", "hasher", "length", "num_prompt_tokens", "retention", "tokens"),
-    )
-
     hasher: V1Hasher
 
     def __init__(
@@ -91,8 +86,8 @@ class V1Request(RequestTokens, BlockHolder):
         retention: Retention,
         rng: Random,
     ) -> None:
-        super().__init__(keys)
-        self._begin(tokens, block_size, hasher, rng)
+        RequestTokens.__init__(self, tokens, block_size, hasher, rng)
+        BlockHolder.__init__(self, keys)
         self.retention = retention
 
     def forget(self) -> None:

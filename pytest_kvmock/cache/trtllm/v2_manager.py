@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from random import Random
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, cast
 from uuid import UUID
 
 from pytest_kvmock.cache.trtllm.group_events import GroupEvents
 from pytest_kvmock.cache.trtllm.hashes import HASH_ALGOS, V1Hasher, V2Hasher, salt_number
 from pytest_kvmock.cache.trtllm.iteration_events import Queued
 from pytest_kvmock.cache.trtllm.iteration_manager import IterationManager
-from pytest_kvmock.cache.trtllm.page_pools import Page, PagePools
-from pytest_kvmock.cache.trtllm.prefix_tree import LayerGroup, PrefixTree, TreeBlock
+from pytest_kvmock.cache.trtllm.page_pools import PagePools
+from pytest_kvmock.cache.trtllm.prefix_tree import LayerGroup, PrefixTree
+from pytest_kvmock.cache.trtllm.request_tokens import checked_prompt
+from pytest_kvmock.cache.trtllm.tree_block import Page, TreeBlock
 from pytest_kvmock.cache.trtllm.v2_request import V2Request
 from pytest_kvmock.checks import is_integer, not_allowed_text
 from pytest_kvmock.events import StorageTier
@@ -111,7 +113,9 @@ class V2Manager(IterationManager):
         self.tree = PrefixTree(self.groups, block_size, self.pools, self._events, partial_reuse=partial_reuse)
         self.max_seq_len = block_size * min(slots[0]) if max_seq_len is None else max_seq_len
         self.windows = [self.max_seq_len if rule.window is None else rule.window for rule in self.groups]
-        longest = max(range(len(self.groups)), key=lambda group: (self.groups[group].window is None, self.windows[group]))
+        longest = max(
+            range(len(self.groups)), key=lambda group: (self.groups[group].window is None, self.windows[group])
+        )
         self.attention_group = longest
         self.max_capacity = slots[0][pool_of[longest]]
         self.requests: dict[V2Request, None] = {}
@@ -139,7 +143,7 @@ class V2Manager(IterationManager):
         Raises:
             ValueError: the prompt is empty, or known by hashes only.
         """
-        prompt = self._checked(prompt)
+        prompt = checked_prompt(prompt)
         assert prompt.tokens is not None
         of_prompt = V1Hasher.of_prompt(prompt.keys, self._lora_ids)
         hasher = self._hasher(
@@ -326,21 +330,26 @@ def _pools(pool_groups: object, count: int) -> list[int]:
         return [0] * count
     numbers = [*pool_groups] if isinstance(pool_groups, Sequence) and not isinstance(pool_groups, str) else []
     if len(numbers) != count or not all(map(is_integer, numbers)) or {*numbers} != {*range(len({*numbers}))}:
-        raise ValueError(f"pool_groups must be a pool of each of {count} layer groups, from 0, or None; got {pool_groups!r:.80}")
+        raise ValueError(
+            f"pool_groups must be a pool of each of {count} layer groups, from 0, or None; got {pool_groups!r:.80}"
+        )
     return numbers
 
 
 def _lower(levels: object) -> list[Any]:
     if isinstance(levels, str) or not isinstance(levels, Sequence) or len(levels) >= len(LEVELS):
-        raise ValueError(f"levels are pages of each of at most {len(LEVELS) - 1} levels below the device; got {levels!r:.80}")
+        raise ValueError(
+            f"levels are pages of each of at most {len(LEVELS) - 1} levels below the device; got {levels!r:.80}"
+        )
     return [*levels]
 
 
 def _slots(levels: Sequence[object], pools: int) -> list[list[int]]:
     """Of each level, the pages of each pool."""
-    found = []
+    found: list[list[int]] = []
     for level in levels:
-        row = [level] * pools if not isinstance(level, Sequence) or isinstance(level, str) else [*level]
+        is_each = isinstance(level, Sequence) and not isinstance(level, str)
+        row: list[Any] = [*cast("Sequence[Any]", level)] if is_each else [level] * pools
         if len(row) != pools or not all(is_integer(each, 1) for each in row):
             raise ValueError(f"a level has at least 1 page in each of {pools} pools; got {level!r:.80}")
         found.append(row)

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from random import Random
 from typing import TYPE_CHECKING
 
-from pytest_kvmock.cache.trtllm.page_pools import NoRoomError, Page, PagePools
+from pytest_kvmock.cache.trtllm.page_pools import NoRoomError, PagePools
 from pytest_kvmock.cache.trtllm.request_tokens import RequestTokens
+from pytest_kvmock.cache.trtllm.tree_block import Page, TreeBlock
 
 if TYPE_CHECKING:
     from pytest_kvmock.cache.trtllm.group_events import GroupEvents
     from pytest_kvmock.cache.trtllm.hashes import V1Hasher, V2Hasher
-    from pytest_kvmock.cache.trtllm.prefix_tree import PrefixTree, TreeBlock
+    from pytest_kvmock.cache.trtllm.prefix_tree import PrefixTree
     from pytest_kvmock.prompt_keys import PromptKeys
 
 # Theory of operation
@@ -59,12 +60,6 @@ class V2Request(RequestTokens):
         stores: whether it stores what it computes.
     """
 
-    __slots__ = (
-        *("_events", "_names", "_partial", "_pools", "_resumed", "_rng", "_stored", "_tree"),
-        *("block_size", "capacity", "committed", "hasher", "held", "history", "is_active", "keys"),
-        *("num_prompt_tokens", "stores", "tokens"),
-    )
-
     _tree: PrefixTree
     _pools: PagePools
     _events: GroupEvents
@@ -72,7 +67,7 @@ class V2Request(RequestTokens):
     def __init__(
         self, tokens: list[int], block_size: int, hasher: V1Hasher | V2Hasher, keys: PromptKeys | None, *, rng: Random
     ) -> None:
-        self._begin(tokens, block_size, hasher, rng)
+        super().__init__(tokens, block_size, hasher, rng)
         self.keys = keys
         self.forget()
 
@@ -108,7 +103,9 @@ class V2Request(RequestTokens):
                 page.holds -= 1  # a lock holds by itself
             block.pages[group], block.locked[group] = page, True
 
-    def begin(self, tree: PrefixTree, pools: PagePools, events: GroupEvents, found: list[tuple[TreeBlock, int]]) -> None:
+    def begin(
+        self, tree: PrefixTree, pools: PagePools, events: GroupEvents, found: list[tuple[TreeBlock, int]]
+    ) -> None:
         """Hold what a look-up found; it is suspended until it is resumed."""
         self._tree, self._pools, self._events = tree, pools, events
         self.committed = sum(tokens for _, tokens in found)
@@ -185,9 +182,7 @@ class V2Request(RequestTokens):
         pools, size, rules = self._pools, self.block_size, self._tree.groups
         before, after = len(self.held), -(-capacity // size)
         passed = self._unlock_passed(history)
-        new = [
-            [place for place in range(before, after) if place not in rule.passed(history, size)] for rule in rules
-        ]
+        new = [[place for place in range(before, after) if place not in rule.passed(history, size)] for rule in rules]
         try:
             pools.take([len(places) for places in new])
         except NoRoomError as error:
@@ -264,7 +259,7 @@ class V2Request(RequestTokens):
         block = tree.covering(before, tokens)
         if block is None:
             block = tree.add(before, tokens, self.hasher)
-            for group, page in enumerate(mine.pages):
+            for page in mine.pages:
                 if page is not None:
                     self._pools.dequeue(page)
                     tree.set_page(block, page)

@@ -156,7 +156,9 @@ class V2Player(AnyPlayer):
         return self.manager.free_slots()
 
     def final(self):
-        found = {"queues": [[[self.page(page) for page in pool] for pool in level] for level in self.manager.pools.queues]}
+        found = {
+            "queues": [[[self.page(page) for page in pool] for pool in level] for level in self.manager.pools.queues]
+        }
         for name in list(self.requests):
             self.play_close(name)
         self.play_clear()
