@@ -285,14 +285,14 @@ class Publisher:
                 if notify is not None:
                     notify(key[1])
 
-    def removed(self, worker_id: int) -> list[StreamKey]:
-        """Remove a worker from the router, all ranks; return them.
+    def removed(self, worker_id: int, dp_rank: int | None = None) -> list[StreamKey]:
+        """Remove a worker from the router, or one rank of it (None: all); return the ranks that are removed.
 
         Raises:
             ValueError: the index under test cannot remove it; nothing has changed.
         """
         with self.lock:
-            keys = self._judge.removed(worker_id, first_id=None)
+            keys = self._judge.removed(worker_id, dp_rank, first_id=None)
             for key in keys:
                 self.next_ids.pop(key, None)
             return keys
