@@ -12,6 +12,7 @@ from pytest_kvmock.engine.worker import OutOfBlocks
 from pytest_kvmock.events import Updated
 
 TRTLLM = BACKENDS["trtllm"]
+V2 = BACKENDS["trtllm_v2"]
 VARIANTS = [
     TRTLLM,
     TRTLLM.variant("with_host", secondary_blocks=6),
@@ -19,6 +20,11 @@ VARIANTS = [
     TRTLLM.variant("no_partial_reuse", partial_reuse=False),
     TRTLLM.variant("no_copies", copy_on_partial_reuse=False),
     TRTLLM.variant("two_windows", windows=[64, 512], secondary_blocks=4),
+    V2,
+    V2.variant("v2_with_host", levels=(6,)),
+    V2.variant("v2_with_disk", levels=(6, 8), hash_algo="v2_sha256"),
+    V2.variant("v2_no_partial_reuse", partial_reuse=False, levels=(6,), hash_algo="v2_sha256_64"),
+    V2.variant("v2_groups", groups=[(None, 0), (8, 4), (12, 0)], pool_groups=[0, 1, 1], levels=(8,)),
 ]
 WINDOW = {"window_size": 64}
 LOCAL = (11, 12, 13)

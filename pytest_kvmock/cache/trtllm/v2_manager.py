@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from random import Random
 from typing import Any, ClassVar, Final, cast
@@ -23,8 +24,8 @@ from pytest_kvmock.prompt_keys import FULL_ATTENTION, group_extra
 from pytest_kvmock.sinks import Sink
 from pytest_kvmock.tokens import Prompt, TokenIds
 
-LEVELS: Final = (StorageTier.DEVICE, StorageTier.HOST_PINNED, StorageTier.DISK)
-"""The tier of each level."""
+LEVELS: Final = (StorageTier.DEVICE, StorageTier.HOST_PINNED, StorageTier.HOST_PINNED)
+"""The tier of each level: an Updated says its number alone, and what is below the device counts as the host's."""
 
 
 class V2Manager(IterationManager):
@@ -215,6 +216,31 @@ class V2Manager(IterationManager):
         request.close()
         del self.requests[request]
 
+    def pages_needed(self, request: V2Request, length: int) -> int:
+        """Count the free pages of the device that room for so many tokens would take, in the pool that lacks most.
+
+        What it hits counts but for what others lock; and a page for the copy of a block that it hits in part.
+
+        Returns:
+            So many that they fit if `num_free_blocks` has as many. One more than that while it may not be resumed.
+        """
+        available = self.num_free_blocks
+        size, begun = self.block_size, request in self.requests
+        found = [] if begun or not self.enable_caching else self.tree.match(request.hasher, request.tokens[:-1])
+        hit = sum(tokens for _, tokens in found)
+        if not request.is_active and self.pools.utilization() > self._max_util:
+            return available + 1
+        history = request.history if begun else hit
+        new = range(len(request.held) if begun else len(found), -(-length // size))
+        counts = []
+        for group, rule in enumerate(self.groups):
+            passed = rule.passed(history, size)
+            pages = [block.pages[group] for place, (block, _) in enumerate(found) if place not in passed]
+            unlocked = sum(page is not None and not page.locks for page in pages)
+            counts.append(unlocked + (hit % size > 0) + sum(place not in passed for place in new))
+        rows = zip(self.pools.pools_of(counts), self.pools.free[0], self.pools.queues[0], strict=True)
+        return available + max(count - free - len(queue) for count, free, queue in rows)
+
     # ---------------------------------------------------------------------------------------------------- events
 
     def _extra(self, event: Queued) -> dict[str, Any]:
@@ -291,7 +317,10 @@ class V2Manager(IterationManager):
     @property
     def tier_sizes(self) -> dict[StorageTier, int]:
         """Pages of each tier, of all pools together."""
-        return {tier: sum(slots) for tier, slots in zip(LEVELS, self.pools.slots, strict=False)}
+        sizes = Counter[StorageTier]()
+        for tier, slots in zip(LEVELS, self.pools.slots, strict=False):
+            sizes[tier] += sum(slots)
+        return dict(sizes)
 
     def clear(self) -> bool:
         """Take all that is cached out of the tree, with a Removed of it; False, and nothing happens, while requests run."""
