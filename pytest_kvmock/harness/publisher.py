@@ -94,6 +94,11 @@ class Publisher:
         return [sink.worker_id for sink in self.user_sinks if not sink.events and (served or not sink.is_watched)]
 
     @property
+    def num_taken_for_device(self) -> int:
+        """Blocks on the host that the index under test takes for the device's: it has no `takes_updates`; 0 where it has."""
+        return self._judge.num_taken_for_device
+
+    @property
     def recovery(self) -> Recovery | None:
         """The recovery that keeps each event that is published, lost or not; None: there is none."""
         return self._recovery

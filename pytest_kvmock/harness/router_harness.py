@@ -589,7 +589,7 @@ class RouterHarness:
             verdict = self._verdicts.next()
             if self._faults is not None:
                 verdict.unmet.extend(self._faults.unmet())
-            return verdict._replace(taken_for_device=self._judge.num_taken_for_device)
+            return verdict
 
     def is_engines_own(self, warning: Problem) -> bool:
         """Whether a warning is one that a faithful mock engine causes by itself, as `multi_lru` and `hash_cache` do."""

@@ -20,14 +20,11 @@ class Verdict(NamedTuple):
         warnings: warnings, likewise.
         unmet: a sentence for each error that the test expected, and for each fault that it asked for, that did not come
             as often as asked for.
-        taken_for_device: blocks on the host that the index under test takes for the device's: it has no `takes_updates`; 0
-            where it has.
     """
 
     errors: list[Problem]
     warnings: list[Problem]
     unmet: list[str]
-    taken_for_device: int = 0
 
 
 class Verdicts:

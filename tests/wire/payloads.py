@@ -12,6 +12,7 @@ import msgspec
 
 from pytest_kvmock import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored, block_hashes
 from pytest_kvmock.prompt_keys import hash_options
+from pytest_kvmock.tokens import windows_of
 from pytest_kvmock.wire import DIALECTS, Batch, Decoded, decode, encode
 from pytest_kvmock.wire.decoding import _Decoder, _split_carefully
 from pytest_kvmock.wire.structs import structs_of
@@ -27,7 +28,7 @@ EXTRAS = {
     "kv_cache_spec_kind": "mamba",
     "kv_cache_spec_sliding_window": 128,
     "extra_keys": [("adapter",), (("image", -3), "salt")],
-    "lookahead_token_ids": [[1, 2], [3]],
+    "lookahead_token_ids": [[4], [8]],
     "locality": "LOCAL",
     "ownership": "tier-1",
     "medium": None,
@@ -37,7 +38,8 @@ EXTRAS = {
 def stored(hashes=(11, 12), parent=None, *, size=4, first=0, event_id=0, tier=StorageTier.DEVICE, extra=None, rank=0):
     """A Stored with token ids from `first` on."""
     tokens = [tuple(range(first + i * size, first + (i + 1) * size)) for i in range(len(hashes))]
-    local = block_hashes([token for block in tokens for token in block], size, **hash_options(extra))
+    windows, ahead = windows_of(tokens, (extra or {}).get("lookahead_token_ids"))
+    local = block_hashes([token for window in windows for token in window], size + ahead, **hash_options(extra))
     event = KvCacheEvent(event_id, Stored(parent, tuple(hashes), tuple(local)), rank)
     return RouterEvent(0, event, tier, tokens, extra)
 
@@ -46,8 +48,8 @@ def removed(hashes=(12,), *, event_id=0, tier=StorageTier.DEVICE, extra=None, ra
     return RouterEvent(0, KvCacheEvent(event_id, Removed(tuple(hashes)), rank), tier, extra=extra)
 
 
-def cleared(*, event_id=0, rank=0):
-    return RouterEvent(0, KvCacheEvent(event_id, Cleared(), rank))
+def cleared(*, event_id=0, rank=0, extra=None):
+    return RouterEvent(0, KvCacheEvent(event_id, Cleared(), rank), extra=extra)
 
 
 def extras_of(dialect, tag="stored"):
@@ -78,7 +80,7 @@ def examples(name):
         stored((big, 2)),
         stored((3,), 2, first=8, event_id=1),
         removed((big,), event_id=2),
-        cleared(event_id=3),
+        cleared(event_id=3, extra=None if dialect.clears else {"blocks_per_level": [8, 0]}),
         stored((5, 6, 7), 3, size=1, first=70_000, event_id=4),
         *(stored(event_id=5, tier=tier) for tier in [*dialect.media][1:]),
     ]
