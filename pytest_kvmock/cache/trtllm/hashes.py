@@ -161,6 +161,10 @@ class V2Hasher:
         """The number that stands for a digest."""
         return int.from_bytes(digest[:8], "big")
 
+    def looking_ahead(self, lookahead: int) -> V2Hasher:  # noqa: ARG002 - the signature of BlockHasher
+        """As `BlockHasher.looking_ahead`; no name here does."""
+        return self
+
     def of_event(self, extra: EventExtra, position: int) -> V2Hasher:
         """As `BlockHasher.of_event`."""
         of_event = V1Hasher().of_event(extra, position)
