@@ -84,6 +84,22 @@ def test_how_much_an_engine_holds_that_does_not_say_what_is_gone_is_not_judged(s
         traffic(kv, Random(seed), 40)
 
 
+@pytest.mark.parametrize("seed", seeds(10))
+@pytest.mark.parametrize("spec", [each for each in VARIANTS if "v2" in each.name], ids=lambda spec: spec.name)
+def test_engines_over_v2_end_all_requests_and_break_no_rule(spec, seed):
+    rng = Random(f"{spec.name} {seed}")
+    profile = EngineProfile(block_size=4, num_blocks=rng.choice([16, 24]), workers=1)
+    with RouterHarness(profile, spec, RadixIndex(), sync="every") as kv:
+        engine = kv.engine(0)
+        base = [rng.randrange(3) for _ in range(20)]
+        prompts = [
+            base[: rng.randrange(20)] + [rng.randrange(3) for _ in range(rng.randrange(1, 12))] for _ in range(12)
+        ]
+        handles = [engine.submit(prompt, rng.randrange(1, 9)) for prompt in prompts]
+        engine.run()
+        assert {"finished"} == {handle.status for handle in handles}
+
+
 def by_hand(*data, index=None):
     """A harness that was given these events of TensorRT-LLM."""
     kv = RouterHarness(EngineProfile(block_size=4), None, index)
