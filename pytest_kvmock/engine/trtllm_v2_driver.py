@@ -8,13 +8,12 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from pytest_kvmock.cache.trtllm.v2_manager import V2Manager
-from pytest_kvmock.cache.vllm.groups import CacheGroup
 from pytest_kvmock.engine.driver import Traits, checked_manager
+from pytest_kvmock.engine.iteration_driver import IterationDriver
 
 if TYPE_CHECKING:
     from pytest_kvmock.cache.manager import KvManager
     from pytest_kvmock.cache.trtllm.v2_request import V2Request
-    from pytest_kvmock.tokens import Prompt
 
 # Theory of operation
 #
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 # A worker's operation is an iteration of its own, at whose end its events come out; a scheduler's pass is one.
 
 
-class TrtllmV2Driver:
+class TrtllmV2Driver(IterationDriver[V2Manager]):
     """Turns requests into the calls of TensorRT-LLM's engine.
 
     Args:
@@ -47,41 +46,14 @@ class TrtllmV2Driver:
         takes_hashes=False,
         partial_blocks=True,
     )
-    prompt_keys = ("lora_name", "cache_salt", "session_id")
-    admits_whole = True
-    decodes_ahead = False
-    """A token is computed in the step after the one that it comes out of, and has no page before."""
-
-    manager: V2Manager
 
     def __init__(self, manager: KvManager, prefix_caching: bool, rng: Random) -> None:
-        self.manager = checked_manager(manager, V2Manager, "TrtllmV2Driver")
-        self._rng = rng
-        self._in_pass = False
+        mine: V2Manager = checked_manager(manager, V2Manager, "TrtllmV2Driver")
+        windows = [None if group == mine.attention_group else window for group, window in enumerate(mine.windows)]
         self._computed: list[tuple[V2Request, int]] = []
-        if not prefix_caching:
-            self.manager.turn_caching_off()
-        if len(self.manager.groups) > 1:
-            kinds = [
-                CacheGroup("full_attention", self.manager.block_size)
-                if group == self.manager.attention_group
-                else CacheGroup("sliding_window", self.manager.block_size, window=window)
-                for group, window in enumerate(self.manager.windows)
-            ]
-            self.traits = replace(self.traits, publishes_groups=True, promises_more=True, groups=tuple(kinds))
-        self.manager.flush()  # its first iteration, in which there is nothing but created
-
-    def open(self, prompt: Prompt, *, to_look: bool = False) -> V2Request:
-        """A request that has no block yet."""
-        return self.manager.new_request(prompt, rng=Random(0) if to_look else self._rng)  # noqa: S311 - mock data
-
-    def lookup(self, request: V2Request) -> int:
-        """Tokens of the request that are cached, a part of the last block included; its last token never counts."""
-        return self.manager.lookup(request)
-
-    def room(self) -> int:
-        """Pages of the device that no request has, in the pool that has the fewest."""
-        return self.manager.num_free_blocks
+        super().__init__(mine, windows, prefix_caching=prefix_caching, rng=rng)
+        if len(windows) > 1:
+            self.traits = replace(self.traits, promises_more=True)
 
     def need(self, request: V2Request, upto: int, tokens: Sequence[int] = ()) -> int:
         """Pages that nobody has, and that it needs in the pool that lacks most; more than there are if it may not be resumed."""
@@ -118,15 +90,6 @@ class TrtllmV2Driver:
                 request.num_prompt_tokens = len(request)
             self._operation_over()
 
-    def clear(self) -> bool:
-        """Take all that is cached out of the tree."""
-        return self.manager.clear()
-
-    def _operation_over(self) -> None:
-        if not self._in_pass:
-            self._store()
-            self.manager.flush()
-
     def _store(self) -> None:
         """Store what was computed of prompts."""
         computed, self._computed = self._computed, []
@@ -135,18 +98,6 @@ class TrtllmV2Driver:
                 self.manager.update_context(request, upto)
 
     # ------------------------------------------------------------------------------------------- a scheduler's
-
-    def begin_pass(self) -> None:
-        """An iteration begins."""
-        self._in_pass = True
-
-    def end_iteration(self) -> None:
-        """An iteration is over: its events come out."""
-        self._in_pass = False
-        self._operation_over()
-
-    def needs_no_output(self, request: V2Request) -> None:
-        """Its last token is computed all the same."""
 
     def need_whole(self, request: V2Request) -> int:
         """Pages of all tokens of a request without any, less those that others have which it hits."""

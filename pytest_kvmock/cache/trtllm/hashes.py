@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
-from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, Self
 
 from pytest_kvmock.prompt_keys import LoraIds
 
@@ -81,8 +81,8 @@ def salt_number(salt: str | int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class V1Hasher:
-    """Names blocks by `v1_block_key`; a `BlockHasher`, whose digests are the eight bytes of a name.
+class ReuseScope:
+    """What blocks are named by beside their tokens; a `BlockHasher` is one that names them, too.
 
     Attributes:
         adapter: number of the LoRA adapter; None: none.
@@ -93,6 +93,26 @@ class V1Hasher:
 
     adapter: int | None = None
     salt: int | None = None
+
+    def looking_ahead(self, lookahead: int) -> Self:  # noqa: ARG002 - the signature of BlockHasher
+        """As `BlockHasher.looking_ahead`; no name here does."""
+        return self
+
+    def of_event(self, extra: EventExtra, position: int) -> Self:  # noqa: ARG002 - the signature of BlockHasher
+        """As `BlockHasher.of_event`."""
+        salt = extra.get("cache_salt")
+        return type(self)(extra.get("lora_id"), None if salt is None else salt_number(salt))
+
+    @classmethod
+    def of_prompt(cls, keys: object, lora_ids: LoraIds) -> Self:
+        """That of a request with these `PromptKeys`, whose adapter is numbered by its first use; None: it has none."""
+        adapter, salt = getattr(keys, "lora_name", None), getattr(keys, "cache_salt", None)
+        return cls(None if adapter is None else lora_ids.of(adapter), None if salt is None else salt_number(salt))
+
+
+@dataclass(frozen=True, slots=True)
+class V1Hasher(ReuseScope):
+    """Names blocks by `v1_block_key`; its digests are the eight bytes of a name. Attributes as of `ReuseScope`."""
 
     def key(self, tokens: Sequence[int]) -> BlockKey:
         """The key of a block of these tokens."""
@@ -110,35 +130,10 @@ class V1Hasher:
         """The number that a digest has the bytes of."""
         return int.from_bytes(digest, "big")
 
-    def looking_ahead(self, lookahead: int) -> V1Hasher:  # noqa: ARG002 - the signature of BlockHasher
-        """As `BlockHasher.looking_ahead`; no name here does."""
-        return self
-
-    def of_event(self, extra: EventExtra, position: int) -> V1Hasher:  # noqa: ARG002 - the signature of BlockHasher
-        """As `BlockHasher.of_event`."""
-        salt = extra.get("cache_salt")
-        return V1Hasher(extra.get("lora_id"), None if salt is None else salt_number(salt))
-
-    @classmethod
-    def of_prompt(cls, keys: object, lora_ids: LoraIds) -> V1Hasher:
-        """The hasher of a request with these `PromptKeys`, whose adapter is numbered by its first use; None: it has none."""
-        adapter, salt = getattr(keys, "lora_name", None), getattr(keys, "cache_salt", None)
-        return cls(None if adapter is None else lora_ids.of(adapter), None if salt is None else salt_number(salt))
-
 
 @dataclass(frozen=True, slots=True)
-class V2Hasher:
-    """Names blocks by `v2_sha256`; a `BlockHasher`. The name of a block is its `v2_sha256_64`: the first 8 bytes, big endian.
-
-    Attributes:
-        adapter: number of the LoRA adapter; None: none.
-        salt: number of the salt; None: none.
-    """
-
-    signed: ClassVar[bool] = False
-
-    adapter: int | None = None
-    salt: int | None = None
+class V2Hasher(ReuseScope):
+    """Names blocks by `v2_sha256`: a name is its first 8 bytes, big endian, `v2_sha256_64`. Attributes as of `ReuseScope`."""
 
     def root(self) -> bytes:
         """The digest that the first blocks chain to (`reuse_scope_to_bytes`)."""
@@ -160,15 +155,6 @@ class V2Hasher:
     def name(self, digest: bytes) -> int:
         """The number that stands for a digest."""
         return int.from_bytes(digest[:8], "big")
-
-    def looking_ahead(self, lookahead: int) -> V2Hasher:  # noqa: ARG002 - the signature of BlockHasher
-        """As `BlockHasher.looking_ahead`; no name here does."""
-        return self
-
-    def of_event(self, extra: EventExtra, position: int) -> V2Hasher:
-        """As `BlockHasher.of_event`."""
-        of_event = V1Hasher().of_event(extra, position)
-        return V2Hasher(of_event.adapter, of_event.salt)
 
 
 HASH_ALGOS: Final[dict[str, type[V1Hasher | V2Hasher]]] = {
