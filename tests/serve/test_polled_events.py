@@ -163,11 +163,20 @@ def test_faults_of_a_wire_are_refused(served):
     assert [] == server.faults_left == server.replays
 
 
-def test_a_recorder_takes_the_place_of_the_router(served, tmp_path):
-    url = served().url()
+@pytest.mark.parametrize(
+    ("backend", "dialect"),
+    [("trtllm", "trtllm-1.2")]
+    + [
+        (BACKENDS["trtllm_v2"].variant(algo, hash_algo=algo, levels=(8,)), "trtllm-1.3")
+        for algo in ("v1_block_key", "v2_sha256", "v2_sha256_64")
+    ],
+    ids=lambda each: getattr(each, "name", each),
+)
+def test_a_recorder_takes_the_place_of_the_router(served, tmp_path, backend, dialect):
+    url = served(backend, dialect).url()
     for first in (0, 100, 0, 3):
         complete(url, [*range(first, first + 30)])
-    recorded = record(url, tmp_path / "trtllm.jsonl", dialect="trtllm-1.2", batches=1)
+    recorded = record(url, tmp_path / "trtllm.jsonl", dialect=dialect, batches=1)
     assert ([], []) == (recorded.unreadable, recorded.errors)
     assert {"created", "stored"} == {
         "created" if event.kind == "cleared" else event.kind for event in (each.event.data for each in recorded.log)
