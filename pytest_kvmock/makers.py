@@ -270,6 +270,20 @@ def trtllm_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> Driv
     return TrtllmDriver(manager, prefix_caching, rng)
 
 
+def trtllm_v2(**options: Any) -> KvManager:
+    """Make a `V2Manager`."""
+    from pytest_kvmock.cache.trtllm.v2_manager import V2Manager
+
+    return V2Manager(**options)
+
+
+def trtllm_v2_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> Driver:
+    """Make the driver of a `V2Manager`."""
+    from pytest_kvmock.engine.trtllm_v2_driver import TrtllmV2Driver
+
+    return TrtllmV2Driver(manager, prefix_caching, rng)
+
+
 def mocker_sglang_1_6(**options: Any) -> KvManager:
     """Make a `MockerRadixManager`."""
     from pytest_kvmock.cache.dynamo.mocker_sglang import MockerRadixManager

@@ -23,7 +23,7 @@ class Traits:
             blocks, all cached, the last one is not reused.
         stores_when: when a block that output fills is published: "next_token", once the next token opens another;
             "full", when its last token is computed; "finish", when the request finishes; "lookahead", when the next tokens that
-            its name covers are known (`looks_ahead`).
+            its name covers are known (`looks_ahead`); "never": prompts alone are stored.
         copies: the same block may be cached, and published, several times.
         removed_first: what a step evicts is published before what it stores; else after.
         cleared_first: its first event is a Cleared.
@@ -49,7 +49,7 @@ class Traits:
     """
 
     recomputes_last_token: bool = False
-    stores_when: Literal["next_token", "full", "finish", "lookahead"] = "next_token"
+    stores_when: Literal["next_token", "full", "finish", "lookahead", "never"] = "next_token"
     copies: bool = False
     removed_first: bool = False
     cleared_first: bool = False

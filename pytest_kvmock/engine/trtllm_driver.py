@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING
 
 from pytest_kvmock.cache.trtllm.v1_manager import V1Manager
-from pytest_kvmock.cache.vllm.groups import CacheGroup
 from pytest_kvmock.engine.driver import Traits, checked_manager
+from pytest_kvmock.engine.iteration_driver import IterationDriver
 
 if TYPE_CHECKING:
     from pytest_kvmock.cache.manager import KvManager
     from pytest_kvmock.cache.trtllm.v1_request import V1Request
-    from pytest_kvmock.tokens import Prompt
 
 # Theory of operation
 #
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
 # stored when it has computed all that it does, so that requests of one pass share nothing new.
 
 
-class TrtllmDriver:
+class TrtllmDriver(IterationDriver[V1Manager]):
     """Turns requests into the calls of TensorRT-LLM's engine.
 
     Args:
@@ -46,40 +44,12 @@ class TrtllmDriver:
         takes_hashes=False,
         partial_blocks=True,
     )
-    prompt_keys = ("lora_name", "cache_salt", "session_id")
-    admits_whole = True
-    decodes_ahead = False
-    """A token is computed in the step after the one that it comes out of, and is in no block before."""
-
-    manager: V1Manager
 
     def __init__(self, manager: KvManager, prefix_caching: bool, rng: Random) -> None:
-        self.manager = checked_manager(manager, V1Manager, "TrtllmDriver")
-        self._prefix_caching = prefix_caching
-        self._rng = rng
-        self._in_pass = False
+        mine: V1Manager = checked_manager(manager, V1Manager, "TrtllmDriver")
+        windows = [*(each.window for each in mine.windows[:-1]), None]
         self._computed: list[V1Request] = []
-        if not prefix_caching:
-            self.manager.turn_caching_off()
-        windows = [each.window for each in self.manager.windows]
-        if len(windows) > 1:
-            size = self.manager.block_size
-            groups = [CacheGroup("sliding_window", size, window=window) for window in windows[:-1]]
-            groups.append(CacheGroup("full_attention", size))
-            self.traits = replace(self.traits, publishes_groups=True, groups=tuple(groups))
-        self.manager.flush()  # its first iteration, in which there is nothing but created
-
-    def open(self, prompt: Prompt, *, to_look: bool = False) -> V1Request:
-        """A request that has no block yet."""
-        return self.manager.new_request(prompt, rng=Random(0) if to_look else self._rng)  # noqa: S311 - mock data
-
-    def lookup(self, request: V1Request) -> int:
-        """Tokens of the request that are cached, a part of the last block included; its last token never counts."""
-        return self.manager.lookup(request)
-
-    def room(self) -> int:
-        """Blocks of the device that no request has."""
-        return self.manager.num_free_blocks
+        super().__init__(mine, windows, prefix_caching=prefix_caching, rng=rng)
 
     def need(self, request: V1Request, upto: int, tokens: Sequence[int] = ()) -> int:
         """Blocks of all its tokens and of these steps, less those that it has, and those that others have which it hits."""
@@ -112,15 +82,6 @@ class TrtllmDriver:
             self.manager.remove(request, tokens=request.length)
             self._operation_over()
 
-    def clear(self) -> bool:
-        """Evict all that is cached."""
-        return self.manager.clear()
-
-    def _operation_over(self) -> None:
-        if not self._in_pass:
-            self._store()
-            self.manager.flush()
-
     def _store(self) -> None:
         """Store the prompts whose last tokens were computed."""
         computed, self._computed = self._computed, []
@@ -128,18 +89,6 @@ class TrtllmDriver:
             self.manager.store_context_blocks(request, request.length)
 
     # ------------------------------------------------------------------------------------------- a scheduler's
-
-    def begin_pass(self) -> None:
-        """An iteration begins."""
-        self._in_pass = True
-
-    def end_iteration(self) -> None:
-        """An iteration is over: its events come out."""
-        self._in_pass = False
-        self._operation_over()
-
-    def needs_no_output(self, request: V1Request) -> None:
-        """Its last token is computed all the same."""
 
     def need_whole(self, request: V1Request) -> int:
         """Blocks of all tokens of a request without any, less those that others have which it hits."""

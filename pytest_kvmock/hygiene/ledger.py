@@ -434,7 +434,8 @@ class Ledger:
             problems.append(fold(stream, problem))
         elif data.levels is not None:
             level = int(block in stream.moved)
-            if level != data.levels[0] and (stream.desync is None or block in stream.desync.resynced):
+            # What is below the device counts as the host's, whichever level that is.
+            if level != min(data.levels[0], 1) and (stream.desync is None or block in stream.desync.resynced):
                 observed = f"block {block_text(block)} is on level {level}, and moves from level {data.levels[0]}"
                 expected = "an Updated moves a block from the level where it is"
                 problems.append(fold(stream, problem_of(BLOCK_NOT_FOUND, stream, observed, expected, (block,))))

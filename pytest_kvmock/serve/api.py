@@ -110,7 +110,7 @@ def release_of(models: str, backend: str) -> FaceRelease | None:
     version = next((word for word in words if word[0].isdigit()), "")
     if backend in _SGLANG:
         return FaceRelease("sglang", version, nested_errors=False)
-    if backend == "trtllm":
+    if backend in ("trtllm", "trtllm_v2"):
         return FaceRelease("trtllm", version, nested_errors=False)
     if backend not in _VLLM:
         return None
@@ -321,6 +321,9 @@ class EngineView(Protocol):
 
     def take_events(self) -> list[dict[str, Any]]:
         """Return the events that wait to be polled, and forget them."""
+
+    def hash_algo(self) -> str:
+        """Return what names the blocks of TensorRT-LLM's events."""
 
     def event_sources(self) -> list[dict[str, Any]]:
         """Return of each rank where its events are published: endpoint, replay_endpoint, topic, host, port, replay_port."""

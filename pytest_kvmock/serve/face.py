@@ -234,7 +234,9 @@ class Face:
         return Answer(200, to_json(self._engine.take_events()))
 
     def _trtllm_info(self, _: Call) -> Answer:
-        return Answer(200, to_json({"tokens_per_block": self.model.block_size, "kv_cache_hash_algo": "v1_block_key"}))
+        return Answer(
+            200, to_json({"tokens_per_block": self.model.block_size, "kv_cache_hash_algo": self._engine.hash_algo()})
+        )
 
     def _server_info(self, _: Call) -> Answer:
         model, sources = self.model, self._engine.event_sources()

@@ -204,6 +204,10 @@ class WorkerPort:
         rows: list[dict[str, Any]] = polled.take()
         return rows
 
+    def hash_algo(self) -> str:
+        """Return what names the blocks of TensorRT-LLM's events; V1 has one algorithm."""
+        return getattr(self.loops[0].engine.worker.manager, "hash_algo", "v1_block_key")
+
     def event_sources(self) -> list[dict[str, Any]]:
         """Return of each rank where its events are published."""
         endpoints = self.endpoints

@@ -453,7 +453,10 @@ def _built_in() -> Iterator[Dialect]:
     yield json
     yield json.variant("dynamo-router-event", models="Dynamo, RouterEvent", form="router_json")
     trtllm = "TensorRT-LLM 1.2, as POST /kv_cache_events answers"
-    yield json.variant("trtllm-1.2", models=trtllm, form="trtllm_json", backend="trtllm")
+    trtllm_json = json.variant("trtllm-1.2", models=trtllm, form="trtllm_json", backend="trtllm")
+    yield trtllm_json
+    trtllm = "TensorRT-LLM 1.3 with its V2 cache manager, as POST /kv_cache_events answers"
+    yield trtllm_json.variant("trtllm-1.3", models=trtllm, backend="trtllm_v2")
 
 
 _BUILT_IN: Final = {dialect.name: dialect for dialect in _built_in()}

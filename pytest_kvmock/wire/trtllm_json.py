@@ -1,6 +1,7 @@
 """TensorRT-LLM's JSON form of KV events: a list of what has come out, as `POST /kv_cache_events` answers it.
 
-Events have ids, ranks and windows of their own; hashes are unsigned numbers of 64 bits, written whole.
+Events have ids, ranks and windows of their own; hashes are unsigned numbers of 64 bits, written whole. V2's events say besides
+which layer group they are of and what names their blocks; with `v2_sha256` hashes are whole digests, in hexadecimal.
 """
 
 from __future__ import annotations
@@ -23,11 +24,16 @@ from pytest_kvmock.events import (
 )
 from pytest_kvmock.prompt_keys import FULL_ATTENTION, group_extra
 from pytest_kvmock.tokens import block_hashes
+from pytest_kvmock.wire.batch import DIGESTS
 from pytest_kvmock.wire.defects import EncodeError, WireDefect, WireProblem, shown
 
 FULL_WINDOW: Final = 2**31 - 1
 """The window of an event that says none, in tokens: as long as any request."""
 
+HASH_ALGOS: Final = ("v1_block_key", "v2_sha256", "v2_sha256_64")
+"""What may name the blocks of V2's events."""
+
+_DIGEST_SIZE: Final = 32
 _PRIORITY: Final = 35
 _U32: Final = 2**32 - 1
 _UNREADABLE: Final = {
@@ -68,7 +74,18 @@ def event_row(event: RouterEvent) -> dict[str, Any]:
     row["window_size"] = extra.get("window_size", FULL_WINDOW)
     if event.dp_rank:
         row["attention_dp_rank"] = event.dp_rank
+    row |= {name: extra[name] for name in ("hash_algo", "layer_group_id") if name in extra}
     return row
+
+
+def _hashes(data: Removed | Stored | Updated, extra: Mapping[str, Any]) -> tuple[int | str | None, list[int | str]]:
+    """The parent and the blocks of an event as they are written: numbers, or digests in hexadecimal."""
+    if DIGESTS in extra:
+        parent, digests = extra[DIGESTS]
+        return None if parent is None else parent.hex(), [digest.hex() for digest in digests]
+    names = (data.block_hash,) if isinstance(data, Updated) else data.block_hashes
+    before = data.parent_hash if isinstance(data, Stored) else None
+    return None if before is None else before & MOST_U64, [name & MOST_U64 for name in names]
 
 
 def _data_row(data: EventData, token_ids: Sequence[Sequence[int]] | None, extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,10 +94,10 @@ def _data_row(data: EventData, token_ids: Sequence[Sequence[int]] | None, extra:
             raise EncodeError("TensorRT-LLM has no event that says that all is gone; its created has blocks_per_level")
         return {"type": "created", "num_blocks_per_cache_level": list(extra["blocks_per_level"])}
     if isinstance(data, Removed):
-        return {"type": "removed", "block_hashes": [block & MOST_U64 for block in data.block_hashes]}
+        return {"type": "removed", "block_hashes": _hashes(data, extra)[1]}
     if isinstance(data, Updated):
         changes = {"cache_level": _diff(data.levels), "priority": _diff(data.priorities)}
-        return {"type": "updated", "block_hash": data.block_hash & MOST_U64, **changes}
+        return {"type": "updated", "block_hash": _hashes(data, extra)[1][0], **changes}
     if not isinstance(data, Stored) or isinstance(data, SparseStored):
         raise EncodeError(f"TensorRT-LLM has no {type(data).__name__}")
     if token_ids is None or len(token_ids) != len(data.block_hashes):
@@ -88,17 +105,17 @@ def _data_row(data: EventData, token_ids: Sequence[Sequence[int]] | None, extra:
     count = len(data.block_hashes)
     levels = extra.get("cache_levels", [0] * count)
     priorities = extra.get("priorities", [_PRIORITY] * count)
+    parent, hashes = _hashes(data, extra)
     blocks = [
         {
             "type": "stored_block",
-            "block_hash": block & MOST_U64,
+            "block_hash": block,
             "tokens": [{"type": "unique_token", "token_id": token, "token_extra_id": 0} for token in tokens],
             "cache_level": level,
             "priority": priority,
         }
-        for block, tokens, level, priority in zip(data.block_hashes, token_ids, levels, priorities, strict=True)
+        for block, tokens, level, priority in zip(hashes, token_ids, levels, priorities, strict=True)
     ]
-    parent = None if data.parent_hash is None else data.parent_hash & MOST_U64
     return {"type": "stored", "parent_hash": parent, "blocks": blocks}
 
 
@@ -161,15 +178,58 @@ def _event_of(row: object, worker_id: int, windows: Sequence[int]) -> RouterEven
     fields = _read(row, "event", dict)
     event_id, window = _field(fields, "event_id", MOST_U64), _field(fields, "window_size", FULL_WINDOW)
     rank = _field(fields, "attention_dp_rank", _U32) if fields.get("attention_dp_rank") is not None else 0
+    group, of_v2 = windows.index(window) if window in windows else 0, dict[str, Any]()
+    if fields.get("layer_group_id") is not None:
+        group = of_v2["layer_group_id"] = _field(fields, "layer_group_id", _U32)
+    algo = fields.get("hash_algo")
+    if algo is not None:
+        if algo not in HASH_ALGOS:
+            raise _FlawError(WireDefect.WRONG_TYPE, "hash_algo", algo, " or ".join(HASH_ALGOS))
+        of_v2["hash_algo"] = algo
     is_longest = window == max(windows, default=window)
-    group = group_extra(
-        windows.index(window) if window in windows else 0,
-        FULL_ATTENTION if is_longest else "sliding_window",
-        None if is_longest else window,
-    )
-    data, token_ids, more = _data_of(_field(fields, "data", dict))
-    extra = {"window_size": window, **(group or {}), **more}
+    kind = FULL_ATTENTION if is_longest else "sliding_window"
+    own = _field(fields, "data", dict)
+    if algo == "v2_sha256" and own.get("type") != "created":
+        own, of_v2[DIGESTS] = _numbered(own)
+    data, token_ids, more = _data_of(own)
+    extra = {"window_size": window, **(group_extra(group, kind, None if is_longest else window) or {}), **of_v2, **more}
     return RouterEvent(worker_id, KvCacheEvent(event_id, data, rank), StorageTier.DEVICE, token_ids, extra)
+
+
+def _numbered(fields: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[bytes | None, tuple[bytes, ...]]]:
+    """An event whose digests are numbers instead, their first 8 bytes; and the parent's digest and those of its blocks."""
+    found, parent, digests = dict(fields), None, list[bytes]()
+    if fields.get("type") == "removed":
+        digests = [_digest(each, "block_hashes") for each in _field(fields, "block_hashes", list)]
+        found["block_hashes"] = [_number_of(digest) for digest in digests]
+    elif fields.get("type") == "updated":
+        digests = [_digest(fields.get("block_hash"), "block_hash")]
+        found["block_hash"] = _number_of(digests[0])
+    elif fields.get("type") == "stored":
+        blocks = [_read(block, "blocks", dict) for block in _field(fields, "blocks", list)]
+        digests = [_digest(block.get("block_hash"), "block_hash") for block in blocks]
+        found["blocks"] = [
+            {**block, "block_hash": _number_of(each)} for block, each in zip(blocks, digests, strict=True)
+        ]
+        if fields.get("parent_hash") is not None:
+            parent = _digest(fields["parent_hash"], "parent_hash")
+            found["parent_hash"] = _number_of(parent)
+    return found, (parent, tuple(digests))
+
+
+def _number_of(digest: bytes) -> int:
+    return int.from_bytes(digest[:8], "big")
+
+
+def _digest(value: object, field: str) -> bytes:
+    try:
+        digest = bytes.fromhex(value) if isinstance(value, str) else b""
+    except ValueError:
+        digest = b""
+    if len(digest) != _DIGEST_SIZE:
+        expected = "64 hexadecimal digits, as its hash_algo is v2_sha256"
+        raise _FlawError(WireDefect.HASH_OUT_OF_RANGE, field, value, expected)
+    return digest
 
 
 def _data_of(fields: Mapping[str, Any]) -> tuple[EventData, list[tuple[int, ...]] | None, dict[str, Any]]:

@@ -12,6 +12,7 @@ from pytest_kvmock.engine.worker import OutOfBlocks
 from pytest_kvmock.events import Updated
 
 TRTLLM = BACKENDS["trtllm"]
+V2 = BACKENDS["trtllm_v2"]
 VARIANTS = [
     TRTLLM,
     TRTLLM.variant("with_host", secondary_blocks=6),
@@ -19,6 +20,11 @@ VARIANTS = [
     TRTLLM.variant("no_partial_reuse", partial_reuse=False),
     TRTLLM.variant("no_copies", copy_on_partial_reuse=False),
     TRTLLM.variant("two_windows", windows=[64, 512], secondary_blocks=4),
+    V2,
+    V2.variant("v2_with_host", levels=(6,)),
+    V2.variant("v2_with_disk", levels=(6, 8), hash_algo="v2_sha256"),
+    V2.variant("v2_no_partial_reuse", partial_reuse=False, levels=(6,), hash_algo="v2_sha256_64"),
+    V2.variant("v2_groups", groups=[(None, 0), (8, 4), (12, 0)], pool_groups=[0, 1, 1], levels=(8,)),
 ]
 WINDOW = {"window_size": 64}
 LOCAL = (11, 12, 13)
@@ -76,6 +82,22 @@ def test_how_much_an_engine_holds_that_does_not_say_what_is_gone_is_not_judged(s
     profile = EngineProfile(block_size=4, num_blocks=16, workers=1)
     with RouterHarness(profile, replace(TRTLLM, make=make), RadixIndex(), sync="every") as kv:
         traffic(kv, Random(seed), 40)
+
+
+@pytest.mark.parametrize("seed", seeds(10))
+@pytest.mark.parametrize("spec", [each for each in VARIANTS if "v2" in each.name], ids=lambda spec: spec.name)
+def test_engines_over_v2_end_all_requests_and_break_no_rule(spec, seed):
+    rng = Random(f"{spec.name} {seed}")
+    profile = EngineProfile(block_size=4, num_blocks=rng.choice([16, 24]), workers=1)
+    with RouterHarness(profile, spec, RadixIndex(), sync="every") as kv:
+        engine = kv.engine(0)
+        base = [rng.randrange(3) for _ in range(20)]
+        prompts = [
+            base[: rng.randrange(20)] + [rng.randrange(3) for _ in range(rng.randrange(1, 12))] for _ in range(12)
+        ]
+        handles = [engine.submit(prompt, rng.randrange(1, 9)) for prompt in prompts]
+        engine.run()
+        assert {"finished"} == {handle.status for handle in handles}
 
 
 def by_hand(*data, index=None):

@@ -215,6 +215,7 @@ def test_the_matrix_of_all_engines_is_known():
         "sglang_deepseek_v4",
         "mocker_sglang_1_6",
         "trtllm",
+        "trtllm_v2",
     }
     hybrid = {name for name, spec in BACKENDS.items() if spec.group}  # named as `vllm` names them
     assert known | hybrid == set(BACKENDS)

@@ -33,9 +33,9 @@ def complete(url, prompt=PROMPT, max_tokens=3):
 def served():
     servers = []
 
-    def serve(backend="trtllm", **sizes):
+    def serve(backend="trtllm", dialect="trtllm-1.2", **sizes):
         kv = RouterHarness(EngineProfile(**{"block_size": 4, "num_blocks": 64, **sizes}), backend=backend)
-        servers.append(KvServer(kv, "trtllm-1.2"))
+        servers.append(KvServer(kv, dialect))
         return servers[-1]
 
     yield serve
@@ -81,6 +81,32 @@ def test_it_says_how_its_blocks_are_named_and_has_no_more_paths(served):
         assert 404 == call(f"{url}{path}")
     chat = {"model": "mock-model", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
     assert 2 == call(f"{url}/v1/chat/completions", chat)["usage"]["completion_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("algo", "name"),
+    [
+        ("v1_block_key", 924206229973855),
+        ("v2_sha256", "e432228522a304ab556d66e6e40979ad05575f28b19b554264dd3c6277aaf073"),
+        ("v2_sha256_64", 16443243144690205867),
+    ],
+)
+def test_v2_says_its_layer_group_and_what_names_its_blocks(served, algo, name):
+    url = served(BACKENDS["trtllm_v2"].variant(algo, hash_algo=algo), "trtllm-1.3").url()
+    complete(url)
+    assert {"tokens_per_block": 4, "kv_cache_hash_algo": algo} == call(f"{url}/server_info")
+    created, stored = call(f"{url}/kv_cache_events", {})
+    assert {
+        "event_id": 0,
+        "data": {"type": "created", "num_blocks_per_cache_level": [64]},
+        "window_size": 256,
+        "hash_algo": algo,
+        "layer_group_id": 0,
+    } == created
+    assert [4, 4, 2] == [len(block["tokens"]) for block in stored["data"]["blocks"]]
+    assert name == stored["data"]["blocks"][0]["block_hash"]
+    assert 9 == complete(url)["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert [] == call(f"{url}/kv_cache_events", {})  # covered
 
 
 def test_a_full_buffer_keeps_the_newest_and_a_gap_of_ids_tells(served):
@@ -137,11 +163,20 @@ def test_faults_of_a_wire_are_refused(served):
     assert [] == server.faults_left == server.replays
 
 
-def test_a_recorder_takes_the_place_of_the_router(served, tmp_path):
-    url = served().url()
+@pytest.mark.parametrize(
+    ("backend", "dialect"),
+    [("trtllm", "trtllm-1.2")]
+    + [
+        (BACKENDS["trtllm_v2"].variant(algo, hash_algo=algo, levels=(8,)), "trtllm-1.3")
+        for algo in ("v1_block_key", "v2_sha256", "v2_sha256_64")
+    ],
+    ids=lambda each: getattr(each, "name", each),
+)
+def test_a_recorder_takes_the_place_of_the_router(served, tmp_path, backend, dialect):
+    url = served(backend, dialect).url()
     for first in (0, 100, 0, 3):
         complete(url, [*range(first, first + 30)])
-    recorded = record(url, tmp_path / "trtllm.jsonl", dialect="trtllm-1.2", batches=1)
+    recorded = record(url, tmp_path / "trtllm.jsonl", dialect=dialect, batches=1)
     assert ([], []) == (recorded.unreadable, recorded.errors)
     assert {"created", "stored"} == {
         "created" if event.kind == "cleared" else event.kind for event in (each.event.data for each in recorded.log)

@@ -204,6 +204,14 @@ class TestTrtllmWorkerOfTheLaterOrder(WorkerContract):
     backend = BACKENDS["trtllm"].variant("trtllm_2026_03", removed_order="2026-03")
 
 
+class TestTrtllmV2Worker(WorkerContract):
+    backend = "trtllm_v2"
+
+
+class TestTrtllmV2WorkerWithAHost(WorkerContract):
+    backend = BACKENDS["trtllm_v2"].variant("trtllm_v2_with_host", levels=(16,))
+
+
 class TestLargeBlocks(WorkerContract):
     backend = "lru"
     block_size = 16

@@ -1,4 +1,4 @@
-"""How TensorRT-LLM names blocks by default: `v1_block_key`, a chain of 64-bit numbers that are published whole, unsigned."""
+"""How TensorRT-LLM names blocks: `v1_block_key`, a chain of 64-bit numbers, or V2's chain of sha256; numbers are unsigned."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
-from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, Self
 
 from pytest_kvmock.prompt_keys import LoraIds
 
@@ -81,8 +81,8 @@ def salt_number(salt: str | int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class V1Hasher:
-    """Names blocks by `v1_block_key`; a `BlockHasher`, whose digests are the eight bytes of a name.
+class ReuseScope:
+    """What blocks are named by beside their tokens; a `BlockHasher` is one that names them, too.
 
     Attributes:
         adapter: number of the LoRA adapter; None: none.
@@ -93,6 +93,26 @@ class V1Hasher:
 
     adapter: int | None = None
     salt: int | None = None
+
+    def looking_ahead(self, lookahead: int) -> Self:  # noqa: ARG002 - the signature of BlockHasher
+        """As `BlockHasher.looking_ahead`; no name here does."""
+        return self
+
+    def of_event(self, extra: EventExtra, position: int) -> Self:  # noqa: ARG002 - the signature of BlockHasher
+        """As `BlockHasher.of_event`."""
+        salt = extra.get("cache_salt")
+        return type(self)(extra.get("lora_id"), None if salt is None else salt_number(salt))
+
+    @classmethod
+    def of_prompt(cls, keys: object, lora_ids: LoraIds) -> Self:
+        """That of a request with these `PromptKeys`, whose adapter is numbered by its first use; None: it has none."""
+        adapter, salt = getattr(keys, "lora_name", None), getattr(keys, "cache_salt", None)
+        return cls(None if adapter is None else lora_ids.of(adapter), None if salt is None else salt_number(salt))
+
+
+@dataclass(frozen=True, slots=True)
+class V1Hasher(ReuseScope):
+    """Names blocks by `v1_block_key`; its digests are the eight bytes of a name. Attributes as of `ReuseScope`."""
 
     def key(self, tokens: Sequence[int]) -> BlockKey:
         """The key of a block of these tokens."""
@@ -110,17 +130,36 @@ class V1Hasher:
         """The number that a digest has the bytes of."""
         return int.from_bytes(digest, "big")
 
-    def looking_ahead(self, lookahead: int) -> V1Hasher:  # noqa: ARG002 - the signature of BlockHasher
-        """As `BlockHasher.looking_ahead`; no name here does."""
-        return self
 
-    def of_event(self, extra: EventExtra, position: int) -> V1Hasher:  # noqa: ARG002 - the signature of BlockHasher
-        """As `BlockHasher.of_event`."""
-        salt = extra.get("cache_salt")
-        return V1Hasher(extra.get("lora_id"), None if salt is None else salt_number(salt))
+@dataclass(frozen=True, slots=True)
+class V2Hasher(ReuseScope):
+    """Names blocks by `v2_sha256`: a name is its first 8 bytes, big endian, `v2_sha256_64`. Attributes as of `ReuseScope`."""
 
-    @classmethod
-    def of_prompt(cls, keys: object, lora_ids: LoraIds) -> V1Hasher:
-        """The hasher of a request with these `PromptKeys`, whose adapter is numbered by its first use; None: it has none."""
-        adapter, salt = getattr(keys, "lora_name", None), getattr(keys, "cache_salt", None)
-        return cls(None if adapter is None else lora_ids.of(adapter), None if salt is None else salt_number(salt))
+    def root(self) -> bytes:
+        """The digest that the first blocks chain to (`reuse_scope_to_bytes`)."""
+        fields = (self.adapter, self.salt)
+        mask = sum((field is not None) << place for place, field in enumerate(fields))
+        return sha256(
+            bytes([mask]) + b"".join(each.to_bytes(8, "little") for each in fields if each is not None)
+        ).digest()
+
+    def digests(self, tokens: Sequence[int], block_size: int, position: int, parent: bytes | None) -> list[bytes]:  # noqa: ARG002 - the signature of BlockHasher
+        """Chained digest of each block of these tokens, also of a last one that is not full; see `BlockHasher.digests`."""
+        before, found = self.root() if parent is None else parent, []
+        for start in range(0, len(tokens), block_size):
+            packed = b"".join(token.to_bytes(4, "little") for token in tokens[start : start + block_size])
+            before = sha256(before + packed).digest()
+            found.append(before)
+        return found
+
+    def name(self, digest: bytes) -> int:
+        """The number that stands for a digest."""
+        return int.from_bytes(digest[:8], "big")
+
+
+HASH_ALGOS: Final[dict[str, type[V1Hasher | V2Hasher]]] = {
+    "v1_block_key": V1Hasher,
+    "v2_sha256": V2Hasher,
+    "v2_sha256_64": V2Hasher,
+}
+"""What names blocks by each algorithm of V2."""

@@ -26,10 +26,10 @@ class QueuedBlock(NamedTuple):
 
 @dataclass(slots=True)
 class Queued:
-    """An event of a window that waits for the end of its iteration.
+    """An event of a window, or of a layer group, that waits for the end of its iteration.
 
     Attributes:
-        window: of which window, in tokens.
+        window: of which window, in tokens; of V2, of which layer group.
         kind: "created", "stored", "removed" or "updated".
         parent: of a Stored, the block before the first; None: it is a root.
         blocks: of a Stored.
@@ -39,6 +39,8 @@ class Queued:
         gone: names that left the tree without a Removed since the last event of the window: leaves that partial matches took.
         keys: of a Stored, what the prompt carried beside its tokens.
         position: of a Stored, how many blocks of it stand before the first.
+        digests: of V2, the digest of each block that it names.
+        parent_digest: of V2's Stored, that of the parent.
     """
 
     window: int
@@ -46,11 +48,13 @@ class Queued:
     parent: int | None = None
     blocks: Sequence[QueuedBlock] = ()
     names: list[int] = field(default_factory=list)
-    levels: tuple[int, int] | None = None
+    levels: tuple[int, ...] | None = None
     priorities: tuple[int, int] | None = None
     gone: list[int] = field(default_factory=list)
     keys: PromptKeys | None = None
     position: int = 0
+    digests: list[bytes] = field(default_factory=list)
+    parent_digest: bytes | None = None
 
 
 class IterationEvents:

@@ -5,30 +5,30 @@ One subject: a request in all windows at once, and an iteration's events in the 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from random import Random
 from typing import Any, ClassVar, Final
 from uuid import UUID
 
-from pytest_kvmock.cache.base import RequestLevel
 from pytest_kvmock.cache.trtllm.cache_block import PRIMARY, CacheBlock
 from pytest_kvmock.cache.trtllm.hashes import BlockKey, V1Hasher, salt_number
 from pytest_kvmock.cache.trtllm.iteration_events import REMOVED_ORDERS, IterationEvents, Queued
+from pytest_kvmock.cache.trtllm.iteration_manager import IterationManager
+from pytest_kvmock.cache.trtllm.request_tokens import checked_prompt
 from pytest_kvmock.cache.trtllm.v1_request import Retention, V1Request
 from pytest_kvmock.cache.trtllm.window_blocks import WindowBlocks
 from pytest_kvmock.checks import check_integer, check_time, is_integer, not_allowed_text
-from pytest_kvmock.events import BlockTokens, Cleared, EventData, Removed, StorageTier, Stored, Updated
+from pytest_kvmock.events import StorageTier
 from pytest_kvmock.moves import Block
-from pytest_kvmock.prompt_keys import FULL_ATTENTION, LoraIds, group_extra
+from pytest_kvmock.prompt_keys import FULL_ATTENTION, group_extra
 from pytest_kvmock.sinks import Sink
-from pytest_kvmock.tokens import Prompt, TokenIds, keyed_block_hashes
+from pytest_kvmock.tokens import Prompt, TokenIds
 
 LEVELS: Final = (StorageTier.DEVICE, StorageTier.HOST_PINNED)
 """The tier of each level."""
 
 
-class V1Manager(RequestLevel):
+class V1Manager(IterationManager):
     """Caches the blocks of requests in a radix tree a window, in two levels, and publishes an iteration's events at its end.
 
     An iteration ends with `flush`; until then nothing is published. Windows are given in tokens.
@@ -56,8 +56,6 @@ class V1Manager(RequestLevel):
         windows: the blocks of each window, ascending.
         requests: those that have blocks, in the order in which they came.
         max_seq_len: as above.
-        event_buffer: as above.
-        enable_caching: whether requests reuse and leave anything.
         hasher: names the blocks of requests without adapter and salt.
     """
 
@@ -81,27 +79,26 @@ class V1Manager(RequestLevel):
         removed_order: str = "1.2",
         event_buffer: int | None = None,
     ) -> None:
-        super().__init__(backend=backend, num_blocks=num_blocks, block_size=block_size, dp_rank=dp_rank, sink=sink)
-        check_integer("secondary_blocks", secondary_blocks, 0)
-        if max_seq_len is not None:
-            check_integer("max_seq_len", max_seq_len, 1, " tokens, or None")
-        sizes = _sizes(windows, block_size, num_blocks, secondary_blocks, max_seq_len)
+        self._events = IterationEvents(removed_order)
         flags = {"partial_reuse": partial_reuse, "copy_on_partial_reuse": copy_on_partial_reuse, "onboard": onboard}
-        for name, value in flags.items():
-            if not isinstance(value, bool):
-                raise ValueError(f"{name} must be True or False, got {value!r:.80}")  # noqa: TRY004 - one error
+        super().__init__(
+            backend=backend,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dp_rank=dp_rank,
+            sink=sink,
+            max_seq_len=max_seq_len,
+            event_buffer=event_buffer,
+            flags=flags,
+            events=self._events,
+        )
+        check_integer("secondary_blocks", secondary_blocks, 0)
+        sizes = _sizes(windows, block_size, num_blocks, secondary_blocks, max_seq_len)
         if not is_integer(offload_min_priority, 0) or offload_min_priority > 100:
             raise ValueError(f"offload_min_priority must be an integer from 0 to 100, got {offload_min_priority!r:.80}")
         if removed_order not in REMOVED_ORDERS:
             raise ValueError(f"removed_order: {not_allowed_text(removed_order, REMOVED_ORDERS)}")
-        if event_buffer is not None:
-            check_integer("event_buffer", event_buffer, 1, " events, or None")
-        self.event_buffer = event_buffer
         self.hasher = V1Hasher()
-        self.enable_caching = True
-        self._lora_ids = LoraIds()
-        self._rng = Random(0)  # noqa: S311 - mock data
-        self._events = IterationEvents(removed_order)
         self.windows = [
             WindowBlocks(window, blocks, block_size, self._events, offload_min_priority=offload_min_priority, **flags)
             for window, blocks in sorted(sizes.items())
@@ -137,11 +134,8 @@ class V1Manager(RequestLevel):
         Raises:
             ValueError: the prompt is empty, or known by hashes only.
         """
-        prompt = Prompt.of(prompt)
-        if prompt.tokens is None:
-            raise ValueError("a prompt of hashes has no tokens, of which TensorRT-LLM matches parts of blocks")
-        if not prompt.tokens:
-            raise ValueError("the prompt is empty; a request needs at least one token")
+        prompt = checked_prompt(prompt)
+        assert prompt.tokens is not None
         of_prompt = V1Hasher.of_prompt(prompt.keys, self._lora_ids)
         hasher = V1Hasher(
             of_prompt.adapter if adapter is None else adapter,
@@ -155,10 +149,6 @@ class V1Manager(RequestLevel):
     def lookup(self, request: V1Request) -> int:
         """Count the tokens that a request would reuse now, at most all but its last one. Changes nothing."""
         return sum(tokens for _, tokens, _ in self._longest.match(self._keys(request)))
-
-    def turn_caching_off(self) -> None:
-        """Have an engine that caches nothing from the start, before its first request."""
-        self.enable_caching = False
 
     def _keys(self, request: V1Request) -> list[BlockKey]:
         """The keys of what may be matched: all but the last token, and an empty one if that is alone in its block."""
@@ -286,48 +276,16 @@ class V1Manager(RequestLevel):
 
     # ---------------------------------------------------------------------------------------------------- events
 
-    def flush(self) -> None:
-        """End an iteration: publish its events, or as many of the last ones as the buffer has room for."""
-        taken = self._events.take()
-        if self._publisher.sink is None:
-            return
-        dropped = 0 if self.event_buffer is None else max(0, len(taken) - self.event_buffer)
-        self._publisher.next_event_id += dropped
-        for event in taken[dropped:]:
-            data, token_ids, extra = self._published(event)
-            self._publisher.publish(data, token_ids, StorageTier.DEVICE, extra)
-        if self._publisher.failure is not None:
-            self._publisher.surface()
-
-    def _published(self, event: Queued) -> tuple[EventData, BlockTokens | None, dict[str, Any]]:
-        """An event in the house's terms: what it says, its tokens, and what travels beside it."""
-        extra = {**self._group_extra(event.window), "silently_gone": event.gone}
-        if event.kind == "created":
-            return Cleared(), None, {**extra, "blocks_per_level": event.levels}
-        if event.kind == "removed":
-            return Removed(tuple(event.names)), None, extra
-        if event.kind == "updated":
-            return Updated(event.names[0], event.levels, event.priorities), None, extra
-        keys = event.keys
-        tokens = [block.key.tokens for block in event.blocks]
-        local = [
-            keyed_block_hashes(each, len(each), keys, event.position + place)[0] for place, each in enumerate(tokens)
-        ]
-        extra |= {
-            "cache_levels": [block.level for block in event.blocks],
-            "priorities": [block.priority for block in event.blocks],
+    def _extra(self, event: Queued) -> dict[str, Any]:
+        """Which group its window is, by ascending window; the longest is of attention."""
+        group = next(group for group, each in enumerate(self.windows) if each.window == event.window)
+        kind = FULL_ATTENTION if event.window == self._longest.window else "sliding_window"
+        short = None if kind == FULL_ATTENTION else event.window
+        return {
+            "window_size": event.window,
+            **(group_extra(group, kind, short) or {}),
+            "silently_gone": event.gone,
         }
-        if keys is not None:
-            extra |= keys.carried(event.position, event.position + len(tokens), self.block_size, self._lora_ids)
-        names = tuple(block.name for block in event.blocks)
-        return Stored(event.parent, names, tuple(local)), tokens, extra
-
-    def _group_extra(self, window: int) -> dict[str, Any]:
-        """What travels beside an event of a window: which group it is, by ascending window; the longest is of attention."""
-        group = next(group for group, each in enumerate(self.windows) if each.window == window)
-        kind = FULL_ATTENTION if window == self._longest.window else "sliding_window"
-        short = None if kind == FULL_ATTENTION else window
-        return {"window_size": window, **(group_extra(group, kind, short) or {})}
 
     # --------------------------------------------------------------------------------------------------- queries
 
@@ -341,23 +299,10 @@ class V1Manager(RequestLevel):
         """Cached blocks of the longest window on level 0 that nobody uses."""
         return sum(block.level == PRIMARY and not block.refs for block in self._longest.cached())
 
-    @property
-    def num_active_block_refs(self) -> int:
-        """References of requests to blocks of the longest window."""
-        return sum(self.active_blocks.values())
-
-    @property
-    def active_blocks(self) -> Mapping[Block, int]:
-        """References to each block in use; one that is not in the tree, as a partial one, has a UUID."""
-        blocks: Counter[Block] = Counter()
+    def _in_use(self) -> Iterator[tuple[Block, int]]:
         for block in self._longest.all:
             if block.refs:
-                blocks[UUID(int=block.id) if block.parent is None else block.name] += block.refs
-        return blocks
-
-    def references(self, block: Block) -> int:
-        """References to one block now; 0 for what is not in use."""
-        return self.active_blocks.get(block, 0)
+                yield UUID(int=block.id) if block.parent is None else block.name, block.refs
 
     def inactive_blocks(self) -> list[int]:
         """Cached blocks of level 0 that nobody uses, in the order in which they would be evicted."""

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING, Any, TypeAlias
-from uuid import UUID
+from typing import TYPE_CHECKING, TypeAlias
 
 from pytest_kvmock.cache.trtllm.cache_block import DEFAULT_PRIORITY, BlockHolder
-from pytest_kvmock.cache.trtllm.hashes import BlockKey, V1Hasher, v1_block_key
+from pytest_kvmock.cache.trtllm.hashes import BlockKey, V1Hasher
+from pytest_kvmock.cache.trtllm.request_tokens import RequestTokens
 from pytest_kvmock.checks import is_integer
 
 if TYPE_CHECKING:
-    from pytest_kvmock.moves import Block
     from pytest_kvmock.prompt_keys import PromptKeys
 
 Range: TypeAlias = tuple[int, int | None, int, float | None]
@@ -59,7 +58,7 @@ def _check_priority(priority: object, duration: object) -> None:
         raise ValueError(f"a retention duration is a number of at least 0 (ms), or None; got {duration!r:.80}")
 
 
-class V1Request(BlockHolder):
+class V1Request(RequestTokens, BlockHolder):
     """One request, and the blocks that it has in each window. It grows at the end.
 
     Args:
@@ -75,17 +74,7 @@ class V1Request(BlockHolder):
         length: tokens that it has blocks for; 0: it has none.
     """
 
-    __slots__ = (
-        "_names",
-        "_partial",
-        "_rng",
-        "block_size",
-        "hasher",
-        "length",
-        "num_prompt_tokens",
-        "retention",
-        "tokens",
-    )
+    hasher: V1Hasher
 
     def __init__(
         self,
@@ -97,20 +86,14 @@ class V1Request(BlockHolder):
         retention: Retention,
         rng: Random,
     ) -> None:
-        super().__init__(keys)
-        self.tokens, self.block_size, self.hasher, self.retention = tokens, block_size, hasher, retention
-        self.num_prompt_tokens = len(tokens)
-        self._rng = rng
-        self._names: list[int] = []
-        self._partial: tuple[int, UUID] | None = None
+        RequestTokens.__init__(self, tokens, block_size, hasher, rng)
+        BlockHolder.__init__(self, keys)
+        self.retention = retention
 
     def forget(self) -> None:
         """Forget its blocks: it begins anew, with the tokens that it has."""
         super().forget()
         self.length = 0
-
-    def __len__(self) -> int:
-        return len(self.tokens)
 
     def block_keys(self, count: int, *, partial: bool) -> list[BlockKey]:
         """The keys of its first tokens, block by block.
@@ -123,21 +106,3 @@ class V1Request(BlockHolder):
         return [
             key(tokens[at : min(at + size, count)]) for at in range(0, count if partial else count // size * size, size)
         ]
-
-    @property
-    def names(self) -> list[int]:
-        """The names of its full blocks; not to be changed."""
-        names, size = self._names, self.block_size
-        for at in range(len(names) * size, len(self.tokens) // size * size, size):
-            names.append(v1_block_key(self.hasher.key(self.tokens[at : at + size]), names[-1] if names else 0))
-        return names
-
-    @property
-    def blocks(self) -> list[Block]:
-        """Names of its full blocks, and a UUID for a last one that is not full."""
-        names: list[Any] = [*self.names]
-        if len(self.tokens) % self.block_size:
-            if self._partial is None or self._partial[0] != len(names):
-                self._partial = len(names), UUID(int=self._rng.getrandbits(128), version=4)
-            names.append(self._partial[1])
-        return names

@@ -3,7 +3,7 @@
     python tests/cache/trtllm/play_trtllm.py FILE...
 
 It takes files of programs, of scenarios and of hashes, prints what differs by program and step, `N of M programs equal`
-last, and exits with 1 if any differs. Programs of V2 are counted as skipped, on a line of their own.
+last, and exits with 1 if any differs.
 """
 
 import gzip
@@ -11,23 +11,40 @@ import json
 import sys
 from pathlib import Path
 
-from pytest_kvmock.cache.trtllm.hashes import V1Hasher
+from pytest_kvmock.cache.trtllm.hashes import V1Hasher, V2Hasher
 from pytest_kvmock.cache.trtllm.v1_manager import V1Manager
 from pytest_kvmock.cache.trtllm.v1_request import Retention
-from pytest_kvmock.events import Cleared, Removed, Stored
+from pytest_kvmock.cache.trtllm.v2_manager import V2Manager
+from pytest_kvmock.events import Cleared, Removed, Stored, Updated
 from pytest_kvmock.sinks import CapturingSink
 
 SHOWN = 3
 """So many steps that differ are shown of a program."""
 
 
-class Player:
+class AnyPlayer:
     """Plays the calls of one program as TensorRT-LLM's engine does."""
 
     def __init__(self, config):
-        least = config["offload_min_priority"]
         self.sink = CapturingSink()
-        self.manager = V1Manager(
+        self.manager = self.made(config)
+        self.requests = {}
+
+    def play(self, call, *arguments):
+        return getattr(self, f"play_{call}")(*arguments)
+
+    def play_flush(self):
+        before = len(self.sink.events)
+        self.manager.flush()
+        return [row_of(event) for event in self.sink.router_events[before:]]
+
+
+class Player(AnyPlayer):
+    """Plays a program of V1."""
+
+    def made(self, config):
+        least = config["offload_min_priority"]
+        return V1Manager(
             num_blocks=config["windows"][-1][1],
             block_size=config["tokens_per_block"],
             sink=self.sink,
@@ -40,10 +57,6 @@ class Player:
             event_buffer=config["event_buffer_max_size"],
             **({} if least is None else {"offload_min_priority": least}),
         )
-        self.requests = {}
-
-    def play(self, call, *arguments):
-        return getattr(self, f"play_{call}")(*arguments)
 
     def play_add(self, name, prompt, adapter, salt, retention):
         kept = None
@@ -77,11 +90,6 @@ class Player:
     def play_free(self):
         return {str(window.window): window.queues.free for window in self.manager.windows}
 
-    def play_flush(self):
-        before = len(self.sink.events)
-        self.manager.flush()
-        return [row_of(event) for event in self.sink.router_events[before:]]
-
     def final(self):
         windows = self.manager.windows
         queues = {
@@ -90,10 +98,90 @@ class Player:
         return {"queues": queues, "free": self.play_free()}
 
 
+class V2Player(AnyPlayer):
+    """Plays a program of V2."""
+
+    def made(self, config):
+        device, *lower = config["slots"]
+        return V2Manager(
+            num_blocks=device,
+            block_size=config["tokens_per_block"],
+            sink=self.sink,
+            levels=lower,
+            groups=[tuple(group) for group in config["life_cycles"]],
+            pool_groups=config["pool_group_of_life_cycle"],
+            max_seq_len=config["max_seq_len"],
+            partial_reuse=config["enable_partial_reuse"],
+            max_util_for_resume=config["max_util_for_resume"],
+            hash_algo=config["hash_algo"],
+            event_buffer=config["event_buffer_max_size"],
+        )
+
+    def play_prepare_context(self, name, prompt, adapter, salt):
+        request = self.requests[name] = self.manager.new_request(prompt, adapter=adapter, cache_salt=salt)
+        hit = self.manager.lookup(request)
+        found, is_resumed = self.manager.prepare_context(request)
+        assert hit == found
+        return [found, is_resumed]
+
+    def play_resume(self, name):
+        return self.manager.resume(self.requests[name])
+
+    def play_suspend(self, name):
+        self.manager.suspend(self.requests[name])
+
+    def play_resize_context(self, name, tokens, is_first):
+        return self.manager.resize_context(self.requests[name], tokens, first_chunk=is_first)
+
+    def play_update_context(self, name, prompt, upto):
+        assert prompt == self.requests[name].tokens
+        self.manager.update_context(self.requests[name], upto)
+
+    def play_try_allocate_generation(self, name):
+        return self.manager.try_allocate_generation(self.requests[name])
+
+    def play_update_generation(self, name, history):
+        return self.manager.update_generation(self.requests[name], history)
+
+    def play_close(self, name):
+        self.manager.close(self.requests.pop(name))
+
+    def play_probe(self, tokens, adapter, salt):
+        return self.manager.probe(tokens, type(self.manager.hasher)(adapter, salt))
+
+    def play_clear(self):
+        self.manager.tree.clear()
+
+    def play_free(self):
+        return self.manager.free_slots()
+
+    def final(self):
+        found = {
+            "queues": [[[self.page(page) for page in pool] for pool in level] for level in self.manager.pools.queues]
+        }
+        for name in list(self.requests):
+            self.play_close(name)
+        self.play_clear()
+        return {**found, "last_events": self.play_flush()}
+
+    def page(self, page):
+        """A page in the form of the recordings: its layer group, and the name of its block."""
+        block = page.block
+        is_whole = self.manager.hash_algo == "v2_sha256"
+        return [page.group, None if block is None else block.digest.hex() if is_whole else block.name]
+
+
 def row_of(event):
     """An event in the form of the recordings."""
     data, extra = event.data, event.extra
-    row = [event.event_id, extra["window_size"]]
+    row = [event.event_id, *([extra["layer_group_id"]] if "layer_group_id" in extra else []), extra["window_size"]]
+    if "digests" in extra:
+        parent, digests = extra["digests"]
+        whole = [digest.hex() for digest in digests]
+        if isinstance(data, Stored):
+            data = Stored(parent and parent.hex(), whole, data.tokens_hashes)
+        else:
+            data = Removed(whole) if isinstance(data, Removed) else Updated(*whole, data.levels, data.priorities)
     if isinstance(data, Cleared):
         return [*row, "C", list(extra["blocks_per_level"])]
     if isinstance(data, Removed):
@@ -106,7 +194,7 @@ def row_of(event):
 
 def differences(program):
     """Play a program; yield each step that differs: its number or "final", what was called, recorded and ours."""
-    player = Player(program["config"])
+    player = (V2Player if "life_cycles" in program["config"] else Player)(program["config"])
     for number, (call, *arguments, recorded) in enumerate(program["log"]):
         try:
             ours = player.play(call, *arguments)
@@ -115,44 +203,43 @@ def differences(program):
             return
         if ours != recorded:
             yield number, call, recorded, ours
-    if player.final() != program["final"]:
-        yield "final", "queues", program["final"], player.final()
+    final = player.final()
+    if final != program["final"]:
+        yield "final", "queues", program["final"], final
 
 
-def hash_difference(row):
-    """Whether a recorded chain of hashes differs: nothing, or one difference as `differences` has them."""
-    hasher = V1Hasher(row["lora_id"], row["salt"])
-    ours = [hasher.name(each) for each in hasher.digests(row["tokens"], row["block_size"], 0, None)]
-    recorded = row["v1_block_key"]
-    return [] if ours == recorded else [("hash", "v1_block_key", recorded, ours)]
+def hash_differences(row):
+    """How the names of a recorded chain of hashes differ, as `differences` has them."""
+    one, other = (kind(row["lora_id"], row["salt"]) for kind in (V1Hasher, V2Hasher))
+    digests = other.digests(row["tokens"], row["block_size"], 0, None)
+    ours = {
+        "v1_block_key": [one.name(each) for each in one.digests(row["tokens"], row["block_size"], 0, None)],
+        "v2_sha256": [each.hex() for each in digests],
+        "v2_sha256_64": [other.name(each) for each in digests],
+    }
+    return [("hash", name, row[name], found) for name, found in ours.items() if found != row[name]]
 
 
 def programs_of(path):
-    """What a file has: for each program what to call it, and its differences; and how many are of V2."""
+    """What a file has: for each program what to call it, and its differences."""
     opened = gzip.open if str(path).endswith(".gz") else open
     with opened(path) as file:
         found = json.load(file)
     if isinstance(found, list):
-        return [(f"chain {place}", hash_difference(row)) for place, row in enumerate(found)], 0
-    rows = found.get("programs", []) + found.get("v1", [])
-    of_v2 = [row for row in rows if "life_cycles" in row["config"]]
-    rows = [row for row in rows if row not in of_v2]
-    named = [(row.get("name", row.get("seed")), differences(row)) for row in rows]
-    return named, len(of_v2) + len(found.get("v2", []))
+        return [(f"chain {place}", hash_differences(row)) for place, row in enumerate(found)]
+    rows = [row for kind in ("programs", "v1", "v2") for row in found.get(kind, [])]
+    return [(row.get("name", row.get("seed")), differences(row)) for row in rows]
 
 
 def main(paths):
     equal = played = 0
     for path in paths:
-        programs, of_v2 = programs_of(path)
-        for name, found in programs:
+        for name, found in programs_of(path):
             shown = [each for each, _ in zip(found, range(SHOWN), strict=False)]
             played += 1
             equal += not shown
             for number, call, recorded, ours in shown:
                 print(f"{Path(path).name}: {name}, step {number}, {call}:\n  recorded {recorded}\n  ours     {ours}")
-        if of_v2:
-            print(f"{Path(path).name}: {of_v2} programs of V2 skipped")
     print(f"{equal} of {played} programs equal")
     return int(equal < played)
 

@@ -26,7 +26,7 @@ def test_every_program_has_the_recorded_answers_events_and_queues(recording, kin
 def test_every_recorded_chain_has_the_recorded_names(recording):
     rows = recording("trtllm_hashes.json")
     assert {True, False} == {row["lora_id"] is None for row in rows} == {row["salt"] is None for row in rows}
-    assert [] == [found for row in rows if (found := PLAYER.hash_difference(row))]
+    assert [] == [found for row in rows if (found := PLAYER.hash_differences(row))]
 
 
 def test_the_recordings_have_what_can_go_wrong(recording):

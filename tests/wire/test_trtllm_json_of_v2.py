@@ -1,0 +1,80 @@
+"""TensorRT-LLM's JSON of V2: what is written is read back, and digests that are none are found."""
+
+import json
+
+import pytest
+
+from pytest_kvmock.cache.trtllm.v2_manager import V2Manager
+from pytest_kvmock.sinks import CapturingSink
+from pytest_kvmock.wire.defects import WireDefect
+from pytest_kvmock.wire.trtllm_json import event_row, read_events, write_events
+
+ALGOS = ("v1_block_key", "v2_sha256", "v2_sha256_64")
+
+
+def events_of(algo):
+    """Events of every kind, of two layer groups."""
+    sink = CapturingSink()
+    manager = V2Manager(
+        num_blocks=[6, 6],
+        block_size=4,
+        levels=([4, 4],),
+        groups=[(None, 0), (8, 0)],
+        pool_groups=[0, 1],
+        max_seq_len=64,
+        hash_algo=algo,
+        sink=sink,
+    )
+    for first in (1, 100, 200):
+        request = manager.new_request(range(first, first + 17))
+        manager.prepare_context(request)
+        for upto in (8, 17):
+            assert manager.resize_context(request, upto)
+            manager.update_context(request, upto)
+        manager.close(request)
+        manager.flush()
+    return sink.router_events
+
+
+@pytest.mark.parametrize("algo", ALGOS)
+def test_what_is_written_is_read_back(algo):
+    events, problems = events_of(algo), []
+    assert {"Cleared", "Stored", "Removed", "Updated"} == {type(event.event.data).__name__ for event in events}
+    found, count = read_events(write_events(events), 0, problems)
+    assert [] == problems
+    assert len(events) == count
+    for event, read in zip(events, found, strict=True):
+        assert event.event == read.event
+        assert event.extra == read.extra
+        assert event_row(event) == event_row(read)
+
+
+@pytest.mark.parametrize("kind", ["stored", "removed", "updated"])
+@pytest.mark.parametrize("wrong", [5, "e4", "z" * 64, None])
+def test_a_hash_that_is_no_digest_is_found(kind, wrong):
+    rows = json.loads(write_events(events_of("v2_sha256")))
+    data = next(row["data"] for row in rows if row["data"]["type"] == kind)
+    (data if kind == "updated" else data["blocks"][0] if kind == "stored" else data)[
+        "block_hash" if kind != "removed" else "block_hashes"
+    ] = [wrong] if kind == "removed" else wrong
+    problems = []
+    found, count = read_events(json.dumps(rows).encode(), 0, problems)
+    assert count - 1 == len(found)
+    assert [WireDefect.HASH_OUT_OF_RANGE] == [problem.name for problem in problems]
+    assert "64 hexadecimal digits, as its hash_algo is v2_sha256" == problems[0].expected
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong", "expected"),
+    [
+        ("hash_algo", "sha", "v1_block_key or v2_sha256 or v2_sha256_64"),
+        ("hash_algo", ["v2_sha256"], "v1_block_key or v2_sha256 or v2_sha256_64"),
+        ("layer_group_id", -1, "an integer from 0 to 4294967295"),
+    ],
+)
+def test_a_field_of_v2_that_is_wrong_is_found(field, wrong, expected):
+    rows = json.loads(write_events(events_of("v1_block_key")[:1]))
+    rows[0][field] = wrong
+    problems = []
+    assert ([], 1) == read_events(json.dumps(rows).encode(), 0, problems)
+    assert [(field, expected)] == [(problem.field, problem.expected) for problem in problems]
