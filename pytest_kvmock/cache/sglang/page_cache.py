@@ -249,11 +249,11 @@ class PageCache(RadixManager[RequestT, TreeT]):
             self._publish_events(self._queue.take())
 
     def _publish_events(self, events: list[TakenEvent]) -> None:
-        for data, token_ids, extra in events:
+        for data, token_ids, extra, tier in events:
             if extra is None:
-                self._publisher.publish(data, token_ids)
+                self._publisher.publish(data, token_ids, tier)
             else:
-                self._publisher.publish(data, token_ids, StorageTier.DEVICE, extra)
+                self._publisher.publish(data, token_ids, tier, extra)
             if LOG.isEnabledFor(TRACE_LEVEL):
                 trace(self, "allocation", data.block_hashes if isinstance(data, Stored) else ())
                 trace(self, "eviction", data.block_hashes if isinstance(data, Removed) else ())
