@@ -208,8 +208,8 @@ class HostStorage:
             return
         prefetch = seeker.prefetch
         self._stop(prefetch)
-        prefetch.taken = prefetch.done
-        if prefetch.done:
+        if prefetch.done and prefetch not in self._ended:  # else what reported its end frees all
+            prefetch.taken = prefetch.done
             self._released.append(prefetch.done)
 
     def look_up(self, seeker: Seeker) -> tuple[HostMatch, bool]:
@@ -223,8 +223,10 @@ class HostStorage:
             seeker.timed_out
             or not found.node.host.on_host
             or count * size < self.prefetch_threshold
-            or self._reserved * size >= tree.host_pages * size // 2
         ):
+            return found, False
+        if self._reserved * size >= tree.host_pages * size // 2:
+            seeker.missed = True
             return found, False
         prefetch = Prefetch(seeker, found.node, tree.hold_host(found.node), found.pages, count)
         prefetch.hit, seeker.known = seeker.known, None
@@ -310,11 +312,7 @@ class HostStorage:
     def _transfer(self, prefetch: Prefetch) -> None:
         names = self._names(prefetch, prefetch.slots)
         for at in range(0, len(names), self.batch):
-            batch = names[at : at + self.batch]
-            read = self.store.leading(batch)
-            self.reports.append((prefetch, at + read))
-            if read < len(batch):
-                break
+            self.reports.append((prefetch, self.store.leading(names[: at + self.batch])))
         self.reports.append((prefetch, None))
 
     def back_up(self, node: TreeNode) -> None:
@@ -351,6 +349,7 @@ class HostStorage:
             seeker.polls = 0 if seeker.polls is None else seeker.polls + 1
             if seeker.polls >= self.retry_interval:
                 seeker.tries += 1
+                seeker.polls = None
                 done.append((request, *self.look_up(seeker)))
         return done
 

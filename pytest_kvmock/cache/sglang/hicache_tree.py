@@ -275,7 +275,8 @@ class HiCacheTree(RadixTree):
             How many of them were not needed.
         """
         names, node, at, spare = pages.names, anchor, start, 0
-        tick = self._clock = self._clock + 1
+        tick = anchor.last = self._clock = self._clock + 1
+        self.note(anchor)
         while at < count:
             child = node.children.get(self.edge(names, at, namespace))
             if child is None:
