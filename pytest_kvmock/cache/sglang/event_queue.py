@@ -41,6 +41,7 @@ class _Waiting:
         local_hashes: Sequence[int] | None = None,
         token_ids: BlockTokens | None = None,
         extra: EventExtra | None = None,
+        *,
         tier: StorageTier = StorageTier.DEVICE,
     ) -> None:
         self.names = names
@@ -81,6 +82,7 @@ class EventQueue:
         local_hashes: Sequence[int],
         token_ids: BlockTokens | None,
         extra: EventExtra | None = None,
+        *,
         tier: StorageTier = StorageTier.DEVICE,
     ) -> None:
         """Add a Stored of pages, each after the one before."""
@@ -99,7 +101,7 @@ class EventQueue:
                 if tail.token_ids is not None and token_ids is not None:
                     tail.token_ids = _grown(tail.token_ids, token_ids)
                 return
-        self._waiting.append(_Waiting(names, parent, local_hashes, token_ids, extra, tier))
+        self._waiting.append(_Waiting(names, parent, local_hashes, token_ids, extra, tier=tier))
 
     def removed(self, names: Sequence[int], tier: StorageTier = StorageTier.DEVICE) -> None:
         """Add a Removed of pages."""

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Final
 from pytest_kvmock.cache.hashed import HashedTokens
 from pytest_kvmock.cache.sglang.hicache_storage import HostStorage
 from pytest_kvmock.cache.sglang.hicache_tree import DEVICE, HOST, WRITE_POLICIES, HiCacheTree, HostMatch
-from pytest_kvmock.cache.sglang.page_cache import PageCache
+from pytest_kvmock.cache.sglang.page_cache import PageCache, on_the_wire
 from pytest_kvmock.cache.sglang.radix_request import RadixRequest
 from pytest_kvmock.cache.sglang.radix_tree import Hold, TreeNode
 from pytest_kvmock.events import StorageTier
@@ -71,7 +71,9 @@ class HiCacheManager(PageCache[HiCacheRequest, HiCacheTree]):
         loads: groups of copies to the device, likewise.
     """
 
-    takes: ClassVar[str] = "match_prefix, evict, evict_host, reset; find, admit, load, prefill, checkpoint of a request; ack"
+    takes: ClassVar[str] = (
+        "match_prefix, evict, evict_host, reset; find, admit, load, prefill, checkpoint of a request; ack"
+    )
 
     def __init__(
         self,
@@ -106,8 +108,7 @@ class HiCacheManager(PageCache[HiCacheRequest, HiCacheTree]):
     def _was_stored(self, node: TreeNode, tier: StorageTier) -> None:
         part, parent = node.host, node.parent
         before = parent.names[-1] if parent is not None and parent is not self._tree.root else None
-        extra = {name: part.extra[name] for name in ("lora_name", "cache_salt", "session_id") if name in part.extra} if part.extra else part.extra
-        self._queue.stored(before, node.names, part.local_hashes, part.token_ids, extra, tier)
+        self._queue.stored(before, node.names, part.local_hashes, part.token_ids, on_the_wire(part.extra), tier=tier)
 
     def _was_removed(self, node: TreeNode, tier: StorageTier) -> None:
         self._queue.removed(node.names, tier)
@@ -329,11 +330,11 @@ class HiCacheManager(PageCache[HiCacheRequest, HiCacheTree]):
                 on_device = matched
             else:
                 tree.put_on_device(node)
-            self._hit(node, matched > request.inserted)
+            self._hit(node, counts=matched > request.inserted)
         if matched < count:
             node = tree.grow(node, tokens, matched, count, namespace)
             tree.put_on_device(node)
-            self._hit(node, count > request.inserted)
+            self._hit(node, counts=count > request.inserted)
         prompt = tokens.num_prompt_tokens // self.block_size
         if 0 < prompt < count:  # a node ends where the prompt does
             for _ in tree.walk(names, prompt, namespace):
@@ -343,7 +344,7 @@ class HiCacheManager(PageCache[HiCacheRequest, HiCacheTree]):
         request.inserted = max(request.inserted, count)
         return node
 
-    def _hit(self, node: TreeNode, counts: bool) -> None:
+    def _hit(self, node: TreeNode, *, counts: bool) -> None:
         """Count a hit, and order the copy of a node that has enough of them, and before it of what is above."""
         if not counts or not self._hits_to_write:
             return

@@ -133,13 +133,15 @@ class HostStorage:
         prefetch_policy: one of `PREFETCH_POLICIES`.
         prefetch_threshold: tokens that a look-up and a hit must have at least.
         batch: pages that are read at once.
-        retry_interval: steps after which what was not found is looked up again.
+        retry_interval: steps after which what was not found is looked up again; 0: never.
         retry_attempts: how often, a request.
         timeout_base: seconds that a request waits with policy "timeout".
         timeout_per_ki_token: seconds besides for each 1024 tokens.
 
     Attributes:
         store: as above.
+        waiting: requests that were not admitted yet, in the order in which they came.
+        prefetching: look-ups under way.
         now: the time, in seconds; its owner moves it.
         queries: look-ups that were not answered yet.
         transfers: prefetches that were not read yet.
@@ -217,13 +219,9 @@ class HostStorage:
         request, size, tree = seeker.request, self._size, self._tree
         tokens = request.tokens
         found = tree.find(tokens.names, (len(tokens) - 1) // size, request.namespace)
-        seeker.length = found.pages
+        seeker.length, seeker.missed, seeker.polls = found.pages, False, None
         count = (len(tokens) - 1) // size - found.pages
-        if (
-            seeker.timed_out
-            or not found.node.host.on_host
-            or count * size < self.prefetch_threshold
-        ):
+        if seeker.timed_out or not found.node.host.on_host or count * size < self.prefetch_threshold:
             return found, False
         if self._reserved * size >= tree.host_pages * size // 2:
             seeker.missed = True
@@ -231,8 +229,6 @@ class HostStorage:
         prefetch = Prefetch(seeker, found.node, tree.hold_host(found.node), found.pages, count)
         prefetch.hit, seeker.known = seeker.known, None
         seeker.prefetch = prefetch
-        seeker.missed = False
-        seeker.polls = None
         self._reserved += count
         self.prefetching += 1
         self.queries.append(prefetch)
@@ -341,11 +337,12 @@ class HostStorage:
         return self._retry()
 
     def _retry(self) -> list[tuple[Any, HostMatch, bool]]:
-        done = []
-        for number, (request, seeker) in enumerate(self.waiting.items()):
-            if not number or seeker.prefetch or not seeker.missed or seeker.timed_out or seeker.tries >= self.retry_attempts:
+        done: list[tuple[Any, HostMatch, bool]] = []
+        if not self.retry_interval:
+            return done
+        for request, seeker in [*self.waiting.items()][1:]:  # the head of the queue is never asked for again
+            if seeker.prefetch or not seeker.missed or seeker.timed_out or seeker.tries >= self.retry_attempts:
                 continue
-            if not self.retry_interval: continue
             seeker.polls = 0 if seeker.polls is None else seeker.polls + 1
             if seeker.polls >= self.retry_interval:
                 seeker.tries += 1

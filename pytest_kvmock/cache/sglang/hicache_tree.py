@@ -177,9 +177,8 @@ class HiCacheTree(RadixTree):
 
     def find(self, names: Sequence[int], count: int, namespace: Hashable = None) -> HostMatch:
         """Look pages up, and count the path as used now, wherever it is. A node that is shared in part is split."""
-        node, pages = self.root, 0
-        for node, pages in self.walk(names, count, namespace):
-            pass
+        path = [*self.walk(names, count, namespace)]
+        node, pages = path[-1] if path else (self.root, 0)
         at, on_device = node, pages
         while not at.host.on_device:
             on_device -= len(at.names)

@@ -241,7 +241,7 @@ class PageCache(RadixManager[RequestT, TreeT]):
             new,
             tuple(pages.local_hashes[start:end]),
             pages.block_tokens(start, end),
-            _on_the_wire(pages.carried(start, end)),
+            on_the_wire(pages.carried(start, end)),
         )
 
     def _publish(self) -> None:
@@ -259,7 +259,7 @@ class PageCache(RadixManager[RequestT, TreeT]):
                 trace(self, "eviction", data.block_hashes if isinstance(data, Removed) else ())
 
 
-def _on_the_wire(extra: dict[str, Any] | None) -> dict[str, Any] | None:
+def on_the_wire(extra: dict[str, Any] | None) -> dict[str, Any] | None:
     """What SGLang's own events have of what a request carries: an adapter by its name alone, and no keys of single pages."""
     return extra and {name: extra[name] for name in ("lora_name", "cache_salt", "session_id") if name in extra}
 
