@@ -368,7 +368,7 @@ BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
                 in_matrix=False,
                 driver=makers.sglang_driver,
                 chain=makers.hash_chain,
-                options=(*_RADIX_OPTIONS, *makers.PARTS),
+                options=(*_RADIX_OPTIONS, *makers.PARTS, "tiers"),
                 scheduler="sglang",
             ),
             _sglang_model("sglang_gpt_oss", "gpt-oss, with a window of 127 tokens at pages of 16", 16),

@@ -11,6 +11,7 @@ from pytest_kvmock.checks import check_integer, check_number, unknown_text
 from pytest_kvmock.tiers.bandwidth import DEFAULT_GBPS
 from pytest_kvmock.tiers.chunk_events import OffloadGroup
 from pytest_kvmock.tiers.chunk_eviction import EVICTION_ORDERS
+from pytest_kvmock.tiers.host_links import HostLinks
 from pytest_kvmock.tiers.native_offload import NativeOffload
 from pytest_kvmock.tiers.offload import HostOffload
 from pytest_kvmock.tiers.timed_copies import TimedCopies
@@ -38,7 +39,8 @@ _OF_VLLM: Final = (
     "max_offload_tokens",
     "async_scheduling",
 )
-_KNOWN: Final = (*_OF_BOTH, *_OF_DYNAMO, *_OF_VLLM)
+_OF_SGLANG: Final = ("write_policy",)
+_KNOWN: Final = (*_OF_BOTH, *_OF_DYNAMO, *_OF_VLLM, *_OF_SGLANG)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,8 @@ class Tiers:
         max_load_tokens: tokens that are loaded for a request at most, as in its `kv_transfer_params`; None: no limit.
         max_offload_tokens: tokens of a request that are stored at most, likewise.
         async_scheduling: whether two batches are in flight, as servers have them by default: what one finds done is reported with the next.
+        write_policy: of `sglang`: when blocks are copied to the host: "write_through" (at the first use), "write_through_selective" (at
+            the second) or "write_back" (when the device evicts them).
 
     Raises:
         ValueError: a value is not what it must be, `chunk` does not divide `host`, or `batch` squared is more than `host`: with so many blocks under way
@@ -77,6 +81,7 @@ class Tiers:
     max_load_tokens: int | None = None
     max_offload_tokens: int | None = None
     async_scheduling: bool = False
+    write_policy: str = "write_through"
 
     def __post_init__(self) -> None:
         check_integer("tiers: host", self.host, 1, " (blocks)")
@@ -94,6 +99,10 @@ class Tiers:
             raise ValueError(
                 f"tiers: policy must be {' or '.join(map(repr, EVICTION_ORDERS))}, got {self.policy!r:.80}"
             )
+        from pytest_kvmock.cache.sglang.hicache_tree import WRITE_POLICIES
+
+        if self.write_policy not in [*WRITE_POLICIES]:  # it may be unhashable
+            raise ValueError(unknown_text("tiers: write_policy", self.write_policy, WRITE_POLICIES))
         check_integer("tiers: store_threshold", self.store_threshold, 0)
         for name in ("max_load_tokens", "max_offload_tokens"):
             if getattr(self, name) is not None:
@@ -152,7 +161,7 @@ class Tiers:
         Raises:
             ValueError: they have what only vLLM's have.
         """
-        self._check_has(_OF_VLLM, "a host that evicted blocks travel to has", _OF_DYNAMO)
+        self._check_has((*_OF_VLLM, *_OF_SGLANG), "a host that evicted blocks travel to has", _OF_DYNAMO)
         return HostOffload(
             self.host,
             block_bytes=self.bytes_per_token * block_size,
@@ -174,7 +183,7 @@ class Tiers:
         Raises:
             ValueError: they have what only Dynamo's have.
         """
-        self._check_has(_OF_DYNAMO, "vLLM's native offload has", _OF_VLLM)
+        self._check_has((*_OF_DYNAMO, *_OF_SGLANG), "vLLM's native offload has", _OF_VLLM)
         offload = NativeOffload(
             self.host // self.chunk,
             groups or [OffloadGroup(block_size)],
@@ -188,6 +197,16 @@ class Tiers:
             rng=rng,
         )
         return offload, TimedCopies(self.gbps, self.bytes_per_token * block_size, reports_late=self.async_scheduling)
+
+    def make_hicache(self, block_size: int) -> tuple[HostLinks, dict[str, Any]]:
+        """Make the links of one of SGLang's managers, whose blocks have so many tokens, and the options of its host.
+
+        Raises:
+            ValueError: they have what only others have.
+        """
+        self._check_has((*_OF_DYNAMO, *_OF_VLLM), "SGLang's HiCache has", _OF_SGLANG)
+        options = {"host_blocks": self.host, "write_policy": self.write_policy}
+        return HostLinks(self.gbps, self.bytes_per_token * block_size), options
 
     def _check_has(self, refused: tuple[str, ...], who: str, own: tuple[str, ...]) -> None:
         wrong = next((name for name in refused if name in self.to_dict()), None)

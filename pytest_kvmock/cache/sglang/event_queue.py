@@ -20,13 +20,27 @@ class TakenEvent(NamedTuple):
         data: what happened.
         token_ids: of each page of a Stored, where they are known.
         extra: what else the request carried that stored; it travels with SGLang's own events.
-        tier: where it happened.
     """
 
     data: EventData
     token_ids: BlockTokens | None = None
     extra: EventExtra | None = None
-    tier: StorageTier = StorageTier.DEVICE
+
+    @property
+    def tier(self) -> StorageTier:
+        """Where it happened."""
+        return StorageTier.DEVICE
+
+
+class TakenHostEvent(TakenEvent):
+    """One that happened on the host."""
+
+    __slots__ = ()
+
+    @property
+    def tier(self) -> StorageTier:
+        """As `TakenEvent`."""
+        return StorageTier.HOST_PINNED
 
 
 class _Waiting:
@@ -54,10 +68,11 @@ class _Waiting:
     def taken(self) -> TakenEvent:
         if self.names is None:
             return TakenEvent(Cleared())
+        kind = TakenEvent if self.tier == StorageTier.DEVICE else TakenHostEvent
         if self.local_hashes is None:
-            return TakenEvent(Removed(tuple(self.names)), tier=self.tier)
+            return kind(Removed(tuple(self.names)))
         stored = Stored(self.parent, tuple(self.names), tuple(self.local_hashes))
-        return TakenEvent(stored, self.token_ids, self.extra, self.tier)
+        return kind(stored, self.token_ids, self.extra)
 
 
 class EventQueue:

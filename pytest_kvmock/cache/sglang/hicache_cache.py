@@ -67,6 +67,7 @@ class HiCacheManager(PageCache[HiCacheRequest, HiCacheTree]):
         host_blocks: as above.
         write_policy: as above.
         storage: as above.
+        offload: how long copies take, for the time of a worker; None: they are acknowledged by `step`.
         writes: groups of copies to the host that were submitted and are not acknowledged, in order.
         loads: groups of copies to the device, likewise.
     """
@@ -86,6 +87,7 @@ class HiCacheManager(PageCache[HiCacheRequest, HiCacheTree]):
         self.host_blocks, self.write_policy = host_blocks, write_policy
         self._hits_to_write = WRITE_POLICIES[write_policy]
         self.storage = storage
+        self.offload: Any = None
         self._ordered_writes: list[Hold] = []
         self._ordered_loads: list[tuple[Hold, Hold]] = []
         self.writes: deque[list[Hold]] = deque()
@@ -155,6 +157,31 @@ class HiCacheManager(PageCache[HiCacheRequest, HiCacheTree]):
     def on_device(self, request: HiCacheRequest) -> int:
         """Count the pages of it that are on the device. Changes nothing."""
         return self._tree.look(request.tokens.names, self._reusable(request), request.namespace)[1]
+
+    def _held(self) -> set[TreeNode]:
+        """Nodes that requests hold, whatever copies do."""
+        nodes: set[TreeNode] = set()
+        for request in self.requests:
+            node = request.node
+            while node is not None and node is not self._tree.root and node not in nodes:
+                nodes.add(node)
+                node = node.parent
+        return nodes
+
+    @property
+    def unheld_blocks(self) -> int:
+        """Pages of the device that no request holds, those included that a copy does."""
+        own = sum(request.allocated - request.protected for request in self.requests)
+        return self.max_capacity - own - sum(len(node.names) for node in self._held())
+
+    def missing(self, request: HiCacheRequest, upto: int) -> int:
+        """Count the pages that no request holds and that the first tokens of one need. Changes nothing."""
+        if request in self.requests:
+            return self.pages_of(upto) - request.allocated
+        held, shared = self._held(), 0
+        for node, pages in self._tree.path(request.tokens.names, self._reusable(request), request.namespace):
+            shared += pages if node in held else 0
+        return self.pages_of(upto) - shared
 
     # ---------------------------------------------------------------------------------------------- admission
 
@@ -384,6 +411,10 @@ class HiCacheManager(PageCache[HiCacheRequest, HiCacheTree]):
         self.release(request)
         self.make_room(RETRACT_TOKENS * len(self.requests))
         self._flush()
+
+    def may_step(self, request: HiCacheRequest) -> bool:
+        """Whether there is a free page for the next token of a request, or it needs none."""
+        return not request.opens_page or self._free > 0
 
     def begin_step(self, requests: Sequence[HiCacheRequest]) -> bool:
         """Make room for a token of each request; False where it is short.

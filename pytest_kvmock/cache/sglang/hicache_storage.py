@@ -52,7 +52,7 @@ class PageStore:
         return len(names)
 
 
-class _Waiting(Protocol):
+class _Arrived(Protocol):
     """A request as the storage sees it."""
 
     tokens: HashedTokens
@@ -115,7 +115,7 @@ class Seeker:
 
     __slots__ = ("known", "length", "loaded", "missed", "polls", "prefetch", "request", "timed_out", "tries")
 
-    def __init__(self, request: _Waiting) -> None:
+    def __init__(self, request: _Arrived) -> None:
         self.request = request
         self.prefetch: Prefetch | None = None
         self.length = self.tries = 0

@@ -159,20 +159,27 @@ class HiCacheTree(RadixTree):
 
     # ------------------------------------------------------------------------------------------------ lookups
 
-    def look(self, names: Sequence[int], count: int, namespace: Hashable = None) -> tuple[int, int]:
-        """Leading pages, of the first `count`, that are anywhere, and those on the device. Changes nothing."""
-        node, at, on_device = self.root, 0, 0
+    def path(self, names: Sequence[int], count: int, namespace: Hashable = None) -> Iterator[tuple[TreeNode, int]]:
+        """Yield the nodes that have the first `count` pages, with how many of them each has. Changes nothing."""
+        node, at = self.root, 0
         while at < count:
-            child = node.children.get(names[at] if at or namespace is None else (namespace, names[0]))
+            child = node.children.get(self.edge(names, at, namespace))
             if child is None:
-                break
+                return
             shared = shared_pages(child.names, names, at, count)
             at += shared
-            if child.host.on_device:
-                on_device = at
+            yield child, shared
             if shared < len(child.names):
-                break
+                return
             node = child
+
+    def look(self, names: Sequence[int], count: int, namespace: Hashable = None) -> tuple[int, int]:
+        """Leading pages, of the first `count`, that are anywhere, and those on the device. Changes nothing."""
+        at = on_device = 0
+        for node, pages in self.path(names, count, namespace):
+            at += pages
+            if node.host.on_device:
+                on_device = at
         return at, on_device
 
     def find(self, names: Sequence[int], count: int, namespace: Hashable = None) -> HostMatch:

@@ -249,7 +249,8 @@ class PageCache(RadixManager[RequestT, TreeT]):
             self._publish_events(self._queue.take())
 
     def _publish_events(self, events: list[TakenEvent]) -> None:
-        for data, token_ids, extra, tier in events:
+        for event in events:
+            (data, token_ids, extra), tier = event, event.tier
             if extra is None:
                 self._publisher.publish(data, token_ids, tier)
             else:

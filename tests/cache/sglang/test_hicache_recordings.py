@@ -60,8 +60,9 @@ class Follower:
     def take(self):
         """Take the events that wait; returns what the ledger finds."""
         problems = []
-        for data, token_ids, _, tier in self.play.manager.take_events():
-            event = RouterEvent(0, KvCacheEvent(self.taken, data), tier, token_ids)
+        for taken in self.play.manager.take_events():
+            data, tier = taken.data, taken.tier
+            event = RouterEvent(0, KvCacheEvent(self.taken, data), tier, taken.token_ids)
             self.taken += 1
             problems += self.ledger.take(event)
             self.index.apply(event)

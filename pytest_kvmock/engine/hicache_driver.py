@@ -1,0 +1,125 @@
+"""Drives SGLang's HiCache as its scheduler does: match, lock, load back, room, compute, checkpoint, copy to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+from typing import TYPE_CHECKING
+
+from pytest_kvmock.cache.sglang.hicache_cache import HiCacheManager, HiCacheRequest
+from pytest_kvmock.engine.driver import checked_manager
+from pytest_kvmock.engine.page_cache_driver import PageCacheDriver
+
+if TYPE_CHECKING:
+    from pytest_kvmock.cache.manager import KvManager
+
+
+class HiCacheDriver(PageCacheDriver):
+    """Serves requests from a `HiCacheManager`.
+
+    A request loads what the host has of it when it is admitted, and computes in the same batch. What it computed is
+    published after its prefill, or each chunk, and when it finishes; copies to the host begin then, by the write policy,
+    and the time of the worker ends them.
+
+    Args:
+        manager: the cache.
+        prefix_caching: whether requests reuse and leave anything; without it, each has pages of its own.
+        rng: source of the names of partial blocks, and of local hashes where tokens are unknown.
+
+    Raises:
+        ValueError: the manager is no such cache.
+    """
+
+    traits = replace(PageCacheDriver.traits, promises_more=True)
+
+    manager: HiCacheManager
+
+    def __init__(self, manager: KvManager, prefix_caching: bool, rng: Random) -> None:
+        super().__init__(checked_manager(manager, HiCacheManager, "HiCacheDriver"), prefix_caching, rng)
+
+    def lookup(self, request: HiCacheRequest) -> int:
+        """Tokens of the request that are cached and would be used, on device and host; of an admitted one, that it uses."""
+        if request in self.manager.requests:
+            return request.found * self.manager.block_size
+        return super().lookup(request)
+
+    def need(self, request: HiCacheRequest, upto: int, tokens: Sequence[int] = ()) -> int:
+        """Pages that no request holds. Changes nothing."""
+        return self.manager.missing(request, upto + len(tokens))
+
+    def start(self, request: HiCacheRequest, upto: int) -> bool:
+        """Match the first tokens of a request, lock, and load what the host has; False where there is no room for it."""
+        manager = self.manager
+        manager.find(request, upto if self._prefix_caching else 0)
+        manager.admit(request)
+        path = request.path
+        assert path is not None
+        if manager.lacking(request, upto):
+            manager.withdraw(request)
+            return False
+        if path.pages > path.device_pages and not manager.load(request) and manager.lacking(request, upto):
+            manager.withdraw(request)
+            return False
+        return True
+
+    def _start(self, request: HiCacheRequest, upto: int) -> bool:
+        return self.start(request, upto)
+
+    def _fits(self, request: HiCacheRequest, upto: int) -> bool:
+        return not self.manager.lacking(request, upto)
+
+    def _withdraw(self, request: HiCacheRequest) -> None:
+        self.manager.withdraw(request)
+
+    def _compute(self, request: HiCacheRequest, upto: int) -> None:
+        self.manager.prefill([(request, upto)])
+
+    def _computed(self, request: HiCacheRequest) -> None:
+        if self._prefix_caching:
+            self.manager.checkpoint(request)
+
+    def extend(self, request: HiCacheRequest, tokens: Sequence[int]) -> None:
+        """Decode steps, one a token."""
+        for token in tokens:
+            self.manager.begin_step((request,))
+            self.manager.end_step(request, token)
+
+    def free(self, request: HiCacheRequest, *, done: bool) -> None:
+        """Free what it has; of a request that is done, after a last checkpoint."""
+        self._prefilled.discard(request)
+        if request in self.manager.requests:
+            if not done:
+                self.manager.retract(request)
+            elif self._prefix_caching:
+                self.manager.finish(request)
+            else:
+                self.manager.release(request)
+        if done:
+            request.tokens.release()
+
+    def clear(self) -> bool:
+        """Drop all that is cached, on device and host."""
+        return self.manager.clear()
+
+    # ------------------------------------------------------------------------------------------- a scheduler's
+
+    def make_room(self, requests: Sequence[HiCacheRequest]) -> bool:
+        """Evict until there is a page for each that needs one."""
+        return self.manager.begin_step(requests)
+
+    def generate(self, request: HiCacheRequest, token: int) -> bool:
+        """Compute one token, for which `make_room` has made room; False, and nothing is computed, where it has not."""
+        self.checkpoint(request)  # of the prompt alone: the token is computed in a step of its own
+        if not self.manager.may_step(request):
+            return False
+        self.manager.end_step(request, token)
+        return True
+
+    def quiet_passes(self, requests: Sequence[HiCacheRequest]) -> int:
+        """Passes in which each generates a token, and none needs a page or evicts."""
+        manager = self.manager
+        short = manager.available_size() < len(requests) * manager.block_size and manager.evictable_size() > 0
+        if short or not self._prefilled.isdisjoint(requests):
+            return 0
+        return min(request.allocated * manager.block_size - request.computed for request in requests)
