@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_kvmock.engine.clock import Clock
 from pytest_kvmock.engine.driver import SlotsLost, WouldWait
 from pytest_kvmock.events import StorageTier
-from pytest_kvmock.tiers.host_links import HostLinks
+from pytest_kvmock.tiers.timed_copies import HostLinks
 
 if TYPE_CHECKING:
     from pytest_kvmock.cache.sglang.hicache_cache import HiCacheManager
@@ -153,12 +153,12 @@ class HiCacheClock(Clock):
         return self.manager.unheld_blocks
 
     def cached(self, prompt: Prompt, tier: StorageTier) -> int:
-        """Count the tokens of a prompt that the host has, beyond those that the device has. Changes nothing."""
+        """Count the tokens of a prompt that would be loaded from the host: those beyond the device, unless they are too few."""
         if tier != StorageTier.HOST_PINNED:
             return 0
         state = self._driver.open(prompt, to_look=True)
         manager = self.manager
-        return (manager.promised(state) - manager.on_device(state)) * manager.block_size
+        return (manager.lookup(state) - manager.on_device(state)) * manager.block_size
 
     def onboard(self, state: Any, *, wait: bool, resumed: bool) -> int:  # noqa: ARG002 - preempted ones load, too
         """Admit a request, and load what the host has of it; it does not wait for that."""

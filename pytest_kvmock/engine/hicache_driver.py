@@ -39,10 +39,11 @@ class HiCacheDriver(PageCacheDriver):
         super().__init__(checked_manager(manager, HiCacheManager, "HiCacheDriver"), prefix_caching, rng)
 
     def lookup(self, request: HiCacheRequest) -> int:
-        """Tokens of the request that are cached and would be used, on device and host; of an admitted one, that it uses."""
-        if request in self.manager.requests:
-            return request.found * self.manager.block_size
-        return super().lookup(request)
+        """Tokens of the request that are on the device, without its last one; of an admitted one, all that it reuses."""
+        if not self._prefix_caching:
+            return 0
+        pages = request.found if request in self.manager.requests else self.manager.on_device(request)
+        return pages * self.manager.block_size
 
     def need(self, request: HiCacheRequest, upto: int, tokens: Sequence[int] = ()) -> int:
         """Pages that no request holds. Changes nothing."""

@@ -10,9 +10,8 @@ from pytest_kvmock.engine.clock import Clock
 from pytest_kvmock.engine.driver import WouldWait
 from pytest_kvmock.engine.tier_clock import TierClock
 from pytest_kvmock.events import StorageTier
-from pytest_kvmock.tiers.host_links import HostLinks
 from pytest_kvmock.tiers.offload_steps import OffloadRequest
-from pytest_kvmock.tiers.timed_copies import TimedCopies
+from pytest_kvmock.tiers.timed_copies import HostLinks, TimedCopies
 
 if TYPE_CHECKING:
     from pytest_kvmock.cache.vllm.block_pool import BlockPoolManager

@@ -516,13 +516,17 @@ class RouterHarness:
         """As `overlap`, for a prompt known by its local hashes."""
         return self.overlap(Prompt(hashes=local_hashes))
 
-    def reusable(self, prompt: Prompt | TokenIds) -> dict[WorkerKey, int]:
+    def reusable(self, prompt: Prompt | TokenIds, tier: StorageTier | str = StorageTier.DEVICE) -> dict[WorkerKey, int]:
         """Tokens of a prompt that each engine would reuse, at most those of `overlap`. Changes nothing; who has none is absent.
 
+        Args:
+            prompt: which.
+            tier: where: "device"; or a tier below it, of which those count by which it extends what the device has.
+
         Raises:
-            ValueError: a worker cannot name the blocks of the prompt.
+            ValueError: a worker cannot name the blocks of the prompt; or an unknown tier.
         """
-        return self._lookups.reusable(prompt)
+        return self._lookups.reusable(prompt, tier)
 
     # ----------------------------------------------------------------------------------------------- checks
 

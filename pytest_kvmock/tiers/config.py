@@ -11,10 +11,9 @@ from pytest_kvmock.checks import check_integer, check_number, unknown_text
 from pytest_kvmock.tiers.bandwidth import DEFAULT_GBPS
 from pytest_kvmock.tiers.chunk_events import OffloadGroup
 from pytest_kvmock.tiers.chunk_eviction import EVICTION_ORDERS
-from pytest_kvmock.tiers.host_links import HostLinks
 from pytest_kvmock.tiers.native_offload import NativeOffload
 from pytest_kvmock.tiers.offload import HostOffload
-from pytest_kvmock.tiers.timed_copies import TimedCopies
+from pytest_kvmock.tiers.timed_copies import HostLinks, TimedCopies
 
 if TYPE_CHECKING:
     from random import Random
