@@ -126,18 +126,26 @@ def is_utf8(text: str) -> bool:
 
 def has_parameter(function: Callable[..., Any], name: str) -> bool:
     """Whether a function can be called with an argument of this name; False for one without a signature."""
-    return _has_parameter(getattr(function, "__func__", function), name)
+    return parameter_kind(function, name) not in (None, 0)  # 0: by position alone
+
+
+def parameter_kind(function: Callable[..., Any], name: str) -> int | None:
+    """How a function takes an argument of this name, as `inspect.Parameter.kind`; None: not at all, or it has no signature."""
+    return _parameter_kind(getattr(function, "__func__", function), name)
 
 
 @lru_cache(maxsize=64)
-def _has_parameter(function: Callable[..., Any], name: str) -> bool:
+def _parameter_kind(function: Callable[..., Any], name: str) -> int | None:
     from inspect import Parameter, signature  # for those whose prompts carry more than tokens
 
     try:
         parameters = signature(function).parameters
     except (TypeError, ValueError):
-        return False
-    return name in parameters or any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values())
+        return None
+    if name in parameters:
+        return parameters[name].kind
+    takes_any = any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values())
+    return Parameter.VAR_KEYWORD if takes_any else None
 
 
 def check_time(now: object, what: str = "a time") -> float:

@@ -238,6 +238,13 @@ def sglang_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> Driv
     return RadixDriver(manager, prefix_caching, rng)
 
 
+V1_OPTIONS: Final = (
+    *("secondary_blocks", "windows", "max_seq_len", "partial_reuse", "copy_on_partial_reuse", "onboard"),
+    *("offload_min_priority", "removed_order", "event_buffer"),
+)
+"""Options of TensorRT-LLM's V1 manager."""
+
+
 def trtllm(**options: Any) -> KvManager:
     """Make a `V1Manager`."""
     from pytest_kvmock.cache.trtllm.v1_manager import V1Manager

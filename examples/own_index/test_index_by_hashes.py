@@ -8,11 +8,11 @@ from pytest_kvmock.testing import IndexContract
 
 
 class HashIndex:
-    """Holds, for each block of each worker and rank, the local hashes from the root to the block."""
+    """Holds, for each block of each worker and rank, the block before it and its local hash."""
 
     def __init__(self, count_copies=False):
         self.count_copies = count_copies
-        self.held = {}  # by worker and rank: each block's local hashes from the root, once for each copy of the block
+        self.held = {}  # by worker and rank: each block's parent and local hash, once for each copy of the block
 
     def apply(self, event):
         blocks = self.held.setdefault((event.worker_id, event.event.dp_rank), {})
@@ -22,11 +22,12 @@ class HashIndex:
         elif event.storage_tier is not StorageTier.DEVICE:
             return
         elif isinstance(data, Stored):
-            chain = () if data.parent_hash is None else blocks[data.parent_hash][0]
+            parent = data.parent_hash
+            assert parent is None or parent in blocks
             for block, local in zip(data.block_hashes, data.tokens_hashes, strict=True):
-                chain = (*chain, local)
                 copies = blocks.get(block, []) if self.count_copies else []
-                blocks[block] = [chain, *copies]
+                blocks[block] = [(parent, local), *copies]
+                parent = block
         else:
             for block in data.block_hashes:
                 copies_left = blocks.pop(block, [])[1:]
@@ -36,10 +37,10 @@ class HashIndex:
     def find_matches(self, local_hashes):
         matches = {}
         for rank, blocks in self.held.items():
-            chains = {copies[0] for copies in blocks.values()}
-            depth = 0
-            while depth < len(local_hashes) and tuple(local_hashes[: depth + 1]) in chains:
-                depth += 1
+            after = {copies[0]: block for block, copies in blocks.items()}
+            depth, block = 0, None
+            while depth < len(local_hashes) and (block, local_hashes[depth]) in after:
+                block, depth = after[block, local_hashes[depth]], depth + 1
             matches[rank] = depth
         return matches
 

@@ -11,11 +11,11 @@ from pytest_kvmock.testing import IndexContract
 
 
 class TokenIndex:
-    """Holds, for each block of each worker and rank, all tokens from the root to its end."""
+    """Holds, for each block of each worker and rank, the block before it and its tokens."""
 
     def __init__(self, block_size, count_copies=False):
         self.block_size, self.count_copies = block_size, count_copies
-        self.held = {}  # by worker and rank: all tokens from the root to a block's end, once for each copy of the block
+        self.held = {}  # by worker and rank: each block's parent and tokens, once for each copy of the block
 
     def apply(self, event):
         blocks = self.held.setdefault((event.worker_id, event.event.dp_rank), {})
@@ -25,11 +25,12 @@ class TokenIndex:
         elif event.storage_tier is not StorageTier.DEVICE:
             return
         elif isinstance(data, Stored):
-            chain = () if data.parent_hash is None else blocks[data.parent_hash][0]
+            parent = data.parent_hash
+            assert parent is None or parent in blocks
             for block, tokens in zip(data.block_hashes, event.token_ids, strict=True):
-                chain = (*chain, *tokens)
                 copies = blocks.get(block, []) if self.count_copies else []
-                blocks[block] = [chain, *copies]
+                blocks[block] = [(parent, tuple(tokens)), *copies]
+                parent = block
         else:
             for block in data.block_hashes:
                 copies_left = blocks.pop(block, [])[1:]
@@ -37,13 +38,15 @@ class TokenIndex:
                     blocks[block] = copies_left
 
     def match_tokens(self, tokens):
+        starts = range(0, len(tokens) - self.block_size + 1, self.block_size)
+        asked = [tuple(tokens[start : start + self.block_size]) for start in starts]
         matches = {}
         for rank, blocks in self.held.items():
-            chains = {copies[0] for copies in blocks.values()}
-            end = self.block_size  # of the next block
-            while end <= len(tokens) and tuple(tokens[:end]) in chains:
-                end += self.block_size
-            matches[rank] = end // self.block_size - 1
+            after = {copies[0]: block for block, copies in blocks.items()}
+            depth, block = 0, None
+            while depth < len(asked) and (block, asked[depth]) in after:
+                block, depth = after[block, asked[depth]], depth + 1
+            matches[rank] = depth
         return matches
 
     def remove_worker(self, worker_id):

@@ -369,7 +369,7 @@ class _Replay:
 
     def _take_entry(self, entry: entries.Entry, value: Mapping[str, Any]) -> None:
         if isinstance(entry, entries.WorkerRemoved):
-            self._log.worker_removed(entry.worker_id, entry.dp_rank, entry.keys)
+            self._log.worker_removed(entry.worker_id, entry.dp_rank, entry.keys, restarted=entry.first_id is not None)
         found = self._ledger.take(entry)
         self._log.note(found)
         if isinstance(entry, entries.BatchesLost):

@@ -108,7 +108,8 @@ def lines_of(entry: entries.Entry, **more: Any) -> list[dict[str, Any]]:
         **more: what else the line says.
     """
     if isinstance(entry, entries.WorkerRemoved):
-        return [{"restarted": {**who(key), "first_id": entry.first_id}} for key in entry.keys]
+        alone = {"alone": True} if entry.first_id is None and entry.dp_rank is not None else {}
+        return [{"restarted": {**who(key), "first_id": entry.first_id, **alone}} for key in entry.keys]
     make = _LINES.get(type(entry))
     if make is None:
         return []
@@ -129,7 +130,8 @@ def entry_of(kind: str, value: Mapping[str, Any]) -> entries.Entry:
     """
     key = key_of(value)
     if kind == "restarted":
-        return entries.WorkerRemoved(key[0], None if value["first_id"] is None else key[1], value["first_id"], (key,))
+        of_worker = value["first_id"] is None and not value.get("alone", False)
+        return entries.WorkerRemoved(key[0], None if of_worker else key[1], value["first_id"], (key,))
     if kind == "missed":
         event = None if value["event"] is None else event_of(value["event"])
         return entries.Missed(key, value["event_id"], value["rule"], value["observed"], value["expected"], event)

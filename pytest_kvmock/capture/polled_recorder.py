@@ -5,7 +5,6 @@ An answer empties the engine's buffer: a recorder stands in place of the router,
 
 from __future__ import annotations
 
-from time import monotonic, sleep
 from typing import TYPE_CHECKING, Final
 from urllib.error import URLError
 from urllib.parse import urlsplit
@@ -73,12 +72,3 @@ class Polled:
             if event.key not in self._ledger.streams:
                 self._ledger.take(Opened(event.key, None, self._spec))
             self._judge(event)
-
-    def wait(self, seconds: float) -> None:
-        """Let some time pass before the next question."""
-        sleep(seconds)
-
-
-def is_over(answers: int, wanted: int | None, until: float | None) -> bool:
-    """Whether there is enough: so many answers with events, or the time is over."""
-    return (wanted is not None and answers >= wanted) or (until is not None and monotonic() >= until)

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -14,7 +14,7 @@ from pytest_kvmock.backends import backend_spec
 from pytest_kvmock.capture.capture_file import CaptureFile, check_replaceable
 from pytest_kvmock.capture.capturing_journal import CapturingJournal
 from pytest_kvmock.capture.lines import header
-from pytest_kvmock.capture.polled_recorder import Polled, is_over
+from pytest_kvmock.capture.polled_recorder import Polled
 from pytest_kvmock.checks import check_integer, check_number
 from pytest_kvmock.events import RouterEvent
 from pytest_kvmock.hygiene.entries import BatchesLost, Opened
@@ -182,14 +182,17 @@ def _record_polled(
     ledger.journal = CapturingJournal(file)
     with file:
         try:
-            while not is_over(recorded.batches, batches, until):
+            while True:
                 polled.poll()
                 _write_unreadable(recorded, file, polled.problems)
                 recorded.batches = polled.answers
                 if progress is not None:
                     progress(recorded)
-                if not is_over(recorded.batches, batches, until):
-                    polled.wait(_LOOK)
+                if (batches is not None and recorded.batches >= batches) or (
+                    until is not None and monotonic() >= until
+                ):
+                    break
+                sleep(_LOOK)
         except KeyboardInterrupt:
             pass
     if not recorded.batches:

@@ -38,6 +38,8 @@ class Traits:
             request reuses need not be whole blocks, and may be more than those that its events promise.
         chunk: of an engine that copies what it computes to a host of its own, as vLLM does, blocks of a chunk there, which no event
             says; None: what the device evicts goes to its host, or it has none.
+        extra_keys: whether its events say per block what is hashed beside the tokens (vLLM's `extra_keys`); else once for all blocks,
+            by `lora_name` and `cache_salt`.
         clears_below: whether a Cleared, which has no tier, empties the tiers below the device, too; vLLM's is of the device alone.
     """
 
@@ -53,6 +55,7 @@ class Traits:
     groups: tuple[CacheGroup, ...] = ()
     partial_blocks: bool = False
     chunk: int | None = None
+    extra_keys: bool = True
     clears_below: bool = True
 
 

@@ -24,7 +24,9 @@ class PageCacheDriver:
         ValueError: the cache is one of bigrams.
     """
 
-    traits = Traits(recomputes_last_token=True, stores_when="finish", removed_first=True, cleared_first=True)
+    traits = Traits(
+        recomputes_last_token=True, stores_when="finish", removed_first=True, cleared_first=True, extra_keys=False
+    )
     prompt_keys: tuple[str, ...] = ("lora_name", "cache_salt", "session_id")
     """A multimodal item stands in the tokens themselves: SGLang replaces its placeholders by tokens made from its hash."""
 

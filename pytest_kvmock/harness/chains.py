@@ -11,7 +11,8 @@ from random import Random
 from typing import Literal, NamedTuple
 
 from pytest_kvmock.events import Cleared, RouterEvent, Stored, StreamKey
-from pytest_kvmock.hygiene.orphans import Orphaned, orphaned
+from pytest_kvmock.harness.queued import AskedPrompt
+from pytest_kvmock.hygiene.orphans import Orphaned, orphaned, places_of
 from pytest_kvmock.hygiene.stream import Stream
 from pytest_kvmock.prompt_keys import EventExtra, hash_options, part_of
 from pytest_kvmock.tokens import block_hashes, sequence_hashes
@@ -119,6 +120,16 @@ class Chains:
         stored = stream.read_chain(block, with_tokens=self._with_tokens)
         extra = stream.extra_of(stored.blocks) if self._with_tokens else None
         return QueriedChain(stored.local_hashes, stored.blocks, stored.tokens, extra=extra)
+
+    def of_prompt(self, asked: AskedPrompt, streams: Mapping[StreamKey, Stream]) -> QueriedChain:
+        """The chain of a prompt that a test asks for; its block hashes are those of the stream that has stored most of it."""
+        size, prompt = asked.block_size, asked.prompt
+        local = tuple(prompt.block_hashes(size))
+        named = max((places_of(stream, local) for stream in streams.values()), key=len, default=[])
+        names = [min(blocks) for blocks in named]
+        blocks = (*names, *sequence_hashes(local)[len(names) :])
+        tokens = None if prompt.tokens is None else tuple(prompt.tokens[: len(local) * size])
+        return QueriedChain(local, blocks, tokens, extra=asked.extra)
 
     def _filled(self, stream: Stream, block: int) -> QueriedChain | None:
         """The chain to a partial block with tokens that fill it up: another block, of which its parents alone are held."""

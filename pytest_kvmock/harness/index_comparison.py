@@ -24,7 +24,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 from pytest_kvmock.events import Cleared, Removed, RouterEvent, StorageTier, StreamKey, block_text
 from pytest_kvmock.harness.chains import Chains, QueriedChain, leading_run, orphaned_in
-from pytest_kvmock.harness.queued import QueuedEvent, QueuedRemoval, WrongAnswer
+from pytest_kvmock.harness.queued import AskedPrompt, QueuedEvent, QueuedRemoval, WrongAnswer
 from pytest_kvmock.harness.reuse import Reuse, bounds_text, misread
 from pytest_kvmock.harness.survival import SurvivalOracle
 from pytest_kvmock.harness.under_test import (
@@ -32,6 +32,7 @@ from pytest_kvmock.harness.under_test import (
     Findings,
     IndexUnderTest,
     Scores,
+    TierScores,
     UnreadableAnswer,
     WorkerScores,
     agree,
@@ -100,6 +101,7 @@ class IndexComparison:
         self._sync = sync
         self._after_flush = after_flush
         self._catching_up = False
+        self._given = 0  # events and removals that the index was given
         self.in_burst = sync == "burst" and not under_test.is_async
         self._unasked: list[
             tuple[QueuedEvent, bool]
@@ -152,6 +154,7 @@ class IndexComparison:
         found: list[Problem] = []
         while self.waiting:
             queued = self.waiting.popleft()
+            self._given += 1
             if isinstance(queued, QueuedRemoval):
                 found += yield from self._remove(queued)
                 continue
@@ -216,6 +219,45 @@ class IndexComparison:
         self._recovered[key] = position
         self._desyncs.pop(key, None)
         self._reported = {each for each in self._reported if each[:2] != key}
+
+    # ------------------------------------------------------------------------------------- what a test asks
+
+    def moment(self) -> int | None:
+        """How much the index has been given by now; None where an answer would not be compared.
+
+        That is where it is still to be given something, or is being given it, and where the end alone is compared.
+        """
+        return None if self.waiting or self._catching_up or self._sync == "end" else self._given
+
+    def answered(self, asked: AskedPrompt, tiers: TierScores, position: int) -> Findings:
+        """Compare what a test was answered. It counts as it came: the index is asked again only for shorter parts of the prompt.
+
+        Args:
+            asked: what the test has asked for.
+            tiers: what it was answered.
+            position: number of the last event.
+        """
+        self._after_flush()
+        answer, local = tiers.get(StorageTier.DEVICE, {}), tuple(asked.prompt.block_hashes(asked.block_size))
+        exactly = self._under_test.answers_reusable and self.survival is None
+        plainly = not asked.by_tier and self._under_test.asked != "find_tiered"
+        if not exactly and plainly and agree(answer, self._reference.find_matches(local).scores):
+            return []  # nearly always, and without the names of blocks
+        chain = self._chains.of_prompt(asked, self._ledger.streams)
+        ignored = None if self.survival is None else self.survival.affected.keys()
+        self._asking = "find_tiered" if asked.by_tier else self._under_test.asked
+        wrong = self._wrong_in(tiers, chain, ignored, self._asking, by_tier=asked.by_tier)
+        if wrong is None:
+            return []
+        for count in range(1, len(local)):
+            part = chain.part(0, count)
+            try:
+                again = yield from self._look_up(part, ignored)
+            except Exception:  # noqa: BLE001 - as in run; the test's own answer shows it
+                break
+            if again is not None:
+                return [self._drift(again, part, None, position)]
+        return [self._drift(wrong, chain, None, position)]
 
     def removed(self, keys: Sequence[StreamKey], calls: Sequence[Call]) -> None:
         """Remove workers and ranks from the index; from an async one in its turn, after the events before.
@@ -348,6 +390,10 @@ class IndexComparison:
             return [self._failure(self._asking, error, key, queued, position)]
         if wrong is None:
             return []  # an index whose answers differ between two lookups: the next lookup shows it again
+        return [self._drift(wrong, shortest, queued, position)]
+
+    def _drift(self, wrong: WrongAnswer, shortest: QueriedChain, queued: QueuedEvent | None, position: int) -> Problem:
+        """The index_drift of a wrong answer for a chain."""
         asked, answer, tier, worker, rank, got, right = wrong
         too_many = got >= right.stop
         block, story = self._story((worker, rank), shortest, tier, too_many=too_many)
@@ -389,7 +435,7 @@ class IndexComparison:
         )
         if warning is not None:
             self._warned[problem] = warning
-        return [problem]
+        return problem
 
     def _never_stored(self, key: StreamKey, chain: QueriedChain) -> str:
         """What a negative query has asked for, and which key must be wrong; empty where it is a stored prefix after all."""
@@ -479,15 +525,26 @@ class IndexComparison:
         if asked != "find_tiered":
             self._asking = "find_tiered"
             returned = yield under_test.find_tiered, list(chain.local)
-        tiers = under_test.read_tiered(returned)
+        return self._wrong_in(under_test.read_tiered(returned), chain, ignored, "find_tiered", by_tier=True)
+
+    def _wrong_in(
+        self,
+        tiers: TierScores,
+        chain: QueriedChain,
+        ignored: Collection[StreamKey] | None,
+        asked: str,
+        *,
+        by_tier: bool,
+    ) -> WrongAnswer | None:
+        """What is wrong with the answers for a chain, tier by tier, or with that of the device alone."""
         answer = tiers.get(StorageTier.DEVICE, {})
-        wrong = self._wrong(answer, chain, ignored, by_tier=True) if asked != "find_tiered" else None
-        if wrong is not None:
-            return WrongAnswer("find_tiered", answer, StorageTier.DEVICE, *wrong)
+        wrong = self._wrong(answer, chain, ignored, by_tier=asked == "find_tiered")
+        if wrong is not None or not by_tier:
+            return None if wrong is None else WrongAnswer(asked, answer, StorageTier.DEVICE, *wrong)
         free = () if self.survival is None else self.survival.unjudged_below(ignored)
-        expected = self._reference.find_tiered(chain.local, updated=under_test.takes_updates)
-        below = difference_below(tiers, expected, free, forgets=under_test.may_forget)
-        return None if below is None else WrongAnswer("find_tiered", answer, *below)
+        due = self._reference.find_tiered(chain.local, updated=self._under_test.takes_updates)
+        below = difference_below(tiers, due, free, forgets=self._under_test.may_forget)
+        return None if below is None else WrongAnswer(asked, answer, *below)
 
     def _wrong(
         self,

@@ -10,13 +10,13 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from random import Random
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from pytest_kvmock.checks import unknown_text
 from pytest_kvmock.events import Located, Removed, RouterEvent, StorageTier, StreamKey, Updated
 from pytest_kvmock.harness.book import Book
 from pytest_kvmock.harness.index_comparison import SYNC, IndexComparison, Sync
-from pytest_kvmock.harness.queued import QueuedEvent
+from pytest_kvmock.harness.queued import AskedPrompt, QueuedEvent
 from pytest_kvmock.harness.reuse import Reuse
 from pytest_kvmock.harness.under_test import Calls, IndexUnderTest, TierScores, arun, run
 from pytest_kvmock.hygiene import entries
@@ -30,6 +30,9 @@ from pytest_kvmock.hygiene.rules import SINK_FAILURE
 from pytest_kvmock.hygiene.stream import Stream
 from pytest_kvmock.router.index import KvEventError, RadixIndex
 from pytest_kvmock.tokens import Prompt
+
+if TYPE_CHECKING:
+    from pytest_kvmock.prompt_keys import EventExtra
 
 InputFilter = Callable[[RouterEvent], tuple[Injection | None, RouterEvent]]
 """Returns the record of a fault in the input of the index under test, if there is one, and what the index is given."""
@@ -383,7 +386,7 @@ class Judge:
             ranks = [rank for _, rank in keys]
             calls = self.under_test.removal_calls(worker_id, ranks, whole=keys == of_worker)
             self._comparison.removed(keys, calls)
-        self.log.worker_removed(worker_id, dp_rank, keys)
+        self.log.worker_removed(worker_id, dp_rank, keys, restarted=first_id is not None)
         self.ledger.take(entries.WorkerRemoved(worker_id, dp_rank, first_id, tuple(keys)))
         for key in keys:
             self.reference.remove_worker_dp_rank(*key)
@@ -411,8 +414,8 @@ class Judge:
         if self._comparison is not None and not self.is_async and (found := run(self._comparison.end_burst())):
             self.note(found)
 
-    def look_up(self, prompt: Prompt, block_size: int, *, by_tier: bool) -> Calls[TierScores]:
-        """Look up a prompt in the index under test, or in the reference; see `IndexUnderTest.look_up`."""
+    def look_up(self, prompt: Prompt, block_size: int, *, extra: EventExtra | None, by_tier: bool) -> Calls[TierScores]:
+        """Look up a prompt in the index under test, or in the reference; see `IndexUnderTest.look_up`. The answer is compared, too."""
         __tracebackhide__ = True
         if self.under_test is None:
             hashes = prompt.block_hashes(block_size)
@@ -420,7 +423,16 @@ class Judge:
                 return {tier: dict(scores) for tier, scores in self.reference.find_tiered(hashes).items()}
             return {StorageTier.DEVICE: self.reference.find_matches(hashes).scores}
         self.end_burst()
-        return (yield from self.under_test.look_up(prompt, block_size, by_tier=by_tier))
+        comparison = self._comparison
+        assert comparison is not None
+        before = comparison.moment()
+        tiers = yield from self.under_test.look_up(prompt, block_size, extra=extra, by_tier=by_tier)
+        if before is not None and before == comparison.moment():
+            asked = AskedPrompt(prompt, block_size, extra, by_tier)
+            found = yield from comparison.answered(asked, tiers, self.log.total - 1)
+            if found:
+                self.note(comparison.news(found))
+        return tiers
 
     @property
     def num_taken_for_device(self) -> int:

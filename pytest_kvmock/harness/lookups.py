@@ -13,6 +13,7 @@ from pytest_kvmock.tokens import Prompt, TokenIds
 
 if TYPE_CHECKING:
     from pytest_kvmock.harness.under_test import Scores, WorkerScores
+    from pytest_kvmock.prompt_keys import EventExtra
 
 _T = TypeVar("_T")
 
@@ -51,8 +52,20 @@ class Lookups:
 
     def _look_up(self, prompt: Prompt | TokenIds, *, by_tier: bool) -> Calls[dict[StorageTier, Overlap]]:
         __tracebackhide__ = True
-        tiers = yield from self._judge.look_up(Prompt.of(prompt), self._block_size, by_tier=by_tier)
+        asked = Prompt.of(prompt)
+        tiers = yield from self._judge.look_up(asked, self._block_size, extra=self._extra(asked), by_tier=by_tier)
         return {tier: self._by_worker(scores) for tier, scores in tiers.items()}
+
+    def _extra(self, prompt: Prompt) -> EventExtra | None:
+        """What a prompt carries beside its tokens, in the form in which the workers publish it."""
+        if prompt.keys is None:
+            return None
+        count = prompt.length(self._block_size) // self._block_size
+        extra = prompt.keys.carried(0, count, self._block_size)
+        workers = self._workers.by_key.values()
+        if workers and not any(worker.traits.extra_keys for worker in workers):
+            extra.pop("extra_keys", None)
+        return extra
 
     def run(self, what: str, lookup: Calls[_T]) -> _T:
         """Look up in a sync index.

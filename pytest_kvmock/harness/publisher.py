@@ -94,6 +94,11 @@ class Publisher:
         return [sink.worker_id for sink in self.user_sinks if not sink.events and (served or not sink.is_watched)]
 
     @property
+    def num_taken_for_device(self) -> int:
+        """Blocks on the host that the index under test takes for the device's: it has no `takes_updates`; 0 where it has."""
+        return self._judge.num_taken_for_device
+
+    @property
     def recovery(self) -> Recovery | None:
         """The recovery that keeps each event that is published, lost or not; None: there is none."""
         return self._recovery
@@ -285,14 +290,14 @@ class Publisher:
                 if notify is not None:
                     notify(key[1])
 
-    def removed(self, worker_id: int) -> list[StreamKey]:
-        """Remove a worker from the router, all ranks; return them.
+    def removed(self, worker_id: int, dp_rank: int | None = None) -> list[StreamKey]:
+        """Remove a worker from the router, or one rank of it (None: all); return the ranks that are removed.
 
         Raises:
             ValueError: the index under test cannot remove it; nothing has changed.
         """
         with self.lock:
-            keys = self._judge.removed(worker_id, first_id=None)
+            keys = self._judge.removed(worker_id, dp_rank, first_id=None)
             for key in keys:
                 self.next_ids.pop(key, None)
             return keys

@@ -9,6 +9,8 @@ from typing import NamedTuple
 from pytest_kvmock.events import RouterEvent, StorageTier, StreamKey
 from pytest_kvmock.harness.under_test import Call, Scores, WorkerScores
 from pytest_kvmock.hygiene.problem import Problem
+from pytest_kvmock.prompt_keys import EventExtra
+from pytest_kvmock.tokens import Prompt
 
 
 class QueuedEvent(NamedTuple):
@@ -70,6 +72,22 @@ class WrongAnswer(NamedTuple):
     rank: int
     blocks: int
     expected: range
+
+
+class AskedPrompt(NamedTuple):
+    """A prompt that a test has asked for.
+
+    Attributes:
+        prompt: the prompt.
+        block_size: tokens a block.
+        extra: what it carries beside its tokens, in the form of the engines' events; None for nothing.
+        by_tier: it was asked for all tiers, and not for the device alone.
+    """
+
+    prompt: Prompt
+    block_size: int
+    extra: EventExtra | None
+    by_tier: bool
 
 
 class QueuedRemoval(NamedTuple):

@@ -93,7 +93,9 @@ def _blocks_reused(
 def _tokens_of(
     chain: QueriedChain, streams: Mapping[StreamKey, Stream]
 ) -> tuple[tuple[int, ...] | None, EventExtra | None]:
-    """The tokens of a chain, and what they carried, from the events of whoever has stored it."""
+    """The tokens of a chain, and what they carried: its own, or from the events of whoever has stored it."""
+    if chain.tokens is not None:
+        return chain.tokens, chain.extra
     block = chain.blocks[-1]
     for stream in streams.values():
         if stream.was_stored(block):

@@ -24,7 +24,7 @@ from pytest_kvmock.harness.recording import Recording
 from pytest_kvmock.harness.recovery import Recovery
 from pytest_kvmock.harness.user_sink import KvSink, Publishable
 from pytest_kvmock.harness.verdict import Verdict, Verdicts
-from pytest_kvmock.harness.workers import WorkerKey, Workers
+from pytest_kvmock.harness.workers import WorkerKey, Workers, check_worker_key
 from pytest_kvmock.hygiene.entries import BatchesLost, Journal
 from pytest_kvmock.hygiene.log import EventLog
 from pytest_kvmock.hygiene.problem import EventRulesBroken, Problem
@@ -393,19 +393,24 @@ class RouterHarness:
         self.recording.operate(DropNext, n, kind)
         return fault
 
-    def remove_worker(self, id: int) -> None:  # noqa: A002 - upstream's word
-        """Remove a worker from the router, all ranks; it may come back with any event id.
+    def remove_worker(self, id: WorkerKey) -> None:  # noqa: A002 - upstream's word
+        """Remove a worker from the router, all ranks or one of them; it may come back with any event id.
 
         The worker itself still exists, without what was in tiers below its device or on the way; `worker(id)` makes a new one.
 
+        Args:
+            id: its id, for all its ranks; or (id, dp_rank), for that rank alone.
+
         Raises:
-            ValueError: the index under test has no `remove_worker`; nothing has changed.
+            ValueError: it is neither; or the index under test has no `remove_worker(worker_id)`, or for one rank of several no
+                `remove_worker_dp_rank(worker_id, dp_rank)`. Nothing has changed.
         """
+        worker_id, dp_rank = check_worker_key(id)
         with self.publisher.lock:
-            self.recording.operate(RemoveWorker, id)
-            keys = self.publisher.removed(id)
+            self.recording.operate(RemoveWorker, worker_id, dp_rank)
+            keys = self.publisher.removed(worker_id, dp_rank)
             self._engines.remove(keys)
-            self._workers.remove(keys)
+            self._workers.remove(keys, whole=dp_rank is None)
 
     def use_recovery(self, recovery: Recovery) -> None:
         """Keep what workers publish, so that a router can ask them for what it missed.
@@ -506,11 +511,6 @@ class RouterHarness:
         if tier is None:
             return await self._lookups.arun("aoverlap", self._lookups.by_tier(prompt))
         return await self._lookups.arun("aoverlap", self._lookups.of_tier(prompt, tier))
-
-    @property
-    def num_taken_for_device(self) -> int:
-        """Blocks on the host that the index under test takes for the device's: it has no `takes_updates`; 0 where it has."""
-        return self._judge.num_taken_for_device
 
     def overlap_for_hashes(self, local_hashes: Iterable[int]) -> Overlap:
         """As `overlap`, for a prompt known by its local hashes."""

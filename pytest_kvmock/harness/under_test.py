@@ -11,11 +11,11 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from functools import partial
-from inspect import isawaitable, iscoroutinefunction
+from inspect import Parameter, isawaitable, iscoroutinefunction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, TypeVar, cast
 
-from pytest_kvmock.checks import has_parameter
+from pytest_kvmock.checks import parameter_kind
 from pytest_kvmock.events import RouterEvent, StorageTier, Stored, StreamKey
 from pytest_kvmock.hygiene.content import sparse
 from pytest_kvmock.hygiene.problem import Problem
@@ -174,6 +174,7 @@ class IndexUnderTest:
         self.takes_tokens = asked == _BY_TOKENS
         self.takes_updates = getattr(index, "takes_updates", False) is True
         self.ask: Callable[[Any], Any] = getattr(index, asked)
+        self._extra_kind = parameter_kind(self.ask, "extra") if self.takes_tokens else None
         self.find_tiered = self._method("find_tiered")
         self.flush = self._method("flush")
         self.remove_worker = self._method("remove_worker")
@@ -232,12 +233,13 @@ class IndexUnderTest:
         need = "remove_worker(worker_id)" if whole else "remove_worker_dp_rank(worker_id, dp_rank)"
         raise ValueError(f"the index under test ({self.name}) cannot remove worker {worker_id}: it has no {need}")
 
-    def look_up(self, prompt: Prompt, block_size: int, *, by_tier: bool) -> Calls[TierScores]:
+    def look_up(self, prompt: Prompt, block_size: int, *, extra: EventExtra | None, by_tier: bool) -> Calls[TierScores]:
         """Look up a prompt; a sync index is flushed before, an async one is asked as far as it was flushed.
 
         Args:
             prompt: the prompt.
             block_size: tokens a block.
+            extra: what it carries beside its tokens, in the form of the engines' events; None for nothing.
             by_tier: ask for all tiers, and not for the device alone.
 
         Raises:
@@ -251,7 +253,7 @@ class IndexUnderTest:
             yield lambda _: flush(), None
         if find_tiered is not None:
             return self.read_tiered((yield find_tiered, list(prompt.block_hashes(block_size))))
-        answer = yield self._asking_for(prompt, block_size), self._question(prompt, block_size)
+        answer = yield self.asking(extra), self._question(prompt, block_size)
         return {StorageTier.DEVICE: self.read(answer)}
 
     def _telling_tiers(self) -> Callable[..., Any]:
@@ -263,23 +265,30 @@ class IndexUnderTest:
             )
         return self.find_tiered
 
+    @property
+    def takes_extra(self) -> bool:
+        """Whether it can be asked for prompts that carry more than tokens: by tokens, it has a parameter `extra`."""
+        return not self.takes_tokens or self._extra_kind is not None
+
     def asking(self, extra: EventExtra | None) -> Callable[[Any], Any]:
         """The function that asks for a prompt, by what it carries beside its tokens; local hashes have that in them.
 
-        A request has the name of its adapter alone: the number that one engine has for it is in events, and in no question.
+        One that has a parameter `extra` is given it always: None for a prompt of tokens alone. A request has the name of its adapter
+        alone: the number that one engine has for it is in events, and in no question.
 
         Raises:
             ValueError: it takes tokens alone, and blocks of the prompt are named by more.
         """
         __tracebackhide__ = True
-        if extra is None or not self.takes_tokens:
+        if not self.takes_tokens:
             return self.ask
         ask: Any = self.ask
-        if extra.get("lora_name"):
+        if extra is not None and extra.get("lora_name"):
             extra = {name: value for name, value in extra.items() if name != "lora_id"}
-        if has_parameter(ask, "extra"):
-            return partial(ask, extra=extra)
-        if names_blocks(extra):
+        if self._extra_kind is not None:
+            by_place = self._extra_kind == Parameter.POSITIONAL_ONLY
+            return (lambda tokens: ask(tokens, extra)) if by_place else partial(ask, extra=extra)
+        if extra is not None and names_blocks(extra):
             given = [key for key in ("lora_name", "cache_salt") if extra.get(key)]
             raise ValueError(
                 f"the index under test ({self.name}) takes tokens alone, match_tokens(tokens), and this prompt has "
@@ -295,12 +304,6 @@ class IndexUnderTest:
         if event.token_ids is not None and sparse(event, data, block_size) is None:
             return ""
         return f"; the event had no token_ids for each block: {_WITH_TOKENS}"
-
-    def _asking_for(self, prompt: Prompt, block_size: int) -> Callable[[Any], Any]:
-        __tracebackhide__ = True
-        if prompt.keys is None:
-            return self.ask
-        return self.asking(prompt.keys.carried(0, prompt.length(block_size) // block_size, block_size))
 
     def _question(self, prompt: Prompt, block_size: int) -> Sequence[int]:
         __tracebackhide__ = True

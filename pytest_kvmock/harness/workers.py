@@ -40,6 +40,21 @@ _OWN_WITH_TIERS: Final = (ORPHANED_CHILD,)
 """Likewise with tiers: a swap-in drops its pins head first (as the original does), and `lru` then evicts parents first."""
 
 
+def check_worker_key(key: object) -> tuple[int, int | None]:
+    """Return the id of a worker and one of its ranks; the rank is None where the key is an id, which stands for all.
+
+    Raises:
+        ValueError: it is neither an id nor (id, dp_rank).
+    """
+    worker_id, dp_rank = key if isinstance(key, tuple) and len(key) == 2 else (key, None)
+    if not is_integer(worker_id, 0) or worker_id > MOST_WORKER_ID or not (dp_rank is None or is_integer(dp_rank, 0)):
+        raise ValueError(
+            f"remove_worker takes a worker id (an integer from 0 to {MOST_WORKER_ID}), or (worker id, dp_rank) for one rank, "
+            f"got {key!r:.80}"
+        )
+    return worker_id, dp_rank
+
+
 class Workers:
     """Makes the workers of a harness, and finds them by id and rank.
 
@@ -201,15 +216,15 @@ class Workers:
             raise ValueError(f"worker {worker_id} exists already; its profile is the router's")
         return self._add(worker_id, 0, None, self._profile.replace(**fields))
 
-    def remove(self, keys: Collection[StreamKey]) -> None:
-        """Remove workers; the next one of such an id is a new one."""
+    def remove(self, keys: Collection[StreamKey], *, whole: bool) -> None:
+        """Remove workers and ranks; the next one of such an id is a new one. `whole`: they are all ranks of a worker."""
         for key in keys:
             worker = self._workers.pop(self.key(*key), None)
             if worker is not None:
                 worker.cancel_transfers()
             self._engines_of.pop(self.key(*key), None)
             self._judge.reuse.engines.pop(key, None)
-            if key[0] in self._sinks:
+            if key[0] in self._sinks and whole:
                 self._sinks[key[0]].is_removed = True
 
     def _free_id(self) -> int:

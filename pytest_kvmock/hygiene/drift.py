@@ -89,7 +89,9 @@ def oldest_first(problems: list[Problem], streams: Mapping[StreamKey, Stream], l
 
 def over_capacity(stream: Stream) -> list[Problem]:
     """The over_capacity of each tier that holds more than the engine has there, where it was not reported yet."""
-    problems = []
+    problems: list[Problem] = []
+    if stream.untold or any(part.untold for part in stream.groups.values()):
+        return problems
     for tier, held in stream.tiers.items():
         most = stream.spec.capacity(tier)
         fits = len(held) <= most if most is not None else True

@@ -215,20 +215,28 @@ class EventLog:
             self.notes.append(note)
         self._missing = (note, gaps)
 
-    def worker_removed(self, worker_id: int, dp_rank: int | None, keys: Iterable[StreamKey]) -> None:
-        """Record that the router removes a worker, or a rank that restarts, announced.
+    def worker_removed(
+        self, worker_id: int, dp_rank: int | None, keys: Iterable[StreamKey], *, restarted: bool
+    ) -> None:
+        """Record that the router removes a worker, or a rank of it.
 
         Args:
             worker_id: which worker.
-            dp_rank: the rank that restarted; None: the worker was removed.
+            dp_rank: which rank; None for all.
             keys: the workers and ranks whose event ids begin anew.
+            restarted: it was told that they restarted; else that they have left.
         """
         for key in keys:
-            self._anew.setdefault(key, []).append((self.total, "removal" if dp_rank is None else "restart"))
-        if dp_rank is None:
-            what = f"worker {worker_id} removed, all ranks: your router drops its blocks"
+            self._anew.setdefault(key, []).append((self.total, "restart" if restarted else "removal"))
+        if restarted and dp_rank is not None:
+            what = f"{worker_text(worker_id, dp_rank)} restarted, announced"
         else:
-            what = f"{worker_text(worker_id, dp_rank)} restarted, announced: your router drops its blocks"
+            what = (
+                f"worker {worker_id} removed, all ranks"
+                if dp_rank is None
+                else f"worker {worker_id} rank {dp_rank} removed"
+            )
+        what += ": your router drops its blocks"
         self.notes.append(WorkerNote(self.total, worker_id, dp_rank, what))
 
     def flush(self) -> None:

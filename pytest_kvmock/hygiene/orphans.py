@@ -40,7 +40,7 @@ def orphaned(stream: Stream, local_hashes: tuple[int, ...], named: Sequence[int]
     ways = [({block} for block in way) for way in (named, sequence_hashes(local_hashes))]
     found: list[int] = []
     most = 0
-    for way in (*ways, _stored(stream, local_hashes)):
+    for way in (*ways, places_of(stream, local_hashes)):
         run, seen = 0, set[int]()
         for depth, blocks in enumerate(way):
             found += sorted(blocks & stream.orphaned.keys())
@@ -58,7 +58,7 @@ def held_under_one_path(stream: Stream, local_hashes: tuple[int, ...]) -> int | 
     As where an engine names blocks by more than its events say, or links one wrongly. One index then knows one of the two by
     the local hashes that lead to them, another both.
     """
-    places = _stored(stream, local_hashes)
+    places = places_of(stream, local_hashes)
     if all(len(blocks) == 1 for blocks in places):
         return None
     held = (any(block in stream.device or block in stream.implied for block in blocks) for blocks in places)
@@ -67,12 +67,12 @@ def held_under_one_path(stream: Stream, local_hashes: tuple[int, ...]) -> int | 
 
 def stored_as(stream: Stream, local_hashes: tuple[int, ...]) -> set[int]:
     """The blocks that the stream has stored at the end of a chain of local hashes; none where it never stored it."""
-    stored = _stored(stream, local_hashes)
+    stored = places_of(stream, local_hashes)
     return stored[-1] if len(stored) == len(local_hashes) else set()
 
 
-def _stored(stream: Stream, local_hashes: tuple[int, ...]) -> list[set[int]]:
-    """The blocks that the stream has stored for each place of a chain, from the root on."""
+def places_of(stream: Stream, local_hashes: tuple[int, ...]) -> list[set[int]]:
+    """The blocks that the stream has stored for each place of a chain, from the root on, as far as it has stored any."""
     links = stream.links
     links.read(stream.events)
     out: list[set[int]] = []

@@ -37,7 +37,7 @@ _OF_A_GROUP: Final = (
         "_cleared",
     ),
     *("device", "tiers", "copies", "forks", "unmarked", "implied", "desync", "restored", "doubled", "drifted"),
-    *("moved", "gone"),
+    *("moved", "gone", "untold"),
     *("removed_but_resident", "orphaned", "links", "below", "unconfirmed", "emptied"),
 )
 """The attributes of a `Stream` that are those of one cache group."""
@@ -104,6 +104,7 @@ class Stream(History):
         overfull: the tiers that hold more than the engine has there, where that was reported.
         moved: blocks of `device` that an Updated has moved to the host, from where they may come back.
         gone: blocks of `device` that their engine has dropped without a Removed, as it says itself.
+        untold: the engine drops blocks without a word, and does not say which: how many it holds is not known.
         drifted: the blocks that were reported to differ from what the engine holds, each with its tier.
     """
 
@@ -140,6 +141,7 @@ class Stream(History):
         "unconfirmed",
         "unmarked",
         "unpublished",
+        "untold",
         "worker_id",
     )
 
@@ -175,6 +177,7 @@ class Stream(History):
         self.overfull: set[StorageTier] = set()
         self.moved: set[int] = set()
         self.gone: set[int] = set()
+        self.untold = False
         self.drifted: set[tuple[StorageTier, int]] = set()
         self.emptied: tuple[int, ...] = ()
 
@@ -338,6 +341,7 @@ class Stream(History):
             hashes: the blocks of a Stored.
             is_told: whether it says what it has dropped; else a block that has no child may be such.
         """
+        self.untold = not is_told
         for block in self.gone.intersection(hashes) if is_told else hashes:
             if self.drop_leaf(block):
                 self.gone.discard(block)
@@ -565,7 +569,7 @@ class Stream(History):
         self.events, self.emptied, self.anew = list(published.events), published.emptied, list(published.anew)
         self.group_idx, self.tails = published.group_idx, set(published.tails)
         self.second_names = published.second_names
-        self.moved, self.gone = set(published.moved), set(published.gone)
+        self.moved, self.gone, self.untold = set(published.moved), set(published.gone), published.untold
         self.groups = {group: part.copy() for group, part in published.groups.items()}
         self._reset_index()
         self.links = Links()

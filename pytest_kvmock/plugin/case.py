@@ -52,6 +52,7 @@ class Case:
         errors: event errors that counted so far.
         warnings: event warnings so far, by rule, but for those of `engine_warnings`.
         engine_warnings: those of what a faithful engine does by itself, by rule.
+        taken_for_device: as of the last `Verdict`.
     """
 
     __slots__ = (
@@ -65,6 +66,7 @@ class Case:
         "item",
         "passed",
         "policy",
+        "taken_for_device",
         "warnings",
     )
 
@@ -75,6 +77,7 @@ class Case:
         self._ask = ask
         self.harness = harness
         self.policy = policy
+        self.taken_for_device = 0
         harness.events.warnings_fail = policy.event_warnings == "fail"
         self.backend: str | None = None
         self.capture: TestCapture | None = None

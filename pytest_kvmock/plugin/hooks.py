@@ -19,13 +19,10 @@ from pytest_kvmock.plugin.fixtures import (
 )
 from pytest_kvmock.plugin.matrix import AXIS, CASE_FIXTURE, CASE_OF_MATRIX, DIALECT_AXIS, deselect, generate
 from pytest_kvmock.plugin.options import MARKERS, SCHEDULER_MATRIX, add_options, check_flags
-from pytest_kvmock.plugin.settings import SETTINGS, read_settings
+from pytest_kvmock.plugin.settings import SETTINGS, UNJUDGED, read_settings
 
 EVENTS: Final = "kvmock.events"
 """The property that the report of each test has whose events were judged."""
-
-UNJUDGED: Final = "kvmock.unjudged"
-"""The property that the report of each test has whose contract cannot judge all of its subject: the class, and what."""
 
 _REGISTERED_BY: Final = pytest.StashKey[Mapping[str, str]]()
 

@@ -238,11 +238,14 @@ def default_backends(chosen: Collection[str] = ()) -> tuple[str, ...]:
 
 
 def known_dialects(*, default: bool = False) -> tuple[str, ...]:
-    """Names of all dialects over ZMQ, in the order of their registration; or of those that tests run over by default."""
+    """Names of all dialects over ZMQ or polled, in the order of their registration; or of those that tests run over by default."""
     from pytest_kvmock.wire import table
 
-    dialects = table.spoken_dialects().items()
-    return tuple(name for name, dialect in dialects if dialect.in_matrix or not default)
+    dialects = {
+        **table.spoken_dialects(),
+        **{name: each for name, each in table.known_dialects().items() if not each.clears},
+    }
+    return tuple(name for name, dialect in dialects.items() if dialect.in_matrix or not default)
 
 
 def default_dialects(_chosen: Collection[str] = ()) -> tuple[str, ...]:

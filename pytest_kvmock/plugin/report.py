@@ -14,7 +14,7 @@ import pytest
 
 from pytest_kvmock.plugin.options import REDUCE_SECONDS, default_backends, known_backends
 from pytest_kvmock.plugin.precedence import resolve_matrix, resolve_policy
-from pytest_kvmock.plugin.settings import SETTINGS, Settings
+from pytest_kvmock.plugin.settings import SETTINGS, UNJUDGED, Settings
 
 if TYPE_CHECKING:
     from pytest_kvmock.hygiene.problem import Problem
@@ -252,10 +252,11 @@ def record_properties(case: Case) -> None:
             "unused_sinks": len(case.harness.publisher.unused_sinks),
         }
         mine += [(f"kvmock.{name}", count) for name, count in sinks.items() if count]
-    if taken := case.harness.num_taken_for_device:
-        mine.append(("kvmock.taken_for_device", taken))
+    if case.taken_for_device:
+        mine.append(("kvmock.taken_for_device", case.taken_for_device))
     properties = case.item.user_properties
-    properties[:] = [pair for pair in properties if not pair[0].startswith("kvmock.")] + mine
+    others = [pair for pair in properties if not pair[0].startswith("kvmock.") or pair[0] == UNJUDGED]
+    properties[:] = others + mine
 
 
 def _tests(count: int) -> str:

@@ -40,6 +40,9 @@ class Settings(NamedTuple):
         return self.command_line.get(key, self.ini.get(key, default))
 
 
+UNJUDGED: Final = "kvmock.unjudged"
+"""The property that the report of each test has whose contract cannot judge all of its subject: the class, and what."""
+
 SETTINGS: Final = pytest.StashKey[Settings]()
 
 

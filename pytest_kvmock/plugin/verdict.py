@@ -31,6 +31,7 @@ class _Findings:
 
     def __init__(self, case: Case) -> None:
         verdict = case.harness.judge()
+        case.taken_for_device = case.harness.publisher.num_taken_for_device
         policy = case.policy
         self.errors = [problem for problem in verdict.errors if problem.rule not in policy.allow]
         warnings = [problem for problem in verdict.warnings if problem.rule not in policy.allow]

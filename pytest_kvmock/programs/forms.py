@@ -17,7 +17,18 @@ Name: TypeAlias = str | int
 """What a program calls a request; requests that a harness records are numbered from 1."""
 
 Argument: TypeAlias = Literal[
-    "prompt", "text", "flag", "integer", "worker", "tokens", "from 0", "tokens from 1", "from 1", "ms", "ms or null"
+    "prompt",
+    "text",
+    "flag",
+    "integer",
+    "worker",
+    "worker or rank",
+    "tokens",
+    "from 0",
+    "tokens from 1",
+    "from 1",
+    "ms",
+    "ms or null",
 ]
 """What an argument of a scenario file may be; `scenarios.fields.ARGUMENTS` reads it."""
 

@@ -483,15 +483,30 @@ class Restart(OnWorker):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RemoveWorker(Operation):
-    """Remove a worker from the router, with all its ranks."""
+    """Remove a worker from the router, with all its ranks, or one of them.
+
+    Attributes:
+        worker: which worker.
+        rank: which of its ranks; None for all.
+    """
 
     kind = "remove_worker"
-    by_place = ("worker",)
-    takes = {"worker": "integer"}
+    takes = {"worker": "worker or rank"}
     needs = ("worker",)
     short = "worker"
 
     worker: int = 0
+    rank: int | None = None
+
+    @property
+    def given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (self.worker if self.rank is None else (self.worker, self.rank),), {}
+
+    def call_text(self, *first: str) -> str:
+        return f"{self.owner_text}.{self.kind}({self.given[0][0]})"
+
+    def yaml(self, block_size: int) -> dict[str, Any]:
+        return {self.kind: self.worker if self.rank is None else [self.worker, self.rank]}
 
 
 @dataclass(frozen=True, slots=True, repr=False)

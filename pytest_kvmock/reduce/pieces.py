@@ -73,7 +73,8 @@ def pieces_of(arrivals: Iterable[Arrival]) -> Iterator[Piece]:
     counts: dict[StreamKey, int] = {}
     for arrival in arrivals:
         if isinstance(arrival, WorkerRemoved):
-            counts = {key: n for key, n in counts.items() if key[0] != arrival.worker_id}
+            of, rank = arrival.worker_id, arrival.dp_rank
+            counts = {key: n for key, n in counts.items() if key[0] != of or rank not in (None, key[1])}
             yield Piece(arrival, 0)
             continue
         if isinstance(arrival, BatchesLost):

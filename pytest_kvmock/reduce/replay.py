@@ -163,7 +163,7 @@ class Replayer:
                 kv.lost_batches(*step[:4])
             elif isinstance(step, WorkerRemoved):
                 if step.first_id is None:
-                    kv.remove_worker(step.worker_id)
+                    kv.remove_worker(step.worker_id if step.dp_rank is None else (step.worker_id, step.dp_rank))
                 else:
                     kv.worker(step.worker_id, step.dp_rank or 0).restart(announced=True)
             yield

@@ -111,7 +111,8 @@ def _place(step: object) -> tuple[str, tuple[int, int]]:
 
 def _worker_removed(step: WorkerRemoved) -> str:
     if step.first_id is None:
-        return f"kv.remove_worker({step.worker_id})"
+        of = step.worker_id if step.dp_rank is None else (step.worker_id, step.dp_rank)
+        return f"kv.remove_worker({of})"
     rank = f", {step.dp_rank}" if step.dp_rank else ""
     return f"kv.worker({step.worker_id}{rank}).restart(announced=True)"
 

@@ -75,6 +75,12 @@ def read_worker(node: YamlNode) -> WorkerName:
     return parts[0], parts[1]
 
 
+def read_worker_or_rank(node: YamlNode) -> int | WorkerName:
+    """A worker by its id, for all its ranks, or one rank of it as [id, rank]."""
+    worker = read_worker(node)
+    return worker if isinstance(node.value, list) else worker[0]
+
+
 def read_count(node: YamlNode) -> int:
     """How many tokens."""
     number = integer(node)
@@ -250,6 +256,7 @@ ARGUMENTS: Final[Mapping[Argument, Callable[[YamlNode], Any]]] = {
     "flag": boolean,
     "integer": integer,
     "worker": read_worker,
+    "worker or rank": read_worker_or_rank,
     "tokens": read_numbers,
     "from 0": read_count,
     "tokens from 1": read_output,

@@ -212,7 +212,7 @@ class _Player:
                 self._check_free(name)
             (self._engine if kind.whose == "engine" else self._worker)(worker)
         elif kind is RemoveWorker:
-            self._check_known(worker)
+            self._check_known(worker[0] if isinstance(worker, tuple) else worker)
         begins = issubclass(kind, OnRequest) and issubclass(kind, WithPrompt)
         if begins and name is None:
             given = {**given, "request": self._unnamed}
@@ -226,7 +226,7 @@ class _Player:
         elif kind is Clear and not answer:
             raise RequestError(f"worker {worker[0]} is not cleared while requests are open or blocks in use")
         elif kind is RemoveWorker:
-            self._engines = {of for of in self._engines if of[0] != worker}
+            self._engines = {of for of in self._engines if worker not in (of, of[0])}
         return answer
 
     def _check_whose(self, step: OnRequest) -> None:

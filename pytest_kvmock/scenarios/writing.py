@@ -74,7 +74,7 @@ def _events(program: Reproduction) -> Iterator[dict[str, Any]]:
         if isinstance(step, WorkerRemoved):
             key = (step.worker_id, step.dp_rank or 0)
             if step.first_id is None:
-                yield {"remove_worker": step.worker_id}
+                yield {"remove_worker": step.worker_id if step.dp_rank is None else [*key]}
             else:
                 yield {"restart": {"worker": _worker(key), "announced": True}}
         elif isinstance(step, BatchesLost):

@@ -201,7 +201,7 @@ class KvServer(Controls, RouterChecks):
         )
         if profile.tiers is not None:
             self.dialect.check_host(self_describing=profile.tiers.self_describing)
-        make = self._publisher if make_publisher is None else make_publisher
+        make = self._publisher if make_publisher is None or release.is_polled else make_publisher
         with ExitStack() as undo:
             self._thread = LoopThread("KvServer")
             undo.callback(self._thread.end)

@@ -131,12 +131,12 @@ class Truth:
         if not difference.places:
             return difference
         size = self._harness.profile.block_size
-        texts = [
-            f"{text} ({reason(publisher, rank, prompt, size, known=known, held=held)})"
-            if (publisher := self._batches.get((worker, rank))) is not None
-            else text
-            for worker, rank, known, held, text in difference.places
-        ]
+        texts = []
+        for worker, rank, known, held, text in difference.places:
+            publisher = self._batches.get((worker, rank))
+            if publisher is not None and hasattr(publisher, "fate"):  # what is polled has no batches
+                text += f" ({reason(publisher, rank, prompt, size, known=known, held=held)})"  # noqa: PLW2901 - it says more
+            texts.append(text)
         return difference._replace(text="; ".join(texts))
 
     def _outdated(self, numbers: Mapping[tuple[int, int], int], published: Mapping[tuple[int, int], int]) -> str:

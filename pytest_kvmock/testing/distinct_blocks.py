@@ -89,6 +89,29 @@ class DistinctBlocks(OverIndex):
         self._expect_apart({"cache_salt": "tenant-1"}, {"cache_salt": "tenant-2"})
         self._expect_apart({"cache_salt": "tenant-1"}, {"cache_salt": "Tenant-1"})
 
+    def test_adapters_with_salts_are_told_apart(self) -> None:
+        """An adapter and a salt are two names: neither joined nor changed over are they another such pair."""
+        for joint in ("", "-", ":", "/", "|"):
+            self._expect_apart(
+                {"lora_name": f"a{joint}b", "cache_salt": "c"}, {"lora_name": "a", "cache_salt": f"b{joint}c"}
+            )
+        self._expect_apart({"lora_name": "a", "cache_salt": "b"}, {"lora_name": "b", "cache_salt": "a"})
+
+    def test_several_multimodal_items_are_told_apart(self) -> None:
+        """Two images in one block count both, and one over two blocks counts in both."""
+        one, other, third = *_IMAGES, "3e" * 32
+        size = self.block_size
+        if size >= 2:
+            both = {"multimodal": [(one, 0, 1), (other, 1, 1)]}
+            for images in ((one, third), (third, other)):  # not another order: Dynamo's local hashes sort them
+                self._expect_apart(both, {"multimodal": [(image, place, 1) for place, image in enumerate(images)]})
+        for index in self._start_keyed({"multimodal": [(one, size - 1, 2)]}):
+            over_two, in_one = ({"multimodal": [(one, size - 1, length)]} for length in (2, 1))
+            index.store("abc", 0, keys=over_two)
+            index.expect("abc", {0: 3}, keys=over_two)
+            index.expect("abc", {0: 1}, keys=in_one)
+            index.expect("abc", {})
+
     def test_multimodal_items_are_told_apart(self) -> None:
         """Blocks of the same tokens with two images in them, or with none, are different blocks; those before are shared."""
         first, second = ({"multimodal": [(image, 0, 2)]} for image in _IMAGES)
@@ -123,7 +146,7 @@ class DistinctBlocks(OverIndex):
         The test is skipped for an index that is asked by tokens alone, and where no engine names blocks by that.
         """
         index = self._start()
-        if not index.takes_keys:
+        if not index.index.takes_extra:
             pytest.skip(
                 f"match_tokens(tokens) of {index.index.name} takes no `extra`: prompts with an adapter, a salt or multimodal "
                 "items were not checked"

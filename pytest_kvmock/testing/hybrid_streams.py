@@ -10,6 +10,17 @@ from pytest_kvmock.testing.index_subject import OverIndex
 FULL, WINDOW = (1, "full_attention", None), (0, "sliding_window", 8)
 """Cache groups: number, kind as vLLM calls it, and tokens of the window."""
 
+_SPARSE = (
+    ("sliding_window", 8),
+    ("chunked_local_attention", None),
+    ("mamba", None),
+    ("sliding_window_mla", 8),
+)
+"""Kinds of groups that are no attention group, each with its window."""
+
+_NUMBERS = ((1, 0), (0, 1), (3, 1))
+"""Of workers that serve several models, the numbers of the attention group and of a window."""
+
 
 class HybridStreams(OverIndex):
     """The part of `IndexContract` that is about cache groups.
@@ -21,9 +32,10 @@ class HybridStreams(OverIndex):
     def _start_hybrid(self) -> IndexDriver:
         """As `_start`; the test is skipped where no engine of `backends` publishes cache groups."""
         index = self._start()
-        if not any(spec.traits.publishes_groups for spec in self._specs()):
+        if not self.reads_groups and not any(spec.traits.publishes_groups for spec in self._specs()):
             pytest.skip(
-                "backends names no engine that publishes cache groups (vLLM's hybrid models): they were not checked"
+                "backends names no engine that publishes cache groups (vLLM's hybrid models), and reads_groups is not set: they were "
+                "not checked"
             )
         return index
 
@@ -91,6 +103,39 @@ class HybridStreams(OverIndex):
         index.store("xy", after="ab", group=WINDOW)
         index.store("xy", after="ab", group=FULL)
         index.expect("abxy", {0: 4})
+
+    def test_groups_of_any_kind_beside_the_attention_group_count_for_nothing(self) -> None:
+        """Whatever a group keeps that is no attention group, its blocks are none; either kind of attention group counts."""
+        for full in ("full_attention", "mla_attention"):
+            for number, (kind, window) in enumerate(_SPARSE):
+                index, of_full, of_other = self._start_hybrid(), (2, full, None), (number % 2, kind, window)
+                least: dict[int, int] | None = {} if index.index.answers_reusable else None
+                index.store("ab", group=of_full)
+                index.store("abc", group=of_other)
+                index.expect("abc", {0: 2}, least=least)
+                index.remove("ab", "abc", group=of_other)
+                index.expect("abc", {0: 2}, least=least)
+                index.remove("ab", group=of_full)
+                index.expect("abc", {0: 1}, least=least)
+
+    def test_workers_number_their_groups_each_in_its_own_way(self) -> None:
+        """A number means another kind on another worker, which may serve another model, or a plain one without groups."""
+        index = self._start_hybrid()
+        for worker, (full, window) in enumerate(_NUMBERS):
+            index.store("abcd", worker, group=(full, FULL[1], None))
+            index.store("abcd", worker, group=(window, *WINDOW[1:]))
+        plain = len(_NUMBERS)
+        index.store("abcd", plain)
+        everyone = range(plain + 1)
+        index.expect("abcd", dict.fromkeys(everyone, 4))
+        for worker, (_, window) in enumerate(_NUMBERS):
+            index.remove("abcd", "abc", worker=worker, group=(window, *WINDOW[1:]))
+        # What windows lack lowers at most what an exact index answers of these workers.
+        index.expect("abcd", dict.fromkeys(everyone, 4), least={plain: 4})
+        for worker, (full, _) in enumerate(_NUMBERS):
+            index.remove("abcd", worker=worker, group=(full, FULL[1], None))
+        index.remove("abcd", "abc", worker=plain)
+        index.expect("abcd", {**dict.fromkeys(everyone, 3), plain: 2}, least={plain: 2})
 
     def test_a_prompts_tail_is_no_block(self) -> None:
         """A part of a block has a name of its own, with fewer tokens: what comes later goes on from whole blocks."""

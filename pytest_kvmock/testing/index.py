@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from typing import Final
 
+import pytest
+
 from pytest_kvmock.events import StorageTier
 from pytest_kvmock.testing.distinct_blocks import DistinctBlocks
 from pytest_kvmock.testing.drafts import random_traffic
 from pytest_kvmock.testing.hybrid_streams import HybridStreams
 from pytest_kvmock.testing.index_driver import prompt_of
 from pytest_kvmock.testing.index_load import UnderLoad
+from pytest_kvmock.testing.index_size import AtSize
 from pytest_kvmock.testing.partial_streams import PartialStreams
 from pytest_kvmock.testing.subject import refuse
 from pytest_kvmock.testing.tiers_below import TiersBelow
@@ -24,7 +27,7 @@ _HYBRID_MOST: Final = 12
 """Blocks of the longest prompt for an engine of a hybrid model: more than its window has."""
 
 
-class IndexContract(DistinctBlocks, HybridStreams, PartialStreams, TiersBelow, WorkersThatGo, UnderLoad):
+class IndexContract(DistinctBlocks, HybridStreams, PartialStreams, TiersBelow, WorkersThatGo, UnderLoad, AtSize):
     """Tests that hold for every index, asked by local hashes or by tokens (see `kv_index` for what it offers).
 
     A subclass defines `make_index`::
@@ -61,10 +64,16 @@ class IndexContract(DistinctBlocks, HybridStreams, PartialStreams, TiersBelow, W
         index_semantics: what a Cleared empties, as in `RouterHarness`: None for a rank, "e1" for all ranks of a worker.
         survives: the faults that the index must survive: "double" (an event is delivered twice), "restart" (a worker restarts
             unannounced). What is not named is skipped, and the skip says so.
-        threads: whether look-ups may come from threads while another applies events. If not, that is skipped.
+        threads: whether it may be called from several threads: look-ups, events of different workers, `remove_worker`. If not, that
+            is skipped.
         bounded: how many blocks an index that forgets keeps at least, of all workers, from 1 to 10,000; None: it forgets
             none. What was stored beyond that it may forget. It must not find what is not held, nor raise on an event that names
             what it forgot.
+        bounded_at_most: how many blocks such an index keeps at most, of all workers together, from `bounded` to 100,000, by its
+            `size()`, or where it has none by what look-ups find; None: that is not checked.
+        reads_groups: whether the index tells cache groups apart, though `backends` names no engine that publishes them.
+        size_blocks: how many blocks the index is given in the tests at production size, at least 1,000; below 20,000 look-ups are not
+            timed.
         tiers: the hosts below the engines of `backends`, each as `kvmock(tiers=...)` takes it; None: one of Dynamo's, and vLLM's in both
             forms of its events, in chunks of one block and of two.
         traits: of the engine that the next index is made for.
@@ -193,6 +202,29 @@ class IndexContract(DistinctBlocks, HybridStreams, PartialStreams, TiersBelow, W
         index.remove("abcd", "abc", "ab", "a", worker=0, rank=1)
         index.expect("abcd", {(0, 0): 2})
 
+    def test_ranks_may_each_have_blocks_of_their_own(self) -> None:
+        """Of two ranks, and of three, each has chains that no other has, below blocks that all have."""
+        if not self.tells_ranks_apart:
+            self._start()
+            pytest.skip("tells_ranks_apart is False: ranks that each have blocks of their own were not checked")
+        for ranks in (2, 3):
+            index = self._start()
+            own = ["cde"[rank] * (rank + 1) for rank in range(ranks)]
+            for rank, letters in enumerate(own):
+                index.store("ab", rank=rank)
+                index.store(letters, rank=rank, after="ab")
+                index.store(f"{'xyz'[rank]}q", rank=rank)
+            for rank, letters in enumerate(own):
+                index.expect(f"ab{letters}", {(0, each): 2 + len(letters) * (each == rank) for each in range(ranks)})
+                index.expect(f"{'xyz'[rank]}q", {(0, rank): 2})
+            last = ranks - 1
+            index.store("w", rank=last, after="abc", may_be_refused=True)  # below a block of rank 0
+            index.expect("abcw", {(0, each): 3 if each == 0 else 2 for each in range(ranks)})
+            index.remove("abc", rank=0)
+            index.remove(f"ab{own[last]}", rank=last)
+            index.expect("abc", {(0, each): 2 for each in range(ranks)})
+            index.expect(f"ab{own[last]}", {(0, each): 2 + last * (each == last) for each in range(ranks)})
+
     # ----------------------------------------------------------------------------------------------- removed
 
     def test_a_removed_block_is_not_found(self) -> None:
@@ -279,9 +311,10 @@ class IndexContract(DistinctBlocks, HybridStreams, PartialStreams, TiersBelow, W
     def test_a_block_is_held_until_its_last_copy_is_removed(self) -> None:
         """A block with copies is found until each is removed, where an engine of `backends` publishes copies."""
         self._start()
-        for spec in self._specs():
-            if not spec.traits.copies:
-                continue
+        copying = [spec for spec in self._specs() if spec.traits.copies]
+        if not copying:
+            pytest.skip("backends names no engine that publishes copies of a block (vLLM): copies were not checked")
+        for spec in copying:
             with self._harness(spec, num_blocks=3) as harness:
                 for letter in "aabcde":
                     harness.worker(0).serve(prompt_of(letter, self.block_size))

@@ -8,13 +8,13 @@ PYTEST_DONT_REWRITE: each message says all; below it pytest would put the condit
 from __future__ import annotations
 
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from inspect import isawaitable
 from reprlib import Repr
 from threading import Barrier, Event, Thread
+from time import monotonic, sleep
 from typing import Any, Final, Literal, TypeAlias
 
-from pytest_kvmock.checks import has_parameter
 from pytest_kvmock.events import (
     Cleared,
     EventData,
@@ -46,6 +46,9 @@ _THREADS: Final = 3
 
 _SWITCH_S: Final = 1e-5
 """How long each of them runs, in seconds."""
+
+_MOST_S: Final = 60
+"""How long threads that write may take, in seconds: far longer than any does that is not stuck."""
 
 _SHORT: Final = Repr()
 _SHORT.maxstring = 25  # identifiers of multimodal items have 64 digits
@@ -98,11 +101,6 @@ class IndexDriver:
         self._tokens: dict[str, tuple[int, ...]] = {}
         self._hashes: dict[str, int] = {}
         self._roots: dict[str, int] = {}
-
-    @property
-    def takes_keys(self) -> bool:
-        """Whether it can be asked for prompts that carry more than tokens."""
-        return not self.index.takes_tokens or has_parameter(self.index.ask, "extra")
 
     def near(self, what: Literal["local", "block"], kept: str) -> None:
         """From here on, p and q are first blocks whose hashes agree in a part, which a truncating index keeps.
@@ -263,27 +261,36 @@ class IndexDriver:
         self._lora_ids.pop(worker, None)
         self._applied.append(f"worker {worker} restarted, unannounced: its event ids begin with 0")
 
-    def publish(self, steps: Iterable[tuple[str, str]]) -> None:
-        """Publish many events of worker 0, without a flush or a look-up in between.
+    def events_of(self, steps: Iterable[tuple[str, ...]], worker: int = 0) -> list[RouterEvent]:
+        """Make the next events of a worker, which are still to be applied.
 
         Args:
-            steps: "store" with the letters of a chain, or "remove" with the chain whose last block is removed.
+            steps: "store" with the letters of a chain, and perhaps those after which they are stored; "remove" with the chain whose
+                last block is removed; or "clear".
+            worker: whose they are.
         """
-        __tracebackhide__ = True
         events = []
-        for kind, chain in steps:
+        for kind, *chains in steps:
             tokens = None
             if kind == "store":
-                prompt = prompt_of(chain, self._size)
+                letters, after = (*chains, "")[:2]
+                start, prompt = len(after), prompt_of(after + letters, self._size)
                 blocks, local = prompt.sequence_hashes(self._size), prompt.block_hashes(self._size)
-                data: EventData = Stored(None, tuple(blocks), tuple(local))
-                tokens = [[ord(letter)] * self._size for letter in chain]
+                parent = blocks[start - 1] if start else None
+                data: EventData = Stored(parent, tuple(blocks[start:]), tuple(local[start:]))
+                tokens = [[ord(letter)] * self._size for letter in letters]
             else:
-                data = Removed((self._names(chain)[-1],))
-            event_id = self._ids.get((0, 0), 0)
-            self._ids[0, 0] = event_id + 1
-            events.append(RouterEvent(0, KvCacheEvent(event_id, data), token_ids=tokens))
-        self._applied.append(f"worker 0 published {len(events):,} events, without a flush in between")
+                data = Removed((self._names(chains[0])[-1],)) if kind == "remove" else Cleared()
+            event_id = self._ids.get((worker, 0), 0)
+            self._ids[worker, 0] = event_id + 1
+            events.append(RouterEvent(worker, KvCacheEvent(event_id, data), token_ids=tokens))
+        return events
+
+    def publish(self, steps: Iterable[tuple[str, ...]], worker: int = 0) -> None:
+        """Publish many events of a worker, without a flush or a look-up in between; see `events_of`."""
+        __tracebackhide__ = True
+        events = self.events_of(steps, worker)
+        self._applied.append(f"worker {worker} published {len(events):,} events, without a flush in between")
 
         async def apply_all() -> None:
             for event in events:
@@ -332,6 +339,14 @@ class IndexDriver:
             self._lora_ids.pop(worker, None)
             self._ids = {key: next_id for key, next_id in self._ids.items() if key[0] != worker}
             self._applied.append(f"worker {worker} removed: its event ids begin with 0")
+
+    def remove_rank(self, worker: int, rank: int) -> None:
+        """Remove one rank of a worker, where the index has `remove_worker_dp_rank`; one that comes back begins anew."""
+        remove = self.index.remove_rank
+        if remove is not None:
+            self._do(remove, worker, rank)
+            self._ids.pop((worker, rank), None)
+            self._applied.append(f"worker {worker} rank {rank} removed: its event ids begin with 0")
 
     def _apply(
         self,
@@ -453,6 +468,31 @@ class IndexDriver:
                 f"{under_test.asked} raised {type(error).__name__}: {error}\n{self._story()}"
             ) from error
 
+    def expect_the_last_of(self, chains: Sequence[str], worker: int) -> Sequence[str]:
+        """Compare what a worker has of chains that it stored in this order, and that was removed meanwhile: the last of them, whole.
+
+        Returns:
+            The chains that it has.
+        """
+        __tracebackhide__ = True
+        found: list[int] = []
+        for letters in chains:
+            answer = self.ask(letters)
+            found.append(
+                max(
+                    (n for key, n in answer.items() if worker in (key, key[0] if isinstance(key, tuple) else key)),
+                    default=0,
+                )
+            )
+        lost = next((place for place in range(len(chains), 0, -1) if found[place - 1] != len(chains[place - 1])), 0)
+        wrong = next((place for place in range(lost) if found[place]), None)
+        assert wrong is None, (
+            f"worker {worker} stored {len(chains)} chains, one after the other, and was removed meanwhile: the index has "
+            f"{found[wrong or 0]} of {len(chains[0])} blocks of number {wrong}, and {found[lost - 1]} of number {lost - 1}, which came "
+            f"{'later' if lost - 1 != wrong else 'then'}; expected all from some number on, whole, and none before\n{self._story()}"
+        )
+        return chains[lost:]
+
     def ask_meanwhile(self, letters: str, events: Iterable[Callable[[], None]], expected: Mapping[int, range]) -> None:
         """Have threads look up a prompt of these letters, over and over, while this one applies events.
 
@@ -498,6 +538,57 @@ class IndexDriver:
         # Without the events: which of them were applied by then is another matter in each run.
         due = " and ".join(_at_any_time(worker, blocks) for worker, blocks in expected.items())
         assert not wrong, f"in a thread, while another applied events: {wrong[0]}; expected {due}"
+
+    def apply_at_once(self, streams: Mapping[int, Sequence[RouterEvent]], removed: Sequence[int]) -> None:
+        """Apply the events of several workers, from a thread each, and have one more thread remove some of them meanwhile.
+
+        Args:
+            streams: by worker its events, in order.
+            removed: the workers that are removed over and over, until they have published half of their events; none, where the
+                index has no `remove_worker`.
+        """
+        __tracebackhide__ = True
+        under_test, started = self.index, Barrier(len(streams) + bool(removed))
+        applied = dict.fromkeys(streams, 0)
+        wrong: list[str] = []
+
+        def write(worker: int) -> None:
+            started.wait()
+            try:
+                for number, event in enumerate(streams[worker], 1):
+                    under_test.apply(event)
+                    applied[worker] = number
+            except Exception as error:  # noqa: BLE001 - of the user's index, in a thread
+                wrong.append(f"apply raised {type(error).__name__}: {error}")
+
+        def remove() -> None:
+            assert under_test.remove_worker is not None
+            started.wait()
+            left = list(removed)
+            try:
+                while left and not wrong:
+                    for worker in left:
+                        under_test.remove_worker(worker)
+                    left = [each for each in left if each in streams and 2 * applied[each] < len(streams[each])]
+                    sleep(0)  # gives way
+            except Exception as error:  # noqa: BLE001 - likewise
+                wrong.append(f"remove_worker raised {type(error).__name__}: {error}")
+
+        threads = [Thread(target=write, args=(worker,), daemon=True) for worker in streams]
+        threads += [Thread(target=remove, daemon=True)] * bool(removed)
+        for thread in threads:
+            thread.start()
+        end = monotonic() + _MOST_S
+        for thread in threads:
+            thread.join(max(0.0, end - monotonic()))
+        count = sum(map(len, streams.values()))
+        what = f"{len(streams)} workers published {count} events, from a thread each"
+        what += f", and another removed {' and '.join(f'worker {each}' for each in removed)} meanwhile" * bool(removed)
+        self._applied.append(what)
+        if any(thread.is_alive() for thread in threads):
+            wrong.append(f"a thread is still at it after {_MOST_S} s; do two locks wait for each other?")
+        if wrong:
+            raise AssertionError(f"{what}: {wrong[0]}")
 
     def _do(self, call: Callable[..., Any], *arguments: Any) -> Any:
         __tracebackhide__ = True

@@ -5,15 +5,33 @@ PYTEST_DONT_REWRITE: each message says all; below it pytest would put the condit
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Final
 
 import pytest
 
+from pytest_kvmock.testing.index_driver import IndexDriver
 from pytest_kvmock.testing.index_subject import OverIndex
 from pytest_kvmock.testing.subject import refuse
 
 _PAIRS: Final = 10_000
 """Pairs of store and remove over which `size()` must stay bounded."""
+
+_BUDGET_WORKERS, _BUDGET_CHAIN = 4, 8
+"""Workers that share one budget, and blocks of each of their chains."""
+
+_REPEATS: Final = 100
+"""How often one chain is stored."""
+
+_ROUNDS, _SETTLED, _A_ROUND = 60, 40, 200
+"""How often a worker goes, from where on `size()` must not grow, and blocks each time: a table of 8,000 late names is full by then."""
+
+_THREAD_ROUNDS, _THREAD_ROOTS = 12, 8
+"""How often workers publish at once, and how many chains each time."""
+
+_WRITERS, _CLEARED, _REMOVED, _GONE = (1, 2, 3, 4), 4, (5, 6), 7
+"""Workers that publish at once, the one of them that is cleared, two that do so and are removed meanwhile, and one that is removed."""
 
 _LOOK_UPS: Final = 1000
 """Look-ups of different prompts over which `size()` must stay bounded."""
@@ -52,11 +70,36 @@ class UnderLoad(OverIndex):
             letters = [chr(1000 + number) for number in range(first, first + _PAIRS // 10)]
             index.publish([(kind, letter) for letter in letters for kind in ("store", "remove")])
             sizes.append(index.size() or 0)
-        grown, most = sizes[-1] - sizes[4], _PAIRS // 4
+        grown, most = sizes[-1] - sizes[7], _PAIRS // 10
         assert grown <= most, (
-            f"size() is {sizes[4]:,} after {_PAIRS // 2:,} blocks that were stored and removed, and {sizes[-1]:,} after "
+            f"size() is {sizes[7]:,} after {8 * _PAIRS // 10:,} blocks that were stored and removed, and {sizes[-1]:,} after "
             f"{_PAIRS:,}; expected to grow by {most:,} at most"
         )
+
+    def test_it_does_not_grow_with_events_that_repeat(self) -> None:
+        """`size()`, where the index has it, is as after the first after a hundred Stored of one chain; copies go as they came."""
+        self._start()
+        for copies in sorted({spec.traits.copies for spec in self._specs()}):
+            spec = next(spec for spec in self._specs() if spec.traits.copies is copies)
+            self.traits = spec.traits_at(self.block_size)
+            index = self._start()
+            if index.size() is None:
+                pytest.skip(
+                    f"{index.index.name} has no size(): what a chain leaves that is stored often was not checked"
+                )
+            sizes = []
+            for times in (1, _REPEATS):
+                for _ in range(times):
+                    index.store("abcd")
+                for _ in range(times if copies else 0):
+                    index.remove("abcd", "abc", "ab", "a")
+                sizes.append(index.size() or 0)
+            what = "stored and as often removed, copies counted" if copies else "stored, and not removed"
+            assert sizes[1] <= sizes[0], (
+                f"size() is {sizes[0]:,} after a chain of 4 blocks was {what}, once, and {sizes[1]:,} after {_REPEATS} times "
+                "more; expected no growth"
+            )
+            index.expect("abcd", {} if copies else {0: 4})
 
     def test_it_does_not_grow_with_workers_that_go(self) -> None:
         """`size()`, where the index has it, stays bounded over workers that are cleared, or removed."""
@@ -65,13 +108,14 @@ class UnderLoad(OverIndex):
             pytest.skip(f"{index.index.name} has no size(): what workers leave that go was not checked")
         for what in ("a Cleared", "remove_worker(0)")[: 1 + (index.index.remove_worker is not None)]:
             sizes = []
-            for first in range(0, 1000, 200):
-                index.store("".join(chr(1000 + number) for number in range(first, first + 200)))
+            for first in range(0, _ROUNDS * _A_ROUND, _A_ROUND):
+                index.store("".join(chr(1000 + number) for number in range(first, first + _A_ROUND)))
                 index.clear() if what == "a Cleared" else index.remove_worker(0)
-                sizes.append(index.size() or 0)
-            assert sizes[-1] - sizes[0] <= 200, (
-                f"size() is {sizes[0]:,} after 200 blocks were stored and {what} came, and {sizes[-1]:,} after five times "
-                "that; expected to grow by 200 at most"
+                if first // _A_ROUND in (_SETTLED - 1, _ROUNDS - 1):
+                    sizes.append(index.size() or 0)
+            assert sizes[1] - sizes[0] <= _A_ROUND, (
+                f"size() is {sizes[0]:,} after {_SETTLED} times {_A_ROUND} blocks were stored and {what} came, and {sizes[1]:,} "
+                f"after {_ROUNDS} times; expected to grow by {_A_ROUND} at most"
             )
 
     def test_it_does_not_grow_with_look_ups(self) -> None:
@@ -117,6 +161,80 @@ class UnderLoad(OverIndex):
         index.expect("abcd", {1: 4})
         index.store("abc", 0)
         index.expect("abcd", {0: 3, 1: 4})
+
+    def test_events_may_come_from_threads(self) -> None:
+        """With `threads`: one thread a worker applies events, one removes workers, others look up; then an order of them is right."""
+        index = self._start()
+        if not self.threads:
+            pytest.skip(
+                f"{type(self).__name__}.threads is not set: events of several workers that are applied at once were not checked"
+            )
+        if index.index.is_async:
+            refuse(self, "threads = True is for an index that is not async; an async one is asked in its loop")
+        removed = () if index.index.remove_worker is None else (*_REMOVED, _GONE)
+        for number in range(_THREAD_ROUNDS):
+            index, roots = self._start(), [chr(1000 + _THREAD_ROOTS * number + each) for each in range(_THREAD_ROOTS)]
+            index.store("abcd", 0)
+            index.store("abcd", _GONE)
+            # All workers store the same chains, so that their threads change the same part of an index, whatever its form.
+            steps: list[tuple[str, ...]] = [("store", "abcd"), ("remove", "abcd")]
+            for root in roots:
+                steps += [("store", f"{root}a"), ("store", "bc", f"{root}a"), ("remove", f"{root}abc")]
+            streams = {worker: index.events_of(steps, worker) for worker in _WRITERS}
+            streams[_CLEARED] += index.events_of([("clear",), ("store", "abc")], _CLEARED)
+            chains = [f"{chr(ord(root) + more)}xy" for root in roots for more in (0, 20_000, 40_000)]
+            for worker in _REMOVED:  # of roots alone: it has all that it stored after it was removed last
+                streams[worker] = index.events_of([("store", chain) for chain in chains], worker)
+            at_once = partial(index.apply_at_once, streams, removed)
+            index.ask_meanwhile("abcd", [at_once], {0: range(4, 5), **dict.fromkeys((*_WRITERS, _GONE), range(5))})
+            index.expect("abcd", {0: 4, **dict.fromkeys(_WRITERS, 3), **({} if removed else {_GONE: 4})})
+            kept = {worker: index.expect_the_last_of(chains, worker) for worker in _REMOVED}
+            self._expect_names(index, roots, chains, kept)
+
+    def _expect_names(
+        self, index: IndexDriver, roots: Sequence[str], chains: Sequence[str], kept: Mapping[int, Sequence[str]]
+    ) -> None:
+        """The index knows each block by its name still: what of it is removed now is gone, and the rest is found."""
+        __tracebackhide__ = True
+        held = [worker for worker in _WRITERS if worker != _CLEARED]
+        for root in roots:
+            removed = {worker: 1 for worker, chains in kept.items() if f"{root}xy" in chains}
+            index.expect(f"{root}abc", {**dict.fromkeys(held, 3), **removed})
+            for worker in held:
+                index.remove(f"{root}ab", worker=worker)
+            index.expect(f"{root}abc", {**dict.fromkeys(held, 2), **removed})
+        for worker, whole in kept.items():
+            for chain in whole:
+                index.remove(chain, worker=worker)
+        for chain in chains:
+            removed = {worker: 2 for worker, whole in kept.items() if chain in whole}
+            index.expect(chain, {**removed, **(dict.fromkeys(held, 1) if chain[0] in roots else {})})
+
+    def test_a_bound_holds_for_all_workers_together(self) -> None:
+        """With `bounded_at_most`: over several workers `size()`, or else what look-ups find, stays within one budget."""
+        index = self._start()
+        most = self.bounded_at_most
+        if most is None:
+            pytest.skip(f"{type(self).__name__}.bounded_at_most is not set: how much it keeps at most was not checked")
+        count = (
+            2 * -(-most // (_BUDGET_WORKERS * _BUDGET_CHAIN)) + 1
+        )  # of chains a worker: twice what it may keep, of all
+        chains: list[str] = []
+        for worker in range(_BUDGET_WORKERS):
+            firsts = (chr(1000 + worker * count + number) for number in range(count))
+            own = [f"{first}{'abcdefgh'[: _BUDGET_CHAIN - 1]}" for first in firsts]
+            index.publish((("store", letters) for letters in own), worker)
+            chains += own
+        size, stored = index.size(), len(chains) * _BUDGET_CHAIN
+        assert size is None or size <= most, (
+            f"size() is {size:,} after {_BUDGET_WORKERS} workers stored {stored:,} blocks together; bounded_at_most is {most:,}"
+        )
+        if size is None:
+            found = sum(sum(index.ask(letters).values()) for letters in chains)
+            assert found <= most, (
+                f"look-ups find {found:,} of {stored:,} blocks that {_BUDGET_WORKERS} workers stored together; bounded_at_most "
+                f"is {most:,}"
+            )
 
     def test_a_bounded_index_forgets_and_never_invents(self) -> None:
         """With `bounded`: beyond so many blocks look-ups may find fewer, and never more, than the worker holds."""

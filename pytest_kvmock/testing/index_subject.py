@@ -20,6 +20,9 @@ from pytest_kvmock.testing.subject import call_with, check_backends, refuse, roo
 _REDUCED: Final = 20_000
 """How many steps are replayed at most to cut a failure in live traffic down."""
 
+MOST_BOUNDED: Final = 100_000
+"""The largest `bounded_at_most`."""
+
 SURVIVED: Final = {"double": "an event that is delivered twice", "restart": "a worker that restarts unannounced"}
 """The faults that a contract may ask an index to survive, and each in words."""
 
@@ -33,7 +36,9 @@ class OverIndex:
     index_semantics: ClassVar[Literal["e1"] | None] = None
     survives: ClassVar[Sequence[str]] = ()
     threads: ClassVar[bool] = False
+    reads_groups: ClassVar[bool] = False
     bounded: ClassVar[int | None] = None
+    bounded_at_most: ClassVar[int | None] = None
     traits: Traits = Traits()
 
     def make_index(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002 - for those who define it
@@ -136,10 +141,23 @@ class OverIndex:
             refuse(
                 self, f"survives must be a tuple or list of {' and '.join(map(repr, SURVIVED))}, got {survives!r:.80}"
             )
-        if not isinstance(self.threads, bool):
-            refuse(self, f"threads must be True or False, got {self.threads!r:.80}")
+        for name in ("threads", "reads_groups"):
+            if not isinstance(flag := getattr(self, name), bool):
+                refuse(self, f"{name} must be True or False, got {flag!r:.80}")
         if self.bounded is not None and not (is_integer(self.bounded, 1) and self.bounded <= 10_000):
             refuse(self, f"bounded must be an integer from 1 to 10000 (blocks), or None, got {self.bounded!r:.80}")
+        most = self.bounded_at_most
+        if most is not None and self.bounded is None:
+            refuse(
+                self,
+                "bounded_at_most is for an index that forgets: set bounded, too, the blocks that it keeps at least",
+            )
+        if most is not None and not (is_integer(most, self.bounded or 1) and most <= MOST_BOUNDED):
+            refuse(
+                self,
+                f"bounded_at_most must be an integer from bounded, {self.bounded}, to {MOST_BOUNDED} (blocks), or None, "
+                f"got {most!r:.80}",
+            )
         self._specs()
         index = self._made()
         wrong = None

@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any, ClassVar, Literal
 from uuid import UUID
 
+from pytest_kvmock.backends import BackendSpec
 from pytest_kvmock.cache.manager import KvManager
 from pytest_kvmock.engine.sequence import ActiveSequence
 from pytest_kvmock.events import value_text
@@ -52,12 +53,19 @@ class ManagerContract(OverBackend):
     What it publishes is judged by all rules, and compared with its `resident()`.
 
     Attributes:
-        semantics: "e0" for a manager that is forgiving as that of dynamo-mocker 1.0.2 is: lists of a Use may differ in
+        semantics: None or "e1" for a manager that is strict, as those of kvbm-logical; "e0" for one that is forgiving as that of dynamo-mocker 1.0.2 is: lists of a Use may differ in
             length, a Use that fails answers 0 and keeps in silence what it took, a Deref of what is not in use is taken,
             and a freed partial block stays in the pool until it is evicted.
     """
 
-    semantics: ClassVar[Literal["e0"] | None] = None
+    semantics: ClassVar[Literal["e0", "e1"] | None] = None
+
+    def spec(self) -> BackendSpec:
+        """The backend under contract; fail the test if `semantics` is not what it may be."""
+        __tracebackhide__ = True
+        if self.semantics not in (None, "e0", "e1"):
+            refuse(self, f"semantics must be None, 'e0' or 'e1', got {self.semantics!r:.80}")
+        return super().spec()
 
     def _start(self, num_blocks: int = 8) -> tuple[KvManager, EventLog]:
         __tracebackhide__ = True
@@ -149,6 +157,33 @@ class ManagerContract(OverBackend):
         expect_counts(manager, active=2, references=2, inactive=0)
         expect_published(events, [], "use([1, 2]) while both were cached")
         events.check()
+
+    def test_a_deref_may_name_a_block_once_for_each_reference(self) -> None:
+        """A Deref that names a block as often as it is held frees it once; held less often, the rest is refused, in e0 passed over."""
+        manager, events = self._start()
+        manager.use([1])
+        manager.use([1])
+        events.take()
+        manager.deref(1, 1)
+        what = "use([1]) twice, then deref(1, 1)"
+        expect_counts(manager, active=0, references=0, inactive=1)
+        expect_references(manager, {})
+        expect_resident(manager, [1])
+        listed = list(manager.inactive_blocks())
+        assert [1] == listed, f"after {what} inactive_blocks() is {value_text(listed)}; expected [1]"
+        expect_published(events, [], what)
+        expect_served(manager, range(11, 19), 8)  # the whole pool: 1 is evicted, once
+        removed = [row[1] for row in published_rows(events) if row[0] == "Removed"]
+        assert [1] == removed, f"after {what} the Removed events of a pool that is filled name {value_text(removed)}"
+        events.check()
+        if self.semantics != "e0":
+            self._expect_refused("deref(1, 1), 1 being held once", lambda manager: manager.deref(1, 1))
+            return
+        manager, events = self._start()
+        manager.use([1])
+        manager.deref(1, 1)
+        expect_counts(manager, active=0, references=0, inactive=1)
+        expect_resident(manager, [1])
 
     # ---------------------------------------------------------------------------------------------- evicted
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 import pytest
 
 from pytest_kvmock.testing.process_client import openai_completion
-from pytest_kvmock.testing.subject import refuse
+from pytest_kvmock.testing.subject import UNJUDGED, refuse
 
 if TYPE_CHECKING:
     from pytest_kvmock.testing.router_process import RouterProcess, ServedEngines
@@ -41,7 +41,10 @@ class ProcessSubject:
         """Run each test over the dialects of the class: they are the values of its fixture `kv_dialect`."""
         super().__init_subclass__(**kwargs)
 
-        def kv_dialect(self: ProcessSubject, request: pytest.FixtureRequest) -> Any:  # noqa: ARG001 - a method of the class
+        def kv_dialect(self: ProcessSubject, request: pytest.FixtureRequest) -> Any:
+            if text := self.unjudged_text():
+                name = request.node.nodeid.rpartition("::")[0]
+                request.node.user_properties.append((UNJUDGED, f"{name}: {text}"))
             return request.param
 
         setattr(cls, kv_dialect.__name__, pytest.fixture(params=list(cls.dialects))(kv_dialect))
@@ -108,6 +111,18 @@ class ProcessSubject:
         """Return how many requests it counts as open; whatever `open_requests` raises, this raises."""
         method: Callable[[], Any] = getattr(self, "open_requests")  # noqa: B009 - a subclass may have it
         return method()
+
+    def unjudged_text(self) -> str:
+        """Return what no test can judge of it, and what would let one; "" where there is none of that."""
+        lets = {
+            "what it knows by events (hears_events = True)": self.hears_events,
+            "copies and a host below the device (blocks(prompt))": self.tells_blocks() or not self.hears_events,
+            "what it counts as open (open_requests())": self.tells_open,
+            "a worker under a new address (moved(engines))": getattr(self, "moved", None) is not None,
+            "how it starts and ends (command(engines))": self.is_started,
+        }
+        parts = [what for what, is_there in lets.items() if not is_there]
+        return f"not judged: {', '.join(parts)}" if parts else ""
 
     def skip(self, why: str, what: str, lets: str) -> NoReturn:
         """Skip the rest of a test, in one line: the same for each test that is skipped for the same, which the summary counts."""

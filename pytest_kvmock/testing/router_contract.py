@@ -23,7 +23,7 @@ from pytest_kvmock.router.routing import Worker
 from pytest_kvmock.testing.router_aborts import RouterAborts
 from pytest_kvmock.testing.router_absence import RouterAbsence
 from pytest_kvmock.testing.router_load import EverydayLoad
-from pytest_kvmock.testing.subject import call_with, check_backends, refuse
+from pytest_kvmock.testing.subject import UNJUDGED, call_with, check_backends, refuse
 from pytest_kvmock.tokens import Prompt
 from pytest_kvmock.traces import TraceRequest, synthetic_trace
 
@@ -33,9 +33,6 @@ _AT_MS: Final = 150.0
 
 _LATER_MS: Final = 1500.0
 """When the trace is long over."""
-
-_PROPERTY: Final = "kvmock.unjudged"
-"""By which the plugin finds, in the reports of tests, what it says at the end of a run."""
 
 _UNJUDGED: Final = (
     (("loads",), "what it counts of its open requests"),
@@ -373,7 +370,7 @@ class RouterContract(RouterAborts, RouterAbsence, EverydayLoad):
             refuse(self, f"make_router gave {router!r:.80}: {problem}")
         unjudged = _unjudged_text(router)
         if unjudged and self._properties is not None:
-            self._properties.append((_PROPERTY, f"{self._class_id}: {unjudged}"))
+            self._properties.append((UNJUDGED, f"{self._class_id}: {unjudged}"))
         if happens is not None:
             happens(fleet)
         trace = self._rows() if rows is None else rows

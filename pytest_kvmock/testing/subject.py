@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NoReturn, TypeVar
 
 import pytest
 
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from pytest_kvmock.sinks import Sink
 
 T = TypeVar("T")
+
+UNJUDGED: Final = "kvmock.unjudged"
+"""The property of a test's report in which the plugin finds what a contract cannot judge of its class, for the end of the run."""
 
 
 def refuse(contract: object, why: str) -> NoReturn:

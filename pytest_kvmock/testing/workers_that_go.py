@@ -82,6 +82,30 @@ class WorkersThatGo(OverIndex):
         index.store("ab", 1)
         index.expect("abcd", {1: 2, **others})
 
+    def test_a_removed_rank_leaves_the_others(self) -> None:
+        """`remove_worker_dp_rank`, where the index has it, empties one rank, which may come back, and no other of its worker."""
+        index = self._start()
+        if index.index.remove_rank is None:
+            pytest.skip(
+                f"{index.index.name} has no remove_worker_dp_rank(worker_id, dp_rank): a rank that leaves or restarts by itself "
+                "was not checked"
+            )
+        if not self.tells_ranks_apart:
+            pytest.skip("tells_ranks_apart is False: a rank that leaves or restarts by itself was not checked")
+        for rank, letters in enumerate(("abc", "abcd", "ab")):
+            index.store(letters, 1, rank=rank)
+        index.store("abcd", 0)
+        index.store("ab", 11)
+        others: dict[tuple[int, int], int] = {(1, 0): 3, (1, 2): 2, (0, 0): 4, (11, 0): 2}
+        index.expect("abcd", {(1, 1): 4, **others})
+        index.remove_rank(1, 1)
+        index.expect("abcd", others)
+        index.store("ab", 1, rank=1)
+        index.expect("abcd", {(1, 1): 2, **others})
+        index.remove_rank(1, 0)
+        del others[1, 0]
+        index.expect("abcd", {(1, 1): 2, **others})
+
     # ------------------------------------------------------------------------------------------------ survived
 
     def test_a_redelivered_event_changes_nothing(self) -> None:

@@ -30,6 +30,14 @@ FULL_WINDOW: Final = 2**31 - 1
 
 _PRIORITY: Final = 35
 _U32: Final = 2**32 - 1
+_UNREADABLE: Final = {
+    RecursionError: WireDefect.NESTED_TOO_DEEPLY,
+    UnicodeDecodeError: WireDefect.BAD_TEXT,
+}
+_OUT_OF_RANGE: Final = {
+    "token_id": WireDefect.TOKEN_OUT_OF_RANGE,
+    **dict.fromkeys(("block_hash", "block_hashes", "parent_hash"), WireDefect.HASH_OUT_OF_RANGE),
+}
 
 
 def write_events(events: Sequence[RouterEvent]) -> bytes:
@@ -125,18 +133,13 @@ def read_events(
         The good events, and how many there were.
     """
     rows: list[Any] = []
-    for line in payload.split(b"\n"):
-        if not line.strip():
-            continue
+    for line in filter(bytes.strip, payload.split(b"\n")):
         try:
             found = json.loads(line)
-        except RecursionError:
-            problems.append(WireProblem(WireDefect.NESTED_TOO_DEEPLY, None, None, shown(line), "a list of events"))
-            continue
-        except ValueError as error:
-            is_text = not isinstance(error, UnicodeDecodeError)
-            ends = is_text and getattr(error, "pos", 0) >= len(line.decode(errors="replace").rstrip())
-            defect = WireDefect.TRUNCATED if ends else WireDefect.MALFORMED if is_text else WireDefect.BAD_TEXT
+        except (ValueError, RecursionError) as error:
+            defect = _UNREADABLE.get(type(error), WireDefect.MALFORMED)
+            if defect is WireDefect.MALFORMED and not line.rstrip().endswith(b"]"):
+                defect = WireDefect.TRUNCATED
             problems.append(WireProblem(defect, None, None, str(error)[:80], "a list of events in JSON"))
             continue
         if isinstance(found, list):
@@ -155,91 +158,75 @@ def read_events(
 
 
 def _event_of(row: object, worker_id: int, windows: Sequence[int]) -> RouterEvent:
-    fields = _map(row, "event")
-    event_id, window = _integer(fields, "event_id", MOST_U64), _integer(fields, "window_size", FULL_WINDOW)
-    rank = _integer(fields, "attention_dp_rank", _U32) if fields.get("attention_dp_rank") is not None else 0
-    group = windows.index(window) if window in windows else 0
-    is_longest = window == windows[-1] if windows else True
-    kind = FULL_ATTENTION if is_longest else "sliding_window"
-    extra = {"window_size": window, **(group_extra(group, kind, None if is_longest else window) or {})}
-    data, token_ids, more = _data_of(_map(fields.get("data"), "data"))
-    return RouterEvent(worker_id, KvCacheEvent(event_id, data, rank), StorageTier.DEVICE, token_ids, {**extra, **more})
+    fields = _read(row, "event", dict)
+    event_id, window = _field(fields, "event_id", MOST_U64), _field(fields, "window_size", FULL_WINDOW)
+    rank = _field(fields, "attention_dp_rank", _U32) if fields.get("attention_dp_rank") is not None else 0
+    is_longest = window == max(windows, default=window)
+    group = group_extra(
+        windows.index(window) if window in windows else 0,
+        FULL_ATTENTION if is_longest else "sliding_window",
+        None if is_longest else window,
+    )
+    data, token_ids, more = _data_of(_field(fields, "data", dict))
+    extra = {"window_size": window, **(group or {}), **more}
+    return RouterEvent(worker_id, KvCacheEvent(event_id, data, rank), StorageTier.DEVICE, token_ids, extra)
 
 
 def _data_of(fields: Mapping[str, Any]) -> tuple[EventData, list[tuple[int, ...]] | None, dict[str, Any]]:
     kind = fields.get("type")
     if kind == "created":
-        levels = [
-            _number(each, "num_blocks_per_cache_level", MOST_U64)
-            for each in _list(fields, "num_blocks_per_cache_level")
-        ]
-        return Cleared(), None, {"blocks_per_level": tuple(levels)}
+        return Cleared(), None, {"blocks_per_level": _numbers(fields, "num_blocks_per_cache_level")}
     if kind == "removed":
-        return Removed(_number(each, "block_hashes", MOST_U64) for each in _list(fields, "block_hashes")), None, {}
+        return Removed(_numbers(fields, "block_hashes")), None, {}
     if kind == "updated":
-        return (
-            Updated(_integer(fields, "block_hash", MOST_U64), _pair(fields, "cache_level"), _pair(fields, "priority")),
-            None,
-            {},
-        )
+        changes = (_pair(fields, name) for name in ("cache_level", "priority"))
+        return Updated(_field(fields, "block_hash", MOST_U64), *changes), None, {}
     if kind != "stored":
         raise _FlawError(WireDefect.UNKNOWN_TAG, "type", kind, "created, stored, removed or updated")
-    blocks = [_map(block, "blocks") for block in _list(fields, "blocks")]
-    tokens = [tuple(_token(_map(token, "tokens")) for token in _list(block, "tokens")) for block in blocks]
+    blocks = [_read(block, "blocks", dict) for block in _field(fields, "blocks", list)]
+    tokens = [
+        tuple(_field(_read(token, "tokens", dict), "token_id", _U32) for token in _field(block, "tokens", list))
+        for block in blocks
+    ]
     if not all(tokens):
         raise _FlawError(WireDefect.WRONG_TYPE, "tokens", [], "at least one token a block")
     salts = {block["cache_salt"] for block in blocks if isinstance(block.get("cache_salt"), str)}
-    salt = salts.pop() if len(salts) == 1 else None
-    local = [block_hashes(each, len(each), cache_namespace=salt)[0] for each in tokens]
-    parent = None if fields.get("parent_hash") is None else _integer(fields, "parent_hash", MOST_U64)
-    names = tuple(_integer(block, "block_hash", MOST_U64) for block in blocks)
-    extra: dict[str, Any] = {
-        "cache_levels": [_integer(block, "cache_level", _U32) for block in blocks],
-        "priorities": [_integer(block, "priority", _U32) for block in blocks],
-    }
-    if salt is not None:
-        extra["cache_salt"] = salt
-    return Stored(parent, names, tuple(local)), tokens, extra
-
-
-def _token(fields: Mapping[str, Any]) -> int:
-    token = fields.get("token_id")
-    if not is_integer(token, 0) or token > _U32:
-        raise _FlawError(WireDefect.TOKEN_OUT_OF_RANGE, "token_id", token, f"an integer from 0 to {_U32}")
-    return token
+    beside = {"cache_salt": min(salts)} if len(salts) == 1 else {}
+    local = [block_hashes(each, len(each), cache_namespace=beside.get("cache_salt"))[0] for each in tokens]
+    parent = None if fields.get("parent_hash") is None else _field(fields, "parent_hash", MOST_U64)
+    names = tuple(_field(block, "block_hash", MOST_U64) for block in blocks)
+    of_blocks = {"cache_levels": "cache_level", "priorities": "priority"}
+    extra = {ours: [_field(block, theirs, _U32) for block in blocks] for ours, theirs in of_blocks.items()}
+    return Stored(parent, names, tuple(local)), tokens, {**extra, **beside}
 
 
 def _pair(fields: Mapping[str, Any], name: str) -> tuple[int, int] | None:
     if fields.get(name) is None:
         return None
-    diff = _map(fields[name], name)
-    return _integer(diff, "old_value", _U32), _integer(diff, "new_value", _U32)
+    diff = _field(fields, name, dict)
+    return _field(diff, "old_value", _U32), _field(diff, "new_value", _U32)
 
 
-def _map(value: object, field: str) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise _FlawError(WireDefect.WRONG_FORM, field, value, "an object")
-    return value
+def _numbers(fields: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    return tuple(_read(each, name, MOST_U64) for each in _field(fields, name, list))
 
 
-def _list(fields: Mapping[str, Any], name: str) -> list[Any]:
+def _field(fields: Mapping[str, Any], name: str, kind: type | int) -> Any:
+    """A field that must be there; see `_read`."""
     if name not in fields:
-        raise _FlawError(WireDefect.MISSING_FIELD, name, "nothing", "an array")
-    value = fields[name]
-    if not isinstance(value, list):
-        raise _FlawError(WireDefect.WRONG_TYPE, name, value, "an array")
-    return value
+        raise _FlawError(WireDefect.MISSING_FIELD, name, "nothing", "a value")
+    return _read(fields[name], name, kind)
 
 
-def _integer(fields: Mapping[str, Any], name: str, most: int) -> int:
-    if name not in fields:
-        raise _FlawError(WireDefect.MISSING_FIELD, name, "nothing", f"an integer from 0 to {most}")
-    return _number(fields[name], name, most)
-
-
-def _number(value: object, name: str, most: int) -> int:
-    if not is_integer(value, 0) or value > most:
-        wide = most == MOST_U64 and (isinstance(value, float) or is_integer(value)) and "hash" in name
-        defect = WireDefect.HASH_OUT_OF_RANGE if wide else WireDefect.WRONG_TYPE
-        raise _FlawError(defect, name, value, f"an integer from 0 to {most}")
-    return value
+def _read(value: Any, name: str, kind: type | int) -> Any:
+    """Return a value if it is an object, an array, or an integer from 0 to so many."""
+    if isinstance(kind, int):
+        if is_integer(value, 0) and value <= kind:
+            return value
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        defect = _OUT_OF_RANGE.get(name, WireDefect.WRONG_TYPE) if is_number else WireDefect.WRONG_TYPE
+        raise _FlawError(defect, name, value, f"an integer from 0 to {kind}")
+    if isinstance(value, kind):
+        return value
+    wanted, defect = ("an object", WireDefect.WRONG_FORM) if kind is dict else ("an array", WireDefect.WRONG_TYPE)
+    raise _FlawError(defect, name, value, wanted)

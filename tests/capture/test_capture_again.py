@@ -115,6 +115,8 @@ def restarts(world):
     world.serve(5, seed=2)
     kv.remove_worker(0)
     kv.apply([Removed((5,)), Stored(None, (6,), (16,))])
+    kv.remove_worker((0, 0))
+    kv.apply(Stored(None, (7,), (17,)))
 
 
 def batches_lost(world):

@@ -19,13 +19,18 @@ class Altered:
         self.sink = sink
         self.next_id = 0
         self.seen = Counter()
+        self.extra = None
 
-    def publish(self, event, storage_tier, token_ids):
+    def publish(self, event, storage_tier, token_ids, extra=None):
+        if (
+            extra is not None and "window_size" in extra
+        ):  # by which blocks that are not full are told; its lists are of blocks
+            self.extra = {"window_size": extra["window_size"]}
         for data, tokens in self.alter(event.data, token_ids):
             self.pass_on(data, tokens, event.dp_rank)
 
     def pass_on(self, data, token_ids=None, dp_rank=0):
-        self.sink.publish(KvCacheEvent(self.next_id, data, dp_rank), StorageTier.DEVICE, token_ids)
+        self.sink.publish(KvCacheEvent(self.next_id, data, dp_rank), StorageTier.DEVICE, token_ids, self.extra)
         self.next_id += 1
 
     def end_step(self):

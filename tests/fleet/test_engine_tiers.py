@@ -516,7 +516,7 @@ def test_what_a_fleet_knows_of_a_host_outlives_a_clear_of_the_device():
         for _ in range(2)
     ]
     engines = [MockEngine(args, worker=worker) for worker in workers]
-    known = Heard(None, dict(enumerate(engines)), 0.0, counts_copies=True)
+    known = Heard(None, dict(enumerate(engines)), 0.0, has_ranks=False, counts_copies=True)
     for worker in workers:
         worker.serve(list(range(17)))
         worker.tick(100.0)
@@ -525,5 +525,5 @@ def test_what_a_fleet_knows_of_a_host_outlives_a_clear_of_the_device():
         pass
     held = [event for event in known.reference.dump_events() if event.storage_tier is StorageTier.HOST_PINNED]
     assert [0, 0, 1, 1] == sorted(event.worker_id for event in held)
-    all_of = TrueCaches(dict(enumerate(engines)), known.reference.dump_events(), counts_copies=True)
+    all_of = TrueCaches(dict(enumerate(engines)), known.reference.dump_events(), has_ranks=False, counts_copies=True)
     assert [0, 4] == [all_of.held_blocks(worker) for worker in (0, 1)]

@@ -454,6 +454,84 @@ def test_an_async_index_is_asked_likewise():
     asyncio.run(main())
 
 
+class ByPlace(ByTokens):
+    def match_tokens(self, tokens, extra, /):
+        return super().match_tokens(tokens, extra)
+
+
+class ByName(ByTokens):
+    def match_tokens(self, tokens, *, extra):
+        return super().match_tokens(tokens, extra)
+
+
+class WithoutADefault(ByTokens):
+    def match_tokens(self, tokens, extra):
+        return super().match_tokens(tokens, extra)
+
+
+class AnyName(ByTokens):
+    def match_tokens(self, tokens, **more):
+        assert [*more] == ["extra"]
+        return super().match_tokens(tokens, more["extra"])
+
+
+@pytest.mark.parametrize("kind", [ByPlace, ByName, WithoutADefault, AnyName])
+def test_an_index_that_takes_extra_is_given_it_always_as_it_takes_it(kind):
+    with RouterHarness(EngineProfile(block_size=4, num_blocks=12), "lineage", kind()) as kv:
+        for keys in KEYS:
+            kv.worker(0).serve(Prompt(range(13), **keys), 8)
+            assert {0: 3} == kv.overlap(Prompt(range(13), **keys))
+
+
+class Recalls(ByTokens):
+    """Remembers what it was asked with."""
+
+    def __init__(self):
+        super().__init__()
+        self.extras = []
+
+    def match_tokens(self, tokens, extra):
+        self.extras.append(extra)
+        return super().match_tokens(tokens, extra)
+
+
+@pytest.mark.parametrize("backend", ["sglang", "vllm", "lineage", "sglang_gpt_oss"])
+def test_a_look_up_has_the_keys_that_the_events_of_the_engine_have(backend):
+    index, published = Recalls(), []
+    prompt = Prompt([*range(40)], lora_name="a", cache_salt="b", session_id="c")
+    with RouterHarness(EngineProfile(block_size=4, num_blocks=100), backend, index, sync="end") as kv:
+        kv.add_sink(published.append)
+        kv.worker(0).serve(prompt)
+        kv.overlap(prompt)
+        asked = index.extras[-1]
+        kv.overlap(list(range(8)))
+    of_events = {name for event in published for name in event.extra or ()} - {"lora_id", *group_extra(1, "", 1)}
+    assert of_events == {*asked}
+    assert ("extra_keys" in asked) == (not backend.startswith("sglang"))
+    assert None in index.extras
+
+
+def test_workers_of_two_forms_are_asked_for_with_all_that_either_has():
+    index, prompt = Recalls(), Prompt([*range(8)], lora_name="a")
+    kv = RouterHarness(EngineProfile(block_size=4, num_blocks=16), "sglang", index, sync="end")
+    kv.overlap(prompt)
+    kv.worker(1, backend="vllm")
+    kv.overlap(prompt)
+    assert [{"lora_name"}, {"lora_name", "extra_keys"}] == [{*extra} for extra in index.extras]
+
+
+def test_an_index_that_reads_the_keys_of_vllm_alone_is_found_over_sglang():
+    class OfVllm(ByTokens):
+        def match_tokens(self, tokens, extra):
+            keys = (extra or {}).get("extra_keys")
+            return super().match_tokens(tokens, None if keys is None else extra)
+
+    kv = RouterHarness(EngineProfile(block_size=4, num_blocks=16), "sglang", OfVllm(), sync="burst")
+    kv.worker(0).serve([*range(8)])
+    assert {0: 2} == kv.overlap(Prompt([*range(8)], lora_name="a"))
+    assert ["index_drift"] == [problem.rule for problem in kv.events.problems]
+
+
 def test_an_index_by_tokens_alone_cannot_be_asked_for_an_adapter():
     refused = (
         r"the index under test \(ByTokensAlone\) takes tokens alone, match_tokens\(tokens\), and this prompt has "

@@ -5,6 +5,7 @@ import threading
 from dataclasses import replace
 
 import pytest
+from faulty_indexes import Manageable, Sound
 
 from pytest_kvmock import BACKENDS, EngineProfile, EventRulesBroken, Prompt, RouterHarness
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
@@ -384,6 +385,62 @@ def test_a_lost_event_of_a_worker_that_came_back_names_no_event_before_it(kv):
 def test_to_remove_an_unknown_worker_is_no_error(kv):
     kv.remove_worker(9)
     assert [0] == list(kv.workers)
+
+
+def test_a_removed_rank_leaves_the_other_ranks_of_its_worker(make_kv):
+    kv = make_kv(workers=2, dp_size=2)
+    asked = kv.prompt(2)
+    for worker in kv.workers.values():
+        worker.serve(asked)
+    kv.remove_worker((1, 1))
+    assert {(0, 0): 2, (0, 1): 2, (1, 0): 2} == kv.overlap(asked)
+    assert [(0, 0), (0, 1), (1, 0)] == list(kv.workers)
+    assert ["worker 1 rank 1 removed: your router drops its blocks"] == [note.text for note in kv.events.notes]
+    kv.worker(1, 1).serve(kv.prompt(1))  # a new one
+    assert 0 == ids(kv.events)[-1]
+    kv.assert_in_sync()
+    kv.assert_no_event_errors()
+
+
+def test_a_removed_rank_is_removed_from_the_index_under_test(make_kv):
+    index = Manageable()
+    kv = make_kv(index=index, workers=2, dp_size=2)
+    kv.remove_worker((1, 1))
+    kv.remove_worker(1)
+    kv.remove_worker((0, 0))
+    assert [(1, 1), 1, (0, 0)] == index.removals
+
+
+def test_a_rank_is_not_removed_from_an_index_that_removes_workers_alone(make_kv):
+    kv = make_kv(index=Sound(), dp_size=2)
+    asked = kv.prompt(2)
+    for worker in kv.workers.values():
+        worker.serve(asked)
+    with pytest.raises(
+        ValueError, match=r"cannot remove worker 0: it has no remove_worker_dp_rank\(worker_id, dp_rank\)$"
+    ):
+        kv.remove_worker((0, 1))
+    assert {(0, 0): 2, (0, 1): 2} == kv.overlap(asked)
+    kv.assert_in_sync()
+
+
+@pytest.mark.parametrize("given", ["1", -1, True, (1,), (1, -1), ("1", 0), (1, 2, 3), [1, 1], 2**64])
+def test_what_is_no_worker_and_no_rank_is_not_removed(kv, given):
+    with pytest.raises(
+        ValueError, match=r"^remove_worker takes a worker id \(.*\), or \(worker id, dp_rank\) for one rank, "
+    ) as error:
+        kv.remove_worker(given)
+    assert str(error.value).endswith(f", got {given!r}")
+    assert [0] == list(kv.workers)
+
+
+def test_a_rank_of_a_sink_may_be_removed_and_the_sink_goes_on(kv):
+    sink = kv.make_sink(worker_id=7)
+    sink.publish(Stored(None, (1,), (11,)))
+    kv.remove_worker((7, 0))
+    assert {} == kv.overlap(Prompt(hashes=[11]))
+    with pytest.raises(ValueError, match="is a sink of this test already"):
+        kv.make_sink(worker_id=7)
 
 
 def test_an_announced_restart_reaches_the_router(kv):

@@ -57,6 +57,27 @@ def test_clean_traffic_breaks_no_rule(spec, index, seed):
         traffic(kv, rng, 40)
 
 
+class AsOnAWire:
+    """A sink that passes on all but what no wire has."""
+
+    def __init__(self, sink):
+        self.sink = sink
+
+    def publish(self, event, storage_tier, token_ids, extra=None):
+        told = {name: value for name, value in extra.items() if name != "silently_gone"}
+        self.sink.publish(event, storage_tier, token_ids, told)
+
+
+@pytest.mark.parametrize("seed", seeds(20))
+def test_how_much_an_engine_holds_that_does_not_say_what_is_gone_is_not_judged(seed):
+    def make(*, sink, **sizes):
+        return TRTLLM.make(sink=sink and AsOnAWire(sink), **sizes)
+
+    profile = EngineProfile(block_size=4, num_blocks=16, workers=1)
+    with RouterHarness(profile, replace(TRTLLM, make=make), RadixIndex(), sync="every") as kv:
+        traffic(kv, Random(seed), 40)
+
+
 def by_hand(*data, index=None):
     """A harness that was given these events of TensorRT-LLM."""
     kv = RouterHarness(EngineProfile(block_size=4), None, index)

@@ -81,19 +81,19 @@ SGLANG_MISSES = {
 }
 
 
-def tests_of(misses):
+def chosen(misses):
     """What it misses, and some of the others; in a deep run all."""
     return [*misses, *few([each for each in names_of_tests(ProcessContract) if each not in misses], 5)]
 
 
 @pytest.mark.skipif(binary("vllm-router") is None, reason="needs vllm-router (extra vllm-router)")
-@pytest.mark.parametrize("name", tests_of(VLLM_MISSES))
+@pytest.mark.parametrize("name", chosen(VLLM_MISSES))
 def test_vllm_router(name):
     judge(outcome_of(OfVllmRouter, name), VLLM_MISSES.get(name))
 
 
 @pytest.mark.skipif(binary("sglang-router") is None, reason="needs sglang-router (extra sglang-router)")
-@pytest.mark.parametrize("name", tests_of(SGLANG_MISSES))
+@pytest.mark.parametrize("name", chosen(SGLANG_MISSES))
 def test_sglang_router(name):
     judge(outcome_of(OfSglangRouter, name, "sglang-0.5.23"), SGLANG_MISSES.get(name))
 

@@ -103,6 +103,7 @@ def test_what_is_done_is_recorded_and_what_is_recorded_does_it_again(kv):
         Restart(1, 0, announced=True),
         DropNext(2, of="removed"),
         RemoveWorker(1),
+        RemoveWorker(0, 0),
     ]
     interpreter = Interpreter(kv)
     for step in steps:

@@ -57,7 +57,7 @@ PROGRAMS = {
     Burst: [Burst(2)],
     ServeNear: [ServeNear()],
     Restart: [PREFILL, Restart(announced=True)],
-    RemoveWorker: [PREFILL, RemoveWorker(0)],
+    RemoveWorker: [PREFILL, RemoveWorker(0, rank=0)],
     DropNext: [DropNext(1, of="stored"), PREFILL],
 }
 """Of each operation a program that ends with it, or with what shows it."""

@@ -278,8 +278,9 @@ def test_what_the_test_let_pass_is_let_pass():
     [
         (lambda kv: kv.worker(1).restart(announced=True), "kv.worker(1).restart(announced=True)", "restarted"),
         (lambda kv: kv.remove_worker(1), "kv.remove_worker(1)", "was removed"),
+        (lambda kv: kv.remove_worker((1, 0)), "kv.remove_worker((1, 0))", "was removed"),
     ],
-    ids=["restart", "remove"],
+    ids=["restart", "remove", "remove a rank"],
 )
 def test_a_worker_that_was_forgotten_is_forgotten_again(failure_of, forget, text, what):
     kv = RouterHarness(EngineProfile(workers=2))

@@ -266,6 +266,7 @@ def test_each_operation_is_a_step_that_does_it(tmp_path):
         DropNext(1, of="removed"),
         DropNext(),
         RemoveWorker(1),
+        RemoveWorker(0, rank=0),
     )
     profile = EngineProfile(block_size=4, num_blocks=8)
     breach = Breach("event_id_gap", is_error=True, worker=(0, 0), block=None, story="")

@@ -91,6 +91,36 @@ def test_a_full_buffer_keeps_the_newest_and_a_gap_of_ids_tells(served):
     assert [5, 6] == [event["event_id"] for event in left]
 
 
+def test_a_reader_that_comes_late_never_sees_created(served):
+    url = served().url()
+    complete(url)
+    call(f"{url}/kv_cache_events", {})
+    complete(url, [*range(100, 110)])
+    assert {"stored"} == {event["data"]["type"] for event in call(f"{url}/kv_cache_events", {})}
+
+
+def test_the_fixture_serves_it_by_its_dialect(pytester):
+    pytester.makepyfile(
+        """
+        import json
+        from urllib.request import Request, urlopen
+        import pytest
+
+        @pytest.mark.kv_dialects("trtllm-1.2")
+        @pytest.mark.kvmock(block_size=4)
+        def test_it(kv_server):
+            prompt = json.dumps({"prompt": list(range(9)), "max_tokens": 2}).encode()
+            head = {"content-type": "application/json"}
+            urlopen(Request(f"{kv_server.url()}/v1/completions", prompt, head)).close()
+            with urlopen(Request(f"{kv_server.url()}/kv_cache_events", b"{}", head)) as answer:
+                assert ["created", "stored", "stored"] == [row["data"]["type"] for row in json.load(answer)]
+        """
+    )
+    result = pytester.runpytest_inprocess("-p", "kvmock", "-p", "no:cacheprovider")
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["kvmock: 1 test on trtllm; 3 events; no warnings"])
+
+
 def test_ranks_are_answered_by_the_first_with_their_numbers(served):
     url = served(dp_size=2).url()
     complete(url)

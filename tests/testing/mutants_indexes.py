@@ -8,6 +8,7 @@ from typing import ClassVar
 import hybrid_readers
 from bounded_indexes import BoundedIndex, HangsUnderTheRootWhatItForgot, RemovesNothingOnceItIsFull
 from contract_runs import Mutants
+from threaded_indexes import UnlockedApply
 from tiered_indexes import FOUND_BY, contract_of
 from truncating_indexes import HashIndex, KeyedTokenIndex, TokenIndex
 
@@ -527,6 +528,126 @@ class Sized(Tree):
         return len(self.known)
 
 
+@INDEXES.breaks("test_it_does_not_grow_with_events_that_repeat")
+class KeepsEveryStored(Radix):
+    class Subject(Sized):
+        """Of each block, every Stored that named it."""
+
+        def __init__(self):
+            super().__init__()
+            self.of_block = {}
+
+        def apply(self, event):
+            super().apply(event)
+            for block in event.event.data.block_hashes if isinstance(event.event.data, Stored) else ():
+                self.of_block.setdefault((event.worker_id, block), []).append(event)
+            self.of_block = {pair: events for pair, events in self.of_block.items() if pair in self.known}
+
+        def size(self):
+            return sum(map(len, self.of_block.values()))
+
+
+@INDEXES.breaks("test_it_does_not_grow_with_events_that_repeat")
+class KeepsCopiesThatAreRemoved(IndexContract):
+    backends = ("vllm",)
+
+    def make_index(self):
+        return CountsUpAlone()
+
+
+class CountsUpAlone(HashIndex):
+    """Drops a block at the last Removed, and its count never."""
+
+    def __init__(self):
+        super().__init__(counts=True)
+        self.seen = Counter()
+
+    def apply(self, event):
+        super().apply(event)
+        self.seen.update(getattr(event.event.data, "block_hashes", ()) if isinstance(event.event.data, Stored) else ())
+
+    def size(self):
+        return self.seen.total()
+
+
+class SizedWithin(BoundedIndex):
+    """A right one, but for what the next two do."""
+
+    def size(self):
+        return len(self.held)
+
+
+class ABudgetForEachWorker:
+    """As many bounded indexes as there are workers."""
+
+    def __init__(self):
+        self.of = {}
+
+    def apply(self, event):
+        self.of.setdefault(event.worker_id, SizedWithin(32)).apply(event)
+
+    def find_matches(self, local_hashes):
+        return {key: n for index in self.of.values() for key, n in index.find_matches(local_hashes).items()}
+
+    def remove_worker(self, worker_id):
+        self.of.pop(worker_id, None)
+
+
+@INDEXES.breaks("test_a_bound_holds_for_all_workers_together")
+class HasABudgetForEachWorker(IndexContract):
+    bounded = bounded_at_most = 32
+
+    def make_index(self):
+        return ABudgetForEachWorker()
+
+
+@INDEXES.breaks("test_a_bound_holds_for_all_workers_together")
+class SaysThatItHoldsMoreThanItMay(IndexContract):
+    bounded = bounded_at_most = 32
+
+    def make_index(self):
+        index = ABudgetForEachWorker()
+        index.size = lambda: sum(each.size() for each in index.of.values())
+        return index
+
+
+class Ranks(Tree):
+    """A sound index that removes ranks."""
+
+    def remove_worker_dp_rank(self, worker_id, dp_rank):
+        self.tree.remove_worker_dp_rank(worker_id, dp_rank)
+
+
+@INDEXES.breaks("test_a_removed_rank_leaves_the_others")
+class RemovesAllRanksForOne(Radix):
+    class Subject(Ranks):
+        def remove_worker_dp_rank(self, worker_id, dp_rank):
+            self.tree.remove_worker(worker_id)
+
+
+@INDEXES.breaks("test_a_removed_rank_leaves_the_others")
+class RemovesRankZeroForAny(Radix):
+    class Subject(Ranks):
+        def remove_worker_dp_rank(self, worker_id, dp_rank):
+            super().remove_worker_dp_rank(worker_id, 0)
+
+
+@INDEXES.breaks("test_a_removed_rank_leaves_the_others")
+class RemovesTheRankOfAllWorkers(Radix):
+    class Subject(Ranks):
+        def remove_worker_dp_rank(self, worker_id, dp_rank):
+            for worker, rank in [*self.tree.workers]:
+                if rank == dp_rank:
+                    super().remove_worker_dp_rank(worker, rank)
+
+
+@INDEXES.breaks("test_a_removed_rank_leaves_the_others")
+class DoesNotRemoveTheRank(Radix):
+    class Subject(Ranks):
+        def remove_worker_dp_rank(self, worker_id, dp_rank):
+            pass
+
+
 @INDEXES.breaks("test_it_does_not_grow_with_workers_that_go")
 class KeepsWhatIsCleared(Radix):
     class Subject(Sized):
@@ -611,6 +732,72 @@ class LosesTheNewestOfAQueueThatOverflows(Radix):
                 super().apply(event)
 
 
+@INDEXES.breaks("test_it_holds_what_a_fleet_has")
+class HasABoundAndDoesNotSay(Radix):
+    class Subject(Tree):
+        stored = 0
+
+        def apply(self, event):
+            self.stored += len(getattr(event.event.data, "tokens_hashes", ()))
+            if self.stored <= 65_536:
+                super().apply(event)
+
+
+@INDEXES.breaks("test_it_holds_what_a_fleet_has")
+class NamesAHundredWorkersAtMost(Radix):
+    class Subject(Tree):
+        def find_matches(self, local_hashes):
+            return dict([*super().find_matches(local_hashes).items()][:100])
+
+
+@INDEXES.breaks("test_it_holds_what_a_fleet_has")
+class RecursesOverTheChain(IndexContract):
+    def make_index(self):
+        return Recursive()
+
+
+class Recursive(Tree):
+    """Follows each chain by calls that stand in each other."""
+
+    def find_matches(self, local_hashes):
+        def depth_of(left):
+            return 1 + depth_of(left - 1) if left else 0
+
+        return {key: depth_of(blocks) for key, blocks in super().find_matches(local_hashes).items()}
+
+
+@INDEXES.breaks("test_a_look_up_costs_no_more_than_its_share")
+class LooksEachPrefixUpWhole(IndexContract):
+    size_blocks = 20_000  # it is slow
+
+    def make_index(self):
+        return HashIndex()
+
+
+@INDEXES.breaks("test_a_look_up_costs_no_more_than_its_share")
+class LooksAtAllBlocksForEachOfAPrompt(IndexContract):
+    size_blocks = 20_000  # it is as slow as that
+
+    def make_index(self):
+        return Scans()
+
+
+class Scans(Tree):
+    """Has a list of blocks, and goes through it for each block of a prompt."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = []
+
+    def apply(self, event):
+        super().apply(event)
+        self.blocks += getattr(event.event.data, "tokens_hashes", ())
+
+    def find_matches(self, local_hashes):
+        known = [local for local in local_hashes if self.blocks.count(local)]
+        return super().find_matches(known)
+
+
 @INDEXES.breaks("test_local_hashes_are_compared_whole")
 class KeepsLocalHashesAsFloats(IndexContract):
     def make_index(self):
@@ -680,6 +867,75 @@ class IgnoresAdapters(IndexContract):
 class IgnoresSalts(IndexContract):
     def make_index(self):
         return KeyedTokenIndex("cache_salt")
+
+
+@INDEXES.breaks("test_adapters_with_salts_are_told_apart")
+class JoinsAdapterAndSalt(IndexContract):
+    def make_index(self):
+        return Joins()
+
+
+class Joins(KeyedTokenIndex):
+    """The names that a block carries are one text."""
+
+    def looked_at(self, keys, extra):
+        return ("".join(key if isinstance(key, str) else str(key) for key in keys or ()),)
+
+
+@INDEXES.breaks("test_adapters_with_salts_are_told_apart")
+class JoinsAdapterAndSaltByAColon(IndexContract):
+    def make_index(self):
+        index = Joins()
+        index.looked_at = lambda keys, extra: (":".join(map(str, keys or ())),)
+        return index
+
+
+@INDEXES.breaks("test_adapters_with_salts_are_told_apart")
+class TakesAdapterAndSaltInAnyOrder(IndexContract):
+    def make_index(self):
+        index = Joins()
+        index.looked_at = lambda keys, extra: (frozenset(keys or ()),)
+        return index
+
+
+def of_images(which):
+    """The contract over an index that looks at some of the images of a block: each is (identifier, offset)."""
+
+    class Subject(KeyedTokenIndex):
+        def looked_at(self, keys, extra):
+            images = [key for key in keys or () if isinstance(key, tuple)]
+            return (*(key for key in keys or () if isinstance(key, str)), which(images))
+
+    return lambda self: Subject()
+
+
+@INDEXES.breaks("test_several_multimodal_items_are_told_apart")
+class LooksAtTheFirstImageOfABlock(IndexContract):
+    make_index = of_images(lambda images: tuple(images[:1]))
+
+
+@INDEXES.breaks("test_several_multimodal_items_are_told_apart")
+class LooksAtTheLastImageOfABlock(IndexContract):
+    make_index = of_images(lambda images: tuple(images[-1:]))
+
+
+@INDEXES.breaks("test_several_multimodal_items_are_told_apart")
+class LooksAtImagesWhereTheyBegin(IndexContract):
+    make_index = of_images(lambda images: tuple(image for image in images if image[1] >= 0))
+
+
+@INDEXES.breaks("test_ranks_may_each_have_blocks_of_their_own")
+class LooksParentsUpInAllRanks(IndexContract):
+    def make_index(self):
+        return OneParentForAllRanks()
+
+
+@INDEXES.breaks("test_ranks_may_each_have_blocks_of_their_own")
+class KnowsTwoRanks(Radix):
+    class Subject(Tree):
+        def apply(self, event):
+            inner = event.event
+            super().apply(RouterEvent(event.worker_id, type(inner)(inner.event_id, inner.data, min(inner.dp_rank, 1))))
 
 
 @INDEXES.breaks("test_multimodal_items_are_told_apart")
@@ -853,6 +1109,19 @@ class OneParentForAll(HashIndex):
         super().apply(event)
 
 
+class OneParentForAllRanks(HashIndex):
+    """Looks a parent up in all ranks of a worker, and takes it for its own."""
+
+    def apply(self, event):
+        data, key = event.event.data, (event.worker_id, event.event.dp_rank)
+        if isinstance(data, Stored) and data.parent_hash is not None:
+            chains, _ = self.ranks.setdefault(key, ({}, Counter()))
+            for (worker, _), (of, _) in self.ranks.items():
+                if worker == key[0] and data.parent_hash in of and data.parent_hash not in chains:
+                    chains[data.parent_hash] = of[data.parent_hash]
+        super().apply(event)
+
+
 @INDEXES.breaks("test_adapters_are_told_apart")
 class IgnoresTheCaseOfAdapters(IndexContract):
     def make_index(self):
@@ -911,6 +1180,12 @@ class RaisesWhileItStores(Radix):
     class Subject(Paused):
         def found_between(self, local_hashes):
             raise RuntimeError("dictionary changed size during iteration")
+
+
+@INDEXES.breaks("test_events_may_come_from_threads")
+class AppliesWithoutALock(Radix):
+    threads = True
+    Subject = UnlockedApply
 
 
 @INDEXES.breaks("test_a_bounded_index_forgets_and_never_invents")
@@ -1004,6 +1279,55 @@ class LooksUpParentsAcrossGroups(MisreadsGroups):
 @INDEXES.breaks("test_the_attention_group_may_have_any_number")
 class TakesGroupZeroForTheAttentionGroup(MisreadsGroups):
     Reader = hybrid_readers.TakesGroupZero
+
+
+class OneNumberForAll(HashIndex):
+    """Takes the number that the attention group of one worker has for that of all."""
+
+    def __init__(self):
+        super().__init__(size=4)
+        self.group.numbers = OneForAll()
+
+
+class OneForAll(dict):
+    def __setitem__(self, key, number):
+        super().__setitem__(0, number)
+
+    def get(self, key, default=None):
+        return super().get(0, default)
+
+
+@INDEXES.breaks("test_workers_number_their_groups_each_in_its_own_way")
+class TakesTheNumberOfOneWorkerForAll(IndexContract):
+    reads_groups = True
+
+    def make_index(self):
+        return OneNumberForAll()
+
+
+class TakesKindsForAttention(HashIndex):
+    """Leaves out windows alone."""
+
+    def __init__(self):
+        super().__init__(size=4)
+
+    def apply(self, event):
+        extra = event.extra or {}
+        if "kv_cache_spec_kind" in extra and extra["kv_cache_spec_kind"] != "sliding_window":
+            event = (
+                event._replace(extra=None)
+                if hasattr(event, "_replace")
+                else RouterEvent(event.worker_id, event.event, event.storage_tier, event.token_ids)
+            )
+        super().apply(event)
+
+
+@INDEXES.breaks("test_groups_of_any_kind_beside_the_attention_group_count_for_nothing")
+class LeavesOutWindowsAlone(IndexContract):
+    reads_groups = True
+
+    def make_index(self):
+        return TakesKindsForAttention()
 
 
 @INDEXES.breaks("test_a_prompts_tail_is_no_block")

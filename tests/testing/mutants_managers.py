@@ -105,6 +105,44 @@ class LetsGoOfAllReferences(Lru):
             return super()._deref([block for block in blocks for _ in range(self.references(block))])
 
 
+@MANAGERS.breaks("test_a_deref_may_name_a_block_once_for_each_reference")
+class FreesABlockOnceForEachName(Lru):
+    class Subject(Spoilt):
+        again = 0
+
+        def _deref(self, blocks):
+            self.again += len(blocks) - len(set(blocks))
+            return super()._deref(blocks)
+
+        @property
+        def num_inactive_blocks(self):
+            return super().num_inactive_blocks + self.again
+
+
+@MANAGERS.breaks("test_a_deref_may_name_a_block_once_for_each_reference")
+class ListsABlockOnceForEachName(Lru):
+    class Subject(Spoilt):
+        again = ()
+
+        def _deref(self, blocks):
+            self.again = tuple(block for block in set(blocks) for _ in range(blocks.count(block) - 1))
+            return super()._deref(blocks)
+
+        def inactive_blocks(self):
+            return [*super().inactive_blocks(), *self.again]
+
+
+@MANAGERS.breaks("test_a_deref_may_name_a_block_once_for_each_reference", ends_in=(MoveError,))
+class RefusesANameThatRepeats(Lru):
+    semantics = "e1"
+
+    class Subject(Spoilt):
+        def _deref(self, blocks):
+            if len(set(blocks)) < len(blocks):
+                raise MoveError("a block is named twice")
+            return super()._deref(blocks)
+
+
 @MANAGERS.breaks("test_a_freed_block_stays_cached")
 class ForgetsWhatIsFreed(Lru):
     class Subject(Spoilt):
@@ -239,7 +277,10 @@ def taking(kind):
     return Taking
 
 
-@MANAGERS.breaks("test_a_deref_of_what_is_not_held_is_refused_and_changes_nothing")
+@MANAGERS.breaks(
+    "test_a_deref_of_what_is_not_held_is_refused_and_changes_nothing",
+    "test_a_deref_may_name_a_block_once_for_each_reference",
+)
 class TakesAnyDeref(Lru):
     Subject = taking(Deref)
 
@@ -273,6 +314,7 @@ class MakesARootOfWhatHasAnUnknownParent(Lru):
     "test_blocks_in_use_are_never_evicted",
     "test_a_freed_partial_block_is_not_cached",
     "test_a_deref_of_what_is_not_held_is_refused_and_changes_nothing",
+    "test_a_deref_may_name_a_block_once_for_each_reference",
     ends_in=(MoveError,),
 )
 class IsSaidToBeForgivingAndIsNot(ManagerContract):

@@ -130,6 +130,18 @@ CASES = [
         "bounded must be an integer from 1 to 10000 (blocks), or None, got 20000",
     ),
     (
+        subject(IndexContract, make_index=lambda self: RadixIndex(), bounded_at_most=10),
+        "bounded_at_most is for an index that forgets: set bounded, too, the blocks that it keeps at least",
+    ),
+    (
+        subject(IndexContract, make_index=lambda self: RadixIndex(), bounded=10, bounded_at_most=9),
+        "bounded_at_most must be an integer from bounded, 10, to 100000 (blocks), or None, got 9",
+    ),
+    (
+        subject(ManagerContract, backend="lru", semantics="e2"),
+        "semantics must be None, 'e0' or 'e1', got 'e2'",
+    ),
+    (
         subject(IndexContract, make_index=lambda self: {}),
         "make_index gave {}: the index under test (dict) has no apply(event), which takes a RouterEvent",
     ),
@@ -196,8 +208,8 @@ def test_an_index_that_grows_is_told_by_how_much():
 
     contract = subject(IndexContract, make_index=lambda self: Sized())
     assert failure_of(contract, "test_it_does_not_grow_with_events").partition("\n")[0] == (
-        "AssertionError: size() is 10,000 after 5,000 blocks that were stored and removed, and 20,000 after 10,000; "
-        "expected to grow by 2,500 at most"
+        "AssertionError: size() is 16,000 after 8,000 blocks that were stored and removed, and 20,000 after 10,000; "
+        "expected to grow by 1,000 at most"
     )
 
 
@@ -323,6 +335,25 @@ def test_a_fault_in_live_traffic_that_cannot_be_reproduced_is_told_why():
             "TestMine.bounded is not set: an index that forgets what is stored beyond a bound was not checked",
         ),
         (
+            "test_a_bound_holds_for_all_workers_together",
+            "TestMine.bounded_at_most is not set: how much it keeps at most was not checked",
+        ),
+        (
+            "test_it_does_not_grow_with_events_that_repeat",
+            "Plain has no size(): what a chain leaves that is stored often was not checked",
+        ),
+        (
+            "test_a_removed_rank_leaves_the_others",
+            (
+                "Plain has no remove_worker_dp_rank(worker_id, dp_rank): a rank that leaves or restarts by itself was not "
+                "checked"
+            ),
+        ),
+        (
+            "test_a_look_up_costs_no_more_than_its_share",
+            "TestMine.size_blocks is below 20,000: how a look-up grows with the blocks that there are was not checked",
+        ),
+        (
             "test_an_unannounced_restart_is_noticed",
             "TestMine.survives does not name 'restart': a worker that restarts unannounced was not checked",
         ),
@@ -337,7 +368,7 @@ def test_a_test_of_what_an_index_does_not_have_is_skipped_and_says_what_was_not_
             return {}
 
     with pytest.raises(pytest.skip.Exception) as skipped:
-        getattr(subject(IndexContract, make_index=lambda self: Plain())(), name)()
+        getattr(subject(IndexContract, make_index=lambda self: Plain(), size_blocks=2_000)(), name)()
     assert why == skipped.value.msg
 
 
@@ -350,6 +381,31 @@ def test_an_async_index_without_a_loop_is_refused():
     contract = subject(IndexContract, make_index=lambda self: Async())
     assert failure_of(contract, "test_a_stored_prompt_is_found_whole") == (
         "Failed: TestMine: the index is async, and a contract has no loop: define run(self, awaitable), which runs it in yours"
+    )
+
+
+@pytest.mark.parametrize("given", [999, "many", None])
+def test_a_size_that_is_too_small_is_refused(given):
+    contract = subject(IndexContract, make_index=lambda self: RadixIndex(), size_blocks=given)
+    for name in ("test_it_holds_what_a_fleet_has", "test_a_look_up_costs_no_more_than_its_share"):
+        assert failure_of(contract, name) == (
+            f"Failed: TestMine: size_blocks must be an integer of at least 1000 (blocks), got {given!r}"
+        )
+
+
+def test_a_bound_that_nobody_declares_is_told_of_with_what_is_found():
+    class Stops(RadixIndex):
+        stored = 0
+
+        def apply(self, event):
+            self.stored += 1
+            if self.stored <= 500:
+                super().apply(event)
+
+    contract = subject(IndexContract, make_index=lambda self: Stops())
+    assert failure_of(contract, "test_it_holds_what_a_fleet_has") == (
+        "AssertionError: with 100,000 blocks (size_blocks) over 64 workers of 8 ranks, a look-up of 177 blocks finds 0 of worker "
+        "62 rank 4; expected 2. An index that forgets declares how much it keeps at least: bounded"
     )
 
 
@@ -368,6 +424,15 @@ def test_prompts_that_no_engine_of_the_backends_takes_are_skipped():
         contract().test_salts_are_told_apart()
     assert skipped.value.msg == (
         "no engine of backends (hash_cache) names blocks by cache_salt: prompts with it were not checked"
+    )
+
+
+def test_copies_that_no_engine_of_the_backends_publishes_are_skipped():
+    contract = subject(IndexContract, make_index=lambda self: RadixIndex(), backends=("lru",))
+    with pytest.raises(pytest.skip.Exception) as skipped:
+        contract().test_a_block_is_held_until_its_last_copy_is_removed()
+    assert skipped.value.msg == (
+        "backends names no engine that publishes copies of a block (vLLM): copies were not checked"
     )
 
 
@@ -396,9 +461,9 @@ class WantsEveryId(RadixIndex):
         self.due[key] = event.event.event_id + 1
         super().apply(event)
 
-    def remove_worker(self, worker_id):
-        super().remove_worker(worker_id)
-        self.due = {key: event_id for key, event_id in self.due.items() if key[0] != worker_id}
+    def remove_worker_dp_rank(self, worker_id, dp_rank):  # RadixIndex.remove_worker calls it for each rank
+        super().remove_worker_dp_rank(worker_id, dp_rank)
+        self.due.pop((worker_id, dp_rank), None)
 
 
 class OfEveryId(IndexContract):

@@ -1,12 +1,12 @@
 """The contracts hold for what we ship: backends, eviction policies and the reference index."""
 
 from collections import Counter
-from threading import Lock
 
 from bounded_indexes import BoundedIndex
 from depth import few, takes_long
 from hybrid_sizes import EACH
-from truncating_indexes import KeyedTokenIndex
+from threaded_indexes import Locked
+from truncating_indexes import HashIndex, KeyedTokenIndex
 
 from pytest_kvmock import BACKENDS, RadixIndex, create_manager
 from pytest_kvmock.backends import backend_spec
@@ -233,7 +233,7 @@ class ExactIndex:
         else:
             held.setdefault(group, Counter()).update(data.block_hashes)
             if (window := extra.get("kv_cache_spec_sliding_window")) is not None:
-                self.windows[group] = -(-(window - 1) // self.size)
+                self.windows.setdefault(key, {})[group] = -(-(window - 1) // self.size)
             else:
                 for parent, block, local in zip(
                     (data.parent_hash, *data.block_hashes), data.block_hashes, data.tokens_hashes, strict=False
@@ -247,21 +247,22 @@ class ExactIndex:
             if block is None:
                 break
             names.append(block)
-        return {key: self.reusable(held, names) for key, held in self.held.items()}
+        return {key: self.reusable(held, self.windows.get(key, {}), names) for key, held in self.held.items()}
 
-    def reusable(self, held, names):
+    def reusable(self, held, windows, names):
         def has(group, start, stop):
             return all(held.get(group, {}).get(name, 0) > 0 for name in names[max(start, 0) : stop])
 
-        full = [group for group in held if group not in self.windows]
+        full = [group for group in held if group not in windows]
         ends = (t for t in range(len(names), 0, -1) if full and all(has(group, 0, t) for group in full))
-        return next((t for t in ends if all(has(group, t - need, t) for group, need in self.windows.items())), 0)
+        return next((t for t in ends if all(has(group, t - need, t) for group, need in windows.items())), 0)
 
     def remove_worker(self, worker_id):
         self.held = {key: held for key, held in self.held.items() if key[0] != worker_id}
 
 
 class TestAnExactIndexOfAHybridModel(IndexContract):
+    size_blocks = 2_000  # it looks at each end of a prompt, for each worker
     backends = ("vllm_gpt_oss",)
 
     def make_index(self, block_size):
@@ -317,7 +318,17 @@ class TestAnIndexThatNoticesRepeats(IndexContract):
         return NoticesRepeats(count_copies=traits.copies, chunk=traits.chunk, clears_below=traits.clears_below)
 
 
+class TestAnIndexThatReadsGroupsOverPlainEngines(IndexContract):
+    size_blocks = 2_000  # it looks each prefix up whole
+    reads_groups = True
+
+    def make_index(self, block_size):
+        return HashIndex(counts=self.traits.copies, size=block_size)
+
+
 class TestAnIndexByTokensAndKeys(IndexContract):
+    size_blocks = 2_000  # it looks each prefix up whole
+
     def make_index(self):
         return KeyedTokenIndex()
 
@@ -333,6 +344,7 @@ class NamespaceIndex(KeyedTokenIndex):
 
 
 class TestAnIndexByTokensAndNamespaces(IndexContract):
+    size_blocks = 2_000  # it looks each prefix up whole
     backends = ("sglang",)
 
     def make_index(self):
@@ -340,6 +352,7 @@ class TestAnIndexByTokensAndNamespaces(IndexContract):
 
 
 class TestAnIndexByTokensAndEitherForm(IndexContract):
+    size_blocks = 2_000  # it looks each prefix up whole
     backends = ("lineage", "sglang", "vllm")
 
     def make_index(self):
@@ -355,25 +368,6 @@ class TestAnIndexThatDoesNotTellRanksApart(IndexContract):
         return OneRank()
 
 
-class Locked:
-    """A right index that may be asked from threads."""
-
-    def __init__(self):
-        self.lock, self.tree = Lock(), RadixIndex()
-
-    def apply(self, event):
-        with self.lock:
-            self.tree.apply(event)
-
-    def find_matches(self, local_hashes):
-        with self.lock:
-            return self.tree.find_matches(local_hashes)
-
-    def remove_worker(self, worker_id):
-        with self.lock:
-            self.tree.remove_worker(worker_id)
-
-
 class TestAnIndexThatMayBeAskedFromThreads(IndexContract):
     threads = True
 
@@ -382,13 +376,75 @@ class TestAnIndexThatMayBeAskedFromThreads(IndexContract):
 
 
 class TestAnIndexThatForgets(IndexContract):
+    size_blocks = 2_000  # it looks each prefix up whole
     bounded = 64
+    bounded_at_most = 64
 
     def make_index(self):
         return BoundedIndex(64)
 
 
+class SizedBoundedIndex(BoundedIndex):
+    def size(self):
+        return len(self.held)
+
+
+class TestAnIndexThatForgetsAndSaysHowMuchItHolds(IndexContract):
+    size_blocks = 2_000  # it looks each prefix up whole
+    bounded = 64
+    bounded_at_most = 80
+
+    def make_index(self):
+        return SizedBoundedIndex(70)
+
+
+class KeepsLateNames(RadixIndex):
+    """A right index that keeps the names of the last blocks that it let go of, for locations that come late."""
+
+    def __init__(self, most, **options):
+        super().__init__(**options)
+        self.most, self.names, self.late = most, {}, {}
+
+    def apply(self, event):
+        super().apply(event)
+        key, data = (event.worker_id, event.event.dp_rank), event.event.data
+        if event.storage_tier is StorageTier.DEVICE and not isinstance(data, Cleared | Removed):
+            self.names.setdefault(key, {}).update(dict.fromkeys(data.block_hashes))
+        elif event.storage_tier is StorageTier.DEVICE:
+            self.let_go(key, data.block_hashes if isinstance(data, Removed) else self.names.get(key, ()))
+
+    def let_go(self, key, blocks):
+        for block in [*blocks]:
+            self.names.get(key, {}).pop(block, None)
+            self.late[key, block] = None
+        while len(self.late) > self.most:
+            del self.late[next(iter(self.late))]
+
+    def remove_worker(self, worker_id):
+        for key in [key for key in self.names if key[0] == worker_id]:
+            self.let_go(key, self.names[key])
+        super().remove_worker(worker_id)
+
+    def size(self):
+        return sum(map(len, self.names.values())) + len(self.late)
+
+
+class TestAnIndexThatKeepsLateNames(IndexContract):
+    backends = ("lru", "vllm")
+
+    def make_index(self):
+        traits = self.traits
+        return KeepsLateNames(4096, count_copies=traits.copies, chunk=traits.chunk, clears_below=traits.clears_below)
+
+
+class TestAnIndexThatKeepsManyLateNames(TestAnIndexThatKeepsLateNames):
+    def make_index(self):
+        traits = self.traits
+        return KeepsLateNames(8000, count_copies=traits.copies, chunk=traits.chunk, clears_below=traits.clears_below)
+
+
 class TestAnIndexThatForgetsSoon(IndexContract):
+    size_blocks = 2_000  # it looks each prefix up whole
     bounded = 8
 
     def make_index(self):

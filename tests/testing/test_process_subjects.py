@@ -191,6 +191,24 @@ def test_it_runs_over_the_dialects_of_the_class_that_is_collected(pytester):
     ] == found
 
 
+def test_a_run_ends_with_a_line_that_says_what_was_not_judged_and_what_would_let_it(pytester):
+    pytester.makepyfile(
+        f"""
+        import sys
+        sys.path.append({str(PLAIN.parent)!r})
+        from test_process_contract import TestPlainRouter as OfPlainRouter
+
+        class TestSilent(OfPlainRouter):
+            blocks = open_requests = None
+        """
+    )
+    result = pytester.runpytest("-p", "no:asyncio", "-k", "TestSilent and (test_an_answer or test_an_idle)")
+    result.assert_outcomes(passed=3, skipped=0)
+    text = "not judged: copies and a host below the device (blocks(prompt)), what it counts as open (open_requests())"
+    name = "kvmock: test_a_run_ends_with_a_line_that_says_what_was_not_judged_and_what_would_let_it.py::TestSilent: "
+    assert [line for line in result.stdout.lines if line.startswith("kvmock: ") and "judged:" in line] == [name + text]
+
+
 # ------------------------------------------------------------------------------------------ a process that runs already
 
 

@@ -22,7 +22,8 @@ of_which = pytest.mark.parametrize("of", ["block", "local"])
 
 
 def contract_of(make, **body):
-    return type("TestMine", (IndexContract,), {"make_index": lambda self: make(), **body})
+    # These indexes look each prefix up whole, which is found beyond this size.
+    return type("TestMine", (IndexContract,), {"make_index": lambda self: make(), "size_blocks": 2_000, **body})
 
 
 # -------------------------------------------------------------------------------------------------- the pairs

@@ -46,8 +46,8 @@ def removed(hashes=(12,), *, event_id=0, tier=StorageTier.DEVICE, extra=None, ra
     return RouterEvent(0, KvCacheEvent(event_id, Removed(tuple(hashes)), rank), tier, extra=extra)
 
 
-def cleared(*, event_id=0, rank=0):
-    return RouterEvent(0, KvCacheEvent(event_id, Cleared(), rank))
+def cleared(*, event_id=0, rank=0, extra=None):
+    return RouterEvent(0, KvCacheEvent(event_id, Cleared(), rank), extra=extra)
 
 
 def extras_of(dialect, tag="stored"):
@@ -78,7 +78,7 @@ def examples(name):
         stored((big, 2)),
         stored((3,), 2, first=8, event_id=1),
         removed((big,), event_id=2),
-        cleared(event_id=3),
+        cleared(event_id=3, extra=None if dialect.clears else {"blocks_per_level": [8, 0]}),
         stored((5, 6, 7), 3, size=1, first=70_000, event_id=4),
         *(stored(event_id=5, tier=tier) for tier in [*dialect.media][1:]),
     ]

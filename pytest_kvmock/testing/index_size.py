@@ -1,0 +1,127 @@
+"""What a router index promises at production size: all blocks of a fleet are found, and a look-up costs no more than its share."""
+
+from __future__ import annotations
+
+from time import process_time
+from typing import ClassVar, Final
+
+import pytest
+
+from pytest_kvmock.checks import is_integer
+from pytest_kvmock.harness.under_test import Scores, agree, first_difference
+from pytest_kvmock.hygiene.text import worker_text
+from pytest_kvmock.testing.index_driver import IndexDriver
+from pytest_kvmock.testing.index_subject import OverIndex
+from pytest_kvmock.testing.subject import refuse
+
+_WORKERS: Final = 64
+"""Workers of the fleet."""
+
+_RANKS: Final = 8
+"""Data-parallel ranks of each."""
+
+_LEAST_TIMED: Final = 20_000
+"""From how many blocks on look-ups are timed: of fewer the clock shows nothing."""
+
+_MOST_TIMES: Final = 20
+"""How many times as long a look-up may take that has ten times the blocks before it."""
+
+_BEST_OF: Final = 3
+
+_SHARED: Final = "xx"
+"""The blocks with which every prompt begins."""
+
+
+class AtSize(OverIndex):
+    """The part of `IndexContract` that is about how much an index holds, and what a look-up costs then."""
+
+    size_blocks: ClassVar[int] = 100_000
+
+    def test_it_holds_what_a_fleet_has(self) -> None:
+        """Of `size_blocks` blocks over 64 workers of 8 ranks, a tenth of them one chain, look-ups find all that is held."""
+        index, ranks = self._start_of_size(), _RANKS if self.tells_ranks_apart else 1
+        length = self.size_blocks // 10
+        each = max(1, (self.size_blocks - length) // (_WORKERS * ranks))
+        self._fill(index, ranks, length, each)
+        for worker, rank in ((0, ranks - 1), (31, 0), (_WORKERS - 1, ranks - 1)):
+            self._expect(index, ranks, _of_rank(worker, rank, each), worker, rank=rank)
+        chain = _chain(length)
+        self._expect(index, ranks, chain, 0, rank=0)
+        index.remove(chain[: len(_SHARED) + 1])  # all else of the chain stands behind it
+        self._expect(index, ranks, chain, 0, rank=0, at_most=len(_SHARED))
+        index.clear(_WORKERS - 1)
+        if index.index.remove_worker is not None:
+            index.remove_worker(0)
+            index.expect(chain[len(_SHARED) :], {})
+
+    def test_a_look_up_costs_no_more_than_its_share(self) -> None:
+        """A look-up of a chain ten times as long, among ten times the blocks, takes at most 20 times the CPU time."""
+        self._start_of_size()
+        if self.size_blocks < _LEAST_TIMED:
+            pytest.skip(
+                f"{type(self).__name__}.size_blocks is below {_LEAST_TIMED:,}: how a look-up grows with the blocks that there are "
+                "was not checked"
+            )
+        few, many = self.size_blocks // 100, self.size_blocks // 10
+        least = min(self._seconds(many) / self._seconds(few) for _ in range(_BEST_OF))
+        assert least <= _MOST_TIMES, (
+            f"a look-up of a chain of {many // 2:,} blocks, among {many:,}, takes {least:.0f} times as long as one of {few // 2:,}, "
+            f"among {few:,}; expected at most {_MOST_TIMES} times for ten times the blocks"
+        )
+
+    def _start_of_size(self) -> IndexDriver:
+        __tracebackhide__ = True
+        index = self._start()
+        if not is_integer(self.size_blocks, 1000):
+            refuse(self, f"size_blocks must be an integer of at least 1000 (blocks), got {self.size_blocks!r:.80}")
+        return index
+
+    def _fill(self, index: IndexDriver, ranks: int, length: int, each: int) -> None:
+        """Store a chain of so many blocks for worker 0, and for each rank of each worker so many blocks of its own."""
+        __tracebackhide__ = True
+        for worker in range(_WORKERS):
+            for rank in range(ranks):
+                index.store(_of_rank(worker, rank, each), worker, rank=rank)
+        index.store(_chain(length)[len(_SHARED) :], 0, after=_SHARED)
+
+    def _expect(
+        self, index: IndexDriver, ranks: int, letters: str, worker: int, *, rank: int, at_most: int | None = None
+    ) -> None:
+        """A look-up finds all blocks, or the first of them, where they are held, and those that all share everywhere."""
+        __tracebackhide__ = True
+        due: Scores = {(each, of): len(_SHARED) for each in range(_WORKERS) for of in range(ranks)}
+        due[worker, rank] = len(letters) if at_most is None else at_most
+        answer = index.ask(letters)
+        if agree(answer, due):
+            return
+        wrong = first_difference(answer, {} if index.index.may_forget else due, due)
+        if wrong is not None:
+            whose, of, found, right = wrong
+            raise AssertionError(
+                f"with {self.size_blocks:,} blocks (size_blocks) over {_WORKERS} workers of {ranks} ranks, a look-up of "
+                f"{len(letters):,} blocks finds {found:,} of {worker_text(whose, of)}; expected {right.stop - 1:,}. "
+                "An index that forgets declares how much it keeps at least: bounded"
+            )
+
+    def _seconds(self, blocks: int) -> float:
+        """CPU seconds of a look-up of a chain of half of so many blocks, among these: the least of three."""
+        __tracebackhide__ = True
+        index, length = self._start(), blocks // 2
+        self._fill(index, 1, length, max(1, length // _WORKERS))
+        chain, took = _chain(length), []
+        index.ask(chain)
+        for _ in range(_BEST_OF):
+            began = process_time()
+            index.ask(chain)
+            took.append(process_time() - began)
+        return max(min(took), 1e-6)
+
+
+def _chain(length: int) -> str:
+    """The long chain: so many blocks behind those that all share."""
+    return _SHARED + "".join(chr(1000 + number % 5000) for number in range(length))
+
+
+def _of_rank(worker: int, rank: int, length: int) -> str:
+    """The chain of a rank."""
+    return _SHARED + chr(10_000 + worker * _RANKS + rank) + "".join(chr(1000 + number) for number in range(length - 1))

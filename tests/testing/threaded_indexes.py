@@ -1,0 +1,213 @@
+"""Indexes that are given events by several threads: right ones, and wrong ones whose critical section gives way between two writes."""
+
+from contextlib import nullcontext
+from itertools import takewhile
+from threading import Lock, RLock
+from time import sleep
+
+from pytest_kvmock import Cleared, RadixIndex, StorageTier, Stored
+
+
+def give_way():
+    """Let another thread run, as it may at any line."""
+    sleep(0)
+
+
+class Holders:
+    """Who holds each chain, in one map of all workers: a right one, as each call has the lock from its first line to its last."""
+
+    def __init__(self):
+        self.lock = RLock()
+        self.apply_lock = self.remove_lock = self.second_lock = self.lock
+        self.holders, self.names = {}, {}  # (workers and ranks) of a chain of local hashes; the chain of a block
+
+    def apply(self, event):
+        if event.storage_tier is not StorageTier.DEVICE:
+            return
+        key, data = (event.worker_id, event.event.dp_rank), event.event.data
+        with self.apply_lock:
+            if isinstance(data, Cleared):
+                self.drop(lambda each: each == key)
+            elif isinstance(data, Stored):
+                self.store(key, data)
+            else:
+                for block in data.block_hashes:
+                    chain = self.names.get(key, {}).pop(block, None)
+                    if chain is not None:
+                        self.change(chain, lambda held: held - {key})
+
+    def store(self, key, data):
+        names = self.names.setdefault(key, {})
+        chain = () if data.parent_hash is None else names.get(data.parent_hash)
+        if chain is None:
+            return
+        for block, local in zip(data.block_hashes, data.tokens_hashes, strict=True):
+            chain = (*chain, local)
+            names[block] = chain
+            self.change(chain, lambda held: held | {key})
+
+    def change(self, chain, how):
+        with self.second_lock:
+            held = how(self.holders.get(chain, frozenset()))
+            give_way()
+            self.holders[chain] = held
+
+    def drop(self, which):
+        left = {chain: frozenset(key for key in held if not which(key)) for chain, held in [*self.holders.items()]}
+        give_way()
+        self.holders = left
+        for key in [*self.names]:
+            if which(key):
+                self.names.pop(key, None)
+
+    def remove_worker(self, worker_id):
+        with self.remove_lock:
+            self.drop(lambda key: key[0] == worker_id)
+
+    def find_matches(self, local_hashes):
+        with self.lock:
+            found = {}
+            for end in range(1, len(local_hashes) + 1):
+                for key in self.holders.get(tuple(local_hashes[:end]), ()):
+                    if found.get(key, 0) == end - 1:
+                        found[key] = end
+            return found
+
+
+class UnlockedApply(Holders):
+    def __init__(self):
+        super().__init__()
+        self.apply_lock = self.second_lock = nullcontext()
+
+
+class UnlockedRemoveWorker(Holders):
+    def __init__(self):
+        super().__init__()
+        self.remove_lock = nullcontext()
+
+
+class LocksTheNamesAlone(Holders):
+    """The lock is held for the first of two writes, and not for the second."""
+
+    def __init__(self):
+        super().__init__()
+        self.apply_lock, self.second_lock = nullcontext(), nullcontext()
+
+    def store(self, key, data):
+        with self.lock:
+            self.names.setdefault(key, {})
+        super().store(key, data)
+
+
+class ALockForEachWorker(Holders):
+    """Workers have locks of their own, and one map."""
+
+    def __init__(self):
+        super().__init__()
+        self.locks = {}
+        self.second_lock = nullcontext()
+
+    def apply(self, event):
+        with self.locks.setdefault(event.worker_id, Lock()):
+            self.apply_lock = nullcontext()
+            super().apply(event)
+
+
+class LocksTwiceForOneStored(Holders):
+    """Looks holders up under the lock, lets go of it, and writes them under it again."""
+
+    def __init__(self):
+        super().__init__()
+        self.apply_lock = nullcontext()
+
+    def change(self, chain, how):
+        with self.lock:
+            held = how(self.holders.get(chain, frozenset()))
+        give_way()
+        with self.lock:
+            self.holders[chain] = held
+
+
+class RemovesInTwoSteps(Holders):
+    """Removes the holders of a worker under the lock, lets go of it, and removes the names under it again."""
+
+    def __init__(self):
+        super().__init__()
+        self.remove_lock = nullcontext()
+
+    def remove_worker(self, worker_id):
+        with self.lock:
+            self.holders = {
+                chain: frozenset(key for key in held if key[0] != worker_id) for chain, held in self.holders.items()
+            }
+        give_way()
+        with self.lock:
+            for key in [*self.names]:
+                if key[0] == worker_id:
+                    del self.names[key]
+
+
+WRONG = (
+    RemovesInTwoSteps,
+    UnlockedApply,
+    UnlockedRemoveWorker,
+    LocksTheNamesAlone,
+    ALockForEachWorker,
+    LocksTwiceForOneStored,
+)
+
+
+class Locked:
+    """The reference index behind a lock."""
+
+    def __init__(self):
+        self.lock, self.tree = Lock(), RadixIndex()
+
+    def apply(self, event):
+        with self.lock:
+            self.tree.apply(event)
+
+    def find_matches(self, local_hashes):
+        with self.lock:
+            return self.tree.find_matches(local_hashes)
+
+    def remove_worker(self, worker_id):
+        with self.lock:
+            self.tree.remove_worker(worker_id)
+
+
+class ByTheInterpreter:
+    """No lock: each worker and rank has maps of its own, that one thread writes, and what is read of others is one call of C."""
+
+    def __init__(self):
+        self.held = {}
+
+    def apply(self, event):
+        key, data = (event.worker_id, event.event.dp_rank), event.event.data
+        blocks = self.held.setdefault(key, {})
+        if isinstance(data, Cleared):
+            blocks.clear()
+        elif event.storage_tier is not StorageTier.DEVICE:
+            return
+        elif isinstance(data, Stored):
+            chain = () if data.parent_hash is None else blocks.get(data.parent_hash)
+            for block, local in zip(data.block_hashes, data.tokens_hashes, strict=True) if chain is not None else ():
+                blocks[block] = chain = (*chain, local)
+        else:
+            for block in data.block_hashes:
+                blocks.pop(block, None)
+
+    def find_matches(self, local_hashes):
+        asked = [tuple(local_hashes[:end]) for end in range(1, len(local_hashes) + 1)]
+        return {
+            key: len([*takewhile(frozenset(list(blocks.values())).__contains__, asked)])
+            for key, blocks in list(self.held.items())
+        }
+
+    def remove_worker(self, worker_id):
+        for key in list(self.held):
+            if key[0] == worker_id:
+                self.held.pop(key, None)
+
+
+RIGHT = (Holders, Locked, ByTheInterpreter)
