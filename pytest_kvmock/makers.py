@@ -196,9 +196,9 @@ def _with_hicache(tiers: Any, options: dict[str, Any]) -> KvManager:
         raise ValueError(
             f"tiers of sglang are for full attention alone: of hybrid models only laws were measured; got {part}"
         )
-    if options.get("is_eagle"):
+    if options.pop("speculative", None) is not None:
         raise ValueError(
-            "tiers of sglang are for keys of tokens, as no draft model was recorded with them; got is_eagle"
+            "tiers of sglang are for keys of tokens, as no draft model was recorded with them; got speculative"
         )
     policy = options.get("policy", "lru")
     if policy in {"priority", "fifo", "filo", "mru"}:
