@@ -151,6 +151,14 @@ class TiersBelow(OverIndex):
         index.store("bc", after="a", tier=_HOST)
         index.expect_tiers("abc", {"host_pinned": {0: 3}})
 
+    def test_a_host_keeps_what_stands_below_a_copy_that_it_gives_up(self) -> None:
+        """With `find_tiered`: a host may give up a block that the device has, and keep its children (SGLang's `write_back`)."""
+        index = self._start_tiered()
+        index.store("ab")
+        index.store("abcd", tier=_HOST)
+        index.remove("a", "ab", tier=_HOST)
+        index.expect_tiers("abcd", {"device": {0: 2}, "host_pinned": {0: 2}})
+
     def test_a_cleared_or_removed_worker_has_nothing_in_any_tier(self) -> None:
         """With `find_tiered`: a Cleared, and `remove_worker`, empty all tiers of the worker, but for a Cleared of vLLM's."""
         index = self._start_tiered()
