@@ -123,6 +123,7 @@ class HiCacheClock(Clock):
                     ends.popleft()
                     counts[-1] += 1
             self.manager.step(*counts)
+            self._driver.write_storage()
         self._now = max(now, self._now)
 
     def pass_to(self, now: float) -> None:

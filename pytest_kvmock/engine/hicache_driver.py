@@ -5,14 +5,55 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from pytest_kvmock.cache.sglang.hicache_cache import HiCacheManager, HiCacheRequest
+from pytest_kvmock.checks import check_integer
 from pytest_kvmock.engine.driver import checked_manager
 from pytest_kvmock.engine.page_cache_driver import PageCacheDriver
+from pytest_kvmock.tokens import Prompt, TokenIds
 
 if TYPE_CHECKING:
     from pytest_kvmock.cache.manager import KvManager
+    from pytest_kvmock.cache.sglang.hicache_storage import HostStorage
+
+
+_ALL: Final = 1_000_000_000
+"""More than a thread of the storage ever has to do."""
+
+
+class WorkerStorage:
+    """The storage behind the host of a worker, as tests fill it and lose it. No event says what it has.
+
+    Args:
+        manager: the worker's.
+    """
+
+    def __init__(self, manager: HiCacheManager) -> None:
+        self._manager = manager
+        assert manager.storage is not None  # it is made for one
+        self._storage = manager.storage
+
+    @property
+    def blocks(self) -> set[int]:
+        """Names of the blocks that it has, of whichever worker."""
+        return {*self._storage.store.pages}
+
+    def _request(self, prompt: Prompt | TokenIds) -> HiCacheRequest:
+        return self._manager.request(Prompt.of(prompt), Random(0))  # noqa: S311 - nothing is drawn
+
+    def fill(self, prompt: Prompt | TokenIds) -> None:
+        """Store the whole blocks of a prompt, as another worker would."""
+        self._storage.store.add(self._request(prompt).tokens.names)
+
+    def lose(self, prompt: Prompt | TokenIds, from_block: int = 0) -> None:
+        """Lose the blocks of a prompt from one on."""
+        check_integer("lose: from_block", from_block, 0)
+        self._storage.store.lose(self._request(prompt).tokens.names[from_block:])
+
+    def reusable(self, prompt: Prompt | TokenIds) -> int:
+        """Tokens that a request with this prompt would fetch, beyond what device and host have. Changes nothing."""
+        return self._manager.in_storage(self._request(prompt)) * self._manager.block_size
 
 
 class HiCacheDriver(PageCacheDriver):
@@ -52,6 +93,8 @@ class HiCacheDriver(PageCacheDriver):
     def start(self, request: HiCacheRequest, upto: int) -> bool:
         """Match the first tokens of a request, lock, and load what the host has; False where there is no room for it."""
         manager = self.manager
+        if manager.storage is not None and self._prefix_caching:
+            self._prefetch(manager.storage, request)
         manager.find(request, upto if self._prefix_caching else 0)
         manager.admit(request)
         path = request.path
@@ -63,6 +106,15 @@ class HiCacheDriver(PageCacheDriver):
             manager.withdraw(request)
             return False
         return True
+
+    @staticmethod
+    def _prefetch(storage: HostStorage, request: HiCacheRequest) -> None:
+        """Look a request up in the storage, and put what that has on the host; it takes no time."""
+        storage.arrive(request)
+        for _ in range(3):  # the query; the transfer and its reports; what is free again
+            storage.run(_ALL, _ALL, _ALL, _ALL)
+            storage.step()
+        storage.leave(request)
 
     def _start(self, request: HiCacheRequest, upto: int) -> bool:
         return self.start(request, upto)
@@ -100,8 +152,16 @@ class HiCacheDriver(PageCacheDriver):
             request.tokens.release()
 
     def clear(self) -> bool:
-        """Drop all that is cached, on device and host."""
+        """Drop all that is cached, on device and host; the storage keeps what it has."""
+        self.write_storage()
         return self.manager.clear()
+
+    def write_storage(self) -> None:
+        """Write what was copied to the host to the storage behind it, if there is one; it takes no time."""
+        storage = self.manager.storage
+        if storage is not None:
+            storage.run(_ALL, _ALL, _ALL, _ALL)
+            storage.step()
 
     # ------------------------------------------------------------------------------------------- a scheduler's
 

@@ -95,6 +95,9 @@ class Lookups:
     def reusable(self, prompt: Prompt | TokenIds, tier: StorageTier | str = StorageTier.DEVICE) -> dict[WorkerKey, int]:
         """Tokens that each worker would reuse; see `RouterHarness.reusable`."""
         with self._lock:
+            if tier == "storage":
+                found = {key: worker.storage.reusable(prompt) for key, worker in self._workers.by_key.items()}
+                return {key: tokens for key, tokens in found.items() if tokens}
             found = {key: worker.cached_tokens(prompt, tier) for key, worker in self._workers.by_key.items()}
         return {key: tokens for key, tokens in found.items() if tokens}
 

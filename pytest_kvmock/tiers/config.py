@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from math import isqrt
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from random import Random
 
     from pytest_kvmock.cache.offload import OffloadEngine
+    from pytest_kvmock.cache.sglang.hicache_storage import PageStore
 
 DEFAULT_BYTES_PER_TOKEN: Final = 160_000
 """KV cache of a token: 70 billion parameters at 8 bits, roughly; 16 tokens take 0.18 ms at 14 GB/s."""
@@ -38,7 +39,7 @@ _OF_VLLM: Final = (
     "max_offload_tokens",
     "async_scheduling",
 )
-_OF_SGLANG: Final = ("write_policy",)
+_OF_SGLANG: Final = ("write_policy", "storage", "prefetch_threshold")
 _KNOWN: Final = (*_OF_BOTH, *_OF_DYNAMO, *_OF_VLLM, *_OF_SGLANG)
 
 
@@ -62,6 +63,9 @@ class Tiers:
         async_scheduling: whether two batches are in flight, as servers have them by default: what one finds done is reported with the next.
         write_policy: of `sglang`: when blocks are copied to the host: "write_through" (at the first use), "write_through_selective" (at
             the second) or "write_back" (when the device evicts them).
+        storage: of `sglang`: whether there is a storage behind the host, in memory, which the workers of a harness share.
+        prefetch_threshold: tokens that must be there at least to be fetched from it.
+        store: its pages; None: each manager has its own.
 
     Raises:
         ValueError: a value is not what it must be, `chunk` does not divide `host`, or `batch` squared is more than `host`: with so many blocks under way
@@ -81,6 +85,9 @@ class Tiers:
     max_offload_tokens: int | None = None
     async_scheduling: bool = False
     write_policy: str = "write_through"
+    storage: bool = False
+    prefetch_threshold: int = 256
+    store: PageStore | None = field(default=None, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check_integer("tiers: host", self.host, 1, " (blocks)")
@@ -106,7 +113,8 @@ class Tiers:
         for name in ("max_load_tokens", "max_offload_tokens"):
             if getattr(self, name) is not None:
                 check_integer(f"tiers: {name}", getattr(self, name), 0, ", or None")
-        for name in ("self_describing", "prompt_only", "async_scheduling"):
+        check_integer("tiers: prefetch_threshold", self.prefetch_threshold, 1, " (tokens)")
+        for name in ("self_describing", "prompt_only", "async_scheduling", "storage"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"tiers: {name} must be True or False, got {getattr(self, name)!r:.80}")  # noqa: TRY004 - one error
         if self.batch is None:
@@ -151,7 +159,7 @@ class Tiers:
 
     def to_dict(self) -> dict[str, Any]:
         """Return what `of` reads, without defaults."""
-        values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
+        values = {each.name: (getattr(self, each.name), each.default) for each in fields(self) if each.init}
         return {name: value for name, (value, default) in values.items() if value != default}
 
     def make(self, block_size: int) -> OffloadEngine:
@@ -204,8 +212,21 @@ class Tiers:
             ValueError: they have what only others have.
         """
         self._check_has((*_OF_DYNAMO, *_OF_VLLM), "SGLang's HiCache has", _OF_SGLANG)
-        options = {"host_blocks": self.host, "write_policy": self.write_policy}
+        options: dict[str, Any] = {"host_blocks": self.host, "write_policy": self.write_policy}
+        if self.storage:
+            from pytest_kvmock.cache.sglang.hicache_storage import HostStorage, PageStore
+
+            store = PageStore() if self.store is None else self.store
+            options["storage"] = HostStorage(store, prefetch_threshold=self.prefetch_threshold)
         return HostLinks(self.gbps, self.bytes_per_token * block_size), options
+
+    def with_store(self) -> Tiers:
+        """These, with a storage of their own that all managers share which are made from them."""
+        from pytest_kvmock.cache.sglang.hicache_storage import PageStore
+
+        shared = replace(self)
+        object.__setattr__(shared, "store", PageStore())
+        return shared
 
     def _check_has(self, refused: tuple[str, ...], who: str, own: tuple[str, ...]) -> None:
         wrong = next((name for name in refused if name in self.to_dict()), None)

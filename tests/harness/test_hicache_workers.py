@@ -143,6 +143,54 @@ def test_an_engine_loads_from_the_host():
     kv.assert_in_sync()
 
 
+def test_a_storage_behind_the_host_is_shared_and_silent():
+    kv = harness(workers=2, storage=True, prefetch_threshold=16)
+    first, second = kv.worker(0), kv.worker(1)
+    prompt = list(range(30))
+    first.serve(prompt)
+    first.tick(100.0)
+    assert 7 == len(first.storage.blocks) == len(second.storage.blocks)
+    assert {1: 28} == kv.reusable(prompt, tier="storage")
+    assert {DEVICE: {0: 7}} == kv.overlap(prompt, tier=None)
+    with second.prefill(prompt) as request:
+        assert (28, 28) == (request.cached_tokens, request.onboarded_tokens)
+    second.tick(100.0)
+    kv.assert_in_sync()
+
+
+def test_a_test_fills_and_loses_what_the_storage_has():
+    kv = harness(storage=True, prefetch_threshold=16)
+    worker, prompt = kv.worker(0), list(range(41))
+    worker.storage.fill(prompt)
+    assert {0: 40} == kv.reusable(prompt, tier="storage")
+    worker.storage.lose(prompt, from_block=5)
+    assert 5 == len(worker.storage.blocks)
+    assert {0: 20} == kv.reusable(prompt, tier="storage")
+    with worker.prefill(prompt) as request:
+        assert 20 == request.cached_tokens
+    worker.storage.lose(prompt)
+    assert set() == worker.storage.blocks
+    worker.tick(100.0)  # the copies of what was computed are written
+    assert 5 == len(worker.storage.blocks)
+    kv.assert_in_sync()
+
+
+def test_a_clear_keeps_the_storage_and_a_harness_has_its_own():
+    kv = harness(storage=True, prefetch_threshold=16)
+    kv.worker(0).serve(range(30))
+    kv.worker(0).tick(100.0)
+    assert kv.worker(0).clear()
+    assert 28 == kv.worker(0).serve(range(30)).cached_tokens
+    kv.assert_in_sync()
+    other = RouterHarness(kv.profile, backend="sglang")
+    assert set() == other.worker(0).storage.blocks
+
+
+def test_without_a_storage_there_is_none_to_fill():
+    with pytest.raises(ValueError, match=r"has none; make it with tiers="):
+        harness().worker(0).storage.fill(range(8))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -153,6 +201,8 @@ def test_an_engine_loads_from_the_host():
             "tiers: 'policy' is not for this backend; SGLang's HiCache has host, ",
         ),
         ({"tiers": {"host": 8, "write_policy": "write_thru"}}, "unknown tiers: write_policy 'write_thru'"),
+        ({"tiers": {"host": 8, "prefetch_threshold": 0}}, "tiers: prefetch_threshold must be an integer of at least 1"),
+        ({"tiers": {"host": 8, "storage": 1}}, "tiers: storage must be True or False, got 1"),
         ({"tiers": {"host": 8}, "policy": "mru"}, "tiers of sglang are for policy lru, lfu and slru"),
         ({"tiers": {"host": 8}, "window": 8}, "tiers of sglang are for full attention alone"),
     ],

@@ -215,7 +215,7 @@ def test_a_hybrid_model_is_served_with_its_cache_groups():
         ),
         (
             ["--dialect", "sglang-0.5.23", "--host-blocks", "8", "--self-describing"],
-            "serve: tiers: 'self_describing' is not for this backend; SGLang's HiCache has host, gbps, bytes_per_token, write_policy",
+            "serve: tiers: 'self_describing' is not for this backend; SGLang's HiCache has host, gbps, bytes_per_token, write_policy, storage, prefetch_threshold",
         ),
         (
             ["--model", "gpt-oss", "--dialect", "vllm-0.19"],

@@ -42,7 +42,7 @@ def test_tiers_are_read(given, tiers):
             {"hots": 1},
             (
                 "unknown key of tiers 'hots'; did you mean 'host'? known: host, g2, gbps, bytes_per_token, batch, chunk, policy, "
-                "self_describing, prompt_only, store_threshold, max_load_tokens, max_offload_tokens, async_scheduling, write_policy"
+                "self_describing, prompt_only, store_threshold, max_load_tokens, max_offload_tokens, async_scheduling, write_policy, storage, prefetch_threshold"
             ),
         ),
         ({"host": 0}, "tiers: host must be an integer of at least 1 (blocks), got 0"),

@@ -154,6 +154,15 @@ class HiCacheManager(PageCache[HiCacheRequest, HiCacheTree]):
         pages, on_device = self._tree.look(request.tokens.names, self._reusable(request), request.namespace)
         return pages if (pages - on_device) * self.block_size >= LEAST_LOAD else on_device
 
+    def in_storage(self, request: HiCacheRequest) -> int:
+        """Count the pages that the storage would be asked for now and has, beyond those of device and host. Changes nothing."""
+        path = [*self._tree.path(request.tokens.names, self._reusable(request), request.namespace)]
+        if self.storage is None or (path and not path[-1][0].host.on_host):
+            return 0
+        pages = sum(shared for _, shared in path)
+        hit = self.storage.store.leading(request.tokens.names[pages : self._reusable(request)])
+        return hit if hit * self.block_size >= self.storage.prefetch_threshold else 0
+
     def on_device(self, request: HiCacheRequest) -> int:
         """Count the pages of it that are on the device. Changes nothing."""
         return self._tree.look(request.tokens.names, self._reusable(request), request.namespace)[1]
