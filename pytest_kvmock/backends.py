@@ -35,7 +35,13 @@ _NAME: Final = re.compile(r"[A-Za-z0-9_][\w.-]*", re.ASCII)
 HYBRID: Final = "hybrid"
 """The word for the backends of hybrid models, on the command line and in markers."""
 
-_RESERVED: Final = ("all", "no-backend", HYBRID)  # words of the command line and of the matrix
+SPECULATIVE: Final = "speculative"
+"""The word for the backends of engines with a draft model, likewise."""
+
+GROUPS: Final = (HYBRID, SPECULATIVE)
+"""The words that stand for several backends (`BackendSpec.group`)."""
+
+_RESERVED: Final = ("all", "no-backend", *GROUPS)  # words of the command line and of the matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +69,7 @@ class BackendSpec:
         default_block_size: tokens of a block where none are asked for.
         real_block_size: those of the model that it is the engine of; None: it is of no certain model.
         group: a name that stands for it and its like where tests choose backends ("hybrid": engines that serve a hybrid
-            model); None: it has none.
+            model; "speculative": those with a draft model); None: it has none.
 
     Raises:
         ValueError: a field is not what it must be.
@@ -280,7 +286,7 @@ _HYBRID_MODELS: Final = (
 """Of each model in `cache/vllm/hybrid_models.py`, which is not loaded here: name, model, and tokens of a block by default and
 at the model's own sizes."""
 
-_RADIX_OPTIONS: Final = ("policy", "protected_threshold", "dynamo_kv_event_format")
+_RADIX_OPTIONS: Final = ("policy", "protected_threshold", "dynamo_kv_event_format", "speculative")
 
 
 def _sglang_model(name: str, models: str, real_block_size: int) -> BackendSpec:
@@ -342,6 +348,18 @@ BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
                 options=_VLLM_OPTIONS,
                 semantics="1.6.1",
             ),
+            BackendSpec(
+                "vllm_mtp",
+                "vLLM 0.33.0 with a draft model (MTP, 3 drafts a step)",
+                makers.vllm_mtp,
+                residency="counted",
+                in_matrix=False,
+                driver=makers.block_pool_driver,
+                chain=makers.hash_chain,
+                options=(*_VLLM_OPTIONS, *makers.STEP_SETTINGS),
+                semantics="1.6.1",
+                group=SPECULATIVE,
+            ),
             *(
                 BackendSpec(
                     f"vllm_{name}",
@@ -370,6 +388,18 @@ BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
                 chain=makers.hash_chain,
                 options=(*_RADIX_OPTIONS, *makers.PARTS, "tiers"),
                 scheduler="sglang",
+            ),
+            BackendSpec(
+                "sglang_eagle",
+                "SGLang 0.5.23 with a draft model (EAGLE, 3 steps, 4 draft tokens)",
+                makers.sglang_eagle,
+                residency="counted",
+                in_matrix=False,
+                driver=makers.sglang_driver,
+                chain=makers.hash_chain,
+                options=_RADIX_OPTIONS,
+                scheduler="sglang",
+                group=SPECULATIVE,
             ),
             _sglang_model("sglang_gpt_oss", "gpt-oss, with a window of 127 tokens at pages of 16", 16),
             _sglang_model("sglang_gemma4", "Gemma 4, with a window of 1,023 tokens at pages of 16", 16),

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 GROUP_SETTINGS: Final = (
     "retention",
     "match_unit",
-    "use_eagle",
+    "speculative",
     "max_num_batched_tokens",
     "max_model_len",
     "async_scheduling",
 )
-"""Options of vLLM's manager that are for engines with cache groups alone."""
+"""Options of vLLM's manager that are for engines with cache groups, or a draft model."""
 
 
 def lineage(*, tiers: Any = None, **sizes: Any) -> KvManager:
@@ -74,17 +74,32 @@ def whole_move_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> 
 def vllm(*, groups: Any = None, tiers: Any = None, **options: Any) -> KvManager:
     """Make a `BlockPoolManager`, or a `HybridManager` where there are other groups than one of full attention."""
     if tiers is not None:
-        return _with_native_offload(tiers, vllm(groups=groups, **options))
+        return _with_native_offload(tiers, vllm(groups=groups, **_behind_a_connector(options)))
     settings: dict[str, Any] = {name: options.pop(name) for name in GROUP_SETTINGS if name in options}
     if groups is not None:
         from pytest_kvmock.cache.vllm.hybrid import of_groups
 
         return of_groups(groups, settings, options)
+    if settings.get("speculative") is not None:
+        from pytest_kvmock.cache.vllm.hybrid import of_draft_model
+
+        return of_draft_model(settings, options)
+    settings.pop("speculative", None)
     if settings:
         raise ValueError(f"{next(iter(settings))} is for engines with cache groups; give groups, too")
     from pytest_kvmock.cache.vllm.block_pool import BlockPoolManager
 
     return BlockPoolManager(**options)
+
+
+def _behind_a_connector(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of an engine that has a KV connector, which a host is: with it, a draft model makes hits drop a block."""
+    from dataclasses import replace
+
+    from pytest_kvmock.cache.vllm.speculative import Speculative
+
+    draft = options.get("speculative")
+    return {**options, "speculative": replace(draft, connector=True)} if isinstance(draft, Speculative) else options
 
 
 def _with_native_offload(tiers: Any, manager: Any) -> KvManager:
@@ -113,6 +128,18 @@ def _with_native_offload(tiers: Any, manager: Any) -> KvManager:
     return cast("KvManager", manager)
 
 
+STEP_SETTINGS: Final = ("speculative", "max_num_batched_tokens", "max_model_len", "async_scheduling")
+"""Those of them that an engine with one cache has."""
+
+
+def vllm_mtp(*, speculative: Any = None, **options: Any) -> KvManager:
+    """Make a `HybridManager` of one cache, with a draft model: MTP with one module and three drafts a step, if no other is given."""
+    from pytest_kvmock.cache.vllm.speculative import Speculative
+
+    given = Speculative() if speculative is None else speculative
+    return vllm(backend="vllm_mtp", speculative=given, **options)
+
+
 def vllm_0_19(**options: Any) -> KvManager:
     """Make a `BlockPoolManager` of vLLM 0.19.1."""
     return vllm(backend="vllm_0_19", version="0.19.1", **options)
@@ -122,8 +149,9 @@ def hybrid_model(model: str, *, tiers: Any = None, **options: Any) -> KvManager:
     """Make the `HybridManager` of a model, by its name in `hybrid_models`."""
     from pytest_kvmock.cache.vllm.hybrid_models import hybrid_manager
 
-    manager = hybrid_manager(model, **options)
-    return manager if tiers is None else _with_native_offload(tiers, manager)
+    if tiers is None:
+        return hybrid_manager(model, **options)
+    return _with_native_offload(tiers, hybrid_manager(model, **_behind_a_connector(options)))
 
 
 def block_pool_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> Driver:
@@ -133,6 +161,10 @@ def block_pool_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> 
             from pytest_kvmock.engine.hybrid_offload_driver import HybridOffloadDriver
 
             return HybridOffloadDriver(manager, prefix_caching, rng)
+        if getattr(manager, "speculative", None) is not None:
+            from pytest_kvmock.engine.draft_pool_driver import DraftPoolDriver
+
+            return DraftPoolDriver(manager, prefix_caching, rng)
         from pytest_kvmock.engine.hybrid_pool_driver import HybridPoolDriver
 
         return HybridPoolDriver(manager, prefix_caching, rng)
@@ -169,18 +201,18 @@ PARTS: Final = (
 
 
 def sglang(*, tiers: Any = None, **options: Any) -> KvManager:
-    """Make a `RadixCacheManager`, a `HybridCacheManager` where there is a window or states, or a `HiCacheManager` with tiers."""
+    """Make a `RadixCacheManager`, a `HybridCacheManager` of a window, states or drafts, or with tiers a `HiCacheManager`."""
     if tiers is not None:
         return _with_hicache(tiers, options)
     parts: dict[str, Any] = {name: options.pop(name) for name in PARTS if name in options}
-    if parts:
+    if parts or options.get("speculative") is not None:
         from pytest_kvmock.cache.sglang.geometry import Geometry
 
         geometry = Geometry.of(parts)
-        if geometry is not None:
+        if geometry is not None or options.get("speculative") is not None:
             from pytest_kvmock.cache.sglang.hybrid_cache import HybridCacheManager
 
-            return HybridCacheManager(geometry=geometry, **options)
+            return HybridCacheManager(geometry=geometry or Geometry(), **options)
     from pytest_kvmock.cache.sglang.radix_cache import RadixCacheManager
 
     return RadixCacheManager(**options)
@@ -207,6 +239,14 @@ def _with_hicache(tiers: Any, options: dict[str, Any]) -> KvManager:
     manager = HiCacheManager(**host, **options)
     manager.offload = links
     return manager
+
+
+def sglang_eagle(*, speculative: Any = None, **options: Any) -> KvManager:
+    """Make a `HybridCacheManager` without parts, with a draft model: EAGLE with three steps, if no other is given."""
+    from pytest_kvmock.cache.sglang.speculative import SglangSpeculative
+
+    given = SglangSpeculative() if speculative is None else speculative
+    return sglang(backend="sglang_eagle", speculative=given, **options)
 
 
 def sglang_model(name: str) -> Callable[..., KvManager]:

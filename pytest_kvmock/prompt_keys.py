@@ -21,10 +21,16 @@ EventExtra: TypeAlias = Mapping[str, Any]
 
 `lora_id`, `lora_name`, `cache_salt`, `session_id`; and `extra_keys`: per block, what vLLM hashes beside its tokens (a tuple, or
 None): the adapter's name, `(identifier, offset)` of each multimodal item, in the first block the salt. `lora_path` is on no wire.
-Of a cache group `group_idx`, `kv_cache_spec_kind` and `kv_cache_spec_sliding_window` (`group_extra`).
+`lookahead_token_ids`: `LOOKAHEAD`. Of a cache group `group_idx`, `kv_cache_spec_kind` and `kv_cache_spec_sliding_window` (`group_extra`).
 TensorRT-LLM's have `window_size`, in tokens; a Stored `cache_levels` and `priorities` of each block, a Cleared that is its created
 `blocks_per_level`; and in process, on no wire, `silently_gone`: names that have left without a Removed since its window's last event.
 """
+
+LOOKAHEAD: Final = "lookahead_token_ids"
+"""Beside a Stored whose names look ahead: of each block that it names, the tokens after it that its name covers, too."""
+
+LOOKAHEAD_KEYS: Final = "lookahead_keys"
+"""On no wire: `extra_keys` of names that look ahead at multimodal items, with those items."""
 
 FULL_ATTENTION: Final = "full_attention"
 """The kind of cache (`kv_cache_spec_kind` in vLLM's events) that engines with one cache have."""
@@ -123,17 +129,18 @@ class PromptKeys:
                     f"{num_tokens} tokens"
                 )
 
-    def block_keys(self, position: int, block_size: int) -> tuple[Any, ...] | None:
+    def block_keys(self, position: int, block_size: int, lookahead: int = 0) -> tuple[Any, ...] | None:
         """What vLLM hashes beside the tokens of one block, untagged, as it is on the wire; None for nothing.
 
         Args:
             position: how many blocks stand before it.
             block_size: tokens a block.
+            lookahead: how many of the next tokens count as its own, as in names that look ahead; on the wire they do not.
         """
         keys: list[Any] = [] if self.lora_name is None else [self.lora_name]
         start = position * block_size
         for identifier, offset, length in self.multimodal:
-            if offset < start + block_size and offset + length > start:
+            if offset < start + block_size + lookahead and offset + length > start:
                 keys.append((identifier, offset - start))  # below 0 where it began in a block before
         if self.cache_salt is not None and not position:
             keys.append(self.cache_salt)
@@ -354,10 +361,39 @@ def part_of(extra: EventExtra | None, places: Iterable[int]) -> EventExtra | Non
         extra: beside the whole event.
         places: which of its blocks, from 0.
     """
-    keys = () if extra is None else block_keys(extra)
-    if extra is None or not keys:
+    if extra is None:
+        return None
+    given = [(name, _listed(extra.get(name))) for name in ("extra_keys", LOOKAHEAD, LOOKAHEAD_KEYS)]
+    if not any(entries for _, entries in given):
         return extra
-    return {**extra, "extra_keys": [keys[place] for place in places if place < len(keys)]}
+    kept = list(places)
+    parts = {name: [entries[at] for at in kept if at < len(entries)] for name, entries in given if entries}
+    return {**extra, **parts}
+
+
+def keys_looked_at(extra: EventExtra, block_size: int, lookahead: int) -> EventExtra:
+    """What travels beside an event whose names look ahead, with the items in `extra_keys` that the names of its blocks cover.
+
+    From a wire, of its last block those are not known that begin behind it.
+
+    Args:
+        extra: beside the event.
+        block_size: tokens a block.
+        lookahead: how many of the next tokens a name covers too.
+    """
+    if LOOKAHEAD_KEYS in extra:
+        return {**extra, "extra_keys": extra[LOOKAHEAD_KEYS]}
+    keys = [_listed(each) for each in block_keys(extra)]
+    if not any(_is_item(key) for each in keys for key in each):
+        return extra
+    found = []
+    for own, after in zip(keys, [*keys[1:], ()], strict=True):
+        ahead = [(key[0], key[1] + block_size) for key in after if _is_item(key) and 0 <= key[1] < lookahead]
+        items = [*(key for key in own if _is_item(key)), *ahead]
+        others = [key for key in own if not _is_item(key)]
+        lora = others[:1] if others and others[0] == extra.get("lora_name") else []
+        found.append((*lora, *items, *others[len(lora) :]) or None)
+    return {**extra, "extra_keys": found}
 
 
 def _is_item(key: object) -> bool:

@@ -114,6 +114,7 @@ def block_hashes(
     cache_namespace: str | None = None,
     mm_hashes: Sequence[Sequence[int] | None] | None = None,
     eagle: bool = False,
+    lookahead: int = 0,
 ) -> list[int]:
     """Local hashes of the complete blocks of `tokens`, one u64 a block; a tail shorter than a block has none.
 
@@ -126,20 +127,30 @@ def block_hashes(
         cache_namespace: a tenant's namespace; it changes the seed too.
         mm_hashes: per block, the u64 hashes of the multimodal objects in it (None or empty for none), in any order.
             May be shorter or longer than the blocks.
-        eagle: hash windows of `block_size + 1` tokens, one every `block_size`, as EAGLE's bigram caches do.
+        eagle: the same as a lookahead of 1: windows of `block_size + 1` tokens, as EAGLE's bigram caches have.
+        lookahead: hash windows of so many tokens more than a block, one every `block_size`: a block has a hash once the
+            tokens after it are there too.
 
     Raises:
         TypeError: a token, or the block size, is not an integer.
-        ValueError: a token is below 0 or above 2**32 - 1, the block size below 1, a multimodal hash no u64.
+        ValueError: a token is below 0 or above 2**32 - 1, the block size below 1, the lookahead below 0 or, with eagle, not 1, a
+            multimodal hash no u64.
     """
     check_block_size(block_size)
+    if lookahead:
+        check_integer("lookahead", lookahead, 0, " tokens")
+        if eagle and lookahead != 1:
+            raise ValueError(f"eagle is a lookahead of 1; got lookahead={lookahead}, too")
+    elif eagle:
+        lookahead = 1
     seed = hash_seed(lora_name, cache_namespace)
     data = _token_bytes(tokens)
     width = 4 * block_size
-    if not eagle and not mm_hashes:
+    if not lookahead and not mm_hashes:
         return _packed_hashes(data, block_size, seed)
-    if eagle:
-        chunks: Sequence[bytes] = [data[i : i + width + 4] for i in range(0, len(data) - width, width)]
+    if lookahead:
+        window = width + 4 * lookahead
+        chunks: Sequence[bytes] = [data[at : at + window] for at in range(0, len(data) + 1 - window, width)]
     else:
         chunks = _splitter(width, len(data) // width).unpack_from(data)
     if mm_hashes:
@@ -184,21 +195,47 @@ class BlockCutter:
         return tuple(map(xxh3_64_intdigest, chunks, repeat(seed))), [*self._cut(tokens)]
 
 
-def keyed_block_hashes(tokens: TokenIds, block_size: int, keys: PromptKeys | None, position: int = 0) -> list[int]:
+def keyed_block_hashes(
+    tokens: TokenIds, block_size: int, keys: PromptKeys | None, position: int = 0, lookahead: int = 0
+) -> list[int]:
     """Local hashes of complete blocks under what their prompt carries.
 
     Args:
-        tokens: token ids of these blocks.
+        tokens: token ids of these blocks, and so many more as the hashes look ahead.
         block_size: tokens a block.
         keys: what the prompt carries; None: nothing.
         position: how many blocks of the prompt stand before them.
+        lookahead: as `block_hashes`.
     """
     if keys is None:
-        return block_hashes(tokens, block_size)
+        return block_hashes(tokens, block_size, lookahead=lookahead)
     mm_hashes = keys.mm_hashes(position, position + len(tokens) // block_size, block_size)
     return block_hashes(
-        tokens, block_size, lora_name=keys.lora_name, cache_namespace=keys.cache_salt, mm_hashes=mm_hashes
+        tokens,
+        block_size,
+        lora_name=keys.lora_name,
+        cache_namespace=keys.cache_salt,
+        mm_hashes=mm_hashes,
+        lookahead=lookahead,
     )
+
+
+def windows_of(token_ids: Sequence[Sequence[int]], lookahead: object = None) -> tuple[Sequence[Sequence[int]], int]:
+    """The tokens that the names of blocks cover, by what came with their event: their own, and those after them.
+
+    Args:
+        token_ids: of each block, its own; or pairs of neighbours, as SGLang's with a draft model.
+        lookahead: of each block, the tokens after it (`LOOKAHEAD`); None, or not one list a block: there are none.
+
+    Returns:
+        Of each block these tokens; and how many of them are not its own.
+    """
+    if token_ids and token_ids[0] and isinstance(token_ids[0][0], (tuple, list)):
+        pairs: Any = token_ids
+        return [(*(first for first, _ in page), page[-1][1]) for page in pairs], 1
+    if not lookahead or not isinstance(lookahead, (tuple, list)) or len(lookahead) != len(token_ids):
+        return token_ids, 0
+    return [(*own, *after) for own, after in zip(token_ids, lookahead, strict=True)], len(lookahead[0])
 
 
 def _with_objects(chunk: bytes, hashes: Sequence[int] | None) -> bytes:
@@ -552,9 +589,24 @@ class Prompt:
             )
         return self.num_tokens
 
-    def block_hashes(self, block_size: int) -> list[int]:
-        """Local hashes of the complete blocks. Hashed once; do not change the list."""
-        return self._hashes(block_size).local
+    def block_hashes(self, block_size: int, lookahead: int = 0) -> list[int]:
+        """Local hashes of the complete blocks. Hashed once; do not change the list.
+
+        Args:
+            block_size: tokens a block.
+            lookahead: as the function `block_hashes`.
+
+        Raises:
+            ValueError: hashes that look ahead, of a prompt of hashes.
+        """
+        if not lookahead:
+            return self._hashes(block_size).local
+        if self.tokens is None:
+            raise ValueError("a prompt of hashes has no tokens, and hashes that look ahead are made of tokens")
+        tokens = self.tokens
+        return self.kept(
+            (block_size, lookahead), lambda: keyed_block_hashes(tokens, block_size, self.keys, lookahead=lookahead)
+        )
 
     def sequence_hashes(self, block_size: int) -> list[int]:
         """Sequence hashes of the complete blocks. Hashed once; do not change the list."""

@@ -193,7 +193,7 @@ WRONG = [
     ({"name": 7}, "a backend's name has letters, .*; got 7"),
     ({"name": "a b"}, "a backend's name has letters, .*; got 'a b'"),
     ({"name": "mine]"}, "a backend's name has letters, .*; got 'mine]'"),
-    ({"name": "all"}, "is not one of all, no-backend, hybrid; got 'all'"),
+    ({"name": "all"}, "is not one of all, no-backend, hybrid, speculative; got 'all'"),
     ({"make": None}, "backend 'mine': make must be callable, got None"),
     ({"residency": "both"}, "backend 'mine': residency must be 'unique' or 'counted', got 'both'"),
     ({"scheduler": "trt"}, "backend 'mine': scheduler must be 'vllm' or 'sglang' or 'trtllm', got 'trt'"),

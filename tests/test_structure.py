@@ -37,6 +37,7 @@ TOLD_APART_BY_FOLDERS = {
     "replay",  # of a trace on engines; in reduce, of what a harness recorded
     "recovery",  # what workers keep and routers ask; in harness, the test's hold on it
     "report",  # of problems; in plugin, of a run of pytest
+    "speculative",  # vLLM's and SGLang's
     "text",  # of problems; in reduce, of reproductions
     "worker",  # an engine; in harness, one that is watched; in testing, the contract of one
 }

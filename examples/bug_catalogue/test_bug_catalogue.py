@@ -27,6 +27,8 @@ BACKENDS = {
     "bug_09_match_over_a_hole": "lru",
     "bug_23_least_of_all_groups": "vllm_kimi_k3",
     "bug_24_span_divided_by_hashes": "vllm_deepseek_v4",
+    "bug_27_names_without_the_next_token": "vllm_mtp",
+    "bug_30_pairs_by_a_flag": "sglang",
     "bug_31_partial_blocks_count": "trtllm",
     "bug_33_stored_twice_counts_twice": "trtllm",
 }
@@ -37,7 +39,7 @@ def test_the_bug_is_caught_and_explained(bug, pytester, monkeypatch):
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.delenv("PYTEST_PLUGINS", raising=False)
     monkeypatch.setenv("COLUMNS", "80")
-    for file in (HERE / "sound_index.py", bug):
+    for file in (HERE / "sound_index.py", HERE / "own_tokens.py", bug):
         (pytester.path / file.name).write_text(file.read_text(encoding="utf-8"), encoding="utf-8")
     backend = BACKENDS.get(bug.stem, "lineage")
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from pytest_kvmock.events import BlockTokens, Stored
 from pytest_kvmock.hashed_blocks import HashedBlocks, own_blocks
-from pytest_kvmock.prompt_keys import names_blocks
-from pytest_kvmock.tokens import GrowingTokens, Prompt, TokenRows, keyed_block_hashes, sequence_hashes
+from pytest_kvmock.prompt_keys import LOOKAHEAD, keys_looked_at, names_blocks
+from pytest_kvmock.tokens import GrowingTokens, Prompt, TokenRows, keyed_block_hashes, sequence_hashes, windows_of
 
 if TYPE_CHECKING:
     from pytest_kvmock.prompt_keys import EventExtra, LoraIds
@@ -47,6 +47,9 @@ class BlockHasher(Protocol):
 
     def name(self, digest: bytes) -> int:
         """Return the part of a digest that the engine publishes."""
+
+    def looking_ahead(self, lookahead: int) -> BlockHasher:
+        """Return the hasher of the same engine whose names cover so many of the next tokens too."""
 
     def of_event(self, extra: EventExtra, position: int) -> BlockHasher:
         """Return the hasher for the blocks of an event whose request carried more than tokens.
@@ -151,9 +154,7 @@ class HashedTokens:
         """Add tokens; the blocks that they complete have their names at once."""
         size, hasher = self.block_size, self._hasher
         if not self._grown:
-            self._grown = True
-            self.names, self._digests = self.names.copy(), self._made_digests().copy()
-            self._local = self._local and self._local.copy()
+            self._unshare()
         first = self.num_tokens // size
         self.num_tokens += len(tokens)
         if self._tokens is not None:
@@ -178,7 +179,13 @@ class HashedTokens:
             self._made_digests().extend(digests)
         self.names += names
 
-    def block_tokens(self, start: int, end: int) -> Sequence[tuple[int, ...]] | None:
+    def _unshare(self) -> None:
+        """Have lists of its own, in place of the prompt's."""
+        self._grown = True
+        self.names, self._digests = self.names.copy(), self._made_digests().copy()
+        self._local = self._local and self._local.copy()
+
+    def block_tokens(self, start: int, end: int) -> Sequence[tuple[Any, ...]] | None:
         """Token ids of the complete blocks from `start` to `end`, as they travel with an event; None if unknown."""
         rows = self.rows(start, end, self.block_size)
         if rows is None or self.keys is not None or self._hasher is None:
@@ -271,7 +278,7 @@ class HashChain:
         if own is not None and own.hasher == self._hasher:
             self._digests.update(zip(own.names, own.digests, strict=True))
             return own.names
-        made = self._made(list(_flat(token_ids)), block_size, before, extra)
+        made = self._made(token_ids, block_size, before, extra)
         if made is None:
             return None
         digests, names = made
@@ -304,22 +311,57 @@ class HashChain:
         before = None if parent is None else self._digests.get(parent)
         if not tokens or block_size is None or (parent is not None and before is None):
             return None
-        made = self._made(tokens, block_size, before, extra)
+        made = self._made((tokens,), block_size, before, extra)
         return None if made is None else made[1][0]
 
     def _made(
-        self, tokens: Sequence[int], block_size: int, before: bytes | None, extra: EventExtra | None
+        self, token_ids: BlockTokens, block_size: int, before: bytes | None, extra: EventExtra | None
     ) -> tuple[list[bytes], list[int]] | None:
         """The digests and the names of the blocks after one digest; None where they cannot be known."""
-        unit = self._unit
-        step = 1 if unit is None or block_size % unit else block_size // unit
-        hasher, position = self._hasher, 0 if before is None else 1
-        if extra is not None and names_blocks(extra):
-            if step > 1:
-                return None  # what is hashed beside the tokens travels by block, and not by unit
-            hasher = hasher.of_event(extra, position)
-        digests = hasher.digests(tokens, block_size // step, position, before)[step - 1 :: step]
-        return digests, list(map(hasher.name, digests))
+        made = event_digests(self._hasher, token_ids, block_size, before, extra, unit=self._unit)
+        return None if made is None else (made[0], list(map(made[1].name, made[0])))
+
+
+def event_digests(
+    hasher: BlockHasher,
+    token_ids: BlockTokens,
+    block_size: int,
+    before: bytes | None,
+    extra: EventExtra | None = None,
+    *,
+    unit: int | None = None,
+    position: int | None = None,
+) -> tuple[list[bytes], BlockHasher] | None:
+    """The digests of the blocks of an event, by what came with it, and what names them.
+
+    Args:
+        hasher: of its engine.
+        token_ids: of each block, as they came.
+        block_size: tokens a block.
+        before: the digest of the block before the first; None: it is a root.
+        extra: what travels beside the event.
+        unit: tokens that a digest is made of, where that is less than a block; None: a block.
+        position: how many blocks stand before the first; None: unknown, some if there is a digest before it.
+
+    Returns:
+        None where they cannot be known.
+    """
+    windows, ahead = windows_of(token_ids, None if extra is None else extra.get(LOOKAHEAD))
+    step = 1 if unit is None or block_size % unit else block_size // unit
+    if position is None:
+        position = 0 if before is None else 1
+    hasher = hasher.looking_ahead(ahead)
+    if extra is not None and names_blocks(extra):
+        if step > 1:
+            return None  # what is hashed beside the tokens travels by block, and not by unit
+        hasher = hasher.of_event(keys_looked_at(extra, block_size, ahead) if ahead else extra, position)
+    if not ahead:
+        return hasher.digests(list(_flat(windows)), block_size // step, position, before)[step - 1 :: step], hasher
+    digests: list[bytes] = []
+    for place, window in enumerate(windows, position):
+        digests += hasher.digests(window, block_size // step, place, before)[step - 1 :: step]
+        before = digests[-1]
+    return digests, hasher
 
 
 def _named(prompt: Prompt, block_size: int, hasher: BlockHasher) -> tuple[list[int], list[bytes], bytes | int | None]:

@@ -103,6 +103,10 @@ class NamedBlocks(BlockHasher):
         """The name of a block by its digest."""
         return int.from_bytes(digest[-8:], "big")
 
+    def looking_ahead(self, lookahead: int) -> BlockHasher:  # noqa: ARG002 - as BlockHasher
+        """This one: the blocks have names of their own."""
+        return self
+
     def of_event(self, extra: EventExtra, position: int) -> BlockHasher:  # noqa: ARG002 - as BlockHasher
         """The hasher of blocks that carry more: the same."""
         return self

@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from pytest_kvmock.acceptance import AcceptedDrafts
 from pytest_kvmock.backends import BACKENDS, BackendSpec
 from pytest_kvmock.cache.manager import protocol_mismatch
 from pytest_kvmock.engine.args import MockEngineArgs
@@ -80,6 +81,22 @@ def make_scheduler(args: MockEngineArgs, driver: Any, tiers: Clock | None) -> Sc
             f"got {driver.manager.backend!r}"
         )
     return spec.make(driver, args, tiers)
+
+
+def accepted_drafts(args: MockEngineArgs, worker: KvWorker, number: int) -> AcceptedDrafts | None:
+    """How many drafts each step of an engine accepts: by its arguments, or by the draft model of its backend; None: there are none.
+
+    Raises:
+        ValueError: both have a draft model.
+    """
+    draft = getattr(worker.manager, "speculative", None)
+    if draft is None:
+        return args.accepted_drafts(number)
+    if args.aic_nextn is not None:
+        raise ValueError(
+            f"aic_nextn={args.aic_nextn} is for a backend without a draft model, and {worker.backend!r} has {draft!r}; leave it out"
+        )
+    return AcceptedDrafts(draft.acceptance, draft.drafts, args.aic_mtp_seed + number)
 
 
 def check_worker(args: MockEngineArgs, worker: KvWorker) -> None:

@@ -14,7 +14,7 @@ from pytest_kvmock.backends import BACKENDS, BackendSpec, backend_spec
 from pytest_kvmock.cache.manager import protocol_mismatch
 from pytest_kvmock.checks import check_integer, check_number, is_integer
 from pytest_kvmock.clock.engine_aborts import EngineAborts, check_abort
-from pytest_kvmock.clock.engine_parts import check_worker, make_scheduler, make_worker
+from pytest_kvmock.clock.engine_parts import accepted_drafts, check_worker, make_scheduler, make_worker
 from pytest_kvmock.clock.engine_request import EngineRequest
 from pytest_kvmock.clock.engine_state import EngineMetrics, EngineSize, EngineStalled
 from pytest_kvmock.engine.args import MockEngineArgs
@@ -107,9 +107,20 @@ class MockEngine:
         self._driver = self.worker.attach(self, publishes=self.args.needs_kv_publisher)
         try:
             self.scheduler = make_scheduler(self.args, self._driver, self.worker.tiers)
+            self.number_drafts(self.worker.worker_id)
         except ValueError:
             self.worker.detach()
             raise
+
+    def number_drafts(self, number: int) -> None:
+        """Draw the drafts that are accepted, if there are any, as the worker of this number does.
+
+        Raises:
+            ValueError: there is a draft model by the arguments, and one of the backend.
+        """
+        self.scheduler.accept_drafts(accepted_drafts(self.args, self.worker, number))
+        if self.args.aic_nextn is not None and hasattr(self._driver, "drops_last"):
+            self._driver.drops_last = True
 
     def worker_restarted(self) -> None:
         """Begin anew, as the worker did: nothing runs, waits or arrives, and a pass under way is lost. Time and figures stay."""
@@ -484,8 +495,9 @@ class MockEngine:
         if done is None:
             return
         for request in done.generated:
-            request.token_ms.pop()
-            request.generated_tokens -= 1
+            count = done.bursts.get(request, 1)
+            del request.token_ms[-count:]
+            request.generated_tokens -= count
         for request in (*done.finished, *done.rejected, *done.aborted):
             request.status, request.ended_ms = "aborted", None
         self.passes -= 1
@@ -651,7 +663,8 @@ class MockEngine:
         assert done is not None
         done.end_ms = end_ms
         for request in done.generated:
-            request.token_ms[-1] = end_ms
+            count = done.bursts.get(request, 1)
+            request.token_ms[-count:] = [end_ms] * count
         for request in (*done.finished, *done.rejected, *done.aborted):
             request.ended_ms = end_ms
 

@@ -152,6 +152,8 @@ class _Replay(EngineRun):
         self._everyone = [*prefill, *engines]
         release = engines[0].args.release
         size = self._ranks = engines[0].args.dp_size if release.ranks_in_lock_step else 1
+        for number, engine in enumerate(engines):
+            engine.number_drafts(number)
         named = dict(enumerate(engines)) | {f"prefill {at}": engine for at, engine in enumerate(prefill)}
         self._notes = RunNotes(cast("Any", named), start_ms)
         at_once = release.instant_passes_first

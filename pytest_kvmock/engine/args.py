@@ -12,6 +12,7 @@ from dataclasses import replace as replace_fields
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
+from pytest_kvmock.acceptance import USUAL_RATES, USUAL_SEED, AcceptedDrafts, checked_acceptance
 from pytest_kvmock.checks import check_number, unknown_text
 from pytest_kvmock.engine.json_forms import (
     INERT,
@@ -59,10 +60,12 @@ _INTEGERS: Final[Mapping[str, tuple[int, int]]] = {
     "dp_size": (1, 2**32 - 1),
     "prefill_decode_interval": (0, MOST_COUNT),
     "prefill_schedule_interval": (1, MOST_COUNT),
+    "aic_mtp_seed": (0, 2**64 - 1),
 }
 _OPTIONAL_INTEGERS: Final[Mapping[str, tuple[int, int]]] = {
     "max_num_seqs": (1, MOST_COUNT),
     "max_num_batched_tokens": (1, MOST_COUNT),
+    "aic_nextn": (1, 5),
     "aic_tp_size": (0, MOST_COUNT),
     "aic_moe_tp_size": (0, MOST_COUNT),
     "aic_moe_ep_size": (0, MOST_COUNT),
@@ -95,6 +98,9 @@ _SINCE_1_6: Final[Mapping[str, Any]] = {
     "max_model_len": None,
     "prefill_decode_interval": 0,
     "prefill_schedule_interval": 1,
+    "aic_nextn": None,
+    "aic_nextn_accept_rates": None,
+    "aic_mtp_seed": USUAL_SEED,
     "kv_transfer_timing_mode": "full_prompt",
     "inert": None,
 }
@@ -179,6 +185,12 @@ class MockEngineArgs:
             least 1. vllm in 1.6.1 only.
         kv_transfer_timing_mode: what a prefill engine sends: "full_prompt", or "destination_missing", what the decode engine
             has not cached. 1.6.1 only.
+        aic_nextn: drafts a step of a draft model, 1 to 5, or None: a decode pass gives a request the drafts that are accepted, and one
+            token more. It changes no event. 1.6.1 only, without `decode_speedup_ratio`, and for a backend that has no `speculative` of
+            its own.
+        aic_nextn_accept_rates: the rate at which each draft is accepted, from 0 to 1, as a text "0.85,0.3"; those that are left out
+            are 0. None: "0.85,0.3".
+        aic_mtp_seed: seed of what is accepted; to it the number of the worker is added.
         inert: arguments of the nested form that act on no mock engine, by their path (`json_forms.INERT`): accepted, and
             written to JSON. `tensor_parallel_size` counts in reports.
         semantics: the release of Dynamo whose scheduler is followed: "1.2.1" or "1.6.1" for vllm, "1.6.1" for sglang and trtllm, or for sglang
@@ -245,6 +257,9 @@ class MockEngineArgs:
     prefill_decode_interval: int = 0
     prefill_schedule_interval: int = 1
     kv_transfer_timing_mode: Literal["full_prompt", "destination_missing"] = "full_prompt"
+    aic_nextn: int | None = None
+    aic_nextn_accept_rates: str | None = None
+    aic_mtp_seed: int = USUAL_SEED
     inert: Mapping[str, Any] | None = None
     semantics: EngineSemantics | None = None
     performance_model: PerformanceModel | tuple[Any, Any] | None = None
@@ -293,10 +308,36 @@ class MockEngineArgs:
                 )
         if self.inert is not None and not (isinstance(self.inert, Mapping) and self.inert.keys() <= INERT.keys()):
             raise ValueError(f"inert must be a mapping of {', '.join(INERT)}, or None, got {self.inert!r:.80}")
+        if self.aic_nextn is None and self.aic_nextn_accept_rates is not None:
+            raise ValueError("aic_nextn_accept_rates is set without aic_nextn")
+        if self.aic_nextn is not None:
+            self._accept_rates(self.aic_nextn)
+            if self.decode_speedup_ratio != 1:
+                raise ValueError(f"aic_nextn is for a decode_speedup_ratio of 1, got {self.decode_speedup_ratio!r:.80}")
         for name in _STRINGS:
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 raise ValueError(f"{name} must be a string, or None, got {value!r:.80}")
+
+    def _accept_rates(self, drafts: int) -> tuple[float, ...] | list[int]:
+        """The rates at which drafts are accepted, those beyond the drafts of a step cut off."""
+        text = self.aic_nextn_accept_rates
+        if text is None:
+            return checked_acceptance(USUAL_RATES, drafts, "aic_nextn_accept_rates")
+        try:
+            rates = tuple(map(float, text.split(",")))
+        except (AttributeError, ValueError):
+            raise ValueError(
+                f"aic_nextn_accept_rates must be rates from 0 to 1 with commas between them, or None, got {text!r:.80}"
+            ) from None
+        checked_acceptance(rates, len(rates), "aic_nextn_accept_rates")
+        return rates[:drafts]
+
+    def accepted_drafts(self, number: int) -> AcceptedDrafts | None:
+        """How many drafts each step of a worker with this number accepts; None: it has none."""
+        if self.aic_nextn is None:
+            return None
+        return AcceptedDrafts(self._accept_rates(self.aic_nextn), self.aic_nextn, self.aic_mtp_seed + number)
 
     def _normalised_block_size(self) -> int:
         spec = self.scheduler

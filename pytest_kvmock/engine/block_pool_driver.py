@@ -25,16 +25,20 @@ class BlockPoolDriver(PoolDriver):
 
     Raises:
         ValueError: the manager is another.
+
+    Attributes:
+        drops_last: the last block of a hit is computed again, as Dynamo's mock of vLLM does with a draft model.
     """
 
     manager: BlockPoolManager
+    drops_last = False
 
     def __init__(self, manager: KvManager, prefix_caching: bool, rng: Random) -> None:
         super().__init__(checked_manager(manager, BlockPoolManager, "BlockPoolDriver"), prefix_caching, rng)
 
     def lookup(self, request: PoolRequest) -> int:
         """Tokens of the request that are cached, generated ones included; its last one never counts."""
-        return len(self.manager.get_computed_blocks(request)) * self.manager.block_size
+        return len(self._found(request)) * self.manager.block_size
 
     def need(self, request: PoolRequest, upto: int, tokens: Sequence[int] = ()) -> int:
         """New blocks, and hits that nobody uses, as vLLM counts them; decode steps give nothing back, so they are counted."""
@@ -72,7 +76,11 @@ class BlockPoolDriver(PoolDriver):
             start += len(step)
 
     def _hits(self, request: PoolRequest) -> list[int]:
-        return [] if request.block_ids else self.manager.get_computed_blocks(request)
+        return [] if request.block_ids else self._found(request)
+
+    def _found(self, request: PoolRequest) -> list[int]:
+        found = self.manager.get_computed_blocks(request)
+        return found[:-1] if self.drops_last else found
 
     def allocate(self, request: PoolRequest, upto: int) -> int:
         """Allocate for the first `upto` tokens, and count them as computed; all of them, or nothing changes."""

@@ -22,13 +22,14 @@ class Traits:
         recomputes_last_token: the last token of a prompt is computed though it is cached, so of a prompt that is whole
             blocks, all cached, the last one is not reused.
         stores_when: when a block that output fills is published: "next_token", once the next token opens another;
-            "full", when its last token is computed; "finish", when the request finishes.
+            "full", when its last token is computed; "finish", when the request finishes; "lookahead", when the next tokens that
+            its name covers are known (`looks_ahead`).
         copies: the same block may be cached, and published, several times.
         removed_first: what a step evicts is published before what it stores; else after.
         cleared_first: its first event is a Cleared.
         chunks: it takes blocks chunk by chunk where a profile has a `chunk`; else for the whole prompt at once.
         promises_more: its events promise more than a request can use: it serves a hybrid model, whose windows or states may
-            be gone where blocks are cached.
+            be gone where blocks are cached, or it drops the last block of a hit.
         publishes_groups: each cache group of its hybrid model publishes blocks of its own (vLLM), of which a router's are those
             of the attention group; else blocks are of one kind.
         takes_hashes: it takes prompts that are known by hashes only; else prompts must have tokens.
@@ -41,10 +42,14 @@ class Traits:
         extra_keys: whether its events say per block what is hashed beside the tokens (vLLM's `extra_keys`); else once for all blocks,
             by `lora_name` and `cache_salt`.
         clears_below: whether a Cleared, which has no tier, empties the tiers below the device, too; vLLM's is of the device alone.
+        looks_ahead: how many of the next tokens the name of a block covers, too, as with a draft model; a router hashes windows of
+            as many tokens more.
+        drops_last: with a draft model, the last block of a hit is computed again.
+        pairs: its events have pairs of neighbours for token ids (SGLang with a draft model).
     """
 
     recomputes_last_token: bool = False
-    stores_when: Literal["next_token", "full", "finish"] = "next_token"
+    stores_when: Literal["next_token", "full", "finish", "lookahead"] = "next_token"
     copies: bool = False
     removed_first: bool = False
     cleared_first: bool = False
@@ -57,6 +62,9 @@ class Traits:
     chunk: int | None = None
     extra_keys: bool = True
     clears_below: bool = True
+    looks_ahead: int = 0
+    drops_last: bool = False
+    pairs: bool = False
 
 
 PROMPT_KEYS: Final = ("lora_name", "cache_salt", "multimodal", "session_id")
@@ -179,6 +187,20 @@ class Driver(Protocol):
 
     def clear(self) -> bool:
         """Drop all that is cached; False, and nothing changed, while a block is in use."""
+
+
+class DraftDriver(Driver, Protocol):
+    """Of an engine with a draft model: a step generates the drafts that are accepted, and one token more."""
+
+    @property
+    def drafts(self) -> int:
+        """The most drafts that a step accepts."""
+
+    def need_runs(self, request: Any, upto: int, runs: Sequence[Sequence[int]] = ()) -> int:
+        """As `need`, of steps that generate these tokens each."""
+
+    def extend_runs(self, request: Any, runs: Sequence[Sequence[int]]) -> None:
+        """As `extend`, of such steps."""
 
 
 class GeneratingDriver(Driver, Protocol):

@@ -11,6 +11,7 @@ from pytest_kvmock.cache.vllm.groups import STATE, BlocksAlone
 from pytest_kvmock.cache.vllm.hybrid import HybridManager
 from pytest_kvmock.engine.driver import checked_manager
 from pytest_kvmock.engine.pool_driver import PoolDriver
+from pytest_kvmock.prompt_keys import FULL_ATTENTION
 
 if TYPE_CHECKING:
     from pytest_kvmock.cache.manager import KvManager
@@ -50,7 +51,17 @@ class HybridPoolDriver(PoolDriver):
         driven: HybridManager = checked_manager(manager, HybridManager, "HybridPoolDriver")
         geometry, takes_hashes = driven.geometry, not driven.needs_tokens
         super().__init__(driven, prefix_caching, rng)
-        self.traits = replace(self.traits, takes_hashes=takes_hashes, groups=geometry.groups)
+        if [group.kind for group in geometry.groups] == [FULL_ATTENTION]:
+            self.traits = PoolDriver.traits
+        else:
+            self.traits = replace(self.traits, groups=geometry.groups)
+        self.traits = replace(
+            self.traits,
+            takes_hashes=takes_hashes,
+            promises_more=self.traits.promises_more or geometry.drop,
+            looks_ahead=geometry.lookahead,
+            drops_last=geometry.drop,
+        )
         self._in_pass = False
         # What several steps may need beyond the count for one: states before and behind the running one, and copies.
         self._spare = sum(4 + group.speculative_blocks for group in geometry.groups if group.kind == STATE)

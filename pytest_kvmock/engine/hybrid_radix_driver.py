@@ -30,7 +30,7 @@ class HybridRadixDriver(PageCacheDriver):
         rng: source of the names of partial blocks, and of local hashes where tokens are unknown.
 
     Raises:
-        ValueError: the manager is no such cache, or one of bigrams.
+        ValueError: the manager is no such cache.
     """
 
     traits = replace(PageCacheDriver.traits, promises_more=True)
@@ -45,7 +45,17 @@ class HybridRadixDriver(PageCacheDriver):
             groups.append(CacheGroup("sliding_window", page, window=geometry.window))
         if geometry.states is not None:
             groups.append(CacheGroup("mamba", geometry.grid(page)))
-        self.traits = replace(self.traits, groups=tuple(groups))
+        parts, pairs = len(groups) > 1, self.manager.hasher.is_eagle
+        self.traits = replace(
+            self.traits,
+            groups=tuple(groups) if parts else (),
+            promises_more=parts,
+            looks_ahead=int(pairs),
+            pairs=pairs,
+            takes_hashes=not pairs,
+        )
+        draft = self.manager.speculative
+        self.drafts = 0 if draft is None else draft.drafts
 
     def lacking(self, request: HybridRequest) -> tuple[str, ...]:
         """The parts that are not there where full attention ends, by their sizes. Changes nothing."""
@@ -56,10 +66,20 @@ class HybridRadixDriver(PageCacheDriver):
 
         Without any, this is the lookup of the request: what it did stays, as in SGLang, if it is refused.
         """
+        return self.need_runs(request, upto, [(token,) for token in tokens])
+
+    def need_runs(self, request: HybridRequest, upto: int, runs: Sequence[Sequence[int]] = ()) -> int:
+        """As `need`, of steps that generate so many tokens each: accepted drafts and one more."""
         manager, room = self.manager, self.room()
         if request in manager.requests:
-            lacking = manager.lacking_steps(request, len(tokens))
-            return room + lacking if lacking else min(room, manager.pages_of(upto + len(tokens)) - request.allocated)
+            count = sum(map(len, runs))
+            lacking = manager.lacking_steps(request, count)
+            if (
+                runs and manager.speculative is not None
+            ):  # the last step needs room ahead of what is committed before it
+                count += manager.speculative.ahead(manager.block_size) - len(runs[-1])
+                lacking = manager.lacking_steps(request, count)
+            return room + lacking if lacking else max(min(room, manager.pages_of(upto + count) - request.allocated), 0)
         if not self._start(request, len(request)):
             return room + 1
         lacking = manager.lacking(request, upto, in_chunks=True)
@@ -100,8 +120,18 @@ class HybridRadixDriver(PageCacheDriver):
         else:
             self.manager.slide(request)
 
+    def extend_runs(self, request: HybridRequest, runs: Sequence[Sequence[int]]) -> None:
+        """Decode steps, each of which commits the last sampled token and accepted drafts."""
+        for run in runs:
+            fits = self.manager.begin_verify((request,))
+            assert fits  # it was asked before
+            self.manager.end_verify(request, run)
+
     def extend(self, request: HybridRequest, tokens: Sequence[int]) -> None:
         """Decode steps, one a token."""
+        if self.drafts:
+            self.extend_runs(request, [(token,) for token in tokens])
+            return
         for token in tokens:
             self.manager.begin_step((request,))
             self.manager.end_step(request, token)
@@ -124,17 +154,27 @@ class HybridRadixDriver(PageCacheDriver):
     def step_tokens(self, requests: Sequence[HybridRequest]) -> int:
         """A page for each that needs one; where windows have none for them, more than is unheld by what is lacking."""
         size, window, tokens = self.manager.block_size, self.manager.window, super().step_tokens(requests)
+        if self.drafts:
+            tokens = sum(map(self.manager.pages_ahead, requests)) * size
         if window is not None and tokens > window.unheld() * size:
             return self.unheld() + tokens - window.unheld() * size
         return tokens
 
     def make_room(self, requests: Sequence[HybridRequest]) -> bool:
-        """Slide windows, and evict until there is a page for each that needs one."""
-        return self.manager.begin_step(requests)
+        """Slide windows, and evict until there is a page for each that needs one, or room for their drafts."""
+        return self.manager.begin_verify(requests) if self.drafts else self.manager.begin_step(requests)
+
+    def generate_run(self, request: HybridRequest, tokens: Sequence[int]) -> None:
+        """Commit a step: the last sampled token and accepted drafts."""
+        self.checkpoint(request)
+        self.manager.end_verify(request, tokens)
 
     def generate(self, request: HybridRequest, token: int) -> bool:
         """Compute one token, for which `make_room` has made room; False, and nothing is computed, where it has not."""
         self.checkpoint(request)  # of the prompt alone: the token is computed in a step of its own
+        if self.drafts:
+            self.manager.end_verify(request, (token,))
+            return True
         if not self.manager.may_step(request):
             return False
         self.manager.end_step(request, token)
@@ -142,6 +182,8 @@ class HybridRadixDriver(PageCacheDriver):
 
     def quiet_passes(self, requests: Sequence[HybridRequest]) -> int:
         """Passes in which each generates a token and none needs a page, slides, keeps a state or evicts."""
+        if self.drafts:  # each step takes room ahead
+            return 0
         return self.manager.quiet_steps(requests) if self._prefilled.isdisjoint(requests) else 0
 
     def generate_quietly(self, request: HybridRequest, tokens: Sequence[int]) -> None:

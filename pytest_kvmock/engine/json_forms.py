@@ -31,6 +31,9 @@ _ENGINE: Final = (
     "preemption_mode",
     "kv_transfer_bandwidth",
     "kv_transfer_timing_mode",
+    "aic_nextn",
+    "aic_nextn_accept_rates",
+    "aic_mtp_seed",
 )
 _TOP: Final = ("dp_size", "startup_time")
 _DYNAMO: Final = (
@@ -59,8 +62,6 @@ INERT: Final[Mapping[str, Any]] = MappingProxyType(
         "mem_fraction_static": None,
         "free_gpu_memory_fraction": None,
         "cuda_graph_reserved_bytes": None,
-        "engine.aic_nextn_accept_rates": None,
-        "engine.aic_mtp_seed": 42,
         "engine.emit_kv_events": False,
         "engine.emit_kv_token_ids": False,
         "engine.trtllm": {"capacity_scheduler_policy": "guaranteed_no_evict"},
@@ -76,7 +77,6 @@ _LEAST_BLOCK: Final[Mapping[str, int]] = MappingProxyType({"vllm": 2, "sglang": 
 _ALWAYS_CHUNKS: Final = ("sglang",)
 
 _NOT_MODELLED: Final = (
-    "aic_nextn",
     "kv_cache_bytes_per_token",
     "kv_cache_groups",
     "kv_cache_capacity_bytes",
@@ -168,8 +168,6 @@ def _check_values(kind: str, engine: Mapping[str, Any], inert: Mapping[str, Any]
             raise ValueError(f"engine.{name} must be at least 1, or None, in 1.6.1, got 0")
     if inert.get("engine.emit_kv_token_ids") and not inert.get("engine.emit_kv_events"):
         raise ValueError("engine.emit_kv_token_ids is True without engine.emit_kv_events")
-    if inert.get("engine.aic_nextn_accept_rates") is not None:
-        raise ValueError("engine.aic_nextn_accept_rates is set without engine.aic_nextn")
     policy = inert.get("engine.trtllm", {})
     if policy not in ({}, INERT["engine.trtllm"]):
         raise ValueError(
@@ -202,7 +200,7 @@ def write_launch_config(args: Any) -> dict[str, Any]:
     """
     options = asdict(args.sglang_options)
     engine = {"backend": args.engine_type} | {name: getattr(args, name) for name in _ENGINE}
-    engine |= {_BYTES[0]: args.kv_bytes_per_token, "aic_nextn": None}
+    engine[_BYTES[0]] = args.kv_bytes_per_token
     engine["sglang"] = {name: "fifo" if options[name] == "fcfs" else options[name] for name in _SGLANG}
     model, path = args.performance_model, args.planner_profile_data
     if path is not None:

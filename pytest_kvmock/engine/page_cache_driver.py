@@ -19,9 +19,6 @@ class PageCacheDriver:
         manager: the cache.
         prefix_caching: whether requests reuse and leave anything; without it, each has pages of its own.
         rng: source of the names of partial blocks, and of local hashes where tokens are unknown.
-
-    Raises:
-        ValueError: the cache is one of bigrams.
     """
 
     traits = Traits(
@@ -33,8 +30,6 @@ class PageCacheDriver:
     manager: Any
 
     def __init__(self, manager: Any, prefix_caching: bool, rng: Random) -> None:
-        if getattr(getattr(manager, "hasher", None), "is_eagle", False):
-            raise ValueError("a worker has no bigrams: is_eagle is for a manager that is called by hand")
         self.manager = manager
         self._prefix_caching = prefix_caching
         self._rng = rng

@@ -136,8 +136,7 @@ class PrefillFirstScheduler(SglangScheduler):
         done.end_ms = (now_ms + done.prefill_ms) + done.decode_ms
         if not self.is_rank:
             self.settle((done,), is_idle=not (self._running or self._waiting or self._ready))
-        for request in done.generated:
-            request.token_ms.append(done.end_ms)
+        done.note_times()
         done.running = len(self._running)
         done.waiting = tuple(self._waiting)
         return done
@@ -237,9 +236,11 @@ class PrefillFirstScheduler(SglangScheduler):
             if request.max_output_tokens - request.generated_tokens == 1:  # these come first in the output too
                 token = request.next_token()
                 self._driver.generate_last(request.state, token)
-                self._note_token(done, request, token)
+                done.note_tokens(request, (token,))
+        accepted, self._accepted = self._accepted, None  # of a prefill comes one token, without drafts
         for request in goes_on if fits else ():
             self._generate_one(done, request)
+        self._accepted = accepted
         for request in sorted(first, key=lambda each: each.max_output_tokens > 0):  # those without output first
             if request.generated_tokens >= request.max_output_tokens:
                 self._finish(done, request)

@@ -29,13 +29,15 @@ class RadixDriver(PageCacheDriver):
         rng: source of the names of partial blocks, and of local hashes where tokens are unknown.
 
     Raises:
-        ValueError: the manager is no such cache, or one of bigrams.
+        ValueError: the manager is no such cache, or one with speculative decoding.
     """
 
     manager: RadixCacheManager
 
     def __init__(self, manager: KvManager, prefix_caching: bool, rng: Random) -> None:
         super().__init__(checked_manager(manager, RadixCacheManager, "RadixDriver"), prefix_caching, rng)
+        if self.manager.speculative is not None:
+            raise ValueError("a RadixDriver drives no RadixCacheManager with speculative: that is for calls by hand")
 
     def need(self, request: RadixRequest, upto: int, tokens: Sequence[int] = ()) -> int:
         """Pages. Without any, this is the lookup of the request: recency and splits stay, as in SGLang, if it is refused."""

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
+    from pytest_kvmock.acceptance import AcceptedDrafts
     from pytest_kvmock.engine.driver import Driver
     from pytest_kvmock.engine.nested_args import SglangArgs
     from pytest_kvmock.engine.performance import PerformanceModel, Semantics
@@ -176,6 +177,7 @@ class ForwardPass:
         scheduled: of which requests it computed how many tokens, in order; a decode step is one token, none of the prompt.
         generated: the requests that generated a token in it, in order.
         tokens: the tokens that they generated.
+        bursts: how many each of them generated, of those that generated more than one, as drafts were accepted.
         admitted: the requests that it admitted, those that resume included.
         preempted: the requests that it preempted, in order.
         finished: the requests that finished with it.
@@ -196,6 +198,7 @@ class ForwardPass:
     scheduled: list[ScheduledTokens] = field(default_factory=list)
     generated: list[ScheduledRequest] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    bursts: dict[ScheduledRequest, int] = field(default_factory=dict)
     admitted: list[ScheduledRequest] = field(default_factory=list)
     preempted: list[ScheduledRequest] = field(default_factory=list)
     finished: list[ScheduledRequest] = field(default_factory=list)
@@ -207,6 +210,19 @@ class ForwardPass:
     decode_lengths: list[int] = field(default_factory=list)
     prefill_tokens: int = 0
     may_do_more: bool = False
+
+    def note_tokens(self, request: ScheduledRequest, tokens: Sequence[int]) -> None:
+        """Note what a request has generated."""
+        request.generated_tokens += len(tokens)
+        self.generated.append(request)
+        self.tokens += tokens
+        if len(tokens) > 1:
+            self.bursts[request] = len(tokens)
+
+    def note_times(self) -> None:
+        """Note when tokens came, once its end is known."""
+        for request in self.generated:
+            request.token_ms += [self.end_ms] * self.bursts.get(request, 1)
 
     @property
     def did_something(self) -> bool:
@@ -407,6 +423,19 @@ class Scheduler(ABC):
         self._decode_speedup = args.speedup_ratio * args.decode_speedup_ratio
         self._waiting: deque[ScheduledRequest] = deque()
         self._running: list[ScheduledRequest] = []
+        self._accepted: AcceptedDrafts | None = None
+        self._generate_run: Callable[[Any, Sequence[int]], None] | None = getattr(driver, "generate_run", None)
+
+    def accept_drafts(self, accepted: AcceptedDrafts | None) -> None:
+        """Have running requests generate accepted drafts and one token more in a pass; None: one token."""
+        self._accepted = accepted
+
+    def _next_tokens(self, request: ScheduledRequest) -> list[int]:
+        """The tokens that a request generates in this pass."""
+        count = 1
+        if self._accepted is not None:
+            count = min(1 + self._accepted.draw(), request.max_output_tokens - request.generated_tokens)
+        return [request.next_token() for _ in range(count)]
 
     @property
     def running(self) -> Sequence[ScheduledRequest]:

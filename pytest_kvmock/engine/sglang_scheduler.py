@@ -136,8 +136,7 @@ class SglangScheduler(Scheduler):
             deadline = tiers.parking.deadline
             if deadline is not None and done.end_ms <= now_ms:  # it can do nothing before a copy is done
                 done.end_ms = max(now_ms, deadline)
-        for request in done.generated:
-            request.token_ms.append(done.end_ms)
+        done.note_times()
         self._waiting.extendleft(reversed(done.preempted))
         if done.preempted:
             self._ratio = self._init_ratio
@@ -283,18 +282,16 @@ class SglangScheduler(Scheduler):
                 self._finish(done, request)
 
     def _generate_one(self, done: ForwardPass, request: ScheduledRequest) -> None:
-        token = request.next_token()
-        self._driver.generate(request.state, token)
-        request.computed_tokens += 1
-        self._note_token(done, request, token)
+        tokens = self._next_tokens(request)
+        if self._generate_run is not None and self._accepted is not None:
+            self._generate_run(request.state, tokens)
+        else:
+            for token in tokens:
+                self._driver.generate(request.state, token)
+        request.computed_tokens += len(tokens)
+        done.note_tokens(request, tokens)
         if request.generated_tokens < request.max_output_tokens:
             self._driver.checkpoint(request.state)
-
-    @staticmethod
-    def _note_token(done: ForwardPass, request: ScheduledRequest, token: int) -> None:
-        request.generated_tokens += 1
-        done.generated.append(request)
-        done.tokens.append(token)
 
     def _finish(self, done: ForwardPass, request: ScheduledRequest) -> None:
         if not request.keeps_blocks:
@@ -307,7 +304,7 @@ class SglangScheduler(Scheduler):
     def plan(self, now_ms: float, until_ms: float, *, ahead: bool = False) -> list[float]:  # noqa: ARG002 - no other ones
         """Return when passes end that only decode and touch no page, as long as each starts before a moment."""
         running = self._running
-        if self._waiting or not running or self._called_off:
+        if self._waiting or not running or self._called_off or self._accepted is not None:
             return []
         if self._tiers is not None and not self._tiers.parking.is_quiet:
             return []

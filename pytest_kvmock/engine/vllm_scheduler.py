@@ -165,8 +165,7 @@ class VllmScheduler(Scheduler):
             deadline = tiers.parking.deadline
             if deadline is not None:
                 done.end_ms = deadline
-        for request in done.generated:
-            request.token_ms.append(done.end_ms)
+        done.note_times()
         if not self._defers and not done.preempted:
             self._left_nobody = not self._waiting
         done.running = len(self._running)
@@ -349,7 +348,9 @@ class VllmScheduler(Scheduler):
 
     def plan(self, now_ms: float, until_ms: float, *, ahead: bool = False) -> list[float]:
         """Return when passes end that only decode, as long as each starts before a moment; see `Scheduler.plan`."""
-        if now_ms >= until_ms:
+        if (
+            now_ms >= until_ms or self._accepted is not None
+        ):  # of a burst nobody knows how long it is before it is drawn
             return []
         ahead &= self._decodes_ahead
         count = self._decode_passes() if ahead else self._quiet_passes()
@@ -446,7 +447,7 @@ class VllmScheduler(Scheduler):
             return
         prefilled = {each.request for each in done.scheduled if each.prompt_tokens}
         charged = lengths
-        if self._release.prefill_generates and self._aggregated:
+        if self._release.prefill_generates and self._aggregated and self._accepted is None:
             charged = [
                 length
                 for request, length in zip(ready, lengths, strict=True)
@@ -457,17 +458,14 @@ class VllmScheduler(Scheduler):
         for request in ready:
             if request.status != "running":  # preempted for one before it
                 continue
-            token = request.next_token()
-            while not driver.generate(request.state, token):
-                victim = self._victim()
-                assert victim is not None  # it runs itself
-                self._preempt(victim)
-                if victim is request:
-                    break
+            tokens = self._next_tokens(request)
+            if self._generate_run is not None:
+                self._generate_run(request.state, tokens)
+                request.computed_tokens += len(tokens) - 1
             else:
-                request.generated_tokens += 1
-                done.generated.append(request)
-                done.tokens.append(token)
+                tokens = self._generate(request, tokens)
+            if tokens:
+                done.note_tokens(request, tokens)
                 if request.generated_tokens == request.max_output_tokens:
                     self._finish(request)
         if done.generated:
@@ -475,6 +473,17 @@ class VllmScheduler(Scheduler):
         done.decode_lengths = [
             length for request, length in zip(ready, lengths, strict=True) if request not in prefilled
         ]
+
+    def _generate(self, request: ScheduledRequest, tokens: list[int]) -> list[int]:
+        """Append tokens to a request, each with the block that it needs; returns those that found room."""
+        for at, token in enumerate(tokens):
+            while not self._driver.generate(request.state, token):
+                victim = self._victim()
+                assert victim is not None  # it runs itself
+                self._preempt(victim)
+                if victim is request:
+                    return tokens[:at]
+        return tokens
 
     def _finish(self, request: ScheduledRequest) -> None:
         if not request.keeps_blocks:

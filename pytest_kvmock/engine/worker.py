@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, cast
 from pytest_kvmock.cache.manager import protocol_mismatch
 from pytest_kvmock.checks import integer_text, is_integer
 from pytest_kvmock.engine.driver import (
+    DraftDriver,
     Driver,
     MakeDriver,
     SchedulerDriver,
@@ -160,21 +161,31 @@ class Request:
         """Its blocks in order: sequence hashes, and the UUID of a last one that is not full."""
         return list(self._state.blocks)
 
-    def decode(self, tokens: int | Sequence[int] = 1) -> None:
+    def decode(self, tokens: int | Sequence[int] = 1, accepted: Sequence[int] | None = None) -> None:
         """Generate: so many one-token steps, or these tokens.
 
         When a block that they fill is published is the engine's nature: `KvWorker.traits.stores_when`.
+
+        Args:
+            tokens: how many, or which.
+            accepted: of an engine with a draft model, how many drafts each step accepts: it generates these, and one token more.
+                None: all drafts of all steps are rejected.
 
         Raises:
             OutOfBlocks: not all of them fit; none was generated.
             SlotsLost: with tiers, a step needs a block, and nothing will ever free one. The tokens before it were
                 generated, and the request runs on.
             RequestError: the request is not running.
-            ValueError: a token, or the count, out of range.
+            ValueError: a token, or the count, out of range; or `accepted` are not as many drafts as steps can accept, or do not add
+                up to `tokens`.
         """
-        self._record(Decode, tuple(tokens) if isinstance(tokens, list) else tokens, None)
+        given = None if accepted is None else tuple(accepted)
+        self._record(Decode, tuple(tokens) if isinstance(tokens, list) else tokens, None, given)
         self._need("decode", "running")
         steps = self._worker._steps(tokens)
+        if given is not None:
+            self._decode_runs(_runs(steps, given, getattr(self._driver, "drafts", 0), self._worker))
+            return
         clock = self._worker._clock
         requested = self._driver.need(self._state, len(self._state), steps)
         available = (clock or self._driver).room()
@@ -184,6 +195,14 @@ class Request:
             self._driver.extend(self._state, steps)
         else:
             clock.generate(self._state, steps)
+
+    def _decode_runs(self, runs: Sequence[Sequence[int]]) -> None:
+        """Decode in steps that generate several tokens each."""
+        driver = cast("DraftDriver", self._driver)
+        requested, available = driver.need_runs(self._state, len(self._state), runs), driver.room()
+        if requested > available:
+            raise OutOfBlocks(requested, available)
+        driver.extend_runs(self._state, runs)
 
     def lose(self) -> None:
         """Give the request up, as its worker restarts."""
@@ -275,6 +294,26 @@ class Request:
                 f"{what} on a request that is {self._status}; it must be {' or '.join(allowed)} "
                 f"(worker {self._worker.worker_id})"
             )
+
+
+def _runs(steps: Sequence[int], accepted: tuple[int, ...], drafts: int, worker: KvWorker) -> list[Sequence[int]]:
+    """The tokens of each step, by how many drafts it accepts."""
+    if not drafts:
+        raise ValueError(f"decode: accepted is for an engine with a draft model, and {worker!r} has none")
+    if not all(is_integer(count, 0) and count <= drafts for count in accepted):
+        raise ValueError(
+            f"decode: accepted must be integers from 0 to {drafts}, the drafts of a step, got {accepted!r:.80}"
+        )
+    if sum(accepted) + len(accepted) != len(steps):
+        raise ValueError(
+            f"decode: {len(accepted)} steps that accept {sum(accepted)} drafts generate {sum(accepted) + len(accepted)} tokens, "
+            f"got tokens for {len(steps)}"
+        )
+    runs, at = [], 0
+    for count in accepted:
+        runs.append(steps[at : at + count + 1])
+        at += count + 1
+    return runs
 
 
 class KvWorker:

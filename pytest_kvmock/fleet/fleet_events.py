@@ -17,7 +17,7 @@ from pytest_kvmock.checks import check_number
 from pytest_kvmock.clock.mock_engine import MockEngine
 from pytest_kvmock.events import RouterEvent
 from pytest_kvmock.router.index import KvEventError, RadixIndex
-from pytest_kvmock.router.routing import id_of, stream_of
+from pytest_kvmock.router.routing import NameForms, id_of, stream_of
 
 if TYPE_CHECKING:
     from pytest_kvmock.clock.passes import Calls
@@ -130,11 +130,13 @@ class KnownCaches:
 
     def __init__(self, reference: RadixIndex, *, has_ranks: bool) -> None:
         self.reference = reference
+        self.forms = NameForms()
         self.has_ranks = has_ranks
 
     def overlaps(self, request: RouterRequest) -> Mapping[Worker, int]:
         """Return how many leading full blocks of a prompt each worker holds; who has none may be absent."""
-        return by_worker(self.reference.find_matches(request.local_hashes).scores, has_ranks=self.has_ranks)
+        found = self.forms.find(self.reference.find_matches, request.hashes)
+        return by_worker(found, has_ranks=self.has_ranks)
 
     def held_blocks(self, worker: Worker) -> int:
         """Return how many blocks a worker holds."""
@@ -166,6 +168,7 @@ class TrueCaches(KnownCaches):
             self.reference.apply(event)
 
     def _take(self, event: RouterEvent) -> None:
+        self.forms.take(event)
         with suppress(KvEventError):
             self.reference.apply(event)
 
@@ -322,6 +325,7 @@ class Heard(Knowledge[RouterEvent]):
 
     def _receive(self, thing: RouterEvent) -> tuple[RouterEvent, bool]:
         refused = False
+        self.forms.take(thing)
         try:
             self.reference.apply(thing)
         except KvEventError:  # an oddity of a faithful engine, which this index tells by raising
@@ -332,8 +336,12 @@ class Heard(Knowledge[RouterEvent]):
 
     def overlaps(self, request: RouterRequest) -> Mapping[Worker, int]:
         """Return how many leading full blocks of a prompt each worker holds, by the index that was given."""
-        found = self._index.find_matches(request.local_hashes)
-        return by_worker(getattr(found, "scores", found), has_ranks=self.has_ranks)
+
+        def find(hashes: Sequence[int]) -> Any:
+            found = self._index.find_matches(hashes)
+            return getattr(found, "scores", found)
+
+        return by_worker(self.forms.find(find, request.hashes), has_ranks=self.has_ranks)
 
     def restart(self, worker: Worker, engine: MockEngine, *, announced: bool) -> None:
         """Restart a worker."""

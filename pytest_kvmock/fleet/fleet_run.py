@@ -237,7 +237,7 @@ class FleetRun(EngineRun):
                 continue
             if request.status == "finished":
                 yield from self._finished(request)
-            elif len(request.token_ms) == 1:
+            elif len(request.token_ms) == done.bursts.get(request, 1):
                 self._book.first_token(routed[0])
                 yield from self._signal("first_token", routed[0])
         for request in done.rejected:

@@ -12,7 +12,8 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pytest_kvmock.events import SparseStored, Stored
-from pytest_kvmock.prompt_keys import is_attention_group
+from pytest_kvmock.prompt_keys import LOOKAHEAD, is_attention_group
+from pytest_kvmock.tokens import windows_of
 
 if TYPE_CHECKING:
     from pytest_kvmock.events import RouterEvent
@@ -52,6 +53,8 @@ class SentBlocks:
         node = self._tries.setdefault(worker, {}) if data.parent_hash is None else named.get(data.parent_hash)
         if node is None:
             return
+        if windows_of(event.token_ids or (), None if event.extra is None else event.extra.get(LOOKAHEAD))[1]:
+            self._unknown.add(worker)  # what was sent there is known by blocks, and its names are of windows
         for name, local_hash in zip(data.block_hashes, data.tokens_hashes, strict=True):
             node = named[name] = node.setdefault(local_hash, {})
 

@@ -21,6 +21,8 @@ from pytest_kvmock.tokens import block_hashes, sequence_hashes
 class QueriedChain(NamedTuple):
     """A chain to look up: local hashes and block hashes from the first to the last; tokens and what they carried where known.
 
+    `after` are the tokens behind them that the name of the last block covers, too: who asks by tokens asks with them.
+
     Of a negative query, which must match nothing, the block hashes only show which chain it was made from: by leaving out its
     first block ("tail"), or by exchanging it for one that nobody stored ("foreign").
     """
@@ -30,6 +32,7 @@ class QueriedChain(NamedTuple):
     tokens: tuple[int, ...] | None
     negative: Literal["", "tail", "foreign"] = ""
     extra: EventExtra | None = None
+    after: tuple[int, ...] = ()
 
     @property
     def block_size(self) -> int:
@@ -41,7 +44,15 @@ class QueriedChain(NamedTuple):
         size = self.block_size
         tokens = None if self.tokens is None else self.tokens[start * size : stop * size]
         extra = None if self.extra is None else part_of(self.extra, range(start, stop))
-        return QueriedChain(self.local[start:stop], self.blocks[start:stop], tokens, self.negative, extra)
+        after = self.after
+        if after and self.tokens is not None:
+            after = (*self.tokens, *after)[stop * size :][: len(after)]
+        return QueriedChain(self.local[start:stop], self.blocks[start:stop], tokens, self.negative, extra, after)
+
+    @property
+    def asked_tokens(self) -> tuple[int, ...] | None:
+        """The tokens to ask by; None where they are not known."""
+        return None if self.tokens is None else (*self.tokens, *self.after)
 
 
 class Chains:
@@ -119,7 +130,8 @@ class Chains:
         """The chain from the root to a block, as it was last stored."""
         stored = stream.read_chain(block, with_tokens=self._with_tokens)
         extra = stream.extra_of(stored.blocks) if self._with_tokens else None
-        return QueriedChain(stored.local_hashes, stored.blocks, stored.tokens, extra=extra)
+        after = stream.next_tokens(block) if self._with_tokens and stored.tokens is not None else ()
+        return QueriedChain(stored.local_hashes, stored.blocks, stored.tokens, extra=extra, after=after)
 
     def of_prompt(self, asked: AskedPrompt, streams: Mapping[StreamKey, Stream]) -> QueriedChain:
         """The chain of a prompt that a test asks for; its block hashes are those of the stream that has stored most of it."""
@@ -157,7 +169,7 @@ class Chains:
                 place, token = self._rng.randrange(size), self._rng.getrandbits(32)
                 first[place] = token ^ 1 if token == first[place] else token
                 tokens = (*first, *rest.tokens)
-            yield QueriedChain((foreign, *rest.local), chain.blocks, tokens, "foreign", chain.extra)
+            yield QueriedChain((foreign, *rest.local), chain.blocks, tokens, "foreign", chain.extra, chain.after)
             yield rest._replace(negative="tail")
 
 

@@ -38,6 +38,8 @@ from pytest_kvmock.harness.under_test import (
     agree,
     difference_below,
     first_difference,
+    forms_of,
+    of_each_form,
     question,
     raised_at,
 )
@@ -49,7 +51,9 @@ from pytest_kvmock.hygiene.rules import EVENT_ID_GAP, INDEX_DRIFT, INDEX_FAILURE
 from pytest_kvmock.hygiene.story import story_of
 from pytest_kvmock.hygiene.stream import Desync
 from pytest_kvmock.hygiene.text import NOBODY, worker_text
+from pytest_kvmock.prompt_keys import hash_options
 from pytest_kvmock.router.index import RadixIndex
+from pytest_kvmock.tokens import block_hashes
 
 Sync: TypeAlias = Literal["every", "auto", "burst", "end"]
 SYNC: Final = ("every", "auto", "burst", "end")
@@ -558,7 +562,7 @@ class IndexComparison:
         if self.survival is None and by_tier and self._under_test.takes_updates:
             expected = self._reference.find_tiered(chain.local).get(StorageTier.DEVICE, {})
         elif self.survival is None:
-            expected = self._reference.find_matches(chain.local).scores
+            expected = self._held(chain)
         else:
             expected = self.survival.expected(answer, chain.local, ignored)
         exactly = self._under_test.answers_reusable and self.survival is None
@@ -580,8 +584,26 @@ class IndexComparison:
         self._is_open = not self._at_rest and not agree(answer, most if exactly else expected)
         return first_difference(answer, {} if self._under_test.may_forget else least, most)
 
+    def _held(self, chain: QueriedChain) -> Scores:
+        """What each worker holds of a chain; one that is asked for by tokens, by the hashes that its own names have."""
+        found = self._reference.find_matches(chain.local).scores
+        forms = forms_of(self._ledger.streams)
+        tokens = chain.asked_tokens
+        if len(forms) == 1 or not self._under_test.takes_tokens or tokens is None:
+            return found
+        options = {} if chain.extra is None else hash_options(chain.extra)
+        answers = {
+            ahead: self._reference.find_matches(
+                block_hashes(tokens, chain.block_size, lookahead=ahead, **options)
+            ).scores
+            for ahead in forms
+        }
+        held: Scores = of_each_form(answers, self._ledger.streams)
+        return held
+
     def _question(self, chain: QueriedChain) -> Call:
-        asked = question(list(chain.local), chain.tokens, takes_tokens=self._under_test.takes_tokens, of_events=True)
+        takes_tokens = self._under_test.takes_tokens
+        asked = question(list(chain.local), chain.asked_tokens, takes_tokens=takes_tokens, of_events=True)
         return self._under_test.asking(chain.extra), asked
 
     def _failure(

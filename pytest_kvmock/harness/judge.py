@@ -7,7 +7,7 @@ reference index and to the index under test, in this order. The comparison with 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from random import Random
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
@@ -18,7 +18,7 @@ from pytest_kvmock.harness.book import Book
 from pytest_kvmock.harness.index_comparison import SYNC, IndexComparison, Sync
 from pytest_kvmock.harness.queued import AskedPrompt, QueuedEvent
 from pytest_kvmock.harness.reuse import Reuse
-from pytest_kvmock.harness.under_test import Calls, IndexUnderTest, TierScores, arun, run
+from pytest_kvmock.harness.under_test import Calls, IndexUnderTest, TierScores, arun, forms_of, of_each_form, run
 from pytest_kvmock.hygiene import entries
 from pytest_kvmock.hygiene.delivery import Delivery, Published
 from pytest_kvmock.hygiene.drift import oldest_first
@@ -418,21 +418,36 @@ class Judge:
         """Look up a prompt in the index under test, or in the reference; see `IndexUnderTest.look_up`. The answer is compared, too."""
         __tracebackhide__ = True
         if self.under_test is None:
-            hashes = prompt.block_hashes(block_size)
-            if by_tier:
-                return {tier: dict(scores) for tier, scores in self.reference.find_tiered(hashes).items()}
-            return {StorageTier.DEVICE: self.reference.find_matches(hashes).scores}
+            return self.held(prompt, block_size, by_tier=by_tier)
         self.end_burst()
         comparison = self._comparison
         assert comparison is not None
-        before = comparison.moment()
-        tiers = yield from self.under_test.look_up(prompt, block_size, extra=extra, by_tier=by_tier)
+        # Of names that look ahead a prompt is as many questions as there are forms, which the harness's own look-ups ask by themselves.
+        before = comparison.moment() if forms_of(self.ledger.streams, prompt) == (0,) else None
+        tiers = yield from self.under_test.look_up(
+            prompt, block_size, extra=extra, by_tier=by_tier, streams=self.ledger.streams
+        )
         if before is not None and before == comparison.moment():
             asked = AskedPrompt(prompt, block_size, extra, by_tier)
             found = yield from comparison.answered(asked, tiers, self.log.total - 1)
             if found:
                 self.note(comparison.news(found))
         return tiers
+
+    def held(self, prompt: Prompt, block_size: int, *, by_tier: bool = False) -> TierScores:
+        """What the reference index has of a prompt; see `IndexUnderTest.look_up`."""
+        found: dict[StorageTier, dict[int, Any]] = {}
+        forms = forms_of(self.ledger.streams, prompt)
+        for ahead in forms:
+            hashes = prompt.block_hashes(block_size, ahead)
+            tiers: Mapping[StorageTier, Any] = {StorageTier.DEVICE: self.reference.find_matches(hashes).scores}
+            if by_tier:
+                tiers = self.reference.find_tiered(hashes)
+            for tier, scores in tiers.items():
+                found.setdefault(tier, {})[ahead] = scores
+        if len(forms) == 1:
+            return {tier: dict(answers[forms[0]]) for tier, answers in found.items()}
+        return {tier: of_each_form(answers, self.ledger.streams) for tier, answers in found.items()}
 
     @property
     def num_taken_for_device(self) -> int:

@@ -79,30 +79,31 @@ def _blocks_reused(
     size = stream.spec.block_size
     if size is None or chain.negative or stream.holes or stream.desync is not None or engine.next_id != stream.next_id:
         return None
-    tokens, extra = _tokens_of(chain, streams)
+    tokens, after, extra = _tokens_of(chain, streams)
     if tokens is None or len(tokens) != size * len(chain.local):
         return None
     options = hash_options(extra)
     if "mm_hashes" in options:
         return None
     lora_name, salt = options.get("lora_name"), options.get("cache_namespace")
-    prompt = Prompt((*tokens, 0), lora_name=lora_name, cache_salt=salt)
+    prompt = Prompt((*tokens, *after, 0), lora_name=lora_name, cache_salt=salt)
     return min(engine.cached_tokens(prompt), len(tokens)) // size
 
 
 def _tokens_of(
     chain: QueriedChain, streams: Mapping[StreamKey, Stream]
-) -> tuple[tuple[int, ...] | None, EventExtra | None]:
-    """The tokens of a chain, and what they carried: its own, or from the events of whoever has stored it."""
+) -> tuple[tuple[int, ...] | None, tuple[int, ...], EventExtra | None]:
+    """The tokens of a chain, those that its last name looks at, and what they carried: its own, or from the events of whoever has stored it."""
     if chain.tokens is not None:
-        return chain.tokens, chain.extra
+        return chain.tokens, (), chain.extra
     block = chain.blocks[-1]
     for stream in streams.values():
         if stream.was_stored(block):
             stored = stream.read_chain(block, with_tokens=True)
             if stored.local_hashes == chain.local:
-                return stored.tokens, stream.extra_of(stored.blocks)
-    return None, None
+                after = () if stored.tokens is None else stream.next_tokens(block)
+                return stored.tokens, after, stream.extra_of(stored.blocks)
+    return None, (), None
 
 
 def bounds_text(right: range, *, exactly: bool) -> str:

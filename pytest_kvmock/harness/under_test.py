@@ -23,6 +23,7 @@ from pytest_kvmock.prompt_keys import names_blocks
 from pytest_kvmock.tokens import Prompt
 
 if TYPE_CHECKING:
+    from pytest_kvmock.hygiene.stream import Stream
     from pytest_kvmock.prompt_keys import EventExtra
 
 Scores: TypeAlias = dict[tuple[int, int], int]
@@ -233,14 +234,26 @@ class IndexUnderTest:
         need = "remove_worker(worker_id)" if whole else "remove_worker_dp_rank(worker_id, dp_rank)"
         raise ValueError(f"the index under test ({self.name}) cannot remove worker {worker_id}: it has no {need}")
 
-    def look_up(self, prompt: Prompt, block_size: int, *, extra: EventExtra | None, by_tier: bool) -> Calls[TierScores]:
+    def look_up(
+        self,
+        prompt: Prompt,
+        block_size: int,
+        *,
+        extra: EventExtra | None,
+        by_tier: bool,
+        streams: Mapping[StreamKey, Stream] | None = None,
+    ) -> Calls[TierScores]:
         """Look up a prompt; a sync index is flushed before, an async one is asked as far as it was flushed.
+
+        Where names of blocks look ahead, it is asked once for each number of tokens that they look at, and of each answer those
+        workers count whose names do. One that hashes tokens itself is asked once.
 
         Args:
             prompt: the prompt.
             block_size: tokens a block.
             extra: what it carries beside its tokens, in the form of the engines' events; None for nothing.
             by_tier: ask for all tiers, and not for the device alone.
+            streams: those of the workers; None: no names look ahead.
 
         Raises:
             ValueError: it takes tokens, and the prompt has none; or it is asked for tiers, and has no `find_tiered`.
@@ -251,10 +264,19 @@ class IndexUnderTest:
         flush = self.flush
         if flush is not None and not self.is_async:
             yield lambda _: flush(), None
-        if find_tiered is not None:
-            return self.read_tiered((yield find_tiered, list(prompt.block_hashes(block_size))))
-        answer = yield self.asking(extra), self._question(prompt, block_size)
-        return {StorageTier.DEVICE: self.read(answer)}
+        forms = forms_of(streams or {}, prompt)
+        tiers: dict[StorageTier, dict[int, Scores | WorkerScores]] = {}
+        for ahead in forms if not self.takes_tokens or find_tiered is not None else forms[:1]:
+            if find_tiered is not None:
+                read = self.read_tiered((yield find_tiered, list(prompt.block_hashes(block_size, ahead))))
+            else:
+                answer = yield self.asking(extra), self._question(prompt, block_size, ahead)
+                read = {StorageTier.DEVICE: self.read(answer)}
+            for tier, scores in read.items():
+                tiers.setdefault(tier, {})[ahead] = scores
+        if len(forms) == 1 or (self.takes_tokens and find_tiered is None):
+            return {tier: answers[forms[0]] for tier, answers in tiers.items()}
+        return {tier: of_each_form(answers, streams or {}) for tier, answers in tiers.items()}
 
     def _telling_tiers(self) -> Callable[..., Any]:
         __tracebackhide__ = True
@@ -305,9 +327,9 @@ class IndexUnderTest:
             return ""
         return f"; the event had no token_ids for each block: {_WITH_TOKENS}"
 
-    def _question(self, prompt: Prompt, block_size: int) -> Sequence[int]:
+    def _question(self, prompt: Prompt, block_size: int, lookahead: int = 0) -> Sequence[int]:
         __tracebackhide__ = True
-        hashes = () if self.takes_tokens else list(prompt.block_hashes(block_size))
+        hashes = () if self.takes_tokens else list(prompt.block_hashes(block_size, lookahead))
         return question(hashes, prompt.tokens, takes_tokens=self.takes_tokens)
 
     def read_tiered(self, answer: Any) -> TierScores:
@@ -372,6 +394,32 @@ class IndexUnderTest:
             if blocks:
                 out[key] = blocks
         return out
+
+
+def forms_of(streams: Mapping[StreamKey, Stream], prompt: Prompt | None = None) -> tuple[int, ...]:
+    """How many of the next tokens the names of blocks look at, for each number that a worker has, the least first.
+
+    Args:
+        streams: those of the workers.
+        prompt: for which prompt; of one of hashes there is one, as its hashes are what they are.
+    """
+    if prompt is not None and not prompt.has_tokens:
+        return (0,)
+    return tuple(sorted({stream.lookahead for stream in streams.values()})) or (0,)
+
+
+def of_each_form(answers: Mapping[int, Scores | WorkerScores], streams: Mapping[StreamKey, Stream]) -> Any:
+    """Of answers by how many tokens names look at, the workers whose names do.
+
+    Args:
+        answers: by worker or by rank.
+        streams: those of the workers.
+    """
+    by_rank = {key: stream.lookahead for key, stream in streams.items()}
+    forms: dict[Any, int] = {**by_rank, **{key[0]: ahead for key, ahead in by_rank.items()}}
+    return {
+        key: blocks for ahead, scores in answers.items() for key, blocks in scores.items() if forms.get(key, 0) == ahead
+    }
 
 
 def agree(answer: Scores | WorkerScores, expected: Scores) -> bool:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from pytest_kvmock.events import BlockTokens, RouterEvent, Stored, block_text
 from pytest_kvmock.hashed_blocks import own_blocks
-from pytest_kvmock.prompt_keys import hash_options, names_blocks, part_of
-from pytest_kvmock.tokens import block_hashes, chained_hash, sequence_hashes
+from pytest_kvmock.prompt_keys import LOOKAHEAD, hash_options, names_blocks, part_of
+from pytest_kvmock.tokens import block_hashes, chained_hash, sequence_hashes, windows_of
 
 if TYPE_CHECKING:
     from pytest_kvmock.prompt_keys import EventExtra
@@ -264,10 +264,11 @@ def wrong_hash(
     if is_sparse and not by_itself:
         tokens = ()
     if tokens and size is not None and not own and not is_sparse:
-        flat = [token for ids in tokens for token in ids]
+        windows, ahead = windows_of(tokens, None if event.extra is None else event.extra.get(LOOKAHEAD))
+        flat = [token for ids in windows for token in ids]
         options = {} if event.extra is None else hash_options(event.extra)
-        made_of = block_hashes(flat, size, **options)
-        if len(flat) % size:
+        made_of = block_hashes(flat, size + ahead, **options)
+        if not ahead and len(flat) % size:
             made_of += block_hashes(tokens[-1], len(tokens[-1]), **options)
         for block, local, made in zip(data.block_hashes, data.tokens_hashes, made_of, strict=False):
             if local != made:
@@ -276,7 +277,8 @@ def wrong_hash(
                     f"block {block_text(block)} has local hash {block_text(local)}",
                     f"its {len(tokens[data.block_hashes.index(block)])} tokens{_with(event.extra)} have local hash {block_text(made)}",
                 )
-    extra = event.extra if by_itself or names_blocks(event.extra) else None
+    looks = by_itself or names_blocks(event.extra) or (event.extra and event.extra.get(LOOKAHEAD))
+    extra = event.extra if looks else None
     rights = chain.expected(data, tokens, size) if extra is None else chain.expected(data, tokens, size, extra)
     if rights is not None and tuple(rights) != data.block_hashes:
         for i, (block, local, expected) in enumerate(zip(data.block_hashes, data.tokens_hashes, rights, strict=True)):

@@ -2,12 +2,15 @@
 
 One subject: what the events before tell of a block.
 The index is built at the first lookup: a stream without a problem pays for a list of its events.
+
+One subject: what the events of a stream say of a block.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import islice, repeat
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -22,7 +25,8 @@ from pytest_kvmock.events import (
     block_text,
 )
 from pytest_kvmock.hygiene.content import MOST_PARENTS, BlockFlaw, sparse
-from pytest_kvmock.prompt_keys import block_keys, has_window_size
+from pytest_kvmock.prompt_keys import LOOKAHEAD, LOOKAHEAD_KEYS, block_keys, has_window_size
+from pytest_kvmock.tokens import windows_of
 
 if TYPE_CHECKING:
     from pytest_kvmock.prompt_keys import EventExtra
@@ -60,8 +64,10 @@ class History:
 
     __slots__ = (
         "_cleared",
+        "_form_read",
         "_last_removed",
         "_last_stored",
+        "_lookahead",
         "_parents_left",
         "_read",
         "anew",
@@ -77,6 +83,8 @@ class History:
         self.anew: list[tuple[int, str]] = []
         self.tails: set[int] = set()
         self._parents_left = MOST_PARENTS
+        self._lookahead: int | None = None
+        self._form_read = 0
         self._reset_index()
 
     def _reset_index(self) -> None:
@@ -93,6 +101,7 @@ class History:
         places = sorted({stored_at[block] for block in needed if block in stored_at})
         self.anew = [(bisect_left(places, at), why) for at, why in self.anew]
         self.events = [self.events[place] for place in places]
+        self._form_read = 0
         self._reset_index()
 
     def _index(self) -> dict[int, int]:
@@ -312,7 +321,34 @@ class History:
                     tokens = None
                 else:
                     tokens += [token for part in parts if part is not None for token in part]
+        if tokens and isinstance(tokens[0], (tuple, list)):
+            pairs: Any = tokens
+            tokens = [first for first, _ in pairs]
         return StoredChain(tuple(blocks), tuple(local_hashes), None if tokens is None else tuple(tokens))
+
+    @property
+    def lookahead(self) -> int:
+        """How many of the next tokens the names of its blocks cover, too, by the first Stored that shows it; 0 until one does."""
+        if self._lookahead is None:
+            for event in self.events[self._form_read :]:
+                ids, data = event.token_ids, event.event.data
+                if ids and isinstance(data, Stored) and data.block_hashes:
+                    with suppress(TypeError, IndexError, KeyError):  # a user's own tokens may be anything
+                        self._lookahead = windows_of(ids, None if event.extra is None else event.extra.get(LOOKAHEAD))[
+                            1
+                        ]
+                    if self._lookahead is not None:
+                        break
+            self._form_read = len(self.events)
+        return self._lookahead or 0
+
+    def next_tokens(self, block: int) -> tuple[int, ...]:
+        """The tokens after a block that was stored which its name covers, too; none where it does not look ahead."""
+        event = self.events[self._index()[block]]
+        ids, place = event.token_ids, _stored(event).block_hashes.index(block)
+        lists = None if event.extra is None else event.extra.get(LOOKAHEAD)
+        windows, ahead = windows_of((), None) if ids is None else windows_of(ids, lists)
+        return tuple(windows[place][-ahead:]) if ahead else ()
 
     def extra_of(self, blocks: Sequence[int]) -> EventExtra | None:
         """What travelled beside the events that last stored these blocks of a chain, as beside one of them all."""
@@ -327,7 +363,9 @@ class History:
             extra.update(beside)
             place, of_blocks = _stored(event).block_hashes.index(block), block_keys(beside)
             keys.append(of_blocks[place] if place < len(of_blocks) else None)
-        return {**extra, "extra_keys": keys} if "extra_keys" in extra else extra
+        extra.pop(LOOKAHEAD, None)  # the tokens of a chain have them
+        extra.pop(LOOKAHEAD_KEYS, None)
+        return ({**extra, "extra_keys": keys} if "extra_keys" in extra else extra) or None
 
     def _runs(self, block: int) -> list[tuple[int, Sequence[int]]]:
         """The leading blocks of each Stored that make up a chain, from the root on; each with its place in `events`."""

@@ -27,6 +27,7 @@ Argument: TypeAlias = Literal[
     "from 0",
     "tokens from 1",
     "from 1",
+    "counts",
     "ms",
     "ms or null",
 ]

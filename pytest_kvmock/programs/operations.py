@@ -10,12 +10,12 @@ One subject: the operations of a program.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Final, Protocol, Self, TypeAlias
 
 from pytest_kvmock.events import BlockTokens, Stored
-from pytest_kvmock.programs.forms import Doer, OnRequest, OnWorker, WithPrompt, number_ranges
+from pytest_kvmock.programs.forms import Doer, OnRequest, OnWorker, WithPrompt, number_ranges, sizes
 from pytest_kvmock.programs.forms import Operation as Operation  # noqa: PLC0414 - who records them takes all from here
 from pytest_kvmock.programs.near_hashes import hash_pair, token_pair
 from pytest_kvmock.prompt_keys import PromptKeys
@@ -133,10 +133,12 @@ class Decode(OnRequest):
         tokens: how many, or which.
         of: where `tokens` is a number, which token; blocks that fill up may so be blocks that another request has. None
             for tokens that the worker draws.
+        accepted: how many drafts each step accepts, of an engine with a draft model; None: it has none, or accepts none.
     """
 
     kind = "decode"
-    takes = {"request": "text", "tokens": "tokens", "count": "from 0"}
+    by_name = ("accepted",)
+    takes = {"request": "text", "tokens": "tokens", "count": "from 0", "accepted": "counts"}
     one_of = ("tokens", "count")
     short = ""
     amount = "tokens"
@@ -144,6 +146,7 @@ class Decode(OnRequest):
 
     tokens: int | tuple[int, ...] = 1
     of: int | None = 0
+    accepted: tuple[int, ...] | None = None
 
     @property
     def argument(self) -> int | tuple[int, ...]:
@@ -153,17 +156,31 @@ class Decode(OnRequest):
 
     @property
     def given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return () if self.argument == 1 else (self.argument,), {}
+        named = {} if self.accepted is None else {"accepted": self.accepted}
+        return () if self.argument == 1 else (self.argument,), named
 
     def yaml(self, block_size: int) -> dict[str, Any]:
         tokens = self.argument
-        amount = {"count": tokens} if isinstance(tokens, int) else {"tokens": number_ranges(tokens)}
+        amount: dict[str, Any] = {"count": tokens} if isinstance(tokens, int) else {"tokens": number_ranges(tokens)}
+        if self.accepted is not None:
+            amount["accepted"] = list(self.accepted)
         return {self.kind: {"request": self.request, **amount}}
+
+    def simpler(self) -> Iterator[Self]:
+        if self.accepted is None:
+            yield from OnRequest.simpler(self)
+            return
+        for fewer in sizes(len(self.accepted)):
+            accepted = self.accepted[:fewer]
+            count = sum(accepted) + len(accepted)
+            tokens = count if isinstance(self.tokens, int) else self.tokens[:count]
+            yield replace(self, tokens=tokens, accepted=accepted)
 
     @classmethod
     def from_yaml(cls, given: Mapping[str, Any], block_size: int) -> Self:
         tokens = tuple(chain.from_iterable(given["tokens"])) if "tokens" in given else given["count"]
-        return cls(given["request"], tokens, of=None)
+        accepted = given.get("accepted")
+        return cls(given["request"], tokens, of=None, accepted=None if accepted is None else tuple(accepted))
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -446,6 +463,9 @@ class ServeNear(OnWorker):
 
     def _near(self, block_size: int, *, by_tokens: bool) -> tuple[int | tuple[int, ...], int | tuple[int, ...]]:
         return token_pair(block_size, self.kept) if by_tokens else hash_pair(self.kept)
+
+    def fits(self, doer: Doer) -> bool:
+        return not self.owner(doer).traits.looks_ahead  # the hashes that are known are of blocks, and not of windows
 
     def do(self, doer: Doer) -> Any:
         size, by_tokens = doer.block_size, doer.by_tokens or not self.owner(doer).traits.takes_hashes

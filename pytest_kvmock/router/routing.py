@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+
+from pytest_kvmock.events import RouterEvent, Stored
+from pytest_kvmock.prompt_keys import LOOKAHEAD
+from pytest_kvmock.tokens import windows_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from pytest_kvmock.tokens import Prompt
 
@@ -101,10 +105,62 @@ class RouterRequest:
         """The prompt's tokens; None where only hashes are known."""
         return self.prompt.tokens
 
+    def hashes(self, lookahead: int = 0) -> list[int]:
+        """Local hashes to ask an index by for workers whose names of blocks cover so many of the next tokens, too.
+
+        Of a prompt of hashes there are no others than its own.
+        """
+        return self.prompt.block_hashes(self.block_size, lookahead if self.prompt.tokens is not None else 0)
+
     @property
     def lora_name(self) -> str | None:
         """Its LoRA adapter; None: none."""
         return self.prompt.lora_name
+
+
+class NameForms:
+    """How many of the next tokens the names of each worker's blocks cover, too, by its events: so long are the windows to ask by.
+
+    An index is asked once for each number that a worker has, and of each answer those workers count whose names are so.
+    """
+
+    __slots__ = ("_forms",)
+
+    def __init__(self) -> None:
+        self._forms: dict[tuple[int, int], int] = {}
+
+    def take(self, event: RouterEvent) -> None:
+        """Note what an event shows; the first Stored with tokens of a worker and rank shows it."""
+        key, data = event.key, event.event.data
+        if key in self._forms or not event.token_ids or not isinstance(data, Stored) or not data.block_hashes:
+            return
+        self._forms[key] = windows_of(event.token_ids, None if event.extra is None else event.extra.get(LOOKAHEAD))[1]
+
+    def find(self, find: Callable[[list[int]], Any], hashes: Callable[[int], list[int]]) -> Mapping[Any, int]:
+        """Ask an index for a prompt, as often as need be.
+
+        Args:
+            find: its `find_matches`.
+            hashes: the local hashes of the prompt, by how many of the next tokens names cover.
+
+        Returns:
+            Blocks by worker, or by worker and rank, as the index answers.
+        """
+        forms = sorted({*self._forms.values()}) or [0]
+        if len(forms) == 1:
+            return _scores(find(hashes(forms[0])))
+        known: dict[Any, int] = {**self._forms, **{key[0]: ahead for key, ahead in self._forms.items()}}
+        return {
+            key: blocks
+            for ahead in forms
+            for key, blocks in _scores(find(hashes(ahead))).items()
+            if known.get(key, 0) == ahead
+        }
+
+
+def _scores(answer: Any) -> Mapping[Any, int]:
+    found: Mapping[Any, int] = getattr(answer, "scores", answer)
+    return found
 
 
 class Candidate(NamedTuple):

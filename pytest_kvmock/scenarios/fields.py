@@ -261,6 +261,7 @@ ARGUMENTS: Final[Mapping[Argument, Callable[[YamlNode], Any]]] = {
     "from 0": read_count,
     "tokens from 1": read_output,
     "from 1": read_capacity,
+    "counts": list_of(read_count),
     "ms": read_milliseconds,
     "ms or null": nullable(read_milliseconds),
 }

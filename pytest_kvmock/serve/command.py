@@ -10,7 +10,7 @@ import stat
 import sys
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pytest_kvmock.backends import EngineProfile, served_by
 from pytest_kvmock.capture.capture_file import check_replaceable
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import argparse
     from types import FrameType
 
+    from pytest_kvmock.backends import BackendSpec
     from pytest_kvmock.tiers.config import Tiers
 
 
@@ -58,6 +59,11 @@ def add_parsers(
         metavar="NAME",
         default="mock-model",
         help="name of the model; that of a hybrid one is served with its cache groups: gpt-oss, qwen3-next ... (default: mock-model)",
+    )
+    serve.add_argument(
+        "--speculative",
+        metavar="METHOD[:N[:M]]",
+        help="a draft model: of vLLM the method, drafts a step and modules, as mtp:3; of SGLang the algorithm and steps, as EAGLE:3",
     )
     serve.add_argument("--adapter", metavar="NAME", action="append", default=[], help="a LoRA adapter; repeatable")
     serve.add_argument("--max-model-len", metavar="N", type=int, help="default: what the blocks hold")
@@ -134,6 +140,32 @@ def _tiers_of(given: argparse.Namespace) -> Tiers | None:
     return Tiers(given.host_blocks, self_describing=given.self_describing)
 
 
+def _with_draft_model(spec: BackendSpec, text: str | None) -> BackendSpec:
+    """The backend with the draft model that `--speculative` asks for.
+
+    Raises:
+        ValueError: there is no such draft model, or the engine takes none.
+    """
+    if text is None:
+        return spec
+    from pytest_kvmock.cache.sglang.speculative import ALGORITHMS
+    from pytest_kvmock.engine import SglangSpeculative, Speculative
+
+    method, *numbers = text.split(":")
+    is_sglang = method in ALGORITHMS
+    if len(numbers) > (1 if is_sglang else 2) or not all(each.isdecimal() for each in numbers):
+        form = "ALGORITHM[:STEPS]" if is_sglang else "METHOD[:TOKENS[:MODULES]]"
+        raise ValueError(f"--speculative must be {form} with integers, got {text!r:.80}")
+    counts = dict(zip(("steps",) if is_sglang else ("tokens", "modules"), map(int, numbers), strict=False))
+    draft: Any
+    if is_sglang:
+        steps = counts.get("steps", 3)
+        draft = SglangSpeculative(method, steps, draft_tokens=steps + 1)
+    else:
+        draft = Speculative(method, tokens=counts.get("tokens", 3), modules=counts.get("modules", 1))
+    return spec.variant(spec.name, in_matrix=spec.in_matrix, speculative=draft)
+
+
 def serve_engines(given: argparse.Namespace) -> int:
     """Serve until the end is asked for; return the exit code."""
     from pytest_kvmock.serve.api import to_json
@@ -143,7 +175,7 @@ def serve_engines(given: argparse.Namespace) -> int:
         raise ValueError(f"--workers must be at least 1, got {given.workers}")
     token = None if given.token_file is None else _read_token(given.token_file)
     dialect = find_dialect(given.dialect)
-    spec = served_by(dialect, given.model)
+    spec = _with_draft_model(served_by(dialect, given.model), given.speculative)
     size = {} if given.block_size is None else {"block_size": given.block_size}
     profile = EngineProfile(
         **size,

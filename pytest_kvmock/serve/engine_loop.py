@@ -334,15 +334,15 @@ class EngineLoop:
             running = open_requests.get(request)
             if running is None:
                 continue
-            choice, times = running.choice, request.token_ms
-            choice.tokens.append(running.source.getrandbits(32))
-            state.generation_tokens += 1
-            if len(times) == 1:
+            choice, times, count = running.choice, request.token_ms, done.bursts.get(request, 1)
+            choice.tokens += (running.source.getrandbits(32) for _ in range(count))
+            state.generation_tokens += count
+            if len(times) == count:
                 self._admitted(request, running)
                 state.ttft.add((times[0] - request.arrival_ms) / 1000)
-            else:
-                state.itl.add((times[-1] - times[-2]) / 1000)
-            running.job.fresh.append((choice, 1))
+            for at in range(max(len(times) - count, 1), len(times)):
+                state.itl.add((times[at] - times[at - 1]) / 1000)
+            running.job.fresh.append((choice, count))
             if request.status == "finished":
                 self._finished(request, running, "length")
             running.job.changed.set()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from pytest_kvmock.checks import is_integer
 from pytest_kvmock.events import KvCacheEvent, Removed, RouterEvent
+from pytest_kvmock.harness.under_test import forms_of, of_each_form
 from pytest_kvmock.serve.loop_thread import WAIT_S
 from pytest_kvmock.serve.reasons import reason
 from pytest_kvmock.serve.text import encode
@@ -55,8 +56,10 @@ class Truth:
         self.differences: list[str] = []
 
     def _scores(self, prompt: Prompt) -> Mapping[tuple[int, int], int]:
-        hashes = prompt.block_hashes(self._harness.profile.block_size)
-        return self._harness.reference.find_matches(hashes).scores
+        harness = self._harness
+        size, forms = harness.profile.block_size, forms_of(harness.streams, prompt)
+        found = {ahead: harness.reference.find_matches(prompt.block_hashes(size, ahead)).scores for ahead in forms}
+        return found[forms[0]] if len(forms) == 1 else of_each_form(found, harness.streams)
 
     def held(self, prompt: Prompt) -> dict[int, int]:
         """Return how many leading blocks each worker holds, the best rank of each; workers without any are absent."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from random import Random
 from typing import TYPE_CHECKING
@@ -11,6 +11,7 @@ from pytest_kvmock.checks import check_integer
 from pytest_kvmock.events import RouterEvent
 from pytest_kvmock.router.index import KvEventError, RadixIndex
 from pytest_kvmock.router.loads import LoadBook
+from pytest_kvmock.router.routing import NameForms
 
 if TYPE_CHECKING:
     from pytest_kvmock.router.routing import Candidate, RouterRequest, Worker
@@ -30,7 +31,7 @@ class RightRouter:
     def __init__(self, workers: Iterable[Worker], seed: int = 0, *, copies: bool = False) -> None:
         check_integer("RightRouter: seed", seed, 0)
         self.book = LoadBook(workers)
-        self.index = RadixIndex(count_copies=copies)
+        self.index, self.forms = RadixIndex(count_copies=copies), NameForms()
         self.has_ranks = any(isinstance(worker, tuple) for worker in self.book.loads)
         self.rng = Random(seed)  # noqa: S311 - mock data
 
@@ -42,10 +43,12 @@ class RightRouter:
 
     def overlap(self, request: RouterRequest) -> dict[Worker, int]:
         """Return the leading blocks of a prompt that each worker holds; a worker without one may be absent."""
-        return self._matched(request.local_hashes)
+        return self._by_name(self.forms.find(self.index.find_matches, request.hashes))
 
     def _matched(self, local_hashes: Sequence[int]) -> dict[Worker, int]:
-        scores = self.index.find_matches(local_hashes).scores
+        return self._by_name(self.index.find_matches(local_hashes).scores)
+
+    def _by_name(self, scores: Mapping[tuple[int, int], int]) -> dict[Worker, int]:
         return {key if self.has_ranks else key[0]: score for key, score in scores.items()}
 
     def workers(self) -> list[Worker]:
@@ -89,6 +92,7 @@ class RightRouter:
     def apply(self, event: RouterEvent) -> None:
         """Take an event; one that cannot be applied is left out, as by the reference index."""
         with suppress(KvEventError):
+            self.forms.take(event)
             self.index.apply(event)
 
     def worker_added(self, worker: Worker) -> None:

@@ -32,6 +32,10 @@ def refuse(contract: object, why: str) -> NoReturn:
     pytest.fail(f"{type(contract).__name__}: {why}", pytrace=False)
 
 
+_OF_DRAFTS: Final = 4
+"""Blocks that a request holds besides with a draft model: slots for the drafts of a step or two."""
+
+
 def room_for(blocks: int, traits: Traits, block_size: int) -> int:
     """Blocks of a pool in which a prompt of so many just fits: one each; of a hybrid model whose caches share it, one in each.
 
@@ -40,6 +44,8 @@ def room_for(blocks: int, traits: Traits, block_size: int) -> int:
         traits: of the engine, at this block size.
         block_size: tokens a block.
     """
+    if traits.looks_ahead or traits.drops_last:
+        blocks += _OF_DRAFTS
     if not traits.publishes_groups:
         return blocks
     sizes = [None if group.kind == STATE else group.block_size for group in traits.groups]

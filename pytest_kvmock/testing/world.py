@@ -87,6 +87,11 @@ class World:
         else:
             raise AssertionError(f"{name}{args} answered {answer!r}; expected {error.__name__}")
 
+    def prompt(self, blocks: int, after: Prompt | None = None, *, tail: int = 0) -> Prompt:
+        """As `RouterHarness.prompt`; where names of blocks look ahead, with as many tokens more, so that all blocks have names."""
+        more = self.worker.traits.looks_ahead if after is None else 0
+        return self.harness.prompt(blocks, after, tail=tail + more)
+
     def expect_cached(self, prompt: Prompt, blocks: int) -> None:
         """So many leading blocks of a prompt are reused by a longer one, which has its last token elsewhere.
 

@@ -12,9 +12,6 @@ from pytest_kvmock.wire.defects import EncodeError, WireDefect, WireProblem, sho
 DIGESTS: Final = "digests"
 """In `RouterEvent.extra`: (parent's digest or None, digest of each block), of an event whose hashes came as bytes."""
 
-PAIRS: Final = "token_pairs"
-"""In `RouterEvent.extra`: the token ids of an event that has pairs of them, as EAGLE's bigram pages have."""
-
 SIZE: Final = "block_size"
 """In `RouterEvent.extra`: the block size of a Stored without blocks, or of a location where it is not 0."""
 

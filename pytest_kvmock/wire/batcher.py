@@ -19,7 +19,8 @@ from pytest_kvmock.events import (
     StorageTier,
     Stored,
 )
-from pytest_kvmock.wire.batch import DIGESTS, PAIRS, SIZE, Decoded
+from pytest_kvmock.prompt_keys import LOOKAHEAD_KEYS
+from pytest_kvmock.wire.batch import DIGESTS, SIZE, Decoded
 from pytest_kvmock.wire.decoding import decode
 from pytest_kvmock.wire.defects import EncodeError
 from pytest_kvmock.wire.digests import StreamDigests
@@ -96,7 +97,7 @@ class Batcher(ABC):
         self._lock = threading.RLock()
         self._depth = self._sent = self._next_event_id = 0
         self._closed = False
-        self._extra_names: set[object] = {DIGESTS, PAIRS, SIZE, "lora_path"}  # and those that were looked at
+        self._extra_names: set[object] = {DIGESTS, SIZE, "lora_path", LOOKAHEAD_KEYS}  # and those that were looked at
         self._step = _Step(self._begin_step, self._end_step)
         self._pending: list[list[RouterEvent]] = [[] for _ in range(ranks)]
 

@@ -20,9 +20,9 @@ from pytest_kvmock.events import (
     Stored,
     stored_event,
 )
-from pytest_kvmock.prompt_keys import hash_options
-from pytest_kvmock.tokens import BlockCutter, block_hashes
-from pytest_kvmock.wire.batch import DIGESTS, PAIRS, SIZE, Decoded
+from pytest_kvmock.prompt_keys import LOOKAHEAD, hash_options
+from pytest_kvmock.tokens import BlockCutter, block_hashes, windows_of
+from pytest_kvmock.wire.batch import DIGESTS, SIZE, Decoded
 from pytest_kvmock.wire.defects import WireDefect, WireProblem, shown
 from pytest_kvmock.wire.dynamo_json import read_lines
 from pytest_kvmock.wire.event_fields import (
@@ -36,6 +36,7 @@ from pytest_kvmock.wire.event_fields import (
     is_plain,
     is_sparse,
     located_value,
+    lookahead_flaw,
     ordinary_value,
     read_event,
 )
@@ -326,6 +327,8 @@ class _Decoder:
                 if not is_sparse(self._dialect, fields):
                     return None
                 fields.form = "sparse"
+            if lookahead_flaw(fields) is not None:
+                return None
         if self._dialect.hashes == "bytes" and not {*DIGEST_SIZES}.issuperset(map(len, self._digests(own))):
             return None
         return self._event(fields, index, rank)
@@ -366,9 +369,9 @@ class _Decoder:
         return RouterEvent(self._worker, KvCacheEvent(self._first + index, data, rank), tier, token_ids, extra or None)
 
     def _blocks(self, fields: EventFields) -> tuple[tuple[int, ...], list[tuple[int, ...]] | None]:
-        """The router's hash of each block of a Stored, and its token ids; None where these are pairs.
+        """The router's hash of each block of a Stored, and its token ids, or pairs of them.
 
-        Hashes are those under what the event has in `extra`, and where token ids are pairs, of windows of them.
+        Hashes are those under what the event has in `extra`, and where names cover tokens after a block, of windows with these.
         """
         own, extra = fields.own, fields.extra
         tokens, size, blocks = own["tokens"], own["block_size"], len(own["hashes"])
@@ -376,10 +379,12 @@ class _Decoder:
         if not blocks:
             extra[SIZE] = size
             return (), None
-        if fields.pairs:
-            extra[PAIRS] = tokens
-            units = [pair[0] for pair in tokens] + [tokens[-1][1]]
-            return tuple(block_hashes(units, size, **options, eagle=True)), None
+        if fields.pairs or LOOKAHEAD in extra:
+            units = list(map(tuple, tokens)) if fields.pairs else tokens
+            pages: list[tuple[Any, ...]] = [tuple(units[at : at + size]) for at in range(0, len(units), size)]
+            windows, ahead = windows_of(pages, extra.get(LOOKAHEAD))
+            flat = [token for window in windows for token in window]
+            return tuple(block_hashes(flat, size + ahead, **options)), pages
         local_hashes, token_ids = BlockCutter(blocks, size)(tuple(tokens))
         return tuple(block_hashes(tokens, size, **options)) if options else local_hashes, token_ids
 

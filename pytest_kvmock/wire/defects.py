@@ -35,6 +35,7 @@ class WireDefect(StrEnum):
     TOKEN_OUT_OF_RANGE = "token_out_of_range"  # noqa: S105 - a token id
     EAGLE_PAIRS = "eagle_pairs"
     SPAN_MISMATCH = "span_mismatch"
+    BAD_LOOKAHEAD = "bad_lookahead"
 
 
 DEFECTS: Final[Mapping[WireDefect, str]] = MappingProxyType(
@@ -58,8 +59,9 @@ DEFECTS: Final[Mapping[WireDefect, str]] = MappingProxyType(
         WireDefect.HASH_OUT_OF_RANGE: "a block hash does not fit the dialect's 64 bits, or is no whole digest",
         WireDefect.WRONG_HASH_FORM: "a block hash is bytes where the dialect has integers, or the other way round",
         WireDefect.TOKEN_OUT_OF_RANGE: "a token id is below 0 or above 4294967295",
-        WireDefect.EAGLE_PAIRS: "token ids are pairs, as EAGLE's bigram pages have them",
+        WireDefect.EAGLE_PAIRS: "token ids are pairs that do not follow on each other, or pairs in a dialect that has none",
         WireDefect.SPAN_MISMATCH: "there are not block_size token ids, or not one entry of extra_keys, for each block hash, and it is no span of a sparse group",
+        WireDefect.BAD_LOOKAHEAD: "lookahead_token_ids are not one list for each block hash, all of one length, each of how the next block of the event begins",
     }
 )
 """When each defect is reported."""

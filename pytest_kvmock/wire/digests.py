@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
+from pytest_kvmock.cache.hashed import event_digests
 from pytest_kvmock.events import Located, Removed, RouterEvent, SparseStored, Stored, block_text
-from pytest_kvmock.prompt_keys import names_blocks
 from pytest_kvmock.wire.defects import EncodeError
 
 if TYPE_CHECKING:
@@ -99,15 +99,14 @@ class StreamDigests:
             before, position = parent.digest, parent.position + 1
         if not event.token_ids:
             raise EncodeError("a Stored without token ids has no digests")
-        hasher, extra = self._hasher, event.extra
-        if extra is not None and names_blocks(extra):
-            hasher = hasher.of_event(extra, position)
         size = len(event.token_ids[0])
-        digests = hasher.digests([token for block in event.token_ids for token in block], size, position, before)
+        made = event_digests(self._hasher, event.token_ids, size, before, event.extra, position=position)
+        assert made is not None  # without units, it always can be known
+        digests, hasher = made
         for place, (name, digest) in enumerate(zip(data.block_hashes, digests, strict=True), position):
-            if (made := hasher.name(digest)) != name:
+            if (right := hasher.name(digest)) != name:
                 raise EncodeError(
-                    f"block {block_text(name)} does not follow from its tokens: their digest is named {block_text(made)}"
+                    f"block {block_text(name)} does not follow from its tokens: their digest is named {block_text(right)}"
                 )
             held = self._held.get(name & _U64)
             self._change(name & _U64, _Held(digest, place, 1 if held is None else held.copies + 1))

@@ -12,7 +12,8 @@ from typing import Any, Final
 
 from pytest_kvmock.checks import is_integer
 from pytest_kvmock.events import Cleared, Located, Removed, RouterEvent, SparseStored, StorageTier, Stored
-from pytest_kvmock.wire.batch import DIGESTS, PAIRS, SIZE, SMALL, Batch, widened
+from pytest_kvmock.prompt_keys import LOOKAHEAD
+from pytest_kvmock.wire.batch import DIGESTS, SIZE, SMALL, Batch, widened
 from pytest_kvmock.wire.defects import EncodeError, shown, shown_hash
 from pytest_kvmock.wire.digests import StreamDigests
 from pytest_kvmock.wire.dynamo_json import write_lines
@@ -22,7 +23,6 @@ from pytest_kvmock.wire.event_fields import (
     Tag,
     entries_flaw,
     fields_of,
-    is_pairs,
     located_value,
     metadata_flaw,
     value_flaw,
@@ -312,11 +312,6 @@ class _Writer:
             if len({*sizes}) > 1:
                 raise EncodeError(f"blocks came with {min(sizes)} to {max(sizes)} token ids; expected one block size")
             return [token for each in event.token_ids for token in each], sizes[0]
-        if PAIRS in extra:
-            pairs = extra[PAIRS]
-            if not is_pairs(pairs):
-                raise EncodeError(f"extra[{PAIRS!r}]: expected an array of pairs of token ids, got {shown(pairs)}")
-            return pairs, len(pairs) // blocks
         raise EncodeError(
             f"a Stored without token ids, which dialect {self._dialect.name!r} carries: serve prompts of tokens, not of "
             "hashes, and give a manager token_ids"
@@ -392,6 +387,11 @@ class _Writer:
         if type(extra) is not dict and not isinstance(extra, Mapping):
             raise EncodeError(event_flaw(event) or "extra must be a mapping")
         blocks = len(event.event.data.block_hashes)  # type: ignore[union-attr]  # a Cleared has no fields to be put
+        if extra.get(LOOKAHEAD) is not None and tag == STORED and LOOKAHEAD not in ordinary.places:
+            raise EncodeError(
+                f"dialect {self._dialect.name!r} has no {LOOKAHEAD}, and the names of these blocks look ahead: vllm-0.33 has it, "
+                "and an engine with Speculative(..., plain_hashes=True) needs none"
+            )
         for field in fields_of(self._dialect, tag):
             if field.name not in extra:
                 continue

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from pytest_kvmock.checks import is_integer
 from pytest_kvmock.events import StorageTier
-from pytest_kvmock.prompt_keys import may_be_sparse
+from pytest_kvmock.prompt_keys import LOOKAHEAD, may_be_sparse
 from pytest_kvmock.wire.defects import WireDefect, WireProblem, shown, shown_hash
 from pytest_kvmock.wire.reader import MOST_DEPTH, Pairs, Unreadable
 from pytest_kvmock.wire.table import (
@@ -66,7 +66,7 @@ class EventFields:
         tag: one of `TAGS`.
         own: what the event itself has a place for, by `WireField.type`.
         extra: what it has beside that and an ordinary event has not, by name.
-        pairs: the token ids are pairs, in which each begins with what the one before ends with.
+        pairs: the token ids are pairs, in which each begins with what the one before ends with, as SGLang's with a draft model.
         form: of a `BlockStored`, what it is.
     """
 
@@ -171,11 +171,16 @@ def read_event(dialect: Dialect, value: object, index: int, problems: list[WireP
     for one in fields_of(dialect, tag):
         if one.name in event.extra and (flaw := entries_flaw(one, event.extra[one.name], blocks)) is not None:
             note(flaw, one.name, kept=True)
+    if tag == STORED and event.form != "located" and (flaw := lookahead_flaw(event)) is not None:
+        note(flaw, LOOKAHEAD, kept=True)
+        del event.extra[LOOKAHEAD]
     if event.pairs:
-        flaw = Flaw(WireDefect.EAGLE_PAIRS, f"{len(event.own['tokens'])} pairs", "one token id each")
-        kept = all(one[1] == after[0] for one, after in pairwise(event.own["tokens"]))
-        note(flaw, _name_of(dialect, "tokens"), kept=kept)
-        return event if kept else None
+        follow = all(one[1] == after[0] for one, after in pairwise(event.own["tokens"]))
+        if not (follow and dialect.pairs):
+            expected = "pairs that follow on each other" if dialect.pairs else "one token id each"
+            flaw = Flaw(WireDefect.EAGLE_PAIRS, f"{len(event.own['tokens'])} pairs", expected)
+            note(flaw, _name_of(dialect, "tokens"), kept=follow)
+        return event if follow else None
     return event
 
 
@@ -382,6 +387,34 @@ def entries_flaw(one: WireField, value: object, blocks: int) -> Flaw | None:
     return Flaw(
         WireDefect.SPAN_MISMATCH, f"an array of {len(value)}", f"an entry for each of {_count(blocks, 'block')}"
     )
+
+
+def lookahead_flaw(event: EventFields) -> Flaw | None:
+    """What is wrong with the tokens that the names of blocks look at; None where it is right, or they do not look ahead."""
+    lists = event.extra.get(LOOKAHEAD)
+    if lists is None:
+        return None
+    hashes, tokens, size = event.own["hashes"], event.own["tokens"], event.own["block_size"]
+    if not isinstance(lists, list | tuple) or not all(isinstance(each, list | tuple) for each in lists):
+        return Flaw(WireDefect.BAD_LOOKAHEAD, shown(lists), "an array of arrays of token ids")
+    if len(lists) != len(hashes):
+        return Flaw(
+            WireDefect.BAD_LOOKAHEAD, _count(len(lists), "list"), f"one for each of {_count(len(hashes), 'block')}"
+        )
+    sizes = {*map(len, lists)}
+    if len(sizes) > 1 or sizes == {0}:
+        observed = f"lists of {' and '.join(map(str, sorted(sizes)))} token ids"
+        return Flaw(WireDefect.BAD_LOOKAHEAD, observed, "lists of one length, of at least 1")
+    for place, each in enumerate(lists):
+        if not all(map(_is_token, each)):
+            return Flaw(WireDefect.BAD_LOOKAHEAD, f"{shown(each)} of {place}", "token ids from 0 to 4294967295")
+    for place, each in enumerate(lists[:-1] if event.form == "dense" and not event.pairs else ()):
+        begins = tokens[(place + 1) * size : (place + 2) * size][: len(each)]
+        if [*each[: len(begins)]] != [*begins]:
+            return Flaw(
+                WireDefect.BAD_LOOKAHEAD, f"{shown(each)} of {place}", f"how the next block begins, {shown(begins)}"
+            )
+    return None
 
 
 def _count(number: int, what: str) -> str:

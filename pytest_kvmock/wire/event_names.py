@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from pytest_kvmock.cache.hashed import HashChain
 from pytest_kvmock.cache.vllm.hashes import ALGORITHMS, VERSIONS, VllmHasher, VllmVersion, vllm_version
 from pytest_kvmock.checks import unknown_text
-from pytest_kvmock.prompt_keys import block_keys, part_of
+from pytest_kvmock.prompt_keys import LOOKAHEAD, block_keys, part_of
 from pytest_kvmock.wire.batch import DIGESTS
 
 if TYPE_CHECKING:
@@ -180,6 +180,12 @@ def _hasher_text(hasher: Any, roots: bool = True) -> str:
     return f"{hasher.algorithm}, seed {hasher.seed!r}" if roots else f"{hasher.algorithm}, random root"
 
 
+def _after(extra: EventExtra | None, place: int) -> EventExtra | None:
+    """Of one block of an event, the tokens after it that its name covers."""
+    ahead = None if extra is None else extra.get(LOOKAHEAD)
+    return {LOOKAHEAD: ahead[place : place + 1]} if ahead else None
+
+
 class NameChain(HashChain):
     """The rule by which one stream of vLLM names its blocks; see `hygiene.content.Chain`.
 
@@ -226,7 +232,7 @@ class NameChain(HashChain):
         assert size is not None
         assert token_ids is not None
         if not (size in self._units and self._roots) and not any(block_keys(extra) if extra else ()):
-            self._find(data, token_ids, size, None if extra is None else extra.get(DIGESTS))
+            self._find(data, token_ids, size, extra)
         if self.is_found:
             return self._judged(data, token_ids, size, extra)
         if self._tries:
@@ -265,7 +271,7 @@ class NameChain(HashChain):
             return None
         keys = extra if not first else part_of(extra, range(first, len(blocks)))
         self._unit = self._units.get(size)
-        made = self._made([token for block in token_ids[first:] for token in block], size, before, keys)
+        made = self._made(token_ids[first:], size, before, keys)
         if made is None:
             names.skipped["whose keys are of a block, and hashes of less"] += len(blocks) - first
             return None
@@ -276,7 +282,7 @@ class NameChain(HashChain):
             fits == len(made[1])
             or names.says_keys
             or goes_on
-            or (not fits and self._fits_elsewhere(blocks[first], token_ids[first]))
+            or (not fits and self._fits_elsewhere(blocks[first], token_ids[first], _after(extra, first)))
         ):
             names.computed += len(made[1])
             return [*blocks[:first], *made[1]]
@@ -284,39 +290,41 @@ class NameChain(HashChain):
         names.skipped[_NOT_SAID] += len(made[1]) - fits
         return None
 
-    def _fits_elsewhere(self, block: int, tokens: Sequence[int]) -> bool:
+    def _fits_elsewhere(self, block: int, tokens: Sequence[int], after: EventExtra | None) -> bool:
         """Whether a block follows from its tokens and another parent."""
         others = reversed(self._digests.values())
         for before in islice(chain((None,) if self._roots else (), others), self._parents_left):
             self._parents_left -= 1
-            made = self._made(tokens, len(tokens), before, None)
+            made = self._made((tokens,), len(tokens), before, after)
             if made is not None and made[1][0] == block:
                 return True
         return False
 
-    def _find(self, data: Stored, token_ids: BlockTokens, size: int, digests: tuple[Any, Any] | None) -> None:
+    def _find(self, data: Stored, token_ids: BlockTokens, size: int, extra: EventExtra | None) -> None:
         """Try by what hash, seed and unit a block has its name: the first of a root, or one whose parent's digest came."""
+        digests: tuple[Any, Any] | None = None if extra is None else extra.get(DIGESTS)
         before: bytes | None = None
         given: Sequence[bytes] = ()
+        names, first = data.block_hashes, _after(extra, 0)
         if digests is not None:
             before, given = digests
         if not self._tries or (data.parent_hash is not None and before is None):
             return
         self._tries -= 1
-        if data.parent_hash is None and self._fit(None, token_ids[0], size, data.block_hashes[0]):
+        if data.parent_hash is None and self._fit(None, token_ids[0], size, names[0], first):
             return
         if before is None and len(given) > 1:
-            self._fit(given[0], token_ids[1], size, data.block_hashes[1])
+            self._fit(given[0], token_ids[1], size, names[1], _after(extra, 1))
         elif before is not None:
-            self._fit(before, token_ids[0], size, data.block_hashes[0])
+            self._fit(before, token_ids[0], size, names[0], first)
 
-    def _fit(self, before: bytes | None, tokens: Sequence[int], size: int, name: int) -> bool:
+    def _fit(self, before: bytes | None, tokens: Sequence[int], size: int, name: int, after: EventExtra | None) -> bool:
         """Whether something names a block so; it names the others from then on."""
         kept, is_known = self._hasher, self.is_found and (before is not None or self._roots)
         for hasher in (kept,) if is_known else self.names.candidates:
             for unit in (None, *(each for each in range(size - 1, 0, -1) if not size % each)):
                 self._hasher, self._unit = hasher, unit
-                made = self._made(tokens, size, before, None)
+                made = self._made((tokens,), size, before, after)
                 if made is not None and made[1][0] == name:
                     if not is_known:
                         self._roots = before is None
@@ -330,9 +338,11 @@ class NameChain(HashChain):
         """Why names cannot be computed by what travels beside an event; None: they can."""
         if extra is None:
             return None
-        if extra.get("lookahead_token_ids"):
-            return "whose draft model looks ahead"
         tagged, keys = self.names.release.tagged_keys, block_keys(extra)
+        if extra.get(LOOKAHEAD) and any(
+            isinstance(key, (list, tuple)) for of_block in keys if of_block for key in of_block
+        ):
+            return "whose draft model looks ahead, at items that the next event may have"
         has_adapter = extra.get("lora_name") is not None or extra.get("lora_id") is not None
         if has_adapter and tagged:
             return "with an adapter, whose path is hashed and on no wire"

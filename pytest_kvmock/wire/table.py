@@ -198,6 +198,7 @@ class Dialect:
         backend: the backend whose engine writes it.
         version: the release of that backend (its option `version`) whose names of blocks it carries; None: the backend's own.
         in_matrix: whether tests run over it by default; otherwise, where they name it.
+        pairs: whether token ids may be pairs of neighbours, as SGLang's are with a draft model.
 
     Raises:
         ValueError: a field is not what it must be. The message says which, what was given and what is allowed.
@@ -216,6 +217,7 @@ class Dialect:
     backend: str = "vllm"
     version: str | None = None
     in_matrix: bool = True
+    pairs: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name) or self.name == "all":
@@ -233,8 +235,10 @@ class Dialect:
                 allowed = " or ".join(map(repr, words))
                 hint = did_you_mean(value, [word for word in words if isinstance(word, str)])
                 raise ValueError(f"dialect {self.name!r}: {field} must be {allowed}, got {value!r:.80}{hint}")
-        if not isinstance(self.in_matrix, bool):
-            raise ValueError(f"dialect {self.name!r}: in_matrix must be True or False, got {self.in_matrix!r:.80}")  # noqa: TRY004 - one error
+        for field in ("in_matrix", "pairs"):
+            value = getattr(self, field)
+            if not isinstance(value, bool):
+                raise ValueError(f"dialect {self.name!r}: {field} must be True or False, got {value!r:.80}")  # noqa: TRY004 - one error
         if not self.is_msgpack:
             return
         self._check_fields("stored", {"hashes": 1, "parent": 1, "tokens": 1, "block_size": 1})
@@ -427,6 +431,7 @@ def _built_in() -> Iterator[Dialect]:
         media=media,
         rank="nil",
         backend="sglang",
+        pairs=True,
     )
     yield sglang
     yield sglang.variant("sglang-0.5.18", models="SGLang 0.5.18", metadata=("cache_salt",))

@@ -178,7 +178,7 @@ def test_a_driver_refuses_another_manager():
         HybridPoolDriver(create_manager("vllm", num_blocks=4), True, Random(0))
 
 
-MODELS = [name for name, spec in BACKENDS.items() if spec.group and spec.scheduler == "vllm"]
+MODELS = [name for name, spec in BACKENDS.items() if spec.group == "hybrid" and spec.scheduler == "vllm"]
 ROOM = {"vllm_gemma3": 70, "vllm_gemma4": 104, "vllm_deepseek_v4": 900, "vllm_llama4": 40}  # blocks; others have 22
 
 

@@ -37,11 +37,6 @@ def test_it_drives_a_hybrid_cache_and_nothing_else():
         ValueError, match=r"^a HybridRadixDriver drives a HybridCacheManager, got <RadixCacheManager sglang: "
     ):
         HybridRadixDriver(create_manager("sglang", num_blocks=1), True, Random(0))
-    manager = HybridCacheManager(geometry=Geometry(window=4), num_blocks=8, is_eagle=True)
-    with pytest.raises(
-        ValueError, match=r"^a worker has no bigrams: is_eagle is for a manager that is called by hand$"
-    ):
-        HybridRadixDriver(manager, True, Random(0))
 
 
 def test_a_prompt_with_too_few_windows_for_all_of_it_is_computed_in_chunks():

@@ -64,8 +64,7 @@ REFUSED = [
     ),
     ({"kv_transfer_timing_mode": "x"}, "kv_transfer_timing_mode: got 'x'"),
     ({"emit_kv_token_ids": True}, "engine.emit_kv_token_ids is True without engine.emit_kv_events"),
-    ({"aic_nextn_accept_rates": "0.5"}, "engine.aic_nextn_accept_rates is set without engine.aic_nextn"),
-    ({"aic_nextn": 2}, "engine.aic_nextn=2: it is not modelled; leave it out"),
+    ({"aic_nextn_accept_rates": "0.5"}, "aic_nextn_accept_rates is set without aic_nextn"),
     ({"timing_model": EXTERNAL}, "engine.timing_model must be"),
     ({"timing_model": {"type": "fixed", "prefill_ms": 1}}, "engine.timing_model must be"),
     (

@@ -9,6 +9,7 @@ from pytest_kvmock import BACKENDS, CapturingSink, EngineProfile, OutOfBlocks, P
 from pytest_kvmock.cache.hashed import HashChain
 from pytest_kvmock.cache.sglang.hashes import SglangHasher
 from pytest_kvmock.cache.sglang.radix_cache import RadixCacheManager
+from pytest_kvmock.cache.sglang.speculative import SglangSpeculative
 from pytest_kvmock.engine.radix_driver import RadixDriver
 from pytest_kvmock.engine.worker import KvWorker
 from pytest_kvmock.events import Cleared, Removed, Stored
@@ -224,9 +225,9 @@ def test_it_drives_a_radix_cache_of_plain_tokens_and_nothing_else():
     with pytest.raises(ValueError, match=r"^a RadixDriver drives a RadixCacheManager, got <LogicalManager lru: "):
         RadixDriver(create_manager("lru", num_blocks=1), True, Random(0))
     with pytest.raises(
-        ValueError, match=r"^a worker has no bigrams: is_eagle is for a manager that is called by hand$"
+        ValueError, match=r"^a RadixDriver drives no RadixCacheManager with speculative: that is for calls by hand$"
     ):
-        RadixDriver(RadixCacheManager(num_blocks=1, is_eagle=True), True, Random(0))
+        RadixDriver(RadixCacheManager(num_blocks=1, speculative=SglangSpeculative()), True, Random(0))
 
 
 def test_another_policy_is_another_backend():

@@ -50,7 +50,8 @@ def chain(kv, *numbers, worker=0):
 def churn(kv, prompts):
     """Serve so many prompts of a block, each another one."""
     for number in range(prompts):
-        kv.worker(0).serve([number] * kv.profile.block_size)
+        worker = kv.worker(0)
+        worker.serve([number] * (kv.profile.block_size + worker.traits.looks_ahead))
 
 
 @pytest.mark.parametrize("backend", EACH)

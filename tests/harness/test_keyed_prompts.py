@@ -26,6 +26,7 @@ from pytest_kvmock.cache.vllm.hashes import VERSIONS
 from pytest_kvmock.engine.driver import PROMPT_KEYS
 from pytest_kvmock.events import StorageTier
 from pytest_kvmock.prompt_keys import group_extra, hash_options, is_attention_group
+from pytest_kvmock.tokens import windows_of
 
 BY_NAMESPACE = BACKENDS["sglang"].variant("sglang_dynamo", dynamo_kv_event_format=True)
 ENGINES = [BACKENDS[name] for name in EACH if name not in ("hash_cache", "sglang")]
@@ -144,7 +145,7 @@ def test_prompts_share_blocks_where_they_carry_the_same_and_overlap_is_what_the_
         worker, names, size = kv.worker(0), {}, kv.profile.block_size
         for letter, blocks, keys, output in data.draw(st.lists(asked, min_size=1, max_size=12)):
             tokens = [*range(3 * size), *[ord(letter)] * (size * blocks)]
-            prompt = Prompt(tokens, **keys)
+            prompt = Prompt([*tokens, *[7] * spec.traits.looks_ahead], **keys)
             # One token more, which is computed anyway: so whole blocks are all there is to share.
             longer = prompt.followed_by([7])
             promised, usable = kv.overlap(longer).get(0, 0) * size, worker.cached_tokens(longer)
@@ -164,15 +165,17 @@ def test_prompts_share_blocks_where_they_carry_the_same_and_overlap_is_what_the_
 def test_a_session_is_in_no_name(spec):
     size = block_size_of(spec, 4)
     with RouterHarness(EngineProfile(block_size=size, num_blocks=512), spec) as kv:
-        worker, longer = kv.worker(0), range(3 * size + 1)
+        worker, longer = kv.worker(0), range(3 * size + 1 + spec.traits.looks_ahead)
         worker.serve(Prompt(longer[:-1], session_id="x"))
         assert {0: 3} == kv.overlap(Prompt(longer)) == kv.overlap(Prompt(longer, session_id="y"))
         reused = worker.cached_tokens(Prompt(longer))
         assert 3 * size == reused or (spec.traits.promises_more and reused == 2 * size)
         assert reused == worker.cached_tokens(Prompt(longer, session_id="y"))
-        assert {"session_id": "x"} == beside(stored_by(kv)[0])
+        found = beside(stored_by(kv)[0])
+        found.pop("lookahead_token_ids", None)
+        assert {"session_id": "x"} == found
         worker.serve(Prompt(range(50, 50 + 2 * size)))
-        assert {} == beside(stored_by(kv)[-1])
+        assert {"lookahead_token_ids"} >= beside(stored_by(kv)[-1]).keys()
 
 
 def test_a_prompt_after_another_carries_what_that_does(make_kv):
@@ -218,13 +221,14 @@ def test_every_stored_travels_with_what_its_request_carries(spec):
             seen = len(stored_by(kv))
             kv.worker(0).serve(prompt, 6)  # completes a block that the prompt began, with its items
             stored = stored_by(kv)[seen:]
-            tokens = [token for event in stored for ids in event.token_ids for token in ids]
+            windows = [windows_of(event.token_ids, event.extra.get("lookahead_token_ids")) for event in stored]
+            tokens = [token for rows, _ in windows for ids in rows for token in ids[:size]]
             local = [h for event in stored for h in event.event.data.tokens_hashes]
             assert local == [
                 h
-                for event in stored
+                for event, (rows, ahead) in zip(stored, windows, strict=True)
                 for h in block_hashes(
-                    [token for ids in event.token_ids for token in ids], size, **hash_options(event.extra)
+                    [token for ids in rows for token in ids], size + ahead, **hash_options(event.extra)
                 )
             ]
             assert tuple(range(4 * size - 1)) == tuple(tokens[: 4 * size - 1])

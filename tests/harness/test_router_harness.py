@@ -739,7 +739,7 @@ def test_an_engine_that_says_nothing_is_found_out(backend):
     kv = RouterHarness(EngineProfile(num_blocks=512), replace(BACKENDS[backend], make=make))
     kv.flush()
     assert [] == kv.events.errors
-    kv.worker(0).serve(kv.prompt(3))
+    kv.worker(0).serve(kv.prompt(3, tail=kv.worker(0).traits.looks_ahead))
     (problem,) = kv.judge().errors
     held = kv.worker(0).manager.resident()
     has_tail = backend in (

@@ -2,9 +2,9 @@
 
 import pytest
 
-from pytest_kvmock.backends import BACKENDS, EngineProfile
+from pytest_kvmock.backends import BACKENDS, HYBRID, EngineProfile
 
-MODELS = [name for name, spec in BACKENDS.items() if spec.group and spec.scheduler == "vllm"]
+MODELS = [name for name, spec in BACKENDS.items() if spec.group == HYBRID and spec.scheduler == "vllm"]
 
 SHOWS = """
 import pytest

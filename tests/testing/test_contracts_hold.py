@@ -14,6 +14,7 @@ from pytest_kvmock.cache.base import RequestLevel
 from pytest_kvmock.cache.dynamo.eviction.lineage import LineagePolicy
 from pytest_kvmock.cache.dynamo.eviction.lru import LruPolicy
 from pytest_kvmock.cache.dynamo.eviction.multi_lru import MultiLruPolicy
+from pytest_kvmock.cache.vllm.speculative import Speculative
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier
 from pytest_kvmock.testing import EvictionContract, IndexContract, ManagerContract, WorkerContract
 
@@ -92,6 +93,18 @@ class TestVllmWorker(WorkerContract):
 
 class TestOlderVllmWorker(WorkerContract):
     backend = "vllm_0_19"
+
+
+class TestVllmWorkerWithADraftModel(WorkerContract):
+    backend = "vllm_mtp"
+
+
+class TestVllmWorkerThatDropsBlocks(WorkerContract):
+    backend = backend_spec("vllm_mtp").variant("vllm_drop", speculative=Speculative(plain_hashes=True))
+
+
+class TestSglangWorkerWithADraftModel(WorkerContract):
+    backend = "sglang_eagle"
 
 
 class TestVllmWorkerOfAnotherHash(WorkerContract):

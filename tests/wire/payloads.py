@@ -12,6 +12,7 @@ import msgspec
 
 from pytest_kvmock import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored, block_hashes
 from pytest_kvmock.prompt_keys import hash_options
+from pytest_kvmock.tokens import windows_of
 from pytest_kvmock.wire import DIALECTS, Batch, Decoded, decode, encode
 from pytest_kvmock.wire.decoding import _Decoder, _split_carefully
 from pytest_kvmock.wire.structs import structs_of
@@ -27,7 +28,7 @@ EXTRAS = {
     "kv_cache_spec_kind": "mamba",
     "kv_cache_spec_sliding_window": 128,
     "extra_keys": [("adapter",), (("image", -3), "salt")],
-    "lookahead_token_ids": [[1, 2], [3]],
+    "lookahead_token_ids": [[4], [8]],
     "locality": "LOCAL",
     "ownership": "tier-1",
     "medium": None,
@@ -37,7 +38,8 @@ EXTRAS = {
 def stored(hashes=(11, 12), parent=None, *, size=4, first=0, event_id=0, tier=StorageTier.DEVICE, extra=None, rank=0):
     """A Stored with token ids from `first` on."""
     tokens = [tuple(range(first + i * size, first + (i + 1) * size)) for i in range(len(hashes))]
-    local = block_hashes([token for block in tokens for token in block], size, **hash_options(extra))
+    windows, ahead = windows_of(tokens, (extra or {}).get("lookahead_token_ids"))
+    local = block_hashes([token for window in windows for token in window], size + ahead, **hash_options(extra))
     event = KvCacheEvent(event_id, Stored(parent, tuple(hashes), tuple(local)), rank)
     return RouterEvent(0, event, tier, tokens, extra)
 

@@ -329,7 +329,11 @@ def test_a_number_that_is_none_is_refused(name, value):
 
 
 def test_every_defect_is_explained_and_has_a_row_in_these_tables():
-    rows = {row[2] for row in (*BAD, *IN_BYTES)} | {row[1] for row in BATCHES} | {"oversize", "eagle_pairs"}
+    rows = (
+        {row[2] for row in (*BAD, *IN_BYTES)}
+        | {row[1] for row in BATCHES}
+        | {"oversize", "eagle_pairs", "bad_lookahead"}
+    )
 
     assert [*WireDefect] == [*DEFECTS]
     assert {*WireDefect} == rows
@@ -394,15 +398,55 @@ def test_an_unknown_field_may_be_anything():
     assert tuple(block_hashes(range(8), 4, cache_namespace="s")) == decoded.events[0].event.data.tokens_hashes
 
 
-def test_pairs_of_eagle_are_named_and_hashed_as_windows():
+def test_pairs_that_follow_on_each_other_are_read_and_hashed_as_windows():
     pairs = [[i, i + 1] for i in range(8)]
     decoded = decode(around(SIGNED, array(3, pairs)[:7]), SIGNED)
-    (problem,) = decoded.problems
 
-    assert WireProblem(WireDefect.EAGLE_PAIRS, 1, "token_ids", "8 pairs", "one token id each", is_kept=True) == problem
+    assert [] == decoded.problems
     event = decoded.events[1]
     assert tuple(block_hashes(range(9), 4, eagle=True)) == event.event.data.tokens_hashes
-    assert (None, {"token_pairs": pairs}) == (event.token_ids, event.extra)
+    assert ([tuple(map(tuple, pairs[:4])), tuple(map(tuple, pairs[4:]))], None) == (event.token_ids, event.extra)
+
+
+def test_pairs_in_a_dialect_of_vllm_are_named():
+    decoded = decode(pack([1.0, [as_map(token_ids=[[i, i + 1] for i in range(8)])], 0]), MAP)
+
+    expected = WireProblem(WireDefect.EAGLE_PAIRS, 0, "token_ids", "8 pairs", "one token id each", is_kept=True)
+    assert [expected] == decoded.problems
+    assert tuple(block_hashes(range(9), 4, eagle=True)) == decoded.events[0].event.data.tokens_hashes
+
+
+AHEAD = "vllm-0.33"
+
+
+def test_blocks_whose_names_look_ahead_have_hashes_of_windows():
+    decoded = decode(pack([1.0, [as_map(lookahead_token_ids=[[4, 5], [8, 9]])], 0]), AHEAD)
+
+    assert [] == decoded.problems
+    event = decoded.events[0]
+    assert tuple(block_hashes(range(10), 4, lookahead=2)) == event.event.data.tokens_hashes
+    assert ([(0, 1, 2, 3), (4, 5, 6, 7)], {"lookahead_token_ids": [[4, 5], [8, 9]]}) == (event.token_ids, event.extra)
+
+
+@pytest.mark.parametrize(
+    ("lists", "observed"),
+    [
+        ([[4]], "1 list"),
+        ([[4], [8], [9]], "3 lists"),
+        ([[4], [8, 9]], "lists of 1 and 2 token ids"),
+        ([[], []], "lists of 0 token ids"),
+        ([[5], [8]], "[5] of 0"),
+        ([[4], [-1]], "[-1] of 1"),
+    ],
+)
+def test_what_the_next_tokens_cannot_be_is_named_and_the_blocks_are_hashed_plain(lists, observed):
+    decoded = decode(pack([1.0, [as_map(lookahead_token_ids=lists)], 0]), AHEAD)
+
+    (problem,) = decoded.problems
+    found = (problem.name, problem.event, problem.field, problem.observed, problem.is_kept)
+    assert ("bad_lookahead", 0, "lookahead_token_ids", observed, True) == found
+    event = decoded.events[0]
+    assert (tuple(block_hashes(range(8), 4)), None) == (event.event.data.tokens_hashes, event.extra)
 
 
 def test_pairs_that_are_no_chain_are_left_out():

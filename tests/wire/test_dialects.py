@@ -125,7 +125,7 @@ LATER = [  # a release, the one before it, values of the fields that it added
     (
         "vllm-0.33",
         "vllm-0.28",
-        {"ownership": "own", "session_id": "s", "lookahead_token_ids": [[9], [10]]},
+        {"ownership": "own", "session_id": "s", "lookahead_token_ids": [[4], [8]]},
         {"ownership": "own"},
     ),
     ("sglang-0.5.22", "sglang-0.5.20", {"lora_name": "adapter"}, {}),

@@ -57,6 +57,8 @@ def test_a_stored_comes_back_as_it_was(hashes, parent, *, size, first, tier, nam
     extra = {key: possible[key] for key in sorted(extras & {*possible}) if key != "medium"}
     if "extra_keys" in extra:
         extra["extra_keys"] = (3 * extra["extra_keys"])[: len(hashes)]
+    if "lookahead_token_ids" in extra:
+        extra["lookahead_token_ids"] = [[first + size * place] for place in range(1, len(hashes) + 1)]
     event = stored(hashes, parent, size=size, first=first, tier=tier, extra=extra or None)
     (seen,) = decode(encode(Batch([event]), name), name).events
 
@@ -131,7 +133,6 @@ REFUSED = [
     ("vllm-0.33", bare(token_ids=[(1, 2), (3, 4, 5)]), "blocks came with 2 to 3 token ids; expected one block size"),
     ("vllm-0.33", bare(token_ids=[(1, 2, 3), (4,)]), "blocks came with 1 to 3 token ids; expected one block size"),
     ("vllm-0.33", bare(token_ids=[(), ()]), "0 token ids came for 2 blocks of 0"),
-    ("vllm-0.33", bare(extra={"token_pairs": [[1, 2]] * 3}), "3 token ids came for 2 blocks of 1"),
     (
         "vllm-0.33",
         RouterEvent(0, KvCacheEvent(0, Stored(None, (), ()))),
@@ -311,9 +312,7 @@ def test_what_has_no_digest_is_refused_and_nothing_is_noted():
     assert "event 0 of the batch: block 9 does not follow from its tokens: their digest is named " in refused(
         digests, stored((9,))
     )
-    assert "event 0 of the batch: a Stored without token ids has no digests" == refused(
-        digests, bare(extra={"token_pairs": [[1, 2]] * 2})
-    )
+    assert "event 0 of the batch: a Stored without token ids, which dialect " in refused(digests, bare())
 
     encode(Batch([first, second, first]), "vllm-0.33-bytes", digests=digests)
     assert "event 2 of the batch: block " in refused(digests, cleared(), first, removed(names[1:]))
@@ -382,8 +381,6 @@ WITH_TOKENS = {
     "float": (RouterEvent(0, KvCacheEvent(0, Removed((1, 1.5, 2)))), "block_hashes must be integers, got 1.5 at 1"),
     "extra": (RouterEvent(0, KvCacheEvent(0, BIG), token_ids=PLAIN, extra=5), "extra must map names of fields to values, or be None, got 5"),
     "extra names": (RouterEvent(0, KvCacheEvent(0, BIG), token_ids=PLAIN, extra=["x"]), "extra must map names of fields to values, or be None, got ['x']"),
-    "pairs": (RouterEvent(0, KvCacheEvent(0, BIG), extra={"token_pairs": 5}), "extra['token_pairs']: expected an array of pairs of token ids, got 5"),
-    "no pairs": (RouterEvent(0, KvCacheEvent(0, BIG), extra={"token_pairs": ["a", "b"]}), "extra['token_pairs']: expected an array of pairs of token ids, got ['a', 'b']"),
     "size": (RouterEvent(0, KvCacheEvent(0, Stored(None, (), ())), extra={"block_size": True}), "a Stored without blocks has no block size; no engine publishes one"),
 }  # fmt: skip
 

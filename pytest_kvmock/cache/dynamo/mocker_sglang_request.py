@@ -43,6 +43,10 @@ class DynamoHasher:
         """As `BlockHasher.name`."""
         return int.from_bytes(digest, "little")
 
+    def looking_ahead(self, lookahead: int) -> DynamoHasher:
+        """As `BlockHasher.looking_ahead`."""
+        raise NotImplementedError("the names of its streams follow from local hashes alone")
+
     def of_event(self, extra: EventExtra, position: int) -> DynamoHasher:
         """As `BlockHasher.of_event`."""
         raise NotImplementedError("the names of its streams follow from local hashes alone")

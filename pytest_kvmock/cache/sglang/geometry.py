@@ -91,7 +91,9 @@ class Geometry:
             ValueError: this number of pages, page size or policy.
         """
         if policy not in POLICIES:
-            raise ValueError(f"policy must be lru, lfu or slru for a hybrid model, got {policy!r:.80}")
+            raise ValueError(
+                f"policy must be lru, lfu or slru for a hybrid model or with speculative, got {policy!r:.80}"
+            )
         window = self.make_window(num_blocks, page)
         if window is not None and window.capacity < min(num_blocks, window.pages + 1):
             raise ValueError(

@@ -87,6 +87,10 @@ class SglangHasher:
         """The hasher of the same engine for a request with this namespace, which may be an adapter, and salt."""
         return replace(self, extra_key=extra_key, cache_salt=cache_salt, is_lora=is_lora)
 
+    def looking_ahead(self, lookahead: int) -> SglangHasher:
+        """As `BlockHasher.looking_ahead`: by one token, with pages of bigrams, or not."""
+        return self if self.is_eagle == bool(lookahead) else replace(self, is_eagle=bool(lookahead))
+
     def of_event(self, extra: EventExtra, position: int) -> SglangHasher:  # noqa: ARG002 - as BlockHasher has it
         """As `BlockHasher.of_event`."""
         lora_name = extra.get("lora_name")

@@ -51,6 +51,7 @@ class HybridCacheManager(PageCache[HybridRequest, HybridTree]):
 
     def __init__(self, *, geometry: Geometry, **options: Any) -> None:
         self.geometry = geometry
+        self._may_have_pairs = geometry.states is None
         super().__init__(**options)
         self.window = self._tree.window
         self.states = self._tree.states
@@ -295,9 +296,21 @@ class HybridCacheManager(PageCache[HybridRequest, HybridTree]):
         request.tracked = None
         self._flush()
 
-    def finish(self, request: HybridRequest) -> None:
-        """Cache what a request has computed, as far as a later one can use it, and free the rest."""
-        units = request.tracked if self.geometry.has_grid else request.computed - self._bigram
+    def finish(self, request: HybridRequest, outputs: int | None = None) -> None:
+        """Cache what a request has computed, as far as a later one can use it, and free the rest.
+
+        Args:
+            request: which one.
+            outputs: how many it has generated, its last one included: drafts that were accepted behind it do not count. None: all.
+        """
+        kept = request.computed
+        if outputs is not None:
+            kept = min(kept, request.tokens.num_prompt_tokens + outputs)
+        units: int | None = kept - self._bigram
+        if self.geometry.has_grid:
+            units = request.tracked if request.tracked is None or request.tracked <= kept else None
+        elif self.states is not None and kept < request.computed:
+            units = None  # the state is that of all that was accepted
         if units is not None:
             self._insert(request, units // self.block_size)
         self.release(request)
@@ -336,6 +349,9 @@ class HybridCacheManager(PageCache[HybridRequest, HybridTree]):
         )
         if done.matched < count:
             self._stored(tokens, tuple(tokens.names[done.matched : count]), done.matched, count)
+        prompt = (tokens.num_prompt_tokens - self._bigram) // self.block_size
+        if self.window is None and self.states is None and 0 < prompt < count:  # a node ends where the prompt does
+            self._tree.insert(tokens.names, prompt, request.namespace, 0, prompt)
         self._free += done.matched - protected
         if self.window is not None:
             self.window.free += max(0, count - max(protected, dead)) - done.windows
@@ -437,3 +453,51 @@ class HybridCacheManager(PageCache[HybridRequest, HybridTree]):
         request.steps += 1
         if geometry.has_grid and not request.computed % geometry.state_interval:
             request.tracked = request.computed
+
+    # -------------------------------------------------------------------------------------- speculative decoding
+
+    def pages_ahead(self, request: HybridRequest) -> int:
+        """Pages that a request lacks for what is committed and for the drafts of two steps."""
+        assert self.speculative is not None
+        ahead = self.pages_of(request.computed + self.speculative.ahead(self.block_size))
+        return max(ahead - request.allocated, 0)
+
+    def slots(self, request: HybridRequest) -> int:
+        """Tokens that a request has slots for: its own before its first step, and whole pages from then on."""
+        return request.allocated * self.block_size if request.steps else request.computed
+
+    def begin_verify(self, requests: Sequence[HybridRequest]) -> bool:
+        """Give each request room for its next step, and slide their windows; False, and nothing slides, where it is short.
+
+        Where any slot is needed, room is made for a page a request more (`alloc_paged_token_slots_extend`).
+        """
+        size = self.block_size
+        lacking = [self.pages_ahead(request) for request in requests]
+        pages = sum(lacking)
+        self.make_room(pages * size)
+        fits = pages <= self._free and (self.window is None or pages <= self.window.free)
+        if fits:
+            for request in requests:
+                if request.steps and self.window is not None:
+                    self._slide(request, request.computed, self.geometry.window_interval)
+                self._release_early(request)
+            # Asked for are tokens: of a request that has made no step, those behind its last one in its last page, too.
+            asked = pages * size + sum(request.allocated * size - self.slots(request) for request in requests)
+            if asked:
+                self.make_room(asked + (len(requests) * size if size > 1 else 0))
+            for request, own in zip(requests, lacking, strict=True):
+                self._allocate(request, (request.allocated + own) * size)
+        self._flush()
+        return fits
+
+    def end_verify(self, request: HybridRequest, tokens: Sequence[int]) -> None:
+        """Append the tokens that a step commits, the last sampled one and accepted drafts, for which `begin_verify` has made room."""
+        for token in tokens:
+            request.append(token)
+        before, request.computed = request.computed, request.computed + len(tokens)
+        request.steps += 1
+        if self.geometry.has_grid:
+            interval = self.geometry.state_interval
+            mark = request.computed // interval * interval
+            if mark > before:
+                request.tracked = mark

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 from random import Random
 from typing import Any
 
-from pytest_kvmock.cache.hashed import HashedTokens
+from pytest_kvmock.cache.lookahead_tokens import LookaheadTokens
 from pytest_kvmock.cache.sglang.hashes import SglangHasher
 from pytest_kvmock.cache.sglang.hybrid_tree import Lock
 from pytest_kvmock.cache.sglang.radix_request import RadixRequest
-from pytest_kvmock.tokens import Prompt, block_hashes
+from pytest_kvmock.tokens import Prompt
 
 
-class BigramTokens(HashedTokens):
+class BigramTokens(LookaheadTokens):
     """The tokens of a request for EAGLE: its pages are of bigrams, one fewer than tokens.
 
     Args:
@@ -27,33 +26,10 @@ class BigramTokens(HashedTokens):
         ValueError: the prompt is empty, or has no tokens.
     """
 
-    __slots__ = ("_bigrams",)
+    __slots__ = ()
 
     def __init__(self, prompt: Prompt, block_size: int, hasher: SglangHasher, rng: Random) -> None:
-        if not prompt.has_tokens:
-            raise ValueError("a prompt of hashes has no bigrams; is_eagle takes prompts of tokens")
-        self._bigrams = hasher
-        super().__init__(prompt, block_size, hasher, rng)
-
-    @property
-    def local_hashes(self) -> list[int]:
-        """The router's hash of each complete page."""
-        tokens = self.cut(0, len(self.names) * self.block_size + 1)
-        return block_hashes(tokens, self.block_size, cache_namespace=self._bigrams.cache_salt, eagle=True)
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Add tokens; the pages that they complete have their names at once."""
-        assert self._tokens is not None
-        self._tokens.output.extend(tokens)
-        self.num_tokens += len(tokens)
-        size, first = self.block_size, len(self.names)
-        end = (self.num_tokens - 1) // size
-        if end > first:
-            before = self._last
-            assert not isinstance(before, int)
-            digests = self._bigrams.digests(self.cut(first * size, end * size + 1), size, first, before)
-            self.names = [*self.names, *map(self._bigrams.name, digests)]
-            self._last = digests[-1]
+        super().__init__(prompt, block_size, hasher, rng, 1)
 
     def block_tokens(self, start: int, end: int) -> list[tuple[Any, ...]] | None:
         """Bigrams of the complete pages from `start` to `end`, as pairs."""
@@ -76,6 +52,16 @@ class HybridRequest(RadixRequest):
     """
 
     __slots__ = ("branch", "dead", "lock", "short", "slots", "state_branch", "steps", "tracked")
+
+    def append(self, token: int) -> None:
+        """Add one token."""
+        tokens = self.tokens
+        whole = len(tokens.names)
+        tokens.append(token)
+        if len(tokens) == len(tokens.names) * tokens.block_size:
+            self._partial = None
+        elif self._partial is None or len(tokens.names) > whole:  # of pairs, one token is always in no whole page
+            self._open()
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)

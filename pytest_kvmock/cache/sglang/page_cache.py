@@ -13,6 +13,7 @@ from pytest_kvmock.cache.sglang.hashes import SglangHasher
 from pytest_kvmock.cache.sglang.radix_manager import RadixManager, RequestT, TreeT
 from pytest_kvmock.cache.sglang.radix_request import RadixKey
 from pytest_kvmock.cache.sglang.radix_tree import POLICIES, PROTECTED_THRESHOLD, TreeNode
+from pytest_kvmock.cache.sglang.speculative import SglangSpeculative
 from pytest_kvmock.events import BlockTokens, Removed, StorageTier, Stored
 from pytest_kvmock.sinks import Sink
 from pytest_kvmock.tokens import Prompt, TokenIds
@@ -61,7 +62,7 @@ class PageCache(RadixManager[RequestT, TreeT]):
         policy: order in which leaves are evicted: one of `POLICIES`.
         protected_threshold: with "slru" only, from how many hits on a node is evicted after all others; None: 2.
         dynamo_kv_event_format: publish names that tell namespaces apart.
-        is_eagle: keys are bigrams.
+        speculative: speculative decoding; None: there is none.
         hold_events: let events wait until `take_events`.
 
     Raises:
@@ -71,6 +72,7 @@ class PageCache(RadixManager[RequestT, TreeT]):
         policy: as above.
         hasher: names the pages of requests without salt and namespace.
         hold_events: as above; may be set at any time.
+        speculative: as above.
         requests: those that have pages, in the order in which they came.
     """
 
@@ -85,17 +87,21 @@ class PageCache(RadixManager[RequestT, TreeT]):
         policy: str = "lru",
         protected_threshold: int | None = None,
         dynamo_kv_event_format: bool = False,
-        is_eagle: bool = False,
+        speculative: SglangSpeculative | None = None,
         hold_events: bool = False,
     ) -> None:
         super().__init__(backend=backend, num_blocks=num_blocks, block_size=block_size, dp_rank=dp_rank, sink=sink)
         self.policy = _checked_policy(policy)
         threshold = _checked_threshold(policy, protected_threshold)
-        flags = {"dynamo_kv_event_format": dynamo_kv_event_format, "is_eagle": is_eagle, "hold_events": hold_events}
+        flags = {"dynamo_kv_event_format": dynamo_kv_event_format, "hold_events": hold_events}
         for name, value in flags.items():
             if not isinstance(value, bool):
                 raise ValueError(f"{name} must be True or False, got {value!r:.80}")  # noqa: TRY004 - one error
-        self.hasher = SglangHasher(dynamo_kv_event_format=dynamo_kv_event_format, is_eagle=is_eagle)
+        if speculative is not None and not isinstance(speculative, SglangSpeculative):
+            raise ValueError(f"speculative must be an SglangSpeculative, or None; got {speculative!r:.80}")
+        self.speculative = speculative
+        pairs = speculative is not None and speculative.has_pairs and self._may_have_pairs
+        self.hasher = SglangHasher(dynamo_kv_event_format=dynamo_kv_event_format, is_eagle=pairs)
         self.hold_events = hold_events
         self.requests = {}
         self._tree = self._new_tree(policy, threshold)
@@ -105,6 +111,9 @@ class PageCache(RadixManager[RequestT, TreeT]):
         self._publish()
         if self._publisher.failure is not None:
             self._publisher.surface()
+
+    _may_have_pairs = True
+    """Whether keys are pairs with a draft model."""
 
     def _new_tree(self, policy: str, protected_threshold: int) -> TreeT:
         """Make the tree; called once, when the sizes are known."""

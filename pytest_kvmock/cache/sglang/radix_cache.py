@@ -38,7 +38,7 @@ class RadixCacheManager(PageCache[RadixRequest, RadixTree]):
         policy: order in which leaves are evicted: one of `POLICIES`.
         protected_threshold: with "slru" only, from how many hits on a node is evicted after all others; None: 2.
         dynamo_kv_event_format: publish names that tell namespaces apart.
-        is_eagle: keys are bigrams. For calls by hand; a `KvWorker` has none.
+        speculative: speculative decoding, for calls by hand: a `KvWorker` has a `HybridCacheManager` then; None: there is none.
         hold_events: let events wait until `take_events`.
 
     Raises:
@@ -48,6 +48,7 @@ class RadixCacheManager(PageCache[RadixRequest, RadixTree]):
         policy: as above.
         hasher: names the pages of requests without salt and namespace.
         hold_events: as above; may be set at any time.
+        speculative: as above.
         requests: those that have pages, in the order in which they came.
     """
 

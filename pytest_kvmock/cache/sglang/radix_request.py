@@ -127,7 +127,7 @@ class RadixRequest:
         self.priority = 0
         self._rng = rng
         self._partial: UUID | None = None
-        if len(tokens) % tokens.block_size:
+        if len(tokens) > len(tokens.names) * tokens.block_size:
             self._open()
         self.retract()
 

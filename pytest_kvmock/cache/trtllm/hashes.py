@@ -110,6 +110,10 @@ class V1Hasher:
         """The number that a digest has the bytes of."""
         return int.from_bytes(digest, "big")
 
+    def looking_ahead(self, lookahead: int) -> V1Hasher:  # noqa: ARG002 - the signature of BlockHasher
+        """As `BlockHasher.looking_ahead`; no name here does."""
+        return self
+
     def of_event(self, extra: EventExtra, position: int) -> V1Hasher:  # noqa: ARG002 - the signature of BlockHasher
         """As `BlockHasher.of_event`."""
         salt = extra.get("cache_salt")

@@ -79,6 +79,8 @@ class Coordinator:
         """The longest hit; the longest that each group had on the way; and the first group of each other family that shortened it."""
         tokens, caches = request.tokens, self.pool.cached
         hashed = len(tokens.names) * tokens.block_size
+        if self.geometry.lookahead:
+            limit = min(limit, tokens.num_tokens - self.geometry.lookahead)
         looks = [Lookup(tokens, [caches[number] for number in family]) for family in self.geometry.families]
         reached: dict[int, int] = {}
         short: dict[int, None] = {}
@@ -170,7 +172,8 @@ class Coordinator:
             whole = upto // geometry.scheduler_block_size * geometry.scheduler_block_size
         for policy in self.policies:
             ahead = policy.block_size if whole and policy.drops and policy.drop_unit and self._several else 0
-            policy.cache(request, min(whole + ahead, upto))
+            again = geometry.computed_again if policy.drops or not self._several else 0
+            policy.cache(request, max(min(whole + ahead, upto - again), 0))
 
     # ---------------------------------------------------------------------------------------------- steps and ends
 

@@ -222,7 +222,8 @@ class GroupPolicy:
 
     def _cache_whole(self, request: GroupRequest, table: GroupTable, upto: int) -> range:
         """Name whole blocks; returns the positions that were considered."""
-        considered = range(table.cached or 0, upto // self.block_size)
+        named = len(request.tokens.names) * self._unit
+        considered = range(table.cached or 0, min(upto, named) // self.block_size)
         if not considered:
             return considered
         pool, size, blocks, number = self._pool, self.block_size, table.blocks, self.number
@@ -288,7 +289,8 @@ class FullPolicy(GroupPolicy):
         if self.block_size == self._unit:
             return
         prompt, unit = request.tokens.num_prompt_tokens, self._unit
-        tail = (prompt if self.drops else prompt - 1) // unit * unit
+        named = len(request.tokens.names) * unit
+        tail = min((prompt if self.drops else prompt - 1) // unit * unit, named)
         if tail % self.block_size and tail <= upto:
             block = table.blocks[tail // self.block_size]
             if block != NULL:
@@ -333,7 +335,7 @@ class WindowPolicy(GroupPolicy):
         return [
             position
             for position, upto in enumerate(range((start + 1) * size - shift, (end + 1) * size - shift, size), start)
-            if (every and -upto % every < need) or any(mark - need < upto <= mark for mark in marks)
+            if (every and upto > 0 and -upto % every < need) or any(mark - need < upto <= mark for mark in marks)
         ]
 
 

@@ -82,6 +82,45 @@ class ComputedBlocks(NamedTuple):
     short: tuple[int, ...] = ()
 
 
+class Drafts:
+    """The drafts of one request: those for its next step, and those of the steps that the model has not answered.
+
+    Attributes:
+        proposed: drafts that its next step tries.
+        placeholders: outputs that the model owes it, as far as they are scheduled ahead (async scheduling).
+    """
+
+    __slots__ = ("_sent", "placeholders", "proposed")
+
+    def __init__(self) -> None:
+        self.proposed = self.placeholders = 0
+        self._sent: list[int] = []
+
+    def wanted(self, request: GroupRequest) -> int:
+        """Tokens that a running request asks for, before any limit."""
+        return len(request) + self.proposed + self.placeholders - request.num_computed_tokens
+
+    def scheduled(self, request: GroupRequest, num_tokens: int) -> None:
+        """A step of so many tokens, which are counted as computed, was scheduled: it tries those drafts that are among them."""
+        ahead = request.num_computed_tokens - len(request) - self.placeholders
+        self._sent.append(max(min(self.proposed, ahead), 0))
+        self.proposed = 0
+        request.num_in_flight_tokens += num_tokens
+
+    def assume(self, drafts: int) -> None:
+        """Schedule ahead (async): the last step will give an output more than its drafts, and the next one so many drafts."""
+        self.placeholders += 1 + self._sent[-1]
+        self.proposed = drafts
+
+    def answered(self) -> int:
+        """The first step that was not answered is: how many drafts it tried."""
+        return self._sent.pop(0)
+
+    def forget(self) -> None:
+        """Its blocks are freed: what is in flight is stale."""
+        self.proposed = self.placeholders = 0
+
+
 class GroupRequest:
     """One request, and the blocks that it holds. `HybridManager.new_request` makes one.
 
@@ -99,6 +138,7 @@ class GroupRequest:
             nobody could resume as far as that when it was admitted; 0: there is no such place.
         short: at its last admission, how many of its tokens the attention group had, and the other groups that could not resume
             there, by their sizes.
+        drafts: of a draft model, if there is one.
         skip_reading_prefix_cache: it computes everything itself, as requests for prompt logprobs do.
         computes_last_token: its last token is computed whatever is cached, as its output is needed.
     """
@@ -107,6 +147,7 @@ class GroupRequest:
         "_found",
         "_main",
         "computes_last_token",
+        "drafts",
         "junction",
         "num_computed_tokens",
         "num_in_flight_tokens",
@@ -121,6 +162,7 @@ class GroupRequest:
         self.tables = [GroupTable() for _ in range(num_groups)]
         self.num_computed_tokens = self.num_in_flight_tokens = self.junction = 0
         self.short: tuple[int, tuple[str, ...]] = (0, ())
+        self.drafts = Drafts()
         self.skip_reading_prefix_cache = False
         self.computes_last_token = True
         self._main = main
@@ -153,3 +195,4 @@ class GroupRequest:
         """Hold nothing, as its blocks are freed; it keeps its tokens, and what the model has not answered."""
         self.tables = [GroupTable() for _ in self.tables]
         self.num_computed_tokens = 0
+        self.drafts.forget()

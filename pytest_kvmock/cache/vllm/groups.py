@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import gcd, lcm
-from typing import Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from pytest_kvmock.checks import check_integer, unknown_text
+
+if TYPE_CHECKING:
+    from pytest_kvmock.cache.vllm.speculative import Speculative
 
 # Theory of operation
 #
@@ -45,7 +48,7 @@ class CacheGroup:
         checkpoint: the backend of a state can export it within a chunk, at multiples of so many tokens; None: it cannot.
         speculative_blocks: scratch blocks behind the running state.
         mode: of states: "align" where they are cached at the ends of blocks, "none" where they are not cached.
-        eagle: the draft model reads this group, so that a hit in it is one block shorter than what is cached.
+        eagle: it holds draft layers: where hits drop a block (`Speculative.drops`), those in it do; if no group holds any, in all.
 
     Raises:
         ValueError: a field is not what it must be, or not of this kind.
@@ -140,7 +143,10 @@ class GroupGeometry:
     Attributes:
         groups: in the engine's order.
         retention: which blocks of sparse groups are cached (`Retention`).
-        use_eagle: there is a draft model (EAGLE, MTP).
+        drop: hits in the groups of a draft model are one unit shorter than what is cached.
+        lookahead: how many of the next tokens names cover too.
+        computed_again: with several draft modules, the last tokens that are not cached yet as they may be computed again: in
+            groups that drop, and where there is one group.
         caching: whether anything is cached.
         scheduler_block_size: the smallest number of tokens that is whole blocks in all groups.
         hash_unit: tokens that a hash is made of.
@@ -151,7 +157,9 @@ class GroupGeometry:
 
     groups: tuple[CacheGroup, ...]
     retention: Retention
-    use_eagle: bool
+    drop: bool
+    lookahead: int
+    computed_again: int
     caching: bool
     scheduler_block_size: int
     hash_unit: int
@@ -166,7 +174,7 @@ class GroupGeometry:
         *,
         retention: Retention = 0,
         match_unit: int | None = None,
-        use_eagle: bool = False,
+        speculative: Speculative | None = None,
         caching: bool = True,
     ) -> GroupGeometry:
         """Work out the sizes of an engine of these groups.
@@ -175,7 +183,7 @@ class GroupGeometry:
             groups: at least one that can be cached.
             retention: as above; a multiple of the scheduler's block.
             match_unit: tokens of a hash (`--prefix-match-unit`), which divides all blocks; None: the largest that does.
-            use_eagle: as above.
+            speculative: the draft model; None: there is none.
             caching: as above.
 
         Raises:
@@ -202,8 +210,15 @@ class GroupGeometry:
         fine = any(group.kind == STATE and group.block_size > unit for group in cacheable) and all(
             group.kind in FULL or group.kind == STATE or group.block_size == unit for group in cacheable
         )
-        if use_eagle and any(group.kind == LOCAL for group in taken):
-            raise ValueError(f"use_eagle: vLLM has no draft model with groups of kind {LOCAL!r}")
+        drop = speculative is not None and speculative.drops
+        if speculative is not None:
+            if speculative.reads_ahead and any(group.kind == LOCAL for group in taken):
+                raise ValueError(f"speculative: vLLM has no draft model with groups of kind {LOCAL!r}")
+            if speculative.chunk_lookahead > max(scheduler_block, 1):
+                raise ValueError(
+                    f"speculative: {speculative.chunk_lookahead} modules need blocks of as many tokens at least, as vLLM refuses "
+                    f"others; the blocks of all groups together have {scheduler_block}"
+                )
         families: dict[tuple[Any, ...], list[int]] = {}
         for number, group in enumerate(taken):
             if group.cacheable:
@@ -213,13 +228,15 @@ class GroupGeometry:
         dropping = {
             number
             for numbers in ordered
-            if use_eagle and (not flagged or any(taken[each].eagle for each in numbers))
+            if drop and (not flagged or any(taken[each].eagle for each in numbers))
             for number in numbers
         }
         return cls(
             groups=taken,
             retention=retention,
-            use_eagle=use_eagle,
+            drop=drop,
+            lookahead=speculative.lookahead if speculative is not None and caching else 0,
+            computed_again=0 if speculative is None else max(speculative.chunk_lookahead - 1, 0),
             caching=caching,
             scheduler_block_size=scheduler_block,
             hash_unit=unit,
@@ -239,17 +256,20 @@ class GroupGeometry:
         return self.caching and any(group.kind == STATE and group.mode == "align" for group in self.groups)
 
     def uncached(self) -> GroupGeometry:
-        """The same engine without prefix caching: of a state, a request has one block for all its tokens."""
+        """The same engine without prefix caching: of a state, a request has one block for all its tokens, and the scratch blocks."""
         groups = tuple(
-            group if group.kind != STATE else CacheGroup(STATE, _WHOLE_REQUEST, mode="none") for group in self.groups
+            group
+            if group.kind != STATE
+            else CacheGroup(STATE, _WHOLE_REQUEST, mode="none", speculative_blocks=group.speculative_blocks)
+            for group in self.groups
         )
-        return GroupGeometry.of(groups, retention=self.retention and 0, use_eagle=self.use_eagle, caching=False)
+        return GroupGeometry.of(groups, retention=self.retention and 0, caching=False)
 
     def prompt_end(self, prompt_tokens: int, unit: int) -> int:
-        """The last multiple of a unit that a request of the same prompt could resume from."""
-        if self.use_eagle:
+        """The last multiple of a unit that a request of the same prompt could resume from, with a state."""
+        if self.drop:
             return max(prompt_tokens // unit * unit - unit, 0)
-        return (prompt_tokens - 1) // unit * unit
+        return max(prompt_tokens - max(1, self.lookahead), 0) // unit * unit
 
     def checkpoints(self, prompt_tokens: int, junction: int, number: int) -> set[int]:
         """The token counts that a sparse group keeps its blocks before, whatever the interval: what prompts resume from.
@@ -260,9 +280,9 @@ class GroupGeometry:
             number: that of the group.
         """
         size = self.scheduler_block_size
-        kept = {self.prompt_end(prompt_tokens, size)}
-        if self.use_eagle:
-            kept.add(max((prompt_tokens - 1) // size * size - size, 0))
+        kept = {(prompt_tokens - 1) // size * size}
+        if self.drop:
+            kept = {max(tokens // size * size - size, 0) for tokens in (prompt_tokens - 1, prompt_tokens)}
         if junction:
             kept.add(junction // size * size)
             if self.drops[number]:
@@ -288,6 +308,21 @@ class GroupGeometry:
         if max_model_len is not None:
             tokens = min(tokens, max_model_len)
         return -(-tokens // group.block_size) + extra
+
+
+def with_scratch(groups: tuple[CacheGroup, ...], drafts: int) -> tuple[CacheGroup, ...]:
+    """The groups of an engine with so many drafts a step: states have as many scratch blocks.
+
+    Raises:
+        ValueError: a group has some of its own.
+    """
+    odd = next((group for group in groups if group.speculative_blocks), None)
+    if odd is not None:
+        raise ValueError(
+            f"cache group {odd.kind!r}: speculative_blocks are as many as speculative has tokens, {drafts}; leave them out; "
+            f"got {odd.speculative_blocks}"
+        )
+    return tuple(replace(group, speculative_blocks=drafts) if group.kind == STATE else group for group in groups)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,7 @@
-"""How vLLM names blocks, by release: a digest of parent, tokens and extra keys, of which it publishes the last 64 bits."""
+"""How vLLM names blocks, by release: a digest of parent, tokens and extra keys, of which it publishes the last 64 bits.
+
+One subject: the name of a block, from the tokens and keys that it covers to the bytes that are digested.
+"""
 
 from __future__ import annotations
 
@@ -123,15 +126,16 @@ class ExtraKeys:
     multimodal: tuple[MultimodalItem, ...] = ()
     cache_salt: str | None = None
 
-    def of_block(self, position: int, block_size: int, *, tagged: bool) -> tuple[Any, ...] | None:
+    def of_block(self, position: int, block_size: int, *, tagged: bool, lookahead: int = 0) -> tuple[Any, ...] | None:
         """The keys of one block, in vLLM's order; None where it has none.
 
         Args:
             position: how many blocks stand before it.
             block_size: tokens a block.
             tagged: as `VllmVersion.tagged_keys`.
+            lookahead: how many of the next tokens its name covers too.
         """
-        keys = self.of_prompt.block_keys(position, block_size)
+        keys = self.of_prompt.block_keys(position, block_size, lookahead)
         return tagged_keys(keys, self.lora_name, self.lora_path) if tagged else keys
 
     @property
@@ -156,8 +160,16 @@ class EventKeys:
     lora_name: str | None = None
     lora_path: str = ""
 
-    def of_block(self, position: int, block_size: int, *, tagged: bool) -> tuple[Any, ...] | None:  # noqa: ARG002 - as ExtraKeys
-        """As `ExtraKeys.of_block`."""
+    def of_block(
+        self,
+        position: int,
+        block_size: int,  # noqa: ARG002 - as ExtraKeys
+        *,
+        tagged: bool,
+        lookahead: int = 0,
+    ) -> tuple[Any, ...] | None:
+        """As `ExtraKeys.of_block`. An image that begins in the next tokens is in no event."""
+        del lookahead
         at = position - self.first
         keys = self.blocks[at] if 0 <= at < len(self.blocks) else None
         return tagged_keys(keys, self.lora_name, self.lora_path) if tagged else keys
@@ -186,6 +198,7 @@ class VllmHasher:
         algorithm: one of `ALGORITHMS`.
         seed: as PYTHONHASHSEED, a string; None as where it is not set.
         keys: what the request has hashed beside its tokens; None: nothing.
+        lookahead: how many of the next tokens a name covers too, as with a draft model; 0: none.
 
     Raises:
         ValueError: the version or the algorithm is not known, or there is no seed where the release has none of its own.
@@ -195,6 +208,7 @@ class VllmHasher:
         seed: as above, or that of the release.
         none_hash: what stands before a root.
         signed: names are signed.
+        lookahead: as given.
     """
 
     __slots__ = (
@@ -207,6 +221,7 @@ class VllmHasher:
         "_naming",
         "_release",
         "algorithm",
+        "lookahead",
         "none_hash",
         "seed",
         "signed",
@@ -218,6 +233,7 @@ class VllmHasher:
         algorithm: str = "sha256_cbor",
         seed: str | None = "0",
         keys: ExtraKeys | EventKeys | None = None,
+        lookahead: int = 0,
     ) -> None:
         if algorithm not in ALGORITHMS:
             raise ValueError(
@@ -240,6 +256,7 @@ class VllmHasher:
         self._digest: Callable[[bytes], bytes] = _FUNCTIONS[function]
         self._release = release
         self.signed = release.signed_names
+        self.lookahead = lookahead
         self._keys = keys
         # How a triple is written; None for the plain one in CBOR.
         self._dump: Callable[[object], bytes] | None = _pickled
@@ -252,12 +269,16 @@ class VllmHasher:
         # The head of the triple, and that of the digest in it: a digest is as long as NONE_HASH.
         self._begins = _head(_ARRAY, 3) + _head(_BYTES, len(self.none_hash))
         hashed_keys = release.tagged_keys, release.item_offsets, release.lora_by_id
-        self._given = (algorithm, self.none_hash, self.signed, None if keys is None else hashed_keys, keys)
+        self._given = (algorithm, self.none_hash, self.signed, None if keys is None else hashed_keys, keys, lookahead)
         self._hash = hash(self._given)
 
     def keyed(self, keys: ExtraKeys | EventKeys | None) -> VllmHasher:
         """The hasher of the same engine for a request with these keys."""
-        return VllmHasher(*self._naming, keys)
+        return VllmHasher(*self._naming, keys, self.lookahead)
+
+    def looking_ahead(self, lookahead: int) -> VllmHasher:
+        """The hasher of an engine with a draft model, whose names cover so many of the next tokens too."""
+        return self if lookahead == self.lookahead else VllmHasher(*self._naming, self._keys, lookahead)
 
     def of_event(self, extra: EventExtra, position: int) -> VllmHasher:
         """The hasher for the blocks of an event, by what travels beside it (`BlockHasher.of_event`)."""
@@ -271,7 +292,9 @@ class VllmHasher:
         return self._hash
 
     def digests(self, tokens: Sequence[int], block_size: int, position: int, parent: bytes | None) -> list[bytes]:
-        """Digest complete blocks; see `BlockHasher.digests`."""
+        """Digest complete blocks; see `BlockHasher.digests`. A block is complete once the tokens are there that its name covers."""
+        if self.lookahead:
+            return self._digests_ahead(tokens, block_size, position, parent)
         before = self.none_hash if parent is None else parent
         digest, out, release = self._digest, [], self._release
         ends = range(block_size, len(tokens) + 1, block_size)
@@ -287,6 +310,26 @@ class VllmHasher:
         begins, head, least = self._begins, _head(_ARRAY, block_size), min(tokens, default=0)
         for end in ends:
             before = digest(begins + before + head + _encoded(tokens[end - block_size : end], least) + _NULL)
+            out.append(before)
+        return out
+
+    def _digests_ahead(
+        self, tokens: Sequence[int], block_size: int, position: int, parent: bytes | None
+    ) -> list[bytes]:
+        """As `digests`: the third of the triple is (extra keys or None, the next tokens...)."""
+        before, ahead = self.none_hash if parent is None else parent, self.lookahead
+        digest, out, release, request_keys = self._digest, [], self._release, self._keys
+        head, third = _head(_ARRAY, block_size), _head(_ARRAY, 1 + ahead) + _NULL
+        for place, end in enumerate(range(block_size, len(tokens) + 1 - ahead, block_size), position):
+            block, after = tokens[end - block_size : end], tokens[end : end + ahead]
+            if self._dump is None:
+                own = head + _encoded(block, min(block)) + third + _encoded(after, min(after))
+                before = digest(self._begins + before + own)
+            else:
+                keys = None
+                if request_keys is not None:
+                    keys = request_keys.of_block(place, block_size, tagged=release.tagged_keys, lookahead=ahead)
+                before = digest(self._dump((before, tuple(block), (keys, *after))))
             out.append(before)
         return out
 

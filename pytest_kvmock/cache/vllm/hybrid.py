@@ -13,17 +13,27 @@ from uuid import UUID
 
 from pytest_kvmock.cache.base import LOG, EventPublisher
 from pytest_kvmock.cache.cache_trace import TRACE_LEVEL, trace
+from pytest_kvmock.cache.lookahead_tokens import LookaheadTokens
 from pytest_kvmock.cache.vllm.block_pool import BlockPoolManager
 from pytest_kvmock.cache.vllm.coordinator import Coordinator
 from pytest_kvmock.cache.vllm.group_request import ComputedBlocks, GroupRequest, Span
-from pytest_kvmock.cache.vllm.groups import FULL, CacheGroup, GroupGeometry, Retention, checked_groups, groups_text
+from pytest_kvmock.cache.vllm.groups import (
+    FULL,
+    CacheGroup,
+    GroupGeometry,
+    Retention,
+    checked_groups,
+    groups_text,
+    with_scratch,
+)
 from pytest_kvmock.cache.vllm.hashes import ExtraKeys
 from pytest_kvmock.cache.vllm.named_pool import NamedPool
+from pytest_kvmock.cache.vllm.speculative import Speculative
 from pytest_kvmock.cache.vllm.state_groups import ChunkEnds
 from pytest_kvmock.cache.vllm.vllm_manager import VllmManager
 from pytest_kvmock.checks import check_integer
 from pytest_kvmock.events import Cleared, Removed, SparseStored, StorageTier, Stored
-from pytest_kvmock.prompt_keys import FULL_ATTENTION, group_extra
+from pytest_kvmock.prompt_keys import FULL_ATTENTION, LOOKAHEAD, LOOKAHEAD_KEYS, group_extra
 from pytest_kvmock.tokens import Prompt, TokenIds, keyed_block_hashes
 
 if TYPE_CHECKING:
@@ -31,6 +41,8 @@ if TYPE_CHECKING:
     from pytest_kvmock.prompt_keys import EventExtra
 
 _NO_LIMIT = 2**63
+_OF_STEPS = ("speculative", "max_num_batched_tokens", "max_model_len", "async_scheduling")
+"""Settings by which one group of full attention is not what `BlockPoolManager` has."""
 
 
 class HybridManager(VllmManager):
@@ -45,7 +57,7 @@ class HybridManager(VllmManager):
         retention: which blocks of sparse groups are cached (`--prefix-cache-retention-interval`): 0: what prompts resume from;
             a multiple of all groups' block sizes: also what ends at its multiples; None: all that a hit could use.
         match_unit: tokens of a hash (`--prefix-match-unit`), which divides the blocks of all groups; None: the largest.
-        use_eagle: there is a draft model (EAGLE, MTP).
+        speculative: the draft model, of version 0.33.0; None: there is none.
         max_num_batched_tokens: the most tokens of one step, at least 1.
         max_model_len: the most tokens of a request, at least 1; None: there is no limit.
         async_scheduling: a step is scheduled before the one before it is answered.
@@ -67,7 +79,7 @@ class HybridManager(VllmManager):
         num_blocks: int,
         retention: Retention = 0,
         match_unit: int | None = None,
-        use_eagle: bool = False,
+        speculative: Speculative | None = None,
         max_num_batched_tokens: int = 8192,
         max_model_len: int | None = None,
         async_scheduling: bool = False,
@@ -81,10 +93,18 @@ class HybridManager(VllmManager):
                 f"got {options['block_size']!r}"
             )
         super().__init__(num_blocks=num_blocks, **options)
+        check_speculative(speculative)
         if not self.version.has_groups:
+            if speculative is not None:
+                raise ValueError(
+                    f"speculative is mocked for vLLM 0.33.0, which was recorded; got version {self.version.name!r}"
+                )
             raise ValueError(
                 f"cache groups are those of vLLM 0.33.0; version {self.version.name} is not mocked with them"
             )
+        if speculative is not None:
+            taken = with_scratch(taken, speculative.tokens)
+        self.speculative = speculative
         check_integer("max_num_batched_tokens", max_num_batched_tokens, 1)
         if max_model_len is not None:
             check_integer("max_model_len", max_model_len, 1, " tokens, or None")
@@ -96,7 +116,7 @@ class HybridManager(VllmManager):
         self._extras = [group_extra(number, each.kind, each.window) for number, each in enumerate(taken)]
         self._removed_extras = [group_extra(number) for number in range(len(taken))]
         geometry = GroupGeometry.of(
-            taken, retention=retention, match_unit=match_unit, use_eagle=use_eagle, caching=self.enable_caching
+            taken, retention=retention, match_unit=match_unit, speculative=speculative, caching=self.enable_caching
         )
         self._begin(geometry)
         self.limit_steps(max_num_batched_tokens)
@@ -112,6 +132,7 @@ class HybridManager(VllmManager):
     def _begin(self, geometry: GroupGeometry) -> None:
         """Have all blocks free, and none cached."""
         self.geometry = geometry
+        self.hasher = self.hasher.looking_ahead(geometry.lookahead)
         self._pool = NamedPool(self.max_capacity, len(geometry.groups), self.removed, front=not geometry.caching)
         self._coordinator = Coordinator(geometry, self._pool, self)
 
@@ -208,7 +229,7 @@ class HybridManager(VllmManager):
         """
         prompt, main = Prompt.of(prompt), self.geometry.groups[self._main].block_size
         unit = self.geometry.hash_unit if self.enable_caching else main
-        if not prompt.has_tokens and self.enable_caching and self.needs_tokens:
+        if not prompt.has_tokens and self.enable_caching and self.needs_tokens and not self.geometry.lookahead:
             raise ValueError(
                 f"a prompt of hashes has no tokens: this engine has blocks of several sizes, and hashes {unit} tokens at a time"
             )
@@ -223,8 +244,10 @@ class HybridManager(VllmManager):
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether blocks are named by tokens, as its groups have blocks of several sizes: prompts of hashes are refused."""
-        return {each.block_size for each in self.geometry.groups} != {self.geometry.hash_unit}
+        """Whether blocks are named by tokens: its groups have blocks of several sizes, or names look ahead. Prompts of hashes are refused."""
+        return bool(self.geometry.lookahead) or {each.block_size for each in self.geometry.groups} != {
+            self.geometry.hash_unit
+        }
 
     def another(self, request: GroupRequest) -> GroupRequest:
         """A request of the same tokens, without a block."""
@@ -248,11 +271,11 @@ class HybridManager(VllmManager):
         return max(found.num_tokens, found.junction), short
 
     def chunk_tokens(self, request: GroupRequest, most: int, new_computed_blocks: ComputedBlocks | None = None) -> int:
-        """Tokens of the next chunk of a request: fewer than fit where states are cached at its end.
+        """Tokens of the next chunk of a request: fewer than fit where states are cached at its end, or draft modules need more tokens.
 
         Args:
             request: whose.
-            most: tokens that are left and fit into the step.
+            most: tokens that are left and fit into the step, drafts included.
             new_computed_blocks: what was found for a request without blocks.
 
         Returns:
@@ -261,7 +284,14 @@ class HybridManager(VllmManager):
         start, junction = request.num_computed_tokens, request.junction
         if new_computed_blocks is not None:
             start, junction = start + new_computed_blocks.num_tokens, new_computed_blocks.junction
-        return self._chunks.tokens(request, start, most, junction)
+        if new_computed_blocks is None and self.speculative is not None:
+            most = max(min(most, self._most_tokens - 1 - start), 0)
+        tokens = self._chunks.tokens(request, start, most, junction)
+        if self.speculative is None or self.speculative.chunk_lookahead < 2:
+            return tokens
+        left = len(request) - start - tokens
+        need = self.speculative.chunk_lookahead
+        return max(tokens - (need - left), 0) if 0 < left < need else tokens
 
     def missing_blocks(
         self,
@@ -297,7 +327,7 @@ class HybridManager(VllmManager):
         num_new_tokens: int,
         new_computed_blocks: ComputedBlocks | None = None,
         *,
-        num_lookahead_tokens: int = 0,
+        num_lookahead_tokens: int | None = None,
         full_sequence_must_fit: bool = False,
         num_external_tokens: int = 0,
         delay_cache_blocks: bool = False,
@@ -308,7 +338,7 @@ class HybridManager(VllmManager):
             request: whose tokens.
             num_new_tokens: how many, after those that are computed, the hits included.
             new_computed_blocks: what `get_computed_blocks` found just before, for a request without blocks.
-            num_lookahead_tokens: slots beyond them for a draft model.
+            num_lookahead_tokens: slots beyond them for a draft model; None: those of its own.
             full_sequence_must_fit: admit it only if there are blocks for all its tokens.
             num_external_tokens: tokens between the hits and the new ones that come from elsewhere, 0 where a group keeps states;
                 there may be no new ones then.
@@ -343,6 +373,8 @@ class HybridManager(VllmManager):
             needed = self.missing_blocks(request, len(request), new_computed_blocks, for_admission=True)
             if needed > len(free):
                 return None
+        if num_lookahead_tokens is None:
+            num_lookahead_tokens = 0 if self.speculative is None else self.speculative.slots
         coordinator.retire(request, self._processed(request, start))
         span = Span(hit, start, upto, min(upto + num_lookahead_tokens, most))
         if coordinator.missing(request, span, new_computed_blocks, self._uncapped, asks=False) > len(free):
@@ -363,6 +395,46 @@ class HybridManager(VllmManager):
         self._coordinator.cache(request, min(num_tokens, len(request)))
         if self._publisher.failure is not None:
             self._publisher.surface()
+
+    def take_output(
+        self,
+        request: GroupRequest,
+        num_tokens: int,
+        sampled: Sequence[int] | None,
+        *,
+        room: int = _NO_LIMIT,
+        stale: bool = False,
+    ) -> int:
+        """The model has answered the first step of a request that is in flight: accepted drafts, and one token more.
+
+        Blocks of rejected drafts stay, and are used again; what is complete now is cached.
+
+        Args:
+            request: whose; each of its steps was counted by `Drafts.scheduled`.
+            num_tokens: of that step.
+            sampled: the accepted drafts and one more; None: it was a chunk that samples nothing.
+            room: how many it may still generate.
+            stale: it was preempted since: the tokens count, and nothing else.
+
+        Returns:
+            How many of the tokens it has taken: up to its last one.
+        """
+        drafts, request.num_in_flight_tokens = request.drafts.answered(), request.num_in_flight_tokens - num_tokens
+        if sampled is None:
+            return 0
+        taken = sampled[: min(room, self._most_tokens - len(request))]
+        request.tokens.extend(taken)
+        if stale:
+            return len(taken)
+        rejected = drafts - (len(sampled) - 1) if drafts else 0
+        if request.num_computed_tokens > 0:
+            request.num_computed_tokens -= rejected
+        if request.drafts.placeholders > 0:
+            request.drafts.placeholders -= rejected
+        request.num_computed_tokens -= len(sampled) - len(taken)
+        request.drafts.placeholders = max(request.drafts.placeholders - len(sampled), 0)
+        self.cache_blocks(request, request.num_computed_tokens - request.num_in_flight_tokens)
+        return len(taken)
 
     def kept(self, request: GroupRequest, group: int, start: int, end: int) -> Collection[int]:
         """The positions between two that are worth keeping of a request in one group: as later prompts resume from there."""
@@ -445,6 +517,11 @@ class HybridManager(VllmManager):
                     [each // block_size - 1 - first for each in ends],
                 ),
             )
+        if isinstance(tokens, LookaheadTokens):
+            extra = {**(extra or {}), LOOKAHEAD: tokens.after(ends)}
+            if keys is not None and keys.multimodal:
+                places = (each // block_size - 1 for each in ends)
+                extra[LOOKAHEAD_KEYS] = [keys.block_keys(place, block_size, tokens.lookahead) for place in places]
         if len(ends) == last - first and block_size == tokens.block_size:
             data, token_ids = tokens.stored(first, last)
             publisher.publish(data, token_ids, extra=extra)
@@ -456,7 +533,7 @@ class HybridManager(VllmManager):
             publisher.publish(SparseStored(parent, names, end - start, block_size), blocks, extra=extra)
             return
         local = keyed_block_hashes(
-            tokens.cut(start, end), block_size, keys, first
+            tokens.cut(start, end + self.geometry.lookahead), block_size, keys, first, self.geometry.lookahead
         )  # with hashes alone, a block is a unit
         publisher.publish(Stored(parent, names, tuple(local)), blocks, extra=extra)
 
@@ -469,6 +546,16 @@ class HybridManager(VllmManager):
             return
         for group, block_hash in names:
             publisher.publish(Removed((block_hash,)), extra=self._removed_extras[group])
+
+
+def check_speculative(value: object) -> None:
+    """Let a draft model of vLLM pass, and None.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if value is not None and not isinstance(value, Speculative):
+        raise ValueError(f"speculative must be a Speculative, or None; got {value!r:.80}")
 
 
 def _of_kept(carried: dict[str, Any], kept: Sequence[int]) -> EventExtra:
@@ -497,7 +584,22 @@ def of_groups(groups: object, settings: dict[str, Any], options: dict[str, Any])
     if not any(group.kind in FULL for group in taken):
         kinds = ", ".join(group.kind for group in taken)
         raise ValueError(f"groups must have one of kind {' or '.join(map(repr, FULL))}, got {kinds}")
-    if len(taken) > 1 or taken[0].kind != FULL_ATTENTION:
+    if len(taken) > 1 or taken[0].kind != FULL_ATTENTION or any(settings.get(name) for name in _OF_STEPS):
         return HybridManager(groups=taken, **settings, **options)
     HybridManager(groups=taken, **settings, **{**options, "num_blocks": 1, "sink": None})  # it raises for a wrong value
     return BlockPoolManager(**{"block_size": taken[0].block_size, **options})
+
+
+def of_draft_model(settings: dict[str, Any], options: dict[str, Any]) -> HybridManager:
+    """The manager of an engine with a draft model and one cache, of full attention.
+
+    Args:
+        settings: arguments of `HybridManager` that are its own, a draft model among them.
+        options: those that all managers of vLLM have.
+
+    Raises:
+        ValueError: an argument is not what it must be.
+    """
+    check_speculative(settings["speculative"])
+    group = CacheGroup(FULL_ATTENTION, options.get("block_size", 16))
+    return HybridManager(groups=[group], **settings, **options)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pytest_kvmock.cache.base import RequestLevel
 from pytest_kvmock.cache.hashed import HashedTokens
+from pytest_kvmock.cache.lookahead_tokens import LookaheadTokens
 from pytest_kvmock.cache.vllm.hashes import ExtraKeys, VllmHasher, vllm_version
 from pytest_kvmock.prompt_keys import LoraIds
 from pytest_kvmock.tokens import Prompt, TokenIds
@@ -114,6 +115,8 @@ class VllmManager(RequestLevel):
             hasher = self.hasher.keyed(
                 ExtraKeys(carried.lora_name, carried.lora_path, carried.multimodal, carried.cache_salt)
             )
+        if hasher is not None and hasher.lookahead:
+            return LookaheadTokens(prompt, hash_unit, hasher, rng or self._rng, hasher.lookahead)
         return HashedTokens(prompt, hash_unit, hasher, rng or self._rng)
 
 

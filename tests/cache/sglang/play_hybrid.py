@@ -15,6 +15,7 @@ from random import Random
 
 from pytest_kvmock.cache.sglang.geometry import Geometry
 from pytest_kvmock.cache.sglang.hybrid_cache import HybridCacheManager
+from pytest_kvmock.cache.sglang.speculative import SglangSpeculative
 from pytest_kvmock.events import Removed, Stored
 from pytest_kvmock.sinks import CapturingSink
 from pytest_kvmock.tokens import Prompt
@@ -41,7 +42,15 @@ def geometry_of(program):
         options["state_strategy"] = "extra_buffer" if program["extra_buffer"] else "no_buffer"
         most = program.get("max_states_per_path", -1)
         options["states_per_path"] = None if most < 0 else most
-    return Geometry.of(options)
+    return Geometry.of(options) or Geometry()
+
+
+def speculative_of(program):
+    """The speculative decoding of a program; those of older recordings say `eagle`, and decode token by token."""
+    if "algorithm" in program:
+        steps = program["steps_of_draft"]
+        return SglangSpeculative(program["algorithm"], steps, program["topk"], program["draft_tokens"])
+    return SglangSpeculative() if program.get("eagle") else None
 
 
 class Player:
@@ -59,7 +68,7 @@ class Player:
             block_size=self.size,
             sink=CapturingSink(),
             policy=program.get("policy", "lru"),
-            is_eagle=program.get("eagle", False),
+            speculative=speculative_of(program),
             hold_events=True,
         )
 
@@ -205,9 +214,9 @@ def is_complete(manager):
     return all(capacity == sum(parts) and min(parts) >= 0 for capacity, *parts in sums)
 
 
-def differences(program):
-    """Play a program; yield the number of each step that differs, with what differs: field, recorded, ours."""
-    player = Player(program)
+def differences(program, of=Player):
+    """Play a program by a player; yield the number of each step that differs, with what differs: field, recorded, ours."""
+    player = of(program)
     for number, step in enumerate(program["steps"]):
         try:
             got = {"op": step["op"], **player.play(step["op"]), "events": player.events()}
@@ -229,21 +238,29 @@ def read(path):
     return json.loads(gzip.decompress(Path(path).read_bytes()))
 
 
+def play_all(programs, of=Player):
+    """Play programs, and print what differs; returns how many are equal."""
+    equal = 0
+    for program in programs:
+        found = []
+        for number, wrong in differences(program, of):
+            found.append((number, wrong))
+            if len(found) == SHOWN:
+                break
+        equal += not found
+        for number, wrong in found:
+            print(f"{program['kind']} {program['seed']} step {number} {program['steps'][number]['op'][0]}:")
+            for field, recorded, ours in sorted(wrong):
+                print(f"  {field}: recorded {recorded}\n  {' ' * len(field)}  ours     {ours}")
+    return equal
+
+
 def main(paths):
     equal = played = 0
     for path in paths:
-        for program in read(path):
-            found = []
-            for number, wrong in differences(program):
-                found.append((number, wrong))
-                if len(found) == SHOWN:
-                    break
-            played += 1
-            equal += not found
-            for number, wrong in found:
-                print(f"{program['kind']} {program['seed']} step {number} {program['steps'][number]['op'][0]}:")
-                for field, recorded, ours in sorted(wrong):
-                    print(f"  {field}: recorded {recorded}\n  {' ' * len(field)}  ours     {ours}")
+        programs = read(path)
+        equal += play_all(programs)
+        played += len(programs)
     print(f"{equal} of {played} programs equal")
     return int(equal < played)
 

@@ -6,6 +6,7 @@ import pytest
 
 from pytest_kvmock import CapturingSink, EngineProfile, Prompt, RouterHarness, create_manager
 from pytest_kvmock.cache.sglang.radix_cache import RadixCacheManager
+from pytest_kvmock.cache.sglang.speculative import SglangSpeculative
 from pytest_kvmock.events import Cleared, Removed, StorageTier, Stored
 from pytest_kvmock.moves import MoveError, Use
 from pytest_kvmock.tokens import block_hashes
@@ -32,7 +33,7 @@ def test_a_stored_has_the_routers_hashes_and_the_tokens_of_each_page():
 
 
 def test_bigrams_travel_as_pairs_with_the_hashes_of_an_eagle_router():
-    manager = RadixCacheManager(num_blocks=4, block_size=2, sink=CapturingSink(), is_eagle=True)
+    manager = RadixCacheManager(num_blocks=4, block_size=2, sink=CapturingSink(), speculative=SglangSpeculative())
     assert 0 == manager.insert([1, 2, 3, 4, 5])
     _, stored = manager.sink.router_events
     assert [((1, 2), (2, 3)), ((3, 4), (4, 5))] == stored.token_ids
@@ -179,9 +180,9 @@ REFUSED = [
     (
         {"page_size": 4},
         (
-            "backend 'sglang' has no option 'page_size'; it has policy, protected_threshold, dynamo_kv_event_format, "
+            "backend 'sglang' has no option 'page_size'; it has policy, protected_threshold, dynamo_kv_event_format, speculative, "
             "window, window_ratio, window_interval, window_gates, release_window, states, state_grid, state_interval, "
-            "state_strategy, states_per_path"
+            "state_strategy, states_per_path, tiers"
         ),
     ),
     *(
@@ -206,7 +207,7 @@ def test_arguments_that_sglang_has_not_are_refused(options, message):
     assert message == str(raised.value)
 
 
-@pytest.mark.parametrize("name", ["is_eagle", "hold_events"])
+@pytest.mark.parametrize("name", ["dynamo_kv_event_format", "hold_events"])
 def test_what_is_for_calls_by_hand_must_be_on_or_off(name):
     with pytest.raises(ValueError, match=rf"^{name} must be True or False, got 'yes'$"):
         RadixCacheManager(num_blocks=1, **{name: "yes"})

@@ -5,6 +5,7 @@ from random import Random
 import pytest
 
 from pytest_kvmock.cache.sglang.radix_cache import RadixCacheManager
+from pytest_kvmock.cache.sglang.speculative import SglangSpeculative
 from pytest_kvmock.engine.radix_driver import RadixDriver
 from pytest_kvmock.events import Removed, Stored
 from pytest_kvmock.sinks import CapturingSink
@@ -89,7 +90,10 @@ def test_scenarios_give_the_recorded_answers_events_sizes_and_trees(recording):
             with pytest.raises(ValueError, match=f"got '{policy}'$"):
                 Player(64, block_size=program["page_size"], policy=policy)
             continue
-        player = Player(64, block_size=program["page_size"], policy=policy, **program.get("options", {}))
+        options = dict(program.get("options", {}))
+        if options.pop("is_eagle", False):
+            options["speculative"] = SglangSpeculative()
+        player = Player(64, block_size=program["page_size"], policy=policy, **options)
         for number, step in enumerate(program["steps"]):
             got = player.play(step["op"]) | player.sizes() | {"tree": shape(player.manager._tree.root, player.size)}
             if "events" in step:

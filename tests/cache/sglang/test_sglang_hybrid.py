@@ -3,6 +3,7 @@
 import pytest
 
 from pytest_kvmock import BACKENDS, CapturingSink, EngineProfile, RouterHarness, create_manager
+from pytest_kvmock.backends import HYBRID
 from pytest_kvmock.cache.sglang.hybrid_cache import HybridCacheManager
 from pytest_kvmock.cache.sglang.models import MODELS
 from pytest_kvmock.cache.sglang.radix_cache import RadixCacheManager
@@ -105,7 +106,7 @@ def test_the_sizes_of_models_follow_the_block_size():
         "sglang_kimi_linear": [(None, 4), (None, 16)],
         "sglang_deepseek_v4": [(2, None), (8, None)],
     } == {name: [sizes(name, block_size) for block_size in (4, 16)] for name in MODELS}
-    assert [name for name, spec in BACKENDS.items() if spec.group and spec.scheduler == "sglang"] == [*MODELS]
+    assert [name for name, spec in BACKENDS.items() if spec.group == HYBRID and spec.scheduler == "sglang"] == [*MODELS]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -159,7 +160,10 @@ REFUSED = {
     "state_strategy 'no_buffer' is for a block_size of 1, got 4": {"states": 8, "state_strategy": "no_buffer"},
     "state_strategy must be 'extra_buffer' or 'no_buffer', got 'lazy'": {"states": 8, "state_strategy": "lazy"},
     "states_per_path must be an integer of at least 0, or None, got -1": {"states": 8, "states_per_path": -1},
-    "policy must be lru, lfu or slru for a hybrid model, got 'priority'": {"states": 8, "policy": "priority"},
+    "policy must be lru, lfu or slru for a hybrid model or with speculative, got 'priority'": {
+        "states": 8,
+        "policy": "priority",
+    },
     "policy must be one of lru, lfu, fifo, mru, filo, priority, slru, got 'tlru'": {"window": 8, "policy": "tlru"},
 }
 

@@ -14,9 +14,27 @@ from zlib import crc32
 from pytest_kvmock.cache.vllm.groups import CacheGroup
 from pytest_kvmock.cache.vllm.hashes import ExtraKeys
 from pytest_kvmock.cache.vllm.hybrid import HybridManager
+from pytest_kvmock.cache.vllm.speculative import Speculative
 from pytest_kvmock.events import Cleared, Removed, SparseStored
 from pytest_kvmock.prompt_keys import group_of
 from pytest_kvmock.tokens import Prompt
+
+
+def draft_model(program):
+    """The draft model of a program; those of older recordings say `use_eagle`, which is the drop mode."""
+    if "spec" in program:
+        given = dict(program["spec"])
+        return Speculative(modules=given.pop("mtp_layers", 1), **given)
+    return Speculative("eagle", program["lookahead"], plain_hashes=True) if program.get("use_eagle") else None
+
+
+def groups_of(program):
+    """The fields of its groups; with a draft model, scratch blocks follow from that."""
+    if draft_model(program) is None:
+        return program["groups"]
+    return [
+        {name: field for name, field in group.items() if name != "speculative_blocks"} for group in program["groups"]
+    ]
 
 
 class Player:
@@ -28,12 +46,12 @@ class Player:
         self.max_model_len = program["max_model_len"]
         self.lookahead = program.get("lookahead", 0)
         self.manager = HybridManager(
-            groups=[CacheGroup(**group) for group in self.groups],
+            groups=[CacheGroup(**each) for each in groups_of(program)],
             num_blocks=program["num_blocks"] - 1,
             sink=self,
             retention=program["retention"],
             match_unit=program.get("unit"),
-            use_eagle=program.get("use_eagle", False),
+            speculative=draft_model(program),
             enable_caching=program.get("caching", True),
             max_num_batched_tokens=program["max_batch"],
             max_model_len=program["max_model_len"],
@@ -137,9 +155,12 @@ class Player:
             assert type(data) is SparseStored or len(token_ids) == len(data.block_hashes)
             one = ["S", group, data.parent_hash, list(data.block_hashes), *sizes]
             one += [sum(map(len, token_ids)), token_ids[0][0]]
-            if any(extra.get("extra_keys", ())):
-                one.append([keys and list(keys) for keys in extra["extra_keys"]])
-            self.events.append(one)
+            self.events.append(one + self.beside(extra))
+
+    def beside(self, extra):
+        """What a Stored has besides its blocks."""
+        keys = extra.get("extra_keys", ())
+        return [[each and list(each) for each in keys]] if any(keys) else []
 
     def taken(self):
         """The events since the last step."""
@@ -163,9 +184,14 @@ class Player:
         }
 
 
-def difference(program):
-    """The first difference of a program, as text; None if there is none."""
-    player = Player(program)
+def difference(program, of=Player):
+    """The first difference of a program, as text; None if there is none.
+
+    Args:
+        program: as recorded.
+        of: the player that plays it.
+    """
+    player = of(program)
     facts = {name: value for name, value in program["facts"].items() if name != "kinds"}
     if player.facts() != facts:
         return f"facts: recorded {facts}, got {player.facts()}"
@@ -183,21 +209,27 @@ def difference(program):
     return None
 
 
+def play_all(name, programs, difference=difference):
+    """Print the first difference of each program, and how many are equal; returns how many are not."""
+    equal = 0
+    for program in programs:
+        found = difference(program)
+        if found is None:
+            equal += 1
+        else:
+            print(f"{name}: {program.get('geometry', program.get('kind'))}, seed {program['seed']}: {found}")  # noqa: T201 - a command
+    print(f"{equal} of {len(programs)} programs equal")  # noqa: T201 - a command
+    return len(programs) - equal
+
+
+def read(path):
+    """The programs of a file."""
+    with (gzip.open if str(path).endswith(".gz") else open)(path) as file:
+        return json.load(file)
+
+
 def main(paths):
-    wrong = 0
-    for path in paths:
-        with (gzip.open if str(path).endswith(".gz") else open)(path) as file:
-            programs = json.load(file)
-        equal = 0
-        for program in programs:
-            found = difference(program)
-            if found is None:
-                equal += 1
-            else:
-                print(f"{Path(path).name}: {program['geometry']}, seed {program['seed']}: {found}")  # noqa: T201 - a command
-        print(f"{equal} of {len(programs)} programs equal")  # noqa: T201 - a command
-        wrong += len(programs) - equal
-    return bool(wrong)
+    return bool(sum(play_all(Path(path).name, read(path)) for path in paths))
 
 
 if __name__ == "__main__":

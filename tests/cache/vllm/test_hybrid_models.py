@@ -3,6 +3,7 @@
 import pytest
 
 from pytest_kvmock import BACKENDS, create_manager
+from pytest_kvmock.backends import HYBRID
 from pytest_kvmock.cache.vllm.groups import GroupGeometry
 from pytest_kvmock.cache.vllm.hybrid_models import HYBRID_MODELS
 
@@ -45,7 +46,7 @@ def test_the_registry_has_every_model_with_its_sizes(name):
 
 def test_the_registry_has_no_other_model():
     assert [f"vllm_{name}" for name in NAMES] == [
-        name for name, spec in BACKENDS.items() if spec.group and spec.scheduler == "vllm"
+        name for name, spec in BACKENDS.items() if spec.group == HYBRID and spec.scheduler == "vllm"
     ]
 
 
