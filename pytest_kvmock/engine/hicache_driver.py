@@ -138,19 +138,6 @@ class HiCacheDriver(PageCacheDriver):
             self.manager.begin_step((request,))
             self.manager.end_step(request, token)
 
-    def free(self, request: HiCacheRequest, *, done: bool) -> None:
-        """Free what it has; of a request that is done, after a last checkpoint."""
-        self._prefilled.discard(request)
-        if request in self.manager.requests:
-            if not done:
-                self.manager.retract(request)
-            elif self._prefix_caching:
-                self.manager.finish(request)
-            else:
-                self.manager.release(request)
-        if done:
-            request.tokens.release()
-
     def clear(self) -> bool:
         """Drop all that is cached, on device and host; the storage keeps what it has."""
         self.write_storage()
