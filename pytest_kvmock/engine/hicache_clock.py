@@ -182,7 +182,7 @@ class HiCacheClock(Clock):
     def generate(self, state: Any, tokens: Sequence[int]) -> None:
         """Decode, one step a token, and wait where blocks are being copied."""
         for token in tokens:
-            while not self.manager.begin_step((state,)):
+            while not self._driver.make_room((state,)):
                 self._wait(True, "")
             self.manager.end_step(state, token)
         self._begin()

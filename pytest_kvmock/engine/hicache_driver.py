@@ -126,7 +126,16 @@ class HiCacheDriver(PageCacheDriver):
         self.manager.withdraw(request)
 
     def _compute(self, request: HiCacheRequest, upto: int) -> None:
-        self.manager.prefill([(request, upto)])
+        manager = self.manager
+        needed = (manager.pages_of(upto) - request.allocated) * manager.block_size
+        while manager.storage is not None and manager.available_size() < needed:
+            # What is being written to the storage holds what is above it on the device, which ends a server (`write_back`).
+            before = manager.available_size()
+            manager.make_room(needed)
+            self.write_storage()
+            if manager.available_size() == before:
+                break
+        manager.prefill([(request, upto)])
 
     def _computed(self, request: HiCacheRequest) -> None:
         if self._prefix_caching:
@@ -135,7 +144,7 @@ class HiCacheDriver(PageCacheDriver):
     def extend(self, request: HiCacheRequest, tokens: Sequence[int]) -> None:
         """Decode steps, one a token."""
         for token in tokens:
-            self.manager.begin_step((request,))
+            self.make_room((request,))
             self.manager.end_step(request, token)
 
     def clear(self) -> bool:
@@ -154,6 +163,9 @@ class HiCacheDriver(PageCacheDriver):
 
     def make_room(self, requests: Sequence[HiCacheRequest]) -> bool:
         """Evict until there is a page for each that needs one."""
+        if self.manager.begin_step(requests):
+            return True
+        self.write_storage()  # as in `_compute`
         return self.manager.begin_step(requests)
 
     def generate(self, request: HiCacheRequest, token: int) -> bool:

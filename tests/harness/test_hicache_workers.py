@@ -4,9 +4,12 @@ import contextlib
 from random import Random
 
 import pytest
+from depth import examples
+from hypothesis import given, settings
 
 from pytest_kvmock import EngineProfile, OutOfBlocks, RouterHarness, StorageTier, create_manager
 from pytest_kvmock.engine.driver import WouldWait
+from pytest_kvmock.testing import play, traffic
 
 DEVICE, HOST, *_ = StorageTier
 SIZE = 4
@@ -102,9 +105,16 @@ def test_a_clear_empties_device_and_host():
 @pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
 @pytest.mark.parametrize("host", [4, 16, 40])
 def test_stream_and_engine_agree_after_each_step(policy, host):
-    for seed in range(3):
+    for seed in range(4):
         rng = Random(seed)
-        kv = harness(16, 2, host=host, write_policy=policy, gbps=rng.choice([0, 0.1, 10]))
+        kv = harness(
+            *(16, 2),
+            host=host,
+            write_policy=policy,
+            gbps=rng.choice([0, 0.1, 10]),
+            storage=bool(seed % 2),
+            prefetch_threshold=8,
+        )
         running = []
         for _ in range(100):
             worker, kind = kv.worker(rng.randrange(2)), rng.random()
@@ -184,6 +194,16 @@ def test_a_clear_keeps_the_storage_and_a_harness_has_its_own():
     kv.assert_in_sync()
     other = RouterHarness(kv.profile, backend="sglang")
     assert set() == other.worker(0).storage.blocks
+
+
+@settings(max_examples=examples(150), database=None, deadline=None)
+@given(traffic(workers=2, most_in_a_burst=5, tiers=True))
+def test_what_is_written_to_the_storage_leaves_room_on_the_device(program):
+    tiers = {"host": 3, "gbps": 1.0, "bytes_per_token": 250_000, "write_policy": "write_back"}
+    tiers |= {"storage": True, "prefetch_threshold": 8}
+    with RouterHarness(EngineProfile(block_size=SIZE, num_blocks=6, workers=2, tiers=tiers), "sglang") as kv:
+        play(kv, program)
+        kv.assert_in_sync()
 
 
 def test_without_a_storage_there_is_none_to_fill():
