@@ -205,7 +205,7 @@ class _Names:
 
     def of(self, hash_name: str, seed: str | None) -> Callable[[], Chain]:
         """What makes the rule of a stream that says by what it is named."""
-        self._stated.append(EventNames((hasher_of(hash_name, seed),), is_given=True))
+        self._stated.append(EventNames((hasher_of(hash_name, seed),), is_given=True, knows_release=False))
         return self._stated[-1].chain
 
     def chain(self) -> Callable[[], Chain] | None:

@@ -165,7 +165,9 @@ class EngineSize(NamedTuple):
             return -(-(prompt + output - (self.last_token_free and output > 0)) // self.block_size)
         computed = prompt + max(output - 1, 0)  # the last token is never computed
         least, most = -(-computed // self.block_size), self.groups.at_most(computed)
-        if least > self.blocks or most <= self.blocks or self.rejects_prompt(prompt):
+        if least > self.blocks:
+            return max(least, self.groups.to_admit(prompt))  # quickly counted: it can never fit
+        if most <= self.blocks or self.rejects_prompt(prompt):
             return least
         return max(self.groups.to_admit(prompt), self.groups.to_compute(prompt, computed))
 

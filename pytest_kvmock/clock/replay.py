@@ -88,7 +88,7 @@ def replay(
 
     Raises:
         EngineStalled: an engine can never make progress. Requests stay open then: `MockEngine.close` drops them.
-        RequestError: a listener aborts a request that is handed over between two engines.
+        RequestError: a listener aborts a request that is handed over between two engines. Requests stay open then, too.
         OutOfBlocks: a request can never fit one of the engines, which does not reject it (see `MockEngine.dispatch`);
             nothing has happened.
         TypeError: an argument, or something in it, is not of its type; nothing has happened.

@@ -360,7 +360,7 @@ def _chain_of_sink(named: tuple[str | None, str | None], chained: bool | None) -
     from pytest_kvmock.wire.event_names import EventNames, hasher_of  # for those who use it
 
     try:
-        return EventNames((hasher_of(hash_name, seed),), is_given=True).chain
+        return EventNames((hasher_of(hash_name, seed),), is_given=True, knows_release=False).chain
     except ValueError as error:
         raise ValueError(f"make_kv_sink: {error}") from None
 

@@ -24,7 +24,8 @@ class Chain(Protocol):
     """The rule by which one engine names its blocks; an object belongs to one stream, and may have state.
 
     Where blocks are named by more than tokens (`Prompt.keys`), both methods are given what travels beside the event as one
-    more argument. One with an attribute `reads_extra` that is true always is, and is given the tokens as they came.
+    more argument. One with an attribute `reads_extra` that is true always is, and is given the tokens as they came. One that has an
+    attribute `named_by` says there by what it names blocks, for messages.
     """
 
     def expected(
@@ -294,6 +295,7 @@ def wrong_hash(
                     if chain.name(candidate, local, known_tokens, size, *beside) == block:
                         return BlockFlaw(block, *_fits(observed, candidate))
                 content = "tokens" if by_itself else "local hash"
+                content += f" ({by})" if (by := getattr(chain, "named_by", "")) else ""
                 return BlockFlaw(block, observed, f"the chain of parent and {content} is {block_text(expected)}")
     return None
 

@@ -513,7 +513,7 @@ class Report:
 
         Raises:
             AssertionError: fewer do.
-            ValueError: no limit is given, one is out of range, or no request arrived.
+            ValueError: no limit is given, one is out of range, or no request arrived that was not called off.
         """
         __tracebackhide__ = True
         objectives = Objectives(ttft_ms, itl_ms, e2e_ms)
@@ -526,6 +526,8 @@ class Report:
         self._need_requests("assert_slo")
         served = [each for each in self.served if each.request.status != "aborted"]
         arrived = self.arrived - self.aborted
+        if not arrived:
+            raise ValueError(f"assert_slo: all {self.aborted} requests were called off: there was nothing to judge")
         bad = [each for each in served if each.request.status != "finished" or not objectives.are_met(each.request)]
         good = len(served) - len(bad)
         if good >= at * arrived:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from pytest_kvmock.report.figures import figure_text
+
+_LOSE: Final = ("crash", "restart")
+"""The incidents by which requests are lost."""
 
 
 class MissedAbort(NamedTuple):
@@ -49,7 +52,10 @@ def report_text(report: Any, about: str) -> str:
             f"the engines held {report.held_before} blocks before this run: their hits count, and the ideal knows none of them"
         )
     missed = [each for each in report.missed if isinstance(each, MissedAbort)]
-    parts += [f"{each.ms:g} ms: {each.kind} of worker {each.worker!r}, {each.lost} lost" for each in report.incidents]
+    parts += [
+        f"{each.ms:g} ms: {each.kind} of worker {each.worker!r}" + (f", {each.lost} lost" if each.kind in _LOSE else "")
+        for each in report.incidents
+    ]
     parts += [
         f"the run ended before {each.ms:g} ms: no {each.kind} of worker {each.worker!r}"
         for each in report.missed
@@ -58,7 +64,9 @@ def report_text(report: Any, about: str) -> str:
     if report.router and report.aborted:
         parts.append(f"{report.aborted} of {report.arrived} requests were called off")
     if missed:
-        parts.append(f"{missed[0]}, and {len(missed) - 1} more" if len(missed) > 1 else str(missed[0]))
+        parts.append(
+            f"{len(missed)} aborts did not happen; the first: {missed[0]}" if len(missed) > 1 else str(missed[0])
+        )
     parts += filter(None, (report.facts.nobody_text, *map(str, report.beliefs or ())))
     if report.event_errors:
         parts.append(f"errors of events: {len(report.event_errors)}")

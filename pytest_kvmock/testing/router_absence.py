@@ -69,15 +69,16 @@ class RouterAbsence:
     def test_a_cordoned_worker_gets_nothing(self) -> None:
         """A worker is no candidate for a while, and nobody says so: the others share its work, and then it gets some again."""
         again_ms, workers = 2 * LATER_MS, WORKERS + 2
+        back_ms = (LATER_MS + again_ms) / 2
         bursts = zip((LATER_MS, LATER_MS, again_ms, again_ms), range(2**40, 2**41, 2**20), strict=False)
         rows = [*self._rows(), *(each for ms, first in bursts for each in self._burst(ms, first=first))]
 
         def happens(fleet: Fleet) -> None:
             fleet.at(AT_MS).cordon(1)
-            fleet.at((LATER_MS + again_ms) / 2).uncordon(1)
+            fleet.at(back_ms).uncordon(1)
 
         def shares(report: Report) -> dict[Worker, float]:
-            picked = [pick.worker for pick in report.picks if LATER_MS <= pick.ms < again_ms]
+            picked = [pick.worker for pick in report.picks if LATER_MS <= pick.ms < back_ms]
             return {worker: picked.count(worker) for worker in report.workers if worker != 1}
 
         where = f"worker 1 is cordoned at {AT_MS:g} ms, and a burst of prompts of which nobody holds a block comes to the others"
@@ -88,10 +89,13 @@ class RouterAbsence:
         found, others = most(shares(report)), workers - 1
         alone = most(shares(self._played(workers=workers, rows=rows)))
         limit = max(most_times(others), _MORE * alone.times if alone else 0.0)
-        if found is None or found.times > limit:
+        if found is None:
+            self._fail(f"{where}: none of the others got any until it was uncordoned")
+        if found.times > limit:
             counts = ", ".join(f"worker {worker!r}: {count:g}" for worker, count in shares(report).items())
             self._fail(
-                f"{where}: one has more than {limit:.3g} times the mean ({counts}); as even as before were expected"
+                f"{where}: worker {found.worker!r} has {found.times:.2f} times the mean of their requests, must be at most {limit:.3g} times "
+                f"({counts})"
             )
         where = f"worker 1 is cordoned for a while, and then a burst of new prompts comes at {again_ms:g} ms"
         self._each_is_picked(where, report, [1], lambda pick: pick.ms >= again_ms)

@@ -44,6 +44,7 @@ _OTHER_PARENT, _NO_TOKENS, _NO_HASH = (
 )
 _RANDOM_ROOT = "below a random root"
 _NOT_SAID = "that do not follow from tokens alone, and the dialect does not say what else was hashed"
+_NO_RELEASE = "that carry more than tokens and do not follow by vLLM 0.33, and nothing says which release names them"
 
 
 def hasher_of(hash: object, seed: object, release: str = NEWEST) -> VllmHasher:  # noqa: A002 - the user's word
@@ -108,9 +109,12 @@ class EventNames:
         says_keys: whether events have `extra_keys`, where something beside tokens is hashed. Without, a name that does not
             follow is passed over, but where it follows from another parent, or others follow from what it should be.
         is_given: the only candidate names them, whatever comes.
+        knows_release: whether it is that release. If not, names that carry more than tokens and do not follow are passed over, until one
+            does: others hash it in another form, and events do not tell.
 
     Attributes:
         is_given: as above.
+        knows_release: as above, as far as it was found by now.
         computed: how many names were.
         skipped: how many were not, by why.
         found: in words, by what names are computed, as it was given or found.
@@ -123,8 +127,10 @@ class EventNames:
         release: str = NEWEST,
         says_keys: bool = True,
         is_given: bool = False,
+        knows_release: bool = True,
     ) -> None:
         self.candidates = tuple(candidates)
+        self.knows_release = knows_release
         self.release: VllmVersion = vllm_version(release)
         self.says_keys = says_keys
         self.computed = 0
@@ -211,6 +217,11 @@ class NameChain(HashChain):
         self.is_found = names.is_given
         self.waits_for: Stored | None = None
 
+    @property
+    def named_by(self) -> str:
+        """By what it names blocks, in words."""
+        return _hasher_text(self._hasher, self._roots)
+
     def expected(
         self,
         data: Stored,
@@ -277,17 +288,20 @@ class NameChain(HashChain):
             return None
         fits = next((n for n, name in enumerate(made[1]) if name != blocks[first + n]), len(made[1]))
         self._digests.update(zip(made[1][:fits], made[0], strict=False))
+        is_keyed = any(block_keys(extra)) if extra else False
+        names.knows_release |= is_keyed and fits == len(made[1])
+        is_sure = names.says_keys and (names.knows_release or not is_keyed)
         goes_on = any(name == made[1][n] for n, name in enumerate(blocks[first:]) if n > fits)  # behind a wrong name
         if (
             fits == len(made[1])
-            or names.says_keys
+            or is_sure
             or goes_on
             or (not fits and self._fits_elsewhere(blocks[first], token_ids[first], _after(extra, first)))
         ):
             names.computed += len(made[1])
             return [*blocks[:first], *made[1]]
         names.computed += fits
-        names.skipped[_NOT_SAID] += len(made[1]) - fits
+        names.skipped[_NO_RELEASE if names.says_keys else _NOT_SAID] += len(made[1]) - fits
         return None
 
     def _fits_elsewhere(self, block: int, tokens: Sequence[int], after: EventExtra | None) -> bool:

@@ -248,6 +248,14 @@ def test_one_line_says_how_many_were_computed_and_of_how_many_not_and_why(tmp_pa
     assert f"note: {line}\nclean" in found.text()
 
 
+def test_a_wrong_name_is_told_with_the_hash_that_it_does_not_follow_by(tmp_path):
+    found = checked(tmp_path, traffic("vllm-0.33"), "vllm-0.33", hash="sha256", seed="7")
+    assert all(
+        problem.expected.startswith("the chain of parent and tokens (sha256, seed '7') is ") for problem in wrong(found)
+    )
+    assert wrong(found)
+
+
 @pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"])
 @pytest.mark.parametrize("seed", ["0", "42", None])
 def test_the_hash_that_fits_is_found_with_the_seed_0_and_without_one(tmp_path, algorithm, seed):
@@ -375,6 +383,30 @@ def test_a_sink_that_knows_the_hash_finds_a_change(change):
     into_sink(kv.make_sink(residency="counted", **GIVEN), change)
     (problem,) = kv.judge().errors
     assert ("wrong_hash", 3) == (problem.rule, problem.position)
+
+
+def carried_into(sink, dialect, change=None):
+    """Prompts with a salt, an adapter and an image, as an engine of a dialect publishes them; `change` is made to the last event."""
+    worker, events, _ = engine(dialect)
+    for keys in ({}, {"cache_salt": "t"}, {"lora_name": "a"}, {"multimodal": [("ab" * 32, 1, 6)]}, {"cache_salt": "u"}):
+        worker.serve(Prompt(range(12), **keys))
+    *before, last = events
+    for event in (*before, last if change is None else change(last, None)):
+        sink.publish(event.event, token_ids=[list(tokens) for tokens in event.token_ids], extra=event.extra)
+
+
+@pytest.mark.parametrize("dialect", OF_VLLM[1:])  # the names of 0.9 are signed
+def test_a_sink_of_any_release_is_right_whatever_prompts_carry(tmp_path, dialect):
+    captured = Captured(tmp_path / "a.jsonl", profile=EngineProfile(block_size=SIZE))
+    carried_into(captured.kv.make_sink(residency="counted", **GIVEN), dialect)
+    assert ([], []) == (captured.found(), captured.again())
+
+
+def test_a_sink_whose_salts_were_right_finds_a_change_of_what_carries_one():
+    kv = RouterHarness(EngineProfile(block_size=SIZE))
+    carried_into(kv.make_sink(residency="counted", **GIVEN), "vllm-0.33", with_other_name)
+    (problem,) = kv.judge().errors
+    assert ("wrong_hash", 4) == (problem.rule, problem.position)
 
 
 def test_each_rank_of_a_sink_has_names_of_its_own():

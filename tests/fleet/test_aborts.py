@@ -3,6 +3,7 @@
 from collections import Counter
 
 import pytest
+from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,7 +13,6 @@ from pytest_kvmock.harness import RouterHarness
 from pytest_kvmock.router import DynamoRouter
 from pytest_kvmock.testing import RightRouter
 from pytest_kvmock.traces import synthetic_trace
-from tests.depth import examples
 
 SIZE = 4
 
@@ -383,7 +383,8 @@ def test_what_did_not_happen_is_missed():
     assert [("abort", 3), ("abort", 77), ("abort", 1), ("abort", 0)] == [
         (each.kind, each.number) for each in report.missed
     ]
-    assert "request 3 was not called off at 5 ms: it was over by then, or had not arrived, and 3 more" in str(report)
+    first = "request 3 was not called off at 5 ms: it was over by then, or had not arrived"
+    assert f"4 aborts did not happen; the first: {first}" in str(report).splitlines()
     assert report.duration_ms < 1e4
 
 
@@ -392,6 +393,13 @@ def test_one_that_sglang_ends_by_itself_before_it_acts_is_missed():
     report = Fleet(engines(backend="sglang"), router).run(requests(1, output=1, _0={"abort_after_ms": 1}))
     assert (0, [0], "finished") == (report.aborted, [each.number for each in report.missed], report.requests[0].status)
     check_told(router, report)
+
+
+def test_where_all_were_called_off_no_objective_is_kept_or_missed():
+    report = Fleet(engines(), Told()).abort_share(1.0, within_ms=1.0).run(requests(4, output=1))
+    assert 4 == report.aborted
+    with pytest.raises(ValueError, match=r"^assert_slo: all 4 requests were called off: there was nothing to judge$"):
+        report.assert_slo(ttft_ms=1e6)
 
 
 def test_runs_that_call_off_others_are_of_another_trace():

@@ -1,6 +1,7 @@
 """What an engine does about a request whose client goes: what comes out of it, what is freed, and what is published."""
 
 import pytest
+from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,7 +12,6 @@ from pytest_kvmock.fleet import Fleet, FleetRequest, MockEngine
 from pytest_kvmock.router import RoundRobin
 from pytest_kvmock.sinks import CapturingSink
 from pytest_kvmock.traces import TraceRequest
-from tests.depth import examples
 
 SIZE = 4
 BACKENDS = ["lineage", "lru", "hash_cache", "vllm", "vllm_gpt_oss", "sglang", "mocker_sglang_1_6", "sglang_qwen3_next"]
@@ -202,6 +202,21 @@ def test_a_request_is_called_off_so_long_after_its_arrival():
     assert 0 < gone.generated_tokens < 500
     assert all(ms <= 1100 for ms in gone.token_ms)
     assert 1100 < gone.ended_ms < 1120
+
+
+@pytest.mark.parametrize("nth", [1, 3])
+def test_who_goes_as_a_pass_ends_has_its_token(nth):
+    alike = engine_of()
+    served = alike.submit(prompt(8), 5)
+    alike.run()
+    moment = served.token_ms[nth - 1]
+    engine, fleet = engine_of(), Fleet([engine_of()], RoundRobin())
+    gone = engine.submit(prompt(8), 5, abort_after_ms=moment)
+    engine.run()
+    assert ([("aborted", nth, nth)], moment) == (statuses(gone), gone.ended_ms)
+    fleet.at(moment).abort(0)
+    (served,) = fleet.run([FleetRequest(prompt(8), 5)]).requests
+    assert ([("aborted", nth, nth)], moment) == (statuses(served), served.ended_ms)
 
 
 @pytest.mark.parametrize("after", [{"abort_after_ms": 0}, {"abort_after_tokens": 0}])

@@ -96,7 +96,12 @@ GEMMA = "vllm_gemma3"  # windows of 1024 tokens in six groups, and full attentio
 
 @pytest.mark.parametrize(
     ("semantics", "prompt", "output", "blocks"),
-    [("1.2.1", 12 * 16, 4, 7 * 13), ("1.6.1", 9 * 16, 300, 7 * 28), ("1.6.1", 9 * 16, 2, 7 * 10)],
+    [
+        ("1.2.1", 12 * 16, 4, 7 * 13),
+        ("1.2.1", 65 * 16, 4, 7 * 65),
+        ("1.6.1", 9 * 16, 300, 7 * 28),
+        ("1.6.1", 9 * 16, 2, 7 * 10),
+    ],
 )
 def test_all_groups_count(semantics, prompt, output, blocks):
     engine = MockEngine(MockEngineArgs(num_gpu_blocks=64, block_size=16, semantics=semantics), backend=GEMMA)

@@ -1,6 +1,7 @@
 """Right routers hold the contract of routers; planted bugs fail it, each in a text that says what is wrong."""
 
 import re
+from collections import Counter
 
 import pytest
 from contract_runs import failure_of, names_of_tests
@@ -343,6 +344,13 @@ class KeepsTheLast(RightRouter):
             super().worker_removed(worker)
 
 
+class WaitsForAll(RoundRobin):
+    """Lets all wait while one is no candidate."""
+
+    def pick(self, request, candidates):
+        return super().pick(request, candidates) if len(candidates) in (0, 3, 5) else None
+
+
 class OwnList(RightRouter):
     """Picks by its own list of workers, whoever is a candidate."""
 
@@ -474,7 +482,12 @@ WRONG = {
     "first where one is missing": (
         FirstWhereOneIsMissing,
         "test_a_cordoned_worker_gets_nothing",
-        "one has more than 2 times the mean (worker 0: 72, worker 2: 0, worker 3: 0, worker 4: 0)",
+        "worker 0 has 4.00 times the mean of their requests, must be at most 2 times (worker 0: 72, worker 2: 0, worker 3: 0, worker 4: 0)",
+    ),
+    "waits for all": (
+        WaitsForAll,
+        "test_a_cordoned_worker_gets_nothing",
+        "comes to the others: none of the others got any until it was uncordoned",
     ),
     "leaves out for good": (
         LeavesOutForGood,
@@ -511,6 +524,26 @@ def test_a_right_tree_of_what_was_sent_holds_it(name):
     skipped = skip_of(of(lambda: StaleTree(forgets=True)), name)
     may_skip = ("_are_right", "_cheapest", "_tie_share")
     assert skipped is None or name.endswith(may_skip)
+
+
+class ByWeight:
+    """Worker 0 is six times as large as each of the others, and gets so many requests."""
+
+    def __init__(self):
+        self.picked = Counter()
+
+    def pick(self, request, candidates):
+        if not candidates:
+            return None
+        worker = min(
+            (each.worker for each in candidates), key=lambda each: (self.picked[each] + 1) / (1 if each else 6)
+        )
+        self.picked[worker] += 1
+        return worker
+
+
+def test_while_one_is_cordoned_the_others_may_be_as_uneven_as_without_that():
+    assert None is failure_of(of(ByWeight), "test_a_cordoned_worker_gets_nothing")
 
 
 def test_a_router_that_needs_candidates_is_right_where_it_says_so():

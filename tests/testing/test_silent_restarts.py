@@ -6,9 +6,10 @@ import pytest
 from contract_runs import failure_of
 from depth import few, seeds
 
-from pytest_kvmock import RouterHarness
+from pytest_kvmock import KvCacheEvent, RadixIndex, RouterEvent, RouterHarness, Stored
 from pytest_kvmock.backends import BACKENDS, EngineProfile
 from pytest_kvmock.fleet import Fleet, MockEngine, MockEngineArgs
+from pytest_kvmock.fleet.noticed_restarts import NoticedRestarts
 from pytest_kvmock.router import RoundRobin
 from pytest_kvmock.testing import RightRouter, RouterContract
 from pytest_kvmock.traces import synthetic_trace
@@ -180,3 +181,29 @@ def test_with_a_verdict_each_is_right_too(kind, backend, seed):
     fleet.at(Random(seed).uniform(50, 200)).restart(1, announced=False)
     assert () == fleet.run(trace(seed)).beliefs
     assert all(problem.fault is not None for problem in harness.judge().errors)
+
+
+# ------------------------------------------------------------------------------------------------- what is noticed
+
+
+def stored(number, block):
+    return RouterEvent(1, KvCacheEvent(number, Stored(None, (block,), (block,))))
+
+
+def test_the_same_id_again_is_one_that_went_back():
+    restarts = NoticedRestarts()
+    restarts.applied(stored(0, 5), 1, RadixIndex, 1.0)
+    restarts.restarted([1])
+    restarts.applied(stored(0, 6), 1, RadixIndex, 2.0)
+    assert {1: "event 0 at 2 ms"} == restarts.noticed
+
+
+def test_a_worker_that_begins_anew_and_says_so_is_watched_no_more():
+    restarts = NoticedRestarts()
+    restarts.restarted([1])
+    assert 0 == restarts.prefill_tokens(1)
+    restarts.forget(1)
+    assert restarts.prefill_tokens(1) is None
+    for number in (0, 0):  # as in any stream that restarts announced
+        restarts.applied(stored(number, 5), 1, RadixIndex, 1.0)
+    assert {} == restarts.noticed
