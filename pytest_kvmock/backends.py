@@ -386,7 +386,7 @@ BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
                 in_matrix=False,
                 driver=makers.sglang_driver,
                 chain=makers.hash_chain,
-                options=(*_RADIX_OPTIONS, *makers.PARTS),
+                options=(*_RADIX_OPTIONS, *makers.PARTS, "tiers"),
                 scheduler="sglang",
             ),
             BackendSpec(

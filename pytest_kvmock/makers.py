@@ -200,8 +200,10 @@ PARTS: Final = (
 """Options of SGLang's cache that are for hybrid models: the fields of a `Geometry`."""
 
 
-def sglang(**options: Any) -> KvManager:
-    """Make a `RadixCacheManager`, or a `HybridCacheManager` where there is a window, states or speculative decoding."""
+def sglang(*, tiers: Any = None, **options: Any) -> KvManager:
+    """Make a `RadixCacheManager`, a `HybridCacheManager` of a window, states or drafts, or with tiers a `HiCacheManager`."""
+    if tiers is not None:
+        return _with_hicache(tiers, options)
     parts: dict[str, Any] = {name: options.pop(name) for name in PARTS if name in options}
     if parts or options.get("speculative") is not None:
         from pytest_kvmock.cache.sglang.geometry import Geometry
@@ -214,6 +216,29 @@ def sglang(**options: Any) -> KvManager:
     from pytest_kvmock.cache.sglang.radix_cache import RadixCacheManager
 
     return RadixCacheManager(**options)
+
+
+def _with_hicache(tiers: Any, options: dict[str, Any]) -> KvManager:
+    """Make a `HiCacheManager`, for what was recorded with a host."""
+    from pytest_kvmock.cache.sglang.hicache_cache import HiCacheManager
+    from pytest_kvmock.tiers.config import Tiers
+
+    part = next((name for name in PARTS if options.get(name) is not None), None)
+    if part is not None:
+        raise ValueError(
+            f"tiers of sglang are for full attention alone: of hybrid models only laws were measured; got {part}"
+        )
+    if options.pop("speculative", None) is not None:
+        raise ValueError(
+            "tiers of sglang are for keys of tokens, as no draft model was recorded with them; got speculative"
+        )
+    policy = options.get("policy", "lru")
+    if policy in {"priority", "fifo", "filo", "mru"}:
+        raise ValueError(f"tiers of sglang are for policy lru, lfu and slru, as these were recorded; got {policy!r}")
+    links, host = Tiers.of(tiers).make_hicache(options.get("block_size", 16))
+    manager = HiCacheManager(**host, **options)
+    manager.offload = links
+    return manager
 
 
 def sglang_eagle(*, speculative: Any = None, **options: Any) -> KvManager:
@@ -239,11 +264,15 @@ def sglang_model(name: str) -> Callable[..., KvManager]:
 
 
 def sglang_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> Driver:
-    """Make the driver of a `RadixCacheManager` or a `HybridCacheManager`."""
+    """Make the driver of a `RadixCacheManager`, a `HybridCacheManager` or a `HiCacheManager`."""
     if getattr(manager, "geometry", None) is not None:
         from pytest_kvmock.engine.hybrid_radix_driver import HybridRadixDriver
 
         return HybridRadixDriver(manager, prefix_caching, rng)
+    if hasattr(manager, "write_policy"):
+        from pytest_kvmock.engine.hicache_driver import HiCacheDriver
+
+        return HiCacheDriver(manager, prefix_caching, rng)
     from pytest_kvmock.engine.radix_driver import RadixDriver
 
     return RadixDriver(manager, prefix_caching, rng)

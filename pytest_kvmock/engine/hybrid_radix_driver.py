@@ -136,19 +136,6 @@ class HybridRadixDriver(PageCacheDriver):
             self.manager.begin_step((request,))
             self.manager.end_step(request, token)
 
-    def free(self, request: HybridRequest, *, done: bool) -> None:
-        """Free what it has; of a request that is done, after a last checkpoint."""
-        self._prefilled.discard(request)
-        if request in self.manager.requests:
-            if not done:
-                self.manager.retract(request)
-            elif self._prefix_caching:
-                self.manager.finish(request)
-            else:
-                self.manager.release(request)
-        if done:
-            request.tokens.release()
-
     # ------------------------------------------------------------------------------------------- a scheduler's
 
     def step_tokens(self, requests: Sequence[HybridRequest]) -> int:

@@ -11,7 +11,7 @@ from pytest_kvmock.engine.driver import WouldWait
 from pytest_kvmock.engine.tier_clock import TierClock
 from pytest_kvmock.events import StorageTier
 from pytest_kvmock.tiers.offload_steps import OffloadRequest
-from pytest_kvmock.tiers.timed_copies import TimedCopies
+from pytest_kvmock.tiers.timed_copies import HostLinks, TimedCopies
 
 if TYPE_CHECKING:
     from pytest_kvmock.cache.vllm.block_pool import BlockPoolManager
@@ -325,5 +325,9 @@ class NativeClock(Clock):
 
 
 def clock_of(driver: Any, now: float) -> Clock:
-    """The clock of a worker whose driver's manager has a host below it, of either kind."""
+    """The clock of a worker whose driver's manager has a host below it, of whichever kind."""
+    if isinstance(driver.manager.offload, HostLinks):
+        from pytest_kvmock.engine.hicache_clock import HiCacheClock
+
+        return HiCacheClock(driver, now)
     return TierClock(driver, now) if driver.traits.chunk is None else NativeClock(driver, now)

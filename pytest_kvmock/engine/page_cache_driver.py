@@ -58,6 +58,19 @@ class PageCacheDriver:
             self._compute(request, upto)
             self._computed(request)
 
+    def free(self, request: Any, *, done: bool) -> None:
+        """Free what it has; of a request that is done, after a last checkpoint."""
+        self._prefilled.discard(request)
+        if request in self.manager.requests:
+            if not done:
+                self.manager.retract(request)
+            elif self._prefix_caching:
+                self.manager.finish(request)
+            else:
+                self.manager.release(request)
+        if done:
+            request.tokens.release()
+
     def clear(self) -> bool:
         """Drop all that is cached."""
         cleared: bool = self.manager.clear()

@@ -68,7 +68,7 @@ def _vllm(driver: Any, args: SchedulerArgs, tiers: Clock | None) -> Scheduler:
     return VllmScheduler(driver, args, tiers)
 
 
-def _sglang(driver: Any, args: SchedulerArgs, tiers: Clock | None) -> Scheduler:  # noqa: ARG001 - it has no tiers
+def _sglang(driver: Any, args: SchedulerArgs, tiers: Clock | None) -> Scheduler:
     if args.release.prefills_first:
         from pytest_kvmock.engine.prefill_first_scheduler import PrefillFirstScheduler
 
@@ -77,7 +77,7 @@ def _sglang(driver: Any, args: SchedulerArgs, tiers: Clock | None) -> Scheduler:
 
     if protocol_mismatch(driver, PagedSchedulerDriver) is None:
         raise ValueError(f"the backend {driver.manager.backend!r} is of 1.6.1, and its engine semantics='mixed'")
-    return SglangScheduler(driver, args)
+    return SglangScheduler(driver, args, tiers)
 
 
 def _trtllm(driver: Any, args: SchedulerArgs, tiers: Clock | None) -> Scheduler:
@@ -129,6 +129,7 @@ SCHEDULERS: Final[Mapping[str, SchedulerSpec]] = MappingProxyType(
                     "mixed": Release(
                         "sglang",
                         "1.6.1",
+                        takes_tiers=True,
                         events_visible="pass_end",
                         reserves_destination=True,
                         sessions_keep_place=True,

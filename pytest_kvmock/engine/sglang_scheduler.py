@@ -14,6 +14,7 @@ from pytest_kvmock.engine.scheduler import ForwardPass, ScheduledRequest, Schedu
 from pytest_kvmock.engine.timing import rounded_ms
 
 if TYPE_CHECKING:
+    from pytest_kvmock.engine.clock import Clock
     from pytest_kvmock.engine.driver import RadixSchedulerDriver
     from pytest_kvmock.engine.scheduler import SchedulerArgs
 
@@ -58,6 +59,7 @@ class SglangScheduler(Scheduler):
     Args:
         driver: brings its requests to the cache.
         args: budgets, modes, times and speedups of the engine.
+        tiers: the time of the tiers below the device; None: there are none.
     """
 
     has_priorities = True
@@ -66,8 +68,9 @@ class SglangScheduler(Scheduler):
 
     _driver: RadixSchedulerDriver
 
-    def __init__(self, driver: RadixSchedulerDriver, args: SchedulerArgs) -> None:
+    def __init__(self, driver: RadixSchedulerDriver, args: SchedulerArgs, tiers: Clock | None = None) -> None:
         super().__init__(driver, args)
+        self._tiers = tiers
         options = args.sglang_options
         self._lpm = options.schedule_policy == "lpm"
         self._most_prefill = _given(options.max_prefill_tokens)
@@ -115,7 +118,9 @@ class SglangScheduler(Scheduler):
 
     def execute_pass(self, now_ms: float) -> ForwardPass:
         """Run one forward pass from this moment."""
-        done = ForwardPass(now_ms)
+        done, tiers = ForwardPass(now_ms), self._tiers
+        if tiers is not None:
+            tiers.start_pass(now_ms)
         self._order()
         self._admit(done)
         self._start(done)
@@ -126,6 +131,11 @@ class SglangScheduler(Scheduler):
         self._decode(done)
         self._running = [request for request in self._running if request.status == "running"]
         done.end_ms = (now_ms + done.prefill_ms) + done.decode_ms
+        if tiers is not None:
+            tiers.end_pass()
+            deadline = tiers.parking.deadline
+            if deadline is not None and done.end_ms <= now_ms:  # it can do nothing before a copy is done
+                done.end_ms = max(now_ms, deadline)
         done.note_times()
         self._waiting.extendleft(reversed(done.preempted))
         if done.preempted:
@@ -201,6 +211,7 @@ class SglangScheduler(Scheduler):
     def _note_chunk(done: ForwardPass, request: ScheduledRequest, upto: int, before: int) -> None:
         if not request.computed_tokens:
             done.admitted.append(request)
+            request.onboarded_tokens += getattr(request.state, "from_host", 0)
         request.computed_tokens = upto
         request.admit(done.start_ms, before)
         of_prompt = max(0, min(upto, request.prompt_tokens) - before)
@@ -294,6 +305,8 @@ class SglangScheduler(Scheduler):
         """Return when passes end that only decode and touch no page, as long as each starts before a moment."""
         running = self._running
         if self._waiting or not running or self._called_off or self._accepted is not None:
+            return []
+        if self._tiers is not None and not self._tiers.parking.is_quiet:
             return []
         states = [request.state for request in running]
         most = min(request.max_output_tokens - request.generated_tokens for request in running) - 1

@@ -48,7 +48,9 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from pytest_kvmock.cache.manager import KvManager
+    from pytest_kvmock.cache.sglang.hicache_cache import HiCacheManager
     from pytest_kvmock.engine.clock import Clock
+    from pytest_kvmock.engine.hicache_driver import WorkerStorage
     from pytest_kvmock.moves import Block
     from pytest_kvmock.sinks import EventSink, GivenSink, Sink
 
@@ -401,6 +403,21 @@ class KvWorker:
     def now(self) -> float:
         """The worker's virtual time in ms; it passes with tiers below the device only, else it is 0."""
         return 0.0 if self._clock is None else self._clock.now
+
+    @property
+    def storage(self) -> WorkerStorage:
+        """The storage behind the host of SGLang's HiCache, which tests fill and lose.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if getattr(self.manager, "storage", None) is None:
+            raise ValueError(
+                f"storage: {self!r} has none; make it with tiers={{'host': …, 'storage': True}} over sglang"
+            )
+        from pytest_kvmock.engine.hicache_driver import WorkerStorage
+
+        return WorkerStorage(cast("HiCacheManager", self.manager))
 
     def tick(self, now: float) -> None:
         """Move the worker's time forward to `now` (ms): transfers between tiers end, and their events are published.

@@ -92,10 +92,13 @@ class Lookups:
         self.need_async(what)
         return await arun(lookup)
 
-    def reusable(self, prompt: Prompt | TokenIds) -> dict[WorkerKey, int]:
+    def reusable(self, prompt: Prompt | TokenIds, tier: StorageTier | str = StorageTier.DEVICE) -> dict[WorkerKey, int]:
         """Tokens that each worker would reuse; see `RouterHarness.reusable`."""
         with self._lock:
-            found = {key: worker.cached_tokens(prompt) for key, worker in self._workers.by_key.items()}
+            if tier == "storage":
+                found = {key: worker.storage.reusable(prompt) for key, worker in self._workers.by_key.items()}
+                return {key: tokens for key, tokens in found.items() if tokens}
+            found = {key: worker.cached_tokens(prompt, tier) for key, worker in self._workers.by_key.items()}
         return {key: tokens for key, tokens in found.items() if tokens}
 
     def _by_worker(self, scores: Scores | WorkerScores) -> Overlap:

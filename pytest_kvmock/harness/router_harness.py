@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from random import Random
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
@@ -110,6 +111,8 @@ class RouterHarness:
 
             self.profile = engine_profile(self.profile, engine)
         self.profile = self.profile.sized_for(backend)
+        if self.profile.tiers is not None and self.profile.tiers.storage:
+            self.profile = replace(self.profile, tiers=self.profile.tiers.with_store())
         self.events = EventLog(self.flush, allow=self._allow)
         self._seed = f"{self.profile.seed}:{name}"
         self._rng = Random(self._seed)  # noqa: S311 - mock data
@@ -516,13 +519,18 @@ class RouterHarness:
         """As `overlap`, for a prompt known by its local hashes."""
         return self.overlap(Prompt(hashes=local_hashes))
 
-    def reusable(self, prompt: Prompt | TokenIds) -> dict[WorkerKey, int]:
+    def reusable(self, prompt: Prompt | TokenIds, tier: StorageTier | str = StorageTier.DEVICE) -> dict[WorkerKey, int]:
         """Tokens of a prompt that each engine would reuse, at most those of `overlap`. Changes nothing; who has none is absent.
 
+        Args:
+            prompt: which.
+            tier: where: "device"; or a tier below it, of which those count by which it extends what the device has; or "storage",
+                what would be fetched from the storage behind the host, which no event says.
+
         Raises:
-            ValueError: a worker cannot name the blocks of the prompt.
+            ValueError: a worker cannot name the blocks of the prompt; or an unknown tier.
         """
-        return self._lookups.reusable(prompt)
+        return self._lookups.reusable(prompt, tier)
 
     # ----------------------------------------------------------------------------------------------- checks
 

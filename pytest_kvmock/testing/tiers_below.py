@@ -1,4 +1,4 @@
-"""What a router index promises of the tiers below the device, for both kinds of host: Dynamo's and vLLM's."""
+"""What a router index promises of the tiers below the device, for each kind of host: Dynamo's, vLLM's and SGLang's."""
 
 from __future__ import annotations
 
@@ -24,6 +24,13 @@ _NATIVE: Final = tuple(
 )
 """Hosts of vLLM's kind, in both forms of events."""
 
+_HICACHE: Final[tuple[Mapping[str, Any], ...]] = (
+    {"host": 6, "write_policy": "write_through"},
+    {"host": 16, "write_policy": "write_through_selective"},
+    {"host": 6, "write_policy": "write_back"},
+)
+"""Hosts of SGLang's kind, of each policy; smaller ones than the device, too."""
+
 
 class TiersBelow(OverIndex):
     """The part of `IndexContract` that is about tiers below the device."""
@@ -37,7 +44,7 @@ class TiersBelow(OverIndex):
         if given is not None and not isinstance(given, tuple | list):
             refuse(self, f"tiers must be a tuple or list of hosts such as {{'host': 64}}, or None, got {given!r:.80}")
         found: list[tuple[BackendSpec, Tiers]] = []
-        for tiers in (*_NATIVE, {"host": 16}) if given is None else given:
+        for tiers in (*_NATIVE, *_HICACHE, {"host": 16}) if given is None else given:
             wrong, fits = "none of backends takes tiers", False
             for spec in able:
                 try:
@@ -143,6 +150,14 @@ class TiersBelow(OverIndex):
         index.expect_tiers("abc", {"host_pinned": {0: 1}, "disk": {0: 2}})
         index.store("bc", after="a", tier=_HOST)
         index.expect_tiers("abc", {"host_pinned": {0: 3}})
+
+    def test_a_host_keeps_what_stands_below_a_copy_that_it_gives_up(self) -> None:
+        """With `find_tiered`: a host may give up a block that the device has, and keep its children (SGLang's `write_back`)."""
+        index = self._start_tiered()
+        index.store("ab")
+        index.store("abcd", tier=_HOST)
+        index.remove("a", "ab", tier=_HOST)
+        index.expect_tiers("abcd", {"device": {0: 2}, "host_pinned": {0: 2}})
 
     def test_a_cleared_or_removed_worker_has_nothing_in_any_tier(self) -> None:
         """With `find_tiered`: a Cleared, and `remove_worker`, empty all tiers of the worker, but for a Cleared of vLLM's."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from math import isqrt
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,12 +13,13 @@ from pytest_kvmock.tiers.chunk_events import OffloadGroup
 from pytest_kvmock.tiers.chunk_eviction import EVICTION_ORDERS
 from pytest_kvmock.tiers.native_offload import NativeOffload
 from pytest_kvmock.tiers.offload import HostOffload
-from pytest_kvmock.tiers.timed_copies import TimedCopies
+from pytest_kvmock.tiers.timed_copies import HostLinks, TimedCopies
 
 if TYPE_CHECKING:
     from random import Random
 
     from pytest_kvmock.cache.offload import OffloadEngine
+    from pytest_kvmock.cache.sglang.hicache_storage import PageStore
 
 DEFAULT_BYTES_PER_TOKEN: Final = 160_000
 """KV cache of a token: 70 billion parameters at 8 bits, roughly; 16 tokens take 0.18 ms at 14 GB/s."""
@@ -38,7 +39,8 @@ _OF_VLLM: Final = (
     "max_offload_tokens",
     "async_scheduling",
 )
-_KNOWN: Final = (*_OF_BOTH, *_OF_DYNAMO, *_OF_VLLM)
+_OF_SGLANG: Final = ("write_policy", "storage", "prefetch_threshold")
+_KNOWN: Final = (*_OF_BOTH, *_OF_DYNAMO, *_OF_VLLM, *_OF_SGLANG)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,11 @@ class Tiers:
         max_load_tokens: tokens that are loaded for a request at most, as in its `kv_transfer_params`; None: no limit.
         max_offload_tokens: tokens of a request that are stored at most, likewise.
         async_scheduling: whether two batches are in flight, as servers have them by default: what one finds done is reported with the next.
+        write_policy: of `sglang`: when blocks are copied to the host: "write_through" (at the first use), "write_through_selective" (at
+            the second) or "write_back" (when the device evicts them).
+        storage: of `sglang`: whether there is a storage behind the host, in memory, which the workers of a harness share.
+        prefetch_threshold: tokens that must be there at least to be fetched from it.
+        store: its pages; None: each manager has its own.
 
     Raises:
         ValueError: a value is not what it must be, `chunk` does not divide `host`, or `batch` squared is more than `host`: with so many blocks under way
@@ -77,6 +84,10 @@ class Tiers:
     max_load_tokens: int | None = None
     max_offload_tokens: int | None = None
     async_scheduling: bool = False
+    write_policy: str = "write_through"
+    storage: bool = False
+    prefetch_threshold: int = 256
+    store: PageStore | None = field(default=None, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check_integer("tiers: host", self.host, 1, " (blocks)")
@@ -94,11 +105,16 @@ class Tiers:
             raise ValueError(
                 f"tiers: policy must be {' or '.join(map(repr, EVICTION_ORDERS))}, got {self.policy!r:.80}"
             )
+        from pytest_kvmock.cache.sglang.hicache_tree import WRITE_POLICIES
+
+        if self.write_policy not in [*WRITE_POLICIES]:  # it may be unhashable
+            raise ValueError(unknown_text("tiers: write_policy", self.write_policy, WRITE_POLICIES))
         check_integer("tiers: store_threshold", self.store_threshold, 0)
         for name in ("max_load_tokens", "max_offload_tokens"):
             if getattr(self, name) is not None:
                 check_integer(f"tiers: {name}", getattr(self, name), 0, ", or None")
-        for name in ("self_describing", "prompt_only", "async_scheduling"):
+        check_integer("tiers: prefetch_threshold", self.prefetch_threshold, 1, " (tokens)")
+        for name in ("self_describing", "prompt_only", "async_scheduling", "storage"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"tiers: {name} must be True or False, got {getattr(self, name)!r:.80}")  # noqa: TRY004 - one error
         if self.batch is None:
@@ -143,7 +159,7 @@ class Tiers:
 
     def to_dict(self) -> dict[str, Any]:
         """Return what `of` reads, without defaults."""
-        values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
+        values = {each.name: (getattr(self, each.name), each.default) for each in fields(self) if each.init}
         return {name: value for name, (value, default) in values.items() if value != default}
 
     def make(self, block_size: int) -> OffloadEngine:
@@ -152,7 +168,7 @@ class Tiers:
         Raises:
             ValueError: they have what only vLLM's have.
         """
-        self._check_has(_OF_VLLM, "a host that evicted blocks travel to has", _OF_DYNAMO)
+        self._check_has((*_OF_VLLM, *_OF_SGLANG), "a host that evicted blocks travel to has", _OF_DYNAMO)
         return HostOffload(
             self.host,
             block_bytes=self.bytes_per_token * block_size,
@@ -174,7 +190,7 @@ class Tiers:
         Raises:
             ValueError: they have what only Dynamo's have.
         """
-        self._check_has(_OF_DYNAMO, "vLLM's native offload has", _OF_VLLM)
+        self._check_has((*_OF_DYNAMO, *_OF_SGLANG), "vLLM's native offload has", _OF_VLLM)
         offload = NativeOffload(
             self.host // self.chunk,
             groups or [OffloadGroup(block_size)],
@@ -188,6 +204,29 @@ class Tiers:
             rng=rng,
         )
         return offload, TimedCopies(self.gbps, self.bytes_per_token * block_size, reports_late=self.async_scheduling)
+
+    def make_hicache(self, block_size: int) -> tuple[HostLinks, dict[str, Any]]:
+        """Make the links of one of SGLang's managers, whose blocks have so many tokens, and the options of its host.
+
+        Raises:
+            ValueError: they have what only others have.
+        """
+        self._check_has((*_OF_DYNAMO, *_OF_VLLM), "SGLang's HiCache has", _OF_SGLANG)
+        options: dict[str, Any] = {"host_blocks": self.host, "write_policy": self.write_policy}
+        if self.storage:
+            from pytest_kvmock.cache.sglang.hicache_storage import HostStorage, PageStore
+
+            store = PageStore() if self.store is None else self.store
+            options["storage"] = HostStorage(store, prefetch_threshold=self.prefetch_threshold)
+        return HostLinks(self.gbps, self.bytes_per_token * block_size), options
+
+    def with_store(self) -> Tiers:
+        """These, with a storage of their own that all managers share which are made from them."""
+        from pytest_kvmock.cache.sglang.hicache_storage import PageStore
+
+        shared = replace(self)
+        object.__setattr__(shared, "store", PageStore())
+        return shared
 
     def _check_has(self, refused: tuple[str, ...], who: str, own: tuple[str, ...]) -> None:
         wrong = next((name for name in refused if name in self.to_dict()), None)

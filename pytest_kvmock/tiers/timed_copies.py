@@ -1,10 +1,10 @@
-"""The time that transfers of vLLM's native offload take: each direction one after the other, over a link of its own."""
+"""The time that transfers of vLLM's native offload, and copies of SGLang's HiCache, take: each direction one after the other."""
 
 from __future__ import annotations
 
 from collections import deque
 
-from pytest_kvmock.tiers.bandwidth import Link
+from pytest_kvmock.tiers.bandwidth import BYTES_PER_MS, Link
 from pytest_kvmock.tiers.offload_steps import OffloadPlan, OffloadTransfer
 
 # Theory of operation
@@ -104,3 +104,29 @@ class TimedCopies:
         if self._reports_late:
             done, self._found = self._found, done
         return now, done
+
+
+class HostLinks:
+    """The links of one worker of SGLang to its host and back: each copies one group after the other.
+
+    Args:
+        gbps: bandwidth of each, in GB/s (10**9 bytes); 0 is infinite.
+        block_bytes: bytes of a block.
+
+    Attributes:
+        gbps: as above.
+        block_bytes: as above.
+    """
+
+    __slots__ = ("block_bytes", "gbps")
+
+    def __init__(self, gbps: float, block_bytes: int) -> None:
+        self.gbps = gbps
+        self.block_bytes = block_bytes
+
+    def __repr__(self) -> str:
+        return f"<HostLinks of {self.gbps} GB/s, {self.block_bytes} bytes a block>"
+
+    def ms(self, blocks: int) -> float:
+        """How long a copy of so many blocks takes by itself, in ms."""
+        return blocks * self.block_bytes / (self.gbps * BYTES_PER_MS) if self.gbps else 0.0

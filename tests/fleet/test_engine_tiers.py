@@ -334,7 +334,7 @@ def test_other_backends_take_no_tiers(backend):
     with pytest.raises(ValueError) as caught:
         engine_of(backend=backend, **fields)
     assert (
-        f"backend {backend!r} takes no tiers; lineage, lru, multi_lru, vllm and some of vLLM's hybrid models do"
+        f"backend {backend!r} takes no tiers; lineage, lru, multi_lru, vllm, sglang and some of vLLM's hybrid models do"
         == str(caught.value)
     )
 

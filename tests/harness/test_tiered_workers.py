@@ -208,20 +208,20 @@ def test_a_worker_that_is_not_cleared_keeps_its_transfers():
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("backend", ["hash_cache", "vllm_0_19", "sglang_gpt_oss", "sglang", "mocker_sglang_1_6"])
+@pytest.mark.parametrize("backend", ["hash_cache", "vllm_0_19", "sglang_gpt_oss", "mocker_sglang_1_6"])
 def test_other_backends_refuse_tiers_in_one_line(backend, workers):
     with pytest.raises(ValueError) as error:
         harness(backend=backend, workers=workers)
     assert (
-        f"backend {backend!r} takes no tiers; lineage, lru, multi_lru, vllm and some of vLLM's hybrid models do"
+        f"backend {backend!r} takes no tiers; lineage, lru, multi_lru, vllm, sglang and some of vLLM's hybrid models do"
         == str(error.value)
     )
 
 
 def test_a_worker_with_another_backend_refuses_tiers_and_is_not_made():
     kv = harness()
-    with pytest.raises(ValueError, match="backend 'sglang' takes no tiers"):
-        kv.worker(1, backend="sglang")
+    with pytest.raises(ValueError, match="backend 'hash_cache' takes no tiers"):
+        kv.worker(1, backend="hash_cache")
     assert [0] == list(kv.workers)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-ABLE = "lineage, lru, multi_lru, vllm and some of vLLM's hybrid models do"
+ABLE = "lineage, lru, multi_lru, vllm, sglang and some of vLLM's hybrid models do"
 PROFILES = """\
 profiles:
   tiered:
@@ -57,7 +57,7 @@ def test_the_default_batch_fits_the_host(nested):
     ).assert_outcomes(passed=3)
 
 
-@pytest.mark.parametrize("backend", ["hash_cache", "vllm_0_19", "sglang_gpt_oss", "sglang", "mocker_sglang_1_6"])
+@pytest.mark.parametrize("backend", ["hash_cache", "vllm_0_19", "sglang_gpt_oss", "mocker_sglang_1_6"])
 def test_another_backend_refuses_in_one_line(nested, backend):
     result = nested(
         f"""
@@ -108,7 +108,7 @@ def test_a_profile_of_a_file_has_tiers(nested):
     nested(source, files=files).assert_outcomes(passed=3)
     listed = nested("", "--kv-list-profiles", files=files).stdout.str()
     assert "tiered  num_blocks=8, block_size=4, tiers={'host': 64, 'gbps': 1.0, 'bytes_per_token': 250000}" in listed
-    refused = nested('@pytest.mark.kv_backends("sglang")\ndef test(kv_worker): pass', files=files).stdout.str()
+    refused = nested('@pytest.mark.kv_backends("hash_cache")\ndef test(kv_worker): pass', files=files).stdout.str()
     assert f"{ABLE} (tiers is from kv_base_profile, or ini kvmock_profile)" in refused
 
 
@@ -156,7 +156,7 @@ scenarios:
     nested("", files=bad).stdout.fnmatch_lines(
         ["a.kv.yaml:8:13: tick: got -2; allowed: a number of at least 0 (milliseconds)"]
     )
-    sglang = {**files, "a.kv.yaml": f"backends: [sglang]\n{scenario}"}
-    nested("", files=sglang).stdout.fnmatch_lines(
-        [f"*a.kv.yaml:5: backend sglang: backend 'sglang' takes no tiers; {ABLE}"]
+    refused = {**files, "a.kv.yaml": f"backends: [hash_cache]\n{scenario}"}
+    nested("", files=refused).stdout.fnmatch_lines(
+        [f"*a.kv.yaml:5: backend hash_cache: backend 'hash_cache' takes no tiers; {ABLE}"]
     )

@@ -213,7 +213,10 @@ def test_a_hybrid_model_is_served_with_its_cache_groups():
             ["--dialect", "vllm-0.28", "--host-blocks", "8"],
             "serve: tiers are those of vLLM 0.33.0; got version '0.28.0'",
         ),
-        (["--dialect", "sglang-0.5.23", "--host-blocks", "8"], "serve: backend 'sglang' takes no tiers; "),
+        (
+            ["--dialect", "sglang-0.5.23", "--host-blocks", "8", "--self-describing"],
+            "serve: tiers: 'self_describing' is not for this backend; SGLang's HiCache has host, gbps, bytes_per_token, write_policy, storage, prefetch_threshold",
+        ),
         (
             ["--model", "gpt-oss", "--dialect", "vllm-0.19"],
             "serve: cache groups of vLLM's hybrid models are mocked in vllm-0.23, vllm-0.24, vllm-0.28, vllm-0.33; got dialect 'vllm-0.19'",

@@ -45,7 +45,7 @@ TIERED = EngineProfile(
 )
 
 
-@pytest.mark.parametrize("backend", ["lineage", "lru", "multi_lru"])
+@pytest.mark.parametrize("backend", ["lineage", "lru", "multi_lru", "sglang"])
 def test_any_traffic_of_workers_with_tiers_is_played_without_an_error(backend):
     refused = []
 

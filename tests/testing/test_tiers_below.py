@@ -29,7 +29,7 @@ def test_a_wrong_index_is_found(subject):
         (("vllm",), 64, r"tiers must be a tuple or list of hosts such as {'host': 64}, or None, got 64"),
         (("vllm",), ({"host": 65, "chunk": 2},), r"tiers has .*: tiers: host must be whole chunks of 2 blocks, got 65"),
         (("lru",), ({"host": 64, "chunk": 2},), r"tiers has .*: tiers: 'chunk' is not for this backend; a host that"),
-        (("sglang",), ({"host": 64},), r"tiers has .*: none of backends takes tiers"),
+        (("hash_cache",), ({"host": 64},), r"tiers has .*: none of backends takes tiers"),
     ],
 )
 def test_hosts_that_no_engine_has_are_refused(backends, tiers, message):
@@ -52,7 +52,7 @@ def test_a_contract_may_name_the_hosts():
         contract().test_a_tier_goes_on_where_the_faster_ones_end()
 
 
-@pytest.mark.parametrize(("backends", "tiers"), [(("sglang",), None), (("vllm",), ())])
+@pytest.mark.parametrize(("backends", "tiers"), [(("hash_cache",), None), (("vllm",), ())])
 def test_without_a_host_no_traffic_over_one_is_followed(backends, tiers):
     contract = contract_of(HostIndex)
     contract.backends, contract.tiers = backends, tiers

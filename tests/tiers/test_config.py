@@ -42,7 +42,7 @@ def test_tiers_are_read(given, tiers):
             {"hots": 1},
             (
                 "unknown key of tiers 'hots'; did you mean 'host'? known: host, g2, gbps, bytes_per_token, batch, chunk, policy, "
-                "self_describing, prompt_only, store_threshold, max_load_tokens, max_offload_tokens, async_scheduling"
+                "self_describing, prompt_only, store_threshold, max_load_tokens, max_offload_tokens, async_scheduling, write_policy, storage, prefetch_threshold"
             ),
         ),
         ({"host": 0}, "tiers: host must be an integer of at least 1 (blocks), got 0"),
@@ -154,11 +154,11 @@ def test_vllm_s_host_is_that_of_the_release_that_was_recorded():
         create_manager("vllm", num_blocks=4, version="0.19.1", tiers={"host": 10})
 
 
-@pytest.mark.parametrize("backend", ["hash_cache", "vllm_0_19", "sglang", "sglang_gpt_oss", "mocker_sglang_1_6"])
+@pytest.mark.parametrize("backend", ["hash_cache", "vllm_0_19", "sglang_gpt_oss", "mocker_sglang_1_6"])
 def test_other_backends_refuse_tiers_in_one_line(backend):
     with pytest.raises(ValueError) as error:
         create_manager(backend, num_blocks=4, tiers={"host": 10})
-    able = "lineage, lru, multi_lru, vllm and some of vLLM's hybrid models do"
+    able = "lineage, lru, multi_lru, vllm, sglang and some of vLLM's hybrid models do"
     assert f"backend {backend!r} takes no tiers; {able}" == str(error.value)
 
 

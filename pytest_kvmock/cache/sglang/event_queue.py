@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from pytest_kvmock.events import BlockTokens, Cleared, EventData, Removed, Stored
+from pytest_kvmock.events import BlockTokens, Cleared, EventData, Removed, StorageTier, Stored
 
 if TYPE_CHECKING:
     from pytest_kvmock.prompt_keys import EventExtra
@@ -26,11 +26,27 @@ class TakenEvent(NamedTuple):
     token_ids: BlockTokens | None = None
     extra: EventExtra | None = None
 
+    @property
+    def tier(self) -> StorageTier:
+        """Where it happened."""
+        return StorageTier.DEVICE
+
+
+class TakenHostEvent(TakenEvent):
+    """One that happened on the host."""
+
+    __slots__ = ()
+
+    @property
+    def tier(self) -> StorageTier:
+        """As `TakenEvent`."""
+        return StorageTier.HOST_PINNED
+
 
 class _Waiting:
     """A Stored, a Removed (`local_hashes` is None) or a Cleared (`names` is) that may still grow."""
 
-    __slots__ = ("extra", "local_hashes", "names", "parent", "token_ids")
+    __slots__ = ("extra", "local_hashes", "names", "parent", "tier", "token_ids")
 
     def __init__(
         self,
@@ -39,8 +55,11 @@ class _Waiting:
         local_hashes: Sequence[int] | None = None,
         token_ids: BlockTokens | None = None,
         extra: EventExtra | None = None,
+        *,
+        tier: StorageTier = StorageTier.DEVICE,
     ) -> None:
         self.names = names
+        self.tier = tier
         self.parent = parent
         self.local_hashes = local_hashes
         self.token_ids = token_ids
@@ -49,16 +68,18 @@ class _Waiting:
     def taken(self) -> TakenEvent:
         if self.names is None:
             return TakenEvent(Cleared())
+        kind = TakenEvent if self.tier == StorageTier.DEVICE else TakenHostEvent
         if self.local_hashes is None:
-            return TakenEvent(Removed(tuple(self.names)))
+            return kind(Removed(tuple(self.names)))
         stored = Stored(self.parent, tuple(self.names), tuple(self.local_hashes))
-        return TakenEvent(stored, self.token_ids, self.extra)
+        return kind(stored, self.token_ids, self.extra)
 
 
 class EventQueue:
     """Events in order; an event that continues the last one is merged into it (SGLang 0.5.23, `mem_cache/events.py`).
 
-    A Removed continues a Removed; a Stored continues one of the same salt, adapter and session that ends in its parent.
+    A Removed continues a Removed; a Stored continues one of the same salt, adapter and session that ends in its parent;
+    both only in one tier.
     """
 
     __slots__ = ("_waiting",)
@@ -76,6 +97,8 @@ class EventQueue:
         local_hashes: Sequence[int],
         token_ids: BlockTokens | None,
         extra: EventExtra | None = None,
+        *,
+        tier: StorageTier = StorageTier.DEVICE,
     ) -> None:
         """Add a Stored of pages, each after the one before."""
         if parent is not None and self._waiting:
@@ -85,6 +108,7 @@ class EventQueue:
                 and tail.local_hashes is not None
                 and tail.names[-1] == parent
                 and tail.extra == extra
+                and tail.tier == tier
                 and (tail.token_ids is None) == (token_ids is None)
             ):
                 tail.names = _grown(tail.names, names)
@@ -92,15 +116,15 @@ class EventQueue:
                 if tail.token_ids is not None and token_ids is not None:
                     tail.token_ids = _grown(tail.token_ids, token_ids)
                 return
-        self._waiting.append(_Waiting(names, parent, local_hashes, token_ids, extra))
+        self._waiting.append(_Waiting(names, parent, local_hashes, token_ids, extra, tier=tier))
 
-    def removed(self, names: Sequence[int]) -> None:
+    def removed(self, names: Sequence[int], tier: StorageTier = StorageTier.DEVICE) -> None:
         """Add a Removed of pages."""
         tail = self._waiting[-1] if self._waiting else None
-        if tail is not None and tail.names is not None and tail.local_hashes is None:
+        if tail is not None and tail.names is not None and tail.local_hashes is None and tail.tier == tier:
             tail.names = _grown(tail.names, names)
         else:
-            self._waiting.append(_Waiting(names))
+            self._waiting.append(_Waiting(names, tier=tier))
 
     def cleared(self) -> None:
         """Add a Cleared."""

@@ -250,7 +250,7 @@ class PageCache(RadixManager[RequestT, TreeT]):
             new,
             tuple(pages.local_hashes[start:end]),
             pages.block_tokens(start, end),
-            _on_the_wire(pages.carried(start, end)),
+            on_the_wire(pages.carried(start, end)),
         )
 
     def _publish(self) -> None:
@@ -258,17 +258,18 @@ class PageCache(RadixManager[RequestT, TreeT]):
             self._publish_events(self._queue.take())
 
     def _publish_events(self, events: list[TakenEvent]) -> None:
-        for data, token_ids, extra in events:
+        for event in events:
+            (data, token_ids, extra), tier = event, event.tier
             if extra is None:
-                self._publisher.publish(data, token_ids)
+                self._publisher.publish(data, token_ids, tier)
             else:
-                self._publisher.publish(data, token_ids, StorageTier.DEVICE, extra)
+                self._publisher.publish(data, token_ids, tier, extra)
             if LOG.isEnabledFor(TRACE_LEVEL):
                 trace(self, "allocation", data.block_hashes if isinstance(data, Stored) else ())
                 trace(self, "eviction", data.block_hashes if isinstance(data, Removed) else ())
 
 
-def _on_the_wire(extra: dict[str, Any] | None) -> dict[str, Any] | None:
+def on_the_wire(extra: dict[str, Any] | None) -> dict[str, Any] | None:
     """What SGLang's own events have of what a request carries: an adapter by its name alone, and no keys of single pages."""
     return extra and {name: extra[name] for name in ("lora_name", "cache_salt", "session_id") if name in extra}
 

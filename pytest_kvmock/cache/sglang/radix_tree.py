@@ -1,4 +1,7 @@
-"""SGLang's radix tree: runs of pages in nodes, locks along a path, and the order of eviction."""
+"""SGLang's radix tree: runs of pages in nodes, locks along a path, and the order of eviction.
+
+One subject: nodes, with what subclasses keep of them, and the tree that they make.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +39,7 @@ class TreeNode:
         queued: key of its last entry in the heap; None for none.
         window: what the window part of a hybrid tree keeps of it; unset in other trees.
         state: likewise the state part.
+        host: what a tree with a host keeps of it; unset in other trees.
     """
 
     __slots__ = (
@@ -43,6 +47,7 @@ class TreeNode:
         "created",
         "edge",
         "hit_count",
+        "host",
         "last",
         "lock_ref",
         "names",
@@ -54,6 +59,7 @@ class TreeNode:
     )
     window: NodePart
     state: NodePart
+    host: HostPart
 
     def __init__(self, parent: TreeNode | None, edge: Hashable, names: Sequence[int], tick: int) -> None:
         self.parent = parent
@@ -84,6 +90,61 @@ class NodePart:
         self.there = False
         self.lock_ref = self.edge = 0
         self.older = self.newer = self
+
+
+class Hold:
+    """Nodes that are held together, the upper before the lower: by a copy, a load, a lock of the host. Splits add to it.
+
+    Attributes:
+        nodes: as above.
+    """
+
+    __slots__ = ("nodes",)
+
+    def __init__(self, node: TreeNode) -> None:
+        self.nodes = [node]
+
+
+class HostPart:
+    """What a tree with a host (`hicache_tree.py`) keeps of one node.
+
+    Attributes:
+        on_device: whether its pages are on the device.
+        on_host: whether they are on the host, or have their place there while the copy is under way.
+        copy: the copy to the host that is under way; None for none.
+        locks: of its pages on the host.
+        loads: copies to the device that are under way.
+        local_hashes: the router's hash of each page.
+        token_ids: of each page; None if unknown.
+        extra: what travels with events that store them; None for nothing.
+    """
+
+    __slots__ = ("copy", "extra", "loads", "local_hashes", "locks", "on_device", "on_host", "token_ids")
+
+    def __init__(self, local_hashes: Sequence[int], token_ids: Sequence[Any] | None, extra: Any) -> None:
+        self.on_device = self.on_host = False
+        self.copy: Hold | None = None
+        self.locks: list[Hold] = []
+        self.loads: list[Hold] = []
+        self.local_hashes = local_hashes
+        self.token_ids = token_ids
+        self.extra = extra
+
+    @property
+    def is_held(self) -> bool:
+        """Whether its pages have to stay on the host: they are locked there, or a copy is under way."""
+        return bool(self.copy or self.locks or self.loads)
+
+    def split(self, pages: int, upper: TreeNode, lower: TreeNode) -> HostPart:
+        """The part of the upper node of a split, which has the first pages and all that holds the lower."""
+        part = HostPart(self.local_hashes[:pages], self.token_ids and self.token_ids[:pages], self.extra)
+        self.local_hashes = self.local_hashes[pages:]
+        self.token_ids = self.token_ids and self.token_ids[pages:]
+        part.on_device, part.on_host, part.copy = self.on_device, self.on_host, self.copy
+        part.locks, part.loads = [*self.locks], [*self.loads]
+        for hold in [*self.locks, *self.loads, *([self.copy] if self.copy else [])]:
+            hold.nodes.insert(hold.nodes.index(lower), upper)
+        return part
 
 
 PROTECTED_THRESHOLD: Final = 2

@@ -1,0 +1,239 @@
+"""Workers and engines over `sglang` with a host: what SGLang's HiCache publishes, in virtual time."""
+
+import contextlib
+from random import Random
+
+import pytest
+from depth import examples
+from hypothesis import given, settings
+
+from pytest_kvmock import EngineProfile, OutOfBlocks, RouterHarness, StorageTier, create_manager
+from pytest_kvmock.engine.driver import WouldWait
+from pytest_kvmock.testing import play, traffic
+
+DEVICE, HOST, *_ = StorageTier
+SIZE = 4
+
+
+def harness(num_blocks=20, workers=1, **tiers):
+    tiers = {"host": 40, "gbps": 1.0, "bytes_per_token": 250_000, **tiers}  # a block takes a millisecond
+    return RouterHarness(
+        EngineProfile(block_size=SIZE, num_blocks=num_blocks, workers=workers, tiers=tiers), backend="sglang"
+    )
+
+
+def tiers_of(kv, prompt):
+    return {tier: blocks[0] for tier, blocks in kv.overlap(prompt, tier=None).items()}
+
+
+def test_a_copy_is_published_when_it_is_done_and_a_load_before_it_is():
+    kv = harness()
+    worker, prompt = kv.worker(0), list(range(30))
+    worker.serve(prompt)
+    assert {DEVICE: 7} == tiers_of(kv, prompt)
+    assert set() == {*worker.manager.resident(HOST)}
+    worker.tick(7.0)
+    assert 7 == len(worker.manager.resident(HOST))
+    worker.manager.evict(80)
+    assert {HOST: 7} == tiers_of(kv, prompt)
+    assert {} == kv.reusable(prompt)
+    assert {0: 28} == kv.reusable(prompt, tier="host")
+    with worker.prefill([*prompt, *range(100, 106)]) as request:
+        assert 7.0 == worker.now  # nobody waits for a load
+        assert (28, 28) == (request.cached_tokens, request.onboarded_tokens)
+        assert {DEVICE: 9} == tiers_of(kv, [*prompt, *range(100, 106)])
+    kv.assert_in_sync()
+
+
+def test_less_than_ten_tokens_of_the_host_are_promised_and_not_used():
+    kv = harness()
+    worker, prompt = kv.worker(0), list(range(9))
+    assert worker.traits.promises_more
+    worker.serve(prompt)
+    worker.tick(10.0)
+    worker.manager.evict(80)
+    assert {HOST: 2} == tiers_of(kv, prompt)
+    assert {} == kv.reusable(prompt, tier="host")
+    with worker.prefill(prompt) as request:
+        assert (0, 0) == (request.cached_tokens, request.onboarded_tokens)
+    kv.assert_in_sync()
+
+
+def test_write_back_copies_what_the_device_evicts():
+    kv = harness(write_policy="write_back")
+    worker = kv.worker(0)
+    worker.serve(range(30))
+    worker.tick(100.0)
+    assert [] == worker.manager.resident(HOST)
+    worker.manager.evict(80)
+    assert {HOST: 7} == tiers_of(kv, list(range(30)))
+
+
+def test_selective_copies_at_the_second_use():
+    kv = harness(write_policy="write_through_selective")
+    worker = kv.worker(0)
+    worker.serve(range(16))
+    worker.tick(100.0)
+    assert [] == worker.manager.resident(HOST)
+    worker.serve(range(24))
+    worker.tick(200.0)
+    assert 4 == len(worker.manager.resident(HOST))
+
+
+def test_a_request_waits_for_blocks_that_are_being_copied():
+    kv = harness(num_blocks=8)
+    worker = kv.worker(0)
+    worker.serve(range(28))
+    with pytest.raises(WouldWait, match=r"being copied to the host, until 7\.0 ms at the earliest"):
+        worker.prefill(range(100, 128), wait=False)
+    with worker.prefill(range(100, 128)):
+        assert 7.0 == worker.now
+    kv.assert_in_sync()
+
+
+def test_a_clear_empties_device_and_host():
+    kv = harness()
+    worker = kv.worker(0)
+    worker.serve(range(28))
+    assert not worker.clear()  # a copy is under way
+    worker.tick(100.0)
+    assert worker.clear()
+    assert {} == tiers_of(kv, list(range(28)))
+    kv.assert_in_sync()
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
+@pytest.mark.parametrize("host", [4, 16, 40])
+def test_stream_and_engine_agree_after_each_step(policy, host):
+    for seed in range(4):
+        rng = Random(seed)
+        kv = harness(
+            *(16, 2),
+            host=host,
+            write_policy=policy,
+            gbps=rng.choice([0, 0.1, 10]),
+            storage=bool(seed % 2),
+            prefetch_threshold=8,
+        )
+        running = []
+        for _ in range(100):
+            worker, kind = kv.worker(rng.randrange(2)), rng.random()
+            if kind < 0.5:
+                length = rng.randrange(1, 40)
+                prompt = (
+                    [rng.randrange(2) for _ in range(length)] if rng.random() < 0.5 else [rng.randrange(3)] * length
+                )
+                with contextlib.suppress(OutOfBlocks, WouldWait):
+                    running.append(worker.prefill(prompt, wait=rng.random() < 0.7))
+            elif kind < 0.8 and running:
+                request = running.pop(rng.randrange(len(running)))
+                with contextlib.suppress(OutOfBlocks):
+                    request.decode(rng.randrange(1, 6))
+                request.finish()
+            else:
+                worker.tick(worker.now + rng.random() * 5)
+            kv.assert_in_sync()
+        for request in running:
+            request.finish()
+        kv.assert_in_sync()
+
+
+def test_an_engine_loads_from_the_host():
+    kv = harness(32, host=200)
+    engine = kv.engine(0)
+    prompts = [[user] * 60 for user in range(4)]
+    requests = []
+    for turn in range(3):
+        for user, prompt in enumerate(prompts):
+            requests.append(engine.submit([*prompt, turn], 3, arrival_ms=(4 * turn + user) * 500.0))
+    engine.run()
+    engine.run(until_ms=engine.now_ms + 1000)
+    assert {"finished"} == {request.status for request in requests}
+    assert sum(request.onboarded_tokens for request in requests)
+    kv.assert_in_sync()
+
+
+def test_a_storage_behind_the_host_is_shared_and_silent():
+    kv = harness(workers=2, storage=True, prefetch_threshold=16)
+    first, second = kv.worker(0), kv.worker(1)
+    prompt = list(range(30))
+    first.serve(prompt)
+    first.tick(100.0)
+    assert 7 == len(first.storage.blocks) == len(second.storage.blocks)
+    assert {1: 28} == kv.reusable(prompt, tier="storage")
+    assert {DEVICE: {0: 7}} == kv.overlap(prompt, tier=None)
+    with second.prefill(prompt) as request:
+        assert (28, 28) == (request.cached_tokens, request.onboarded_tokens)
+    second.tick(100.0)
+    kv.assert_in_sync()
+
+
+def test_a_test_fills_and_loses_what_the_storage_has():
+    kv = harness(storage=True, prefetch_threshold=16)
+    worker, prompt = kv.worker(0), list(range(41))
+    worker.storage.fill(prompt)
+    assert {0: 40} == kv.reusable(prompt, tier="storage")
+    worker.storage.lose(prompt, from_block=5)
+    assert 5 == len(worker.storage.blocks)
+    assert {0: 20} == kv.reusable(prompt, tier="storage")
+    with worker.prefill(prompt) as request:
+        assert 20 == request.cached_tokens
+    worker.storage.lose(prompt)
+    assert set() == worker.storage.blocks
+    worker.tick(100.0)  # the copies of what was computed are written
+    assert 5 == len(worker.storage.blocks)
+    kv.assert_in_sync()
+
+
+def test_a_clear_keeps_the_storage_and_a_harness_has_its_own():
+    kv = harness(storage=True, prefetch_threshold=16)
+    kv.worker(0).serve(range(30))
+    kv.worker(0).tick(100.0)
+    assert kv.worker(0).clear()
+    assert 28 == kv.worker(0).serve(range(30)).cached_tokens
+    kv.assert_in_sync()
+    other = RouterHarness(kv.profile, backend="sglang")
+    assert set() == other.worker(0).storage.blocks
+
+
+@settings(max_examples=examples(150), database=None, deadline=None)
+@given(traffic(workers=2, most_in_a_burst=5, tiers=True))
+def test_what_is_written_to_the_storage_leaves_room_on_the_device(program):
+    tiers = {"host": 3, "gbps": 1.0, "bytes_per_token": 250_000, "write_policy": "write_back"}
+    tiers |= {"storage": True, "prefetch_threshold": 8}
+    with RouterHarness(EngineProfile(block_size=SIZE, num_blocks=6, workers=2, tiers=tiers), "sglang") as kv:
+        play(kv, program)
+        kv.assert_in_sync()
+
+
+def test_without_a_storage_there_is_none_to_fill():
+    with pytest.raises(ValueError, match=r"has none; make it with tiers="):
+        harness().worker(0).storage.fill(range(8))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tiers": {"host": 0}}, "tiers: host must be an integer of at least 1 (blocks), got 0"),
+        ({"tiers": {"host": 8, "batch": 2}}, "tiers: 'batch' is not for this backend; SGLang's HiCache has host, "),
+        (
+            {"tiers": {"host": 8, "policy": "arc"}},
+            "tiers: 'policy' is not for this backend; SGLang's HiCache has host, ",
+        ),
+        ({"tiers": {"host": 8, "write_policy": "write_thru"}}, "unknown tiers: write_policy 'write_thru'"),
+        ({"tiers": {"host": 8, "prefetch_threshold": 0}}, "tiers: prefetch_threshold must be an integer of at least 1"),
+        ({"tiers": {"host": 8, "storage": 1}}, "tiers: storage must be True or False, got 1"),
+        ({"tiers": {"host": 8}, "policy": "mru"}, "tiers of sglang are for policy lru, lfu and slru"),
+        ({"tiers": {"host": 8}, "window": 8}, "tiers of sglang are for full attention alone"),
+    ],
+)
+def test_what_was_not_recorded_is_refused_in_one_line(options, message):
+    with pytest.raises(ValueError) as error:
+        create_manager("sglang", num_blocks=8, block_size=4, **options)
+    assert str(error.value).startswith(message)
+    assert "\n" not in str(error.value)
+
+
+def test_a_policy_of_another_engine_than_sglang_is_refused():
+    with pytest.raises(ValueError, match="'write_policy' is not for this backend; vLLM's native offload has"):
+        create_manager("vllm", num_blocks=8, tiers={"host": 8, "write_policy": "write_back"})
