@@ -200,6 +200,10 @@ class LoraIds:
         """The number of an adapter."""
         return self._by_name.setdefault(lora_name, len(self._by_name) + 1)
 
+    def looked_up(self, lora_name: str) -> int:
+        """The number of an adapter that is only looked up: it is not remembered, and the next one gets it too."""
+        return self._by_name.get(lora_name, len(self._by_name) + 1)
+
 
 def hashed_lora_id(lora_name: str) -> int:
     """The number that vLLM 0.9 hashes for an adapter, from 1 to 2**31 - 1; here made from the name, so that names of blocks stay."""

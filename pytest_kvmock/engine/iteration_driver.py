@@ -54,7 +54,8 @@ class IterationDriver(Generic[ManagerT]):
 
     def open(self, prompt: Prompt, *, to_look: bool = False) -> Any:
         """A request that has no block yet."""
-        return self.manager.new_request(prompt, rng=Random(0) if to_look else self._rng)  # noqa: S311 - mock data
+        rng = Random(0) if to_look else self._rng  # noqa: S311 - mock data
+        return self.manager.new_request(prompt, rng=rng, to_look=to_look)
 
     def lookup(self, request: Any) -> int:
         """Tokens of the request that are cached, a part of the last block included; its last token never counts."""

@@ -1,4 +1,7 @@
-"""What a router index promises at production size: all blocks of a fleet are found, and a look-up costs no more than its share."""
+"""What a router index promises at production size: all blocks of a fleet are found, and a look-up costs no more than its share.
+
+PYTEST_DONT_REWRITE: each message says all; below it pytest would put the condition.
+"""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ class ProcessContract(ProcessJudge):
         with self._listening(make_kv_server) as world:
             for worker in self._struck(world):
                 prompt = world.text(8)
-                world.direct(worker, world.text())
+                self._heard_from(world, worker)
                 world.server.fault(worker, "reorder")
                 world.direct(worker, prompt[: len(prompt) // 2])
                 world.direct(worker, prompt)

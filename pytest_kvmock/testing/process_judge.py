@@ -110,12 +110,21 @@ class ProcessJudge(ProcessSubject):
         """Return whose batches a fault strikes: where a process does not say what it knows, it may be right of one by chance."""
         return [1] if self.tells_blocks() else world.workers
 
+    def _heard_from(self, world: ProcessWorld, worker: int) -> str:
+        """Have a worker serve a prompt, and return it: where the process says what it knows, its replay as it came is over by then."""
+        __tracebackhide__ = True
+        prompt = world.text(8)
+        world.direct(worker, prompt)
+        if self.tells_blocks({}):
+            world.judge_blocks(f"before anything happens to the events of worker {worker}", prompt)
+        return prompt
+
     def _strike(self, world: ProcessWorld, fault: str, where: str) -> None:
         """Have a fault of the wire strike a batch of a worker, and judge what is known of those before, in and after it."""
         __tracebackhide__ = True
         for worker in self._struck(world):
-            before, struck, after = (world.text(8) for _ in range(3))
-            world.direct(worker, before)
+            struck, after = world.text(8), world.text(8)
+            before = self._heard_from(world, worker)
             world.server.fault(worker, fault)
             world.direct(worker, struck)
             world.direct(worker, after)

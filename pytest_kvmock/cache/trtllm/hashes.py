@@ -104,10 +104,11 @@ class ReuseScope:
         return type(self)(extra.get("lora_id"), None if salt is None else salt_number(salt))
 
     @classmethod
-    def of_prompt(cls, keys: object, lora_ids: LoraIds) -> Self:
-        """That of a request with these `PromptKeys`, whose adapter is numbered by its first use; None: it has none."""
+    def of_prompt(cls, keys: object, lora_ids: LoraIds, *, to_look: bool = False) -> Self:
+        """That of a request with these `PromptKeys`, whose adapter is numbered by its first use, which a look is not; None: it has none."""
         adapter, salt = getattr(keys, "lora_name", None), getattr(keys, "cache_salt", None)
-        return cls(None if adapter is None else lora_ids.of(adapter), None if salt is None else salt_number(salt))
+        number = lora_ids.looked_up if to_look else lora_ids.of
+        return cls(None if adapter is None else number(adapter), None if salt is None else salt_number(salt))
 
 
 @dataclass(frozen=True, slots=True)

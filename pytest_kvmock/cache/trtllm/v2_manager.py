@@ -132,6 +132,7 @@ class V2Manager(IterationManager):
         adapter: int | None = None,
         cache_salt: int | None = None,
         rng: Random | None = None,
+        to_look: bool = False,
     ) -> V2Request:
         """A request that has no blocks yet.
 
@@ -140,13 +141,14 @@ class V2Manager(IterationManager):
             adapter: number of its LoRA adapter; None: that of the prompt's `lora_name`, by its first use.
             cache_salt: number of its salt, which is taken as it is; None: the prompt's.
             rng: source of the names of partial blocks.
+            to_look: it is for `lookup` alone: its adapter is not remembered.
 
         Raises:
             ValueError: the prompt is empty, or known by hashes only.
         """
         prompt = checked_prompt(prompt)
         assert prompt.tokens is not None
-        of_prompt = V1Hasher.of_prompt(prompt.keys, self._lora_ids)
+        of_prompt = V1Hasher.of_prompt(prompt.keys, self._lora_ids, to_look=to_look)
         hasher = self._hasher(
             of_prompt.adapter if adapter is None else adapter,
             of_prompt.salt if cache_salt is None else salt_number(cache_salt),
