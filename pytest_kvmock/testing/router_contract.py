@@ -285,7 +285,12 @@ class RouterContract(RouterAborts, RouterAbsence, EverydayLoad):
 
     def _engine(self, num_blocks: int = 400, ranks: int = 1) -> MockEngine:
         __tracebackhide__ = True
-        kind: dict[str, Any] = {} if self.backend is None else {"engine_type": self._spec(self.backend).scheduler}
+        kind: dict[str, Any] = {}
+        if self.backend is not None:
+            spec = self._spec(self.backend)
+            kind = {"engine_type": spec.scheduler}
+            if spec.traits.publishes_groups:  # its caches share the blocks, so that there are as many for each
+                num_blocks *= sum(max(1, self.block_size // group.block_size) for group in spec.traits.groups)
         args = MockEngineArgs(num_gpu_blocks=num_blocks, block_size=self.block_size, dp_size=ranks, **kind)
         return MockEngine(args, backend=self.backend)
 

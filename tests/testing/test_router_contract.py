@@ -559,3 +559,8 @@ def test_a_policy_that_takes_the_first_of_equals_says_so():
     text = "OfFirst.first_of_equals is True: requests that come one by one, of prompts of which nobody holds a block: whether"
     assert skips["test_an_idle_fleet_is_shared"].startswith(text)
     assert skips["test_workers_that_know_nothing_share_a_burst"] is None
+
+
+@pytest.mark.parametrize("backend", ["vllm_gpt_oss", "vllm_gemma3"])
+def test_small_caches_of_a_hybrid_model_serve_what_those_of_one_cache_do(backend):
+    assert None is failure_of(of(RoundRobin, backend), "test_it_follows_evictions")
