@@ -2,6 +2,8 @@
 
 Engines name blocks by the first three, so that requests of two adapters or two tenants share nothing; the session names
 nothing, and travels with events.
+
+One subject: these keys, of a prompt and of the events about its blocks.
 """
 
 from __future__ import annotations

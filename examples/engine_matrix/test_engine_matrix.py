@@ -42,10 +42,13 @@ def test_the_next_turn_of_a_chat_goes_where_the_last_one_was(router, kv_harness,
 
     followup = kv_prompt(blocks=1, after=(*question.tokens, *answer))
     known = kv_harness.overlap(followup)[first]
-    assert 5 == known or (kv_traits.promises_more and 5 > known)  # of output whose state is gone, SGLang keeps nothing
+    stored = 3 if kv_traits.stores_when == "never" else 5  # by TensorRT-LLM's V2 no output is stored
+    assert stored == known or (
+        kv_traits.promises_more and 5 > known
+    )  # of output whose state is gone, SGLang keeps nothing
     assert first == router.route(followup.block_hashes(size, kv_traits.looks_ahead))
     reused = kv_harness.worker(first).cached_tokens(followup) // size  # TensorRT-LLM reuses parts of blocks, too
-    assert 5 == reused or (kv_traits.promises_more and known >= reused)
+    assert stored == reused or (kv_traits.promises_more and known >= reused)
 
 
 @pytest.mark.kvmock(num_blocks=1024)

@@ -1,4 +1,7 @@
-"""The world of one test of a `ProcessContract`: engines behind sockets, the process before them, and what is asked of both."""
+"""The world of one test of a `ProcessContract`: engines behind sockets, the process before them, and what is asked of both.
+
+PYTEST_DONT_REWRITE: each message says all; below it pytest would put the condition.
+"""
 
 from __future__ import annotations
 

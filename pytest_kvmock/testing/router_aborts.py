@@ -1,4 +1,7 @@
-"""Scenes of the contract of routers in which clients go away: wherever their requests are, and with picks after the last has gone."""
+"""Scenes of the contract of routers in which clients go away: wherever their requests are, and with picks after the last has gone.
+
+PYTEST_DONT_REWRITE: each message says all; below it pytest would put the condition.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 import pytest
 from contract_runs import failure_of
-from tiered_indexes import DEVICE, HostIndex, contract_of
+from tiered_indexes import DEVICE, HostIndex, SubtreeRemoved, contract_of
 
 from pytest_kvmock.events import StorageTier
 
@@ -58,18 +58,6 @@ class Demoting(HostIndex):
         super().remove(key, tier, data)
         if tier is DEVICE:
             self.add(key, HOST, data.block_hashes)
-
-
-class SubtreeRemoved(HostIndex):
-    """A tree a medium: what is below a removed block goes with it."""
-
-    def remove(self, key, tier, data):
-        super().remove(key, tier, data)
-        gone = {*data.block_hashes}
-        for (parent, _), block in self.names[key].items():  # a parent was named before its children
-            if parent in gone:
-                gone.add(block)
-                self.held[key][tier].pop(block, None)
 
 
 class StickyHost(HostIndex):

@@ -97,6 +97,18 @@ class RemovedIsRemovedEverywhere(HostIndex):
             super().remove(key, each, data)
 
 
+class SubtreeRemoved(HostIndex):
+    """A tree a medium: what is below a removed block goes with it."""
+
+    def remove(self, key, tier, data):
+        super().remove(key, tier, data)
+        gone = {*data.block_hashes}
+        for (parent, _), block in self.names[key].items():  # a parent was named before its children
+            if parent in gone:
+                gone.add(block)
+                self.held[key][tier].pop(block, None)
+
+
 class CountsCpuAsGpu(HostIndex):
     def add(self, key, tier, blocks):
         super().add(key, DEVICE, blocks)
@@ -183,6 +195,7 @@ class ClearsAllTiers(HostIndex):
 
 
 FOUND_BY = {
+    SubtreeRemoved: ("test_a_host_keeps_what_stands_below_a_copy_that_it_gives_up",),
     RemovedIsRemovedEverywhere: (
         "test_what_the_device_lets_go_of_is_where_it_was_located",
         "test_it_follows_traffic_over_a_host",
