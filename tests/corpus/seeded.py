@@ -340,8 +340,14 @@ def reduced_text(kv, level):
 
 # ------------------------------------------------------------------------------------------------------- contracts
 
-TOO_LONG = ("test_it_follows_live_traffic", "test_ten_thousand_events_may_come_before_a_flush")
-"""They take a tenth of a second each, and have tests of their own."""
+TOO_LONG = (
+    "test_it_follows_live_traffic",
+    "test_ten_thousand_events_may_come_before_a_flush",
+    "test_it_holds_what_a_fleet_has",
+    "test_a_look_up_costs_no_more_than_its_share",
+    "test_events_may_come_from_threads",
+)
+"""They take a tenth of a second and more each, or say what depends on the clock or on threads, and have tests of their own."""
 
 BY_THREADS = "test_look_ups_may_come_from_threads"
 """What it says after the first colon depends on which thread runs when."""
