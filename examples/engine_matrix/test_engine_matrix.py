@@ -109,5 +109,7 @@ class TestTrace:
                 f"{len(stored):>5} blocks stored, {len(removed):>5} removed"
             )
         held = sum(len(worker.manager.resident()) for worker in kv_harness.workers.values())
-        if "evicted_and_restored" not in kv_harness.events.counts.warnings:  # else an engine holds more than it said
+        if kv_traits.partial_blocks:  # TensorRT-LLM: what a partial match takes leaves without a Removed
+            assert held <= len(stored) - len(removed)
+        elif "evicted_and_restored" not in kv_harness.events.counts.warnings:  # else an engine holds more than it said
             assert held == len(stored) - len(removed)
