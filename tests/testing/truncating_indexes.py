@@ -1,7 +1,7 @@
 """Indexes that keep only a part of a hash, of local ones or of block hashes; asked by hashes or by tokens. Right but for that."""
 
 from collections import Counter
-from itertools import takewhile
+from itertools import takewhile, zip_longest
 
 from players import player
 
@@ -48,7 +48,8 @@ class HashIndex:
             chains, copies = self.ranks.setdefault(key, ({}, Counter()))
             if isinstance(data, Stored):
                 chain = () if data.parent_hash is None else chains[self.block(data.parent_hash)]
-                for name, content in zip(map(self.block, data.block_hashes), self.contents(event), strict=True):
+                # A last block may be partial (TensorRT-LLM), and is then no block of any prompt.
+                for name, content in zip_longest(map(self.block, data.block_hashes), self.contents(event)):
                     chain = chains[name] = (*chain, content)
                     copies[name] += 1
             else:
