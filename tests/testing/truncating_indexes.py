@@ -49,7 +49,9 @@ class HashIndex:
             if isinstance(data, Stored):
                 chain = () if data.parent_hash is None else chains[self.block(data.parent_hash)]
                 # A last block may be partial (TensorRT-LLM), and is then no block of any prompt.
-                for name, content in zip_longest(map(self.block, data.block_hashes), self.contents(event)):
+                contents = [*self.contents(event)]
+                assert len(data.block_hashes) - 1 <= len(contents) <= len(data.block_hashes)
+                for name, content in zip_longest(map(self.block, data.block_hashes), contents):
                     chain = chains[name] = (*chain, content)
                     copies[name] += 1
             else:
