@@ -34,7 +34,7 @@ NUMBERS = ("speedup_ratio", "decode_speedup_ratio", "startup_time", "kv_transfer
 BOOLEANS = ("enable_prefix_caching", "enable_chunked_prefill", "enable_local_indexer")
 STRINGS = ("aic_backend", "aic_system", "aic_backend_version", "aic_model_path")
 NAMES = {
-    "engine_type": ("vllm", "sglang", "trtllm", "VLLM"),
+    "engine_type": ("vllm", "sglang", "tensorrt", "VLLM"),
     "worker_type": ("aggregated", "prefill", "decode", "Prefill"),
     "preemption_mode": ("lifo", "fifo", "FIFO"),
     "router_queue_policy": ("fcfs", "lcfs", "wspt", "lifo"),
@@ -137,6 +137,12 @@ def test_random_arguments_are_accepted_and_dumped_alike(seed):
     assert counts["accepted"] > 100
     assert counts["refused"] > 40
     assert counts["stricter"] > 0
+
+
+def test_the_third_engine_came_with_a_later_release():
+    given = {"engine_type": "trtllm"}
+    assert theirs(given) is None
+    assert MockEngineArgs(engine_type="trtllm").to_json() == ours(given)
 
 
 def test_our_defaults_are_theirs():
