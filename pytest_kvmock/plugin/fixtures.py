@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.cache.manager import KvManager
     from pytest_kvmock.cache.paged import PagedCacheManager
     from pytest_kvmock.clock.mock_engine import MockEngine
-    from pytest_kvmock.engine.driver import Traits
+    from pytest_kvmock.drivers.driver import Traits
     from pytest_kvmock.engine.worker import KvWorker
     from pytest_kvmock.fleet.fleet import Fleet
     from pytest_kvmock.fleet.scheduler_cases import SchedulerCase, SchedulerRequest
@@ -245,7 +245,7 @@ def _traits(request: pytest.FixtureRequest, base: EngineProfile) -> Traits:
 
         name = backend_name(request.node, request.getfixturevalue(AXIS), ask=request.getfixturevalue)
         return traits_of(request.node, backend_spec(name), effective_profile(request.node, base))
-    from pytest_kvmock.engine.driver import Traits
+    from pytest_kvmock.drivers.driver import Traits
 
     return Traits()  # a sink takes each block for published once, unless the test sets it otherwise
 
@@ -481,7 +481,7 @@ def kv_prompt(_kvmock_case: Case) -> Callable[..., Prompt]:
 
     With `lora_name`, `cache_salt`, `multimodal` and `session_id` as `Prompt` has them.
     """
-    from pytest_kvmock.engine.driver import PROMPT_KEYS
+    from pytest_kvmock.drivers.driver import PROMPT_KEYS
 
     return _checked("kv_prompt", _kvmock_case.harness.prompt, PROMPT_KEYS)
 

@@ -23,8 +23,6 @@ from signatures import signature
 
 from pytest_kvmock import Prompt, RouterHarness, Stored, plugin
 from pytest_kvmock.backends import BACKENDS, EngineProfile, speaker_of
-from pytest_kvmock.engine.args import MockEngineArgs
-from pytest_kvmock.engine.nested_args import SglangArgs
 from pytest_kvmock.faults.kinds import FAULTS
 from pytest_kvmock.fleet.router_calls import BELIEFS, HOOKS
 from pytest_kvmock.hygiene.rules import RULES
@@ -33,6 +31,8 @@ from pytest_kvmock.plugin.markers import KVMOCK_KEYS
 from pytest_kvmock.plugin.options import LISTS, OPTIONS
 from pytest_kvmock.plugin.precedence import Policy, resolve_trace_tokens
 from pytest_kvmock.router.routing import Candidate, RequestStatus, RouterRequest
+from pytest_kvmock.schedulers.args import MockEngineArgs
+from pytest_kvmock.schedulers.nested_args import SglangArgs
 from pytest_kvmock.wire import DEFECTS, DIALECTS, Batch, encode
 
 REFERENCE = {name.removeprefix("docs/reference/"): page for name, page in PAGES.items() if "docs/reference/" in name}
