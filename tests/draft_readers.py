@@ -15,9 +15,11 @@ class ByTokens:
 
     Args:
         counts: it counts copies.
+        size: tokens a block.
     """
 
-    def __init__(self, *, counts=True):
+    def __init__(self, *, counts=True, size=SIZE):
+        self.size = size
         self.counts, self.ranks = counts, defaultdict(lambda: (defaultdict(list), Counter()))
 
     def apply(self, event):
@@ -39,10 +41,10 @@ class ByTokens:
     def tokens_of(self, event):
         """Each block's own tokens; of pairs the first ones."""
         windows, _ = windows_of(event.token_ids, None)
-        return [tuple(window[:SIZE]) for window in windows]
+        return [tuple(window[: self.size]) for window in windows]
 
     def match_tokens(self, tokens):
-        ends = range(SIZE, len(tokens) + 1, SIZE)
+        ends = range(self.size, len(tokens) + 1, self.size)
         return {
             rank: next((n for n, end in enumerate(ends) if held[tuple(tokens[:end])] < 1), len(ends))
             for rank, (_, held) in self.ranks.items()
@@ -56,7 +58,8 @@ class ByTokens:
 class ByWindows:
     """Right: blocks by the windows that their names cover, told by the stream of each worker."""
 
-    def __init__(self, copies):
+    def __init__(self, copies, size=SIZE):
+        self.size = size
         self.index, self.forms = RadixIndex(count_copies=copies), {}
 
     def apply(self, event):
@@ -67,7 +70,7 @@ class ByWindows:
     def match_tokens(self, tokens):
         found = {}
         for ahead in {*self.forms.values()}:
-            scores = self.index.find_matches(block_hashes(tokens, SIZE, lookahead=ahead)).scores
+            scores = self.index.find_matches(block_hashes(tokens, self.size, lookahead=ahead)).scores
             found |= {key: count for key, count in scores.items() if self.forms.get(key) == ahead}
         return found
 
@@ -78,7 +81,8 @@ class ByWindows:
 class PlainNames:
     """Names by vLLM's rule without a draft model."""
 
-    def __init__(self):
+    def __init__(self, size=SIZE):
+        self.size = size
         self.held, self.hasher = defaultdict(Counter), VllmHasher()
 
     def apply(self, event):
@@ -91,7 +95,7 @@ class PlainNames:
             held.subtract(data.block_hashes)
 
     def match_tokens(self, tokens):
-        asked = [self.hasher.name(digest) for digest in self.hasher.digests(tokens, SIZE, 0, None)]
+        asked = [self.hasher.name(digest) for digest in self.hasher.digests(tokens, self.size, 0, None)]
         return {
             key: next((n for n, name in enumerate(asked) if held[name] < 1), len(asked))
             for key, held in self.held.items()
