@@ -105,6 +105,8 @@ class PlainNames:
 class Flagged:
     """Asks windows of every stream."""
 
+    lookahead = 1
+
     def __init__(self):
         self.index = RadixIndex(count_copies=True)
 
@@ -112,17 +114,10 @@ class Flagged:
         self.index.apply(event)
 
     def match_tokens(self, tokens):
-        return self.index.find_matches(block_hashes(tokens, SIZE, eagle=True)).scores
+        return self.index.find_matches(block_hashes(tokens, SIZE, lookahead=self.lookahead)).scores
 
 
-class PlainHashes:
+class PlainHashes(Flagged):
     """Asks every stream by the blocks' own tokens."""
 
-    def __init__(self):
-        self.index = RadixIndex(count_copies=True)
-
-    def apply(self, event):
-        self.index.apply(event)
-
-    def match_tokens(self, tokens):
-        return self.index.find_matches(block_hashes(tokens, SIZE)).scores
+    lookahead = 0

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from players import player
-from pytest_kvmock.engine.args import MockEngineArgs
 
 from pytest_kvmock import EngineProfile, RouterHarness
 from pytest_kvmock.backends import BACKENDS, create_manager
@@ -16,6 +15,7 @@ from pytest_kvmock.cache.vllm.groups import CacheGroup
 from pytest_kvmock.cache.vllm.hybrid import VllmHybridManager
 from pytest_kvmock.cache.vllm.speculative import Speculative
 from pytest_kvmock.fleet import MockEngine, replay
+from pytest_kvmock.schedulers.args import MockEngineArgs
 from pytest_kvmock.tokens import Prompt, block_hashes
 from pytest_kvmock.traces import TraceRequest
 
