@@ -91,6 +91,14 @@ class BlockPoolDriver(PoolDriver):
             return request.num_computed_tokens
         return upto
 
+    def reserve_burst(self, request: PoolRequest, tokens: int) -> bool:
+        """Take blocks for so many tokens more than a request has, which a pass may generate; False: there are too few."""
+        return self.manager.reserve_slots(request, len(request) + tokens)
+
+    def release_burst(self, request: PoolRequest) -> None:
+        """Give back the blocks of tokens that were not generated."""
+        self.manager.release_slots(request)
+
     def reserve(self, request: PoolRequest, upto: int) -> int | None:
         """Take what is cached of the first `upto` tokens, and blocks for the rest, which are not cached before they are claimed."""
         manager, size = self.manager, self.manager.block_size

@@ -239,7 +239,8 @@ class PoolSchedulerDriver(SchedulerDriver, Protocol):
     the most of one pass; `begin_pass()` and `end_pass()`, which are called before a pass schedules and after; `end_iteration()`,
     which is called when it is over, with what it generated; `chunk_tokens(request, most)`, the tokens of the next chunk,
     0 where the request has to wait; `blocks_alone(request)`, the blocks of a prompt that shares none, where they are not one a block
-    of tokens, and `alone(chunk, capped=)`, what requests of any length need there; `decodes_ahead = False`, where blocks do other than open and fill at multiples of one size.
+    of tokens, and `alone(chunk, capped=)`, what requests of any length need there; `reserve_burst(request, tokens)`, whether it gets
+    blocks for tokens that drafts may add, before any is drawn, and `release_burst(request)` for what is over; `decodes_ahead = False`, where blocks do other than open and fill at multiples of one size.
     """
 
     def step_inside(self, request: Any, upto: int) -> bool:

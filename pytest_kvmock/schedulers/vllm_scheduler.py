@@ -96,6 +96,8 @@ class VllmScheduler(Scheduler):
             limit_passes(args.max_num_batched_tokens)
         self._begin_pass: Callable[[], None] | None = getattr(driver, "begin_pass", None)
         self._end_pass: Callable[[], None] | None = getattr(driver, "end_pass", None)
+        self._reserve_burst: Callable[[object, int], bool] | None = getattr(driver, "reserve_burst", None)
+        self._release_burst: Callable[[object], None] | None = getattr(driver, "release_burst", None)
         self._end_iteration: Callable[[], None] | None = getattr(driver, "end_iteration", None)
         self._blocks_alone: Callable[[object], int] | None = getattr(driver, "blocks_alone", None)
         self._chunk_tokens: Callable[[object, int], int] | None = getattr(driver, "chunk_tokens", None)
@@ -428,6 +430,8 @@ class VllmScheduler(Scheduler):
 
     def _decode(self) -> None:
         done, running, driver = self._pass, self._running, self._driver
+        if self._accepted is not None and self._reserve_burst is not None:
+            self._reserve_bursts(self._reserve_burst, self._accepted.drafts)
         ready: list[ScheduledRequest] = []
         lengths: list[int] = []
         for request in running:
@@ -466,22 +470,42 @@ class VllmScheduler(Scheduler):
                 done.note_tokens(request, tokens)
                 if request.generated_tokens == request.max_output_tokens:
                     self._finish(request)
+        if self._accepted is not None and self._release_burst is not None:
+            for request in ready:
+                if request.status == "running":
+                    self._release_burst(request.state)
         if done.generated:
             done.decode_ms = decode_ms
         done.decode_lengths = [
             length for request, length in zip(ready, lengths, strict=True) if request not in prefilled
         ]
 
+    def _reserve_bursts(self, reserve: Callable[[object, int], bool], drafts: int) -> None:
+        """Take blocks for the most that each request may generate in this pass, before a draft is drawn: who lacks some preempts others.
+
+        What is not generated is given back as the pass ends (1.6.1, by its recorded replays).
+        """
+        for request in list(self._running):
+            left = request.max_output_tokens - request.generated_tokens
+            if not left or request.computed_tokens < request.prompt_tokens + request.generated_tokens:
+                continue
+            while request.status == "running" and not reserve(request.state, min(1 + drafts, left)):
+                self._preempt_one()
+
     def _generate(self, request: ScheduledRequest, tokens: list[int]) -> list[int]:
         """Append tokens to a request, each with the block that it needs; returns those that found room."""
         for at, token in enumerate(tokens):
             while not self._driver.generate(request.state, token):
-                victim = self._victim()
-                assert victim is not None  # it runs itself
-                self._preempt(victim)
-                if victim is request:
+                self._preempt_one()
+                if request.status != "running":
                     return tokens[:at]
         return tokens
+
+    def _preempt_one(self) -> None:
+        """Preempt the one whose turn it is, for one that runs."""
+        victim = self._victim()
+        assert victim is not None  # that one runs itself
+        self._preempt(victim)
 
     def _finish(self, request: ScheduledRequest) -> None:
         if not request.keeps_blocks:
