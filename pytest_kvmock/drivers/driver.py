@@ -306,7 +306,11 @@ class RadixSchedulerDriver(GeneratingDriver, Protocol):
 
 
 class PagedSchedulerDriver(RadixSchedulerDriver, Protocol):
-    """Of a cache whose requests take whole pages, and whose last token is computed whatever is cached (1.6.1)."""
+    """Of a cache whose requests take whole pages, and whose last token is computed whatever is cached (1.6.1).
+
+    It may have `burst_pages(requests, bursts)` and `make_burst_room(requests, bursts)` besides: as `step_tokens`, in pages, and
+    `make_room`, where each may generate so many tokens in a pass.
+    """
 
     def needs_no_output(self, request: Any) -> None:
         """Note that a request asks for no output: all of its prompt may be cached, its last token included."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, ClassVar, Final, cast
 
 from pytest_kvmock.schedulers.decode_ahead import DecodeTimes, decode_ahead, passes_that_fit
 from pytest_kvmock.schedulers.performance import PolynomialModel, moments, rounded_ms
@@ -16,6 +16,7 @@ from pytest_kvmock.schedulers.scheduler import ForwardPass, ScheduledRequest, Sc
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pytest_kvmock.acceptance import AcceptedDrafts
     from pytest_kvmock.drivers.driver import PoolSchedulerDriver, SchedulerDriver
     from pytest_kvmock.schedulers.host_time import HostTime
     from pytest_kvmock.schedulers.scheduler import SchedulerArgs
@@ -56,8 +57,12 @@ class VllmScheduler(Scheduler):
         driver: brings its requests to the block manager.
         args: budgets, modes, times and speedups of the engine, and the release that it follows.
         tiers: the time of the tiers below the device; None: there are none.
+
+    Attributes:
+        drops_last: with drafts, the last block of a hit is computed again.
     """
 
+    drops_last: ClassVar[bool] = True
     _driver: SchedulerDriver
 
     def __init__(
@@ -463,10 +468,10 @@ class VllmScheduler(Scheduler):
             tokens = self._next_tokens(request)
             if self._generate_run is not None:
                 self._generate_run(request.state, tokens)
-                request.computed_tokens += len(tokens) - 1
             else:
                 tokens = self._generate(request, tokens)
             if tokens:
+                request.computed_tokens += len(tokens) - 1  # drafts were computed as they were tried
                 done.note_tokens(request, tokens)
                 if request.generated_tokens == request.max_output_tokens:
                     self._finish(request)
@@ -479,6 +484,12 @@ class VllmScheduler(Scheduler):
         done.decode_lengths = [
             length for request, length in zip(ready, lengths, strict=True) if request not in prefilled
         ]
+
+    def accept_drafts(self, accepted: AcceptedDrafts | None) -> None:
+        """As `Scheduler.accept_drafts`; Dynamo's mock of vLLM drops the last block of a hit then."""
+        super().accept_drafts(accepted)
+        if accepted is not None and hasattr(self._driver, "drops_last"):
+            self._driver.drops_last = self.drops_last
 
     def _reserve_bursts(self, reserve: Callable[[object, int], bool], drafts: int) -> None:
         """Take blocks for the most that each request may generate in this pass, before a draft is drawn: who lacks some preempts others.
