@@ -1,7 +1,17 @@
-"""The pytest plugin: this module is its entry point, and names those of its modules that pytest is to look at."""
+"""The pytest plugin: this module is its entry point, and names the modules that pytest is to look at."""
+
+from pathlib import Path
 
 from pytest_kvmock.plugin.options import KvEventWarning
 
 __all__ = ["KvEventWarning"]
 
-pytest_plugins = ("pytest_kvmock.plugin.hooks", "pytest_kvmock.plugin.fixtures")
+pytest_plugins = (
+    "pytest_kvmock.plugin.hooks",
+    "pytest_kvmock.plugin.fixtures",
+    # Whatever folders are there: each may be deleted, and `-p no:kvmock` turns off all of them.
+    *(
+        f"pytest_kvmock.contrib.{path.parent.name}.plugin"
+        for path in sorted((Path(__file__).parents[1] / "contrib").glob("*/plugin.py"))
+    ),
+)
