@@ -1,11 +1,5 @@
-"""Whole engines in virtual time: scheduler, clock and worker in one, several of them on one clock, and their reports."""
+"""A router in front of engines on one clock: the fleet, what happens to it, and what a router may raise."""
 
-from pytest_kvmock.clock.arrivals import FleetRequest
-from pytest_kvmock.clock.engine_request import EngineRequest
-from pytest_kvmock.clock.engine_state import EngineMetrics, EngineStalled
-from pytest_kvmock.clock.mock_engine import MockEngine
-from pytest_kvmock.clock.replay import replay
-from pytest_kvmock.engine.args import MockEngineArgs
 from pytest_kvmock.engine.driver import SchedulerDriver
 from pytest_kvmock.engine.nested_args import ReasoningConfig, SglangArgs
 from pytest_kvmock.engine.performance import CallableModel, InterpolatedModel, PerformanceModel, PolynomialModel
@@ -20,33 +14,17 @@ from pytest_kvmock.fleet.scheduler_cases import (
     make_scheduler_requests,
 )
 from pytest_kvmock.fleet.sweep import Sweep, SweepRun, sweep
-from pytest_kvmock.report.comparison import Comparison
-from pytest_kvmock.report.regret import Regret
-from pytest_kvmock.report.report import Report
-from pytest_kvmock.report.rows import PassSample, Pick, PickRecord
 
 __all__ = [
     "SCHEDULER_CASES",
     "CallableModel",
-    "Comparison",
-    "EngineMetrics",
-    "EngineRequest",
-    "EngineStalled",
     "Fleet",
-    "FleetRequest",
     "ForwardPass",
     "InterpolatedModel",
-    "MockEngine",
-    "MockEngineArgs",
     "Moment",
-    "PassSample",
     "PerformanceModel",
-    "Pick",
-    "PickRecord",
     "PolynomialModel",
     "ReasoningConfig",
-    "Regret",
-    "Report",
     "RouterError",
     "RouterStalled",
     "ScheduledRequest",
@@ -58,6 +36,5 @@ __all__ = [
     "Sweep",
     "SweepRun",
     "make_scheduler_requests",
-    "replay",
     "sweep",
 ]

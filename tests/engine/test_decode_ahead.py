@@ -6,11 +6,11 @@ from random import Random
 import pytest
 from depth import seeds
 
+from pytest_kvmock import MockEngine
 from pytest_kvmock.engine.args import MockEngineArgs
 from pytest_kvmock.engine.decode_times import DecodeTimes
 from pytest_kvmock.engine.performance import PolynomialModel
 from pytest_kvmock.engine.timing import rounded_ms
-from pytest_kvmock.fleet import MockEngine
 
 
 def served(seed, sink):

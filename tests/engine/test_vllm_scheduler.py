@@ -2,8 +2,8 @@
 
 import pytest
 
+from pytest_kvmock import MockEngine
 from pytest_kvmock.engine.args import MockEngineArgs
-from pytest_kvmock.fleet import MockEngine
 
 
 def engine_of(backend="lineage", **fields):

@@ -2,8 +2,8 @@
 
 import pytest
 
+from pytest_kvmock import Fleet, MockEngine, MockEngineArgs, replay
 from pytest_kvmock.engine.schedulers import SCHEDULERS
-from pytest_kvmock.fleet import Fleet, MockEngine, MockEngineArgs, replay
 from pytest_kvmock.router import RoundRobin
 from pytest_kvmock.traces import synthetic_trace
 
