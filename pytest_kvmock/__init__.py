@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from pytest_kvmock.cache.manager import KvManager as KvManager
     from pytest_kvmock.clock.mock_engine import MockEngine as MockEngine
     from pytest_kvmock.clock.replay import replay as replay
-    from pytest_kvmock.engine.args import MockEngineArgs as MockEngineArgs
     from pytest_kvmock.engine.worker import KvWorker as KvWorker
     from pytest_kvmock.engine.worker import OutOfBlocks as OutOfBlocks
     from pytest_kvmock.events import Cleared as Cleared
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.plugin.options import KvEventWarning as KvEventWarning
     from pytest_kvmock.router.index import KvEventError as KvEventError
     from pytest_kvmock.router.index import RadixIndex as RadixIndex
+    from pytest_kvmock.schedulers.args import MockEngineArgs as MockEngineArgs
     from pytest_kvmock.sinks import CapturingSink as CapturingSink
     from pytest_kvmock.tokens import Prompt as Prompt
     from pytest_kvmock.tokens import block_hashes as block_hashes
@@ -63,7 +63,7 @@ _HOME = {
     "KvSink": "harness",
     "KvWorker": "engine.worker",
     "MockEngine": "clock.mock_engine",
-    "MockEngineArgs": "engine.args",
+    "MockEngineArgs": "schedulers.args",
     "OutOfBlocks": "engine.worker",
     "Problem": "hygiene.problem",
     "Prompt": "tokens",
