@@ -3,24 +3,28 @@
 from pytest_kvmock.fleet.fleet import Fleet
 from pytest_kvmock.fleet.incidents import Moment
 from pytest_kvmock.fleet.router_calls import RouterError, RouterStalled
-from pytest_kvmock.fleet.scheduler_cases import (
-    SCHEDULER_CASES,
-    SchedulerCase,
-    SchedulerRequest,
-    make_scheduler_requests,
-)
-from pytest_kvmock.fleet.sweep import Sweep, SweepRun, sweep
+from pytest_kvmock.report.comparison import Comparison
+from pytest_kvmock.report.regret import Regret
+from pytest_kvmock.report.report import Report
+from pytest_kvmock.report.rows import PassSample, Pick, PickRecord
+from pytest_kvmock.schedulers.args import MockEngineArgs
+from pytest_kvmock.schedulers.nested_args import ReasoningConfig, SglangArgs
+from pytest_kvmock.schedulers.performance import CallableModel, InterpolatedModel, PerformanceModel, PolynomialModel
+from pytest_kvmock.schedulers.scheduler import ForwardPass, ScheduledRequest, ScheduledTokens
 
 __all__ = [
-    "SCHEDULER_CASES",
+    "CallableModel",
+    "Comparison",
+    "EngineMetrics",
+    "EngineRequest",
+    "EngineStalled",
     "Fleet",
     "Moment",
     "RouterError",
     "RouterStalled",
-    "SchedulerCase",
-    "SchedulerRequest",
-    "Sweep",
-    "SweepRun",
-    "make_scheduler_requests",
-    "sweep",
+    "ScheduledRequest",
+    "ScheduledTokens",
+    "SchedulerDriver",
+    "SglangArgs",
+    "replay",
 ]
