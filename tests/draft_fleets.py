@@ -8,9 +8,9 @@ from collections import Counter
 
 from draft_readers import ByTokens, ByWindows, PlainNames
 
+from pytest_kvmock import Fleet, MockEngine
 from pytest_kvmock.backends import BACKENDS
 from pytest_kvmock.engine import Speculative
-from pytest_kvmock.fleet import Fleet, MockEngine
 from pytest_kvmock.schedulers.args import MockEngineArgs
 from pytest_kvmock.traces import synthetic_trace
 

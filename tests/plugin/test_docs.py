@@ -12,11 +12,12 @@ import pytest
 from depth import DEEP, examples, few
 from hypothesis import settings
 from pages import PAGES, ROOT, heading_id, printed
+from plugin_parts import OPTIONS
 
 from pytest_kvmock import testing
 from pytest_kvmock.__main__ import main as kvmock
 from pytest_kvmock.__main__ import parser as kvmock_parser
-from pytest_kvmock.plugin.options import LISTS, OPTIONS
+from pytest_kvmock.plugin.options import LISTS
 
 WRITE = bool(os.environ.get("KVMOCK_WRITE_DOCS"))
 README = PAGES["README.md"]
@@ -50,7 +51,7 @@ def test_the_tests_of_a_page_pass(page_run, page):
     assert set() == {"failed", "errors", "error", "xfailed"} & set(outcomes)
     # A contract skips what an index or a router does not have; nothing else is skipped.
     skipped = re.findall(
-        r"^SKIPPED \[(\d+)\] \S*testing/(?:index|index_load|hybrid_streams|partial_streams|workers_that_go|distinct_blocks|router_\w+|process_subject)\.py:",
+        r"^SKIPPED \[(\d+)\] \S*testing/(?:index|index_load|index_size|tiers_below|hybrid_streams|partial_streams|workers_that_go|distinct_blocks|router_\w+|process_subject)\.py:",
         result.stdout.str(),
         re.MULTILINE,
     )

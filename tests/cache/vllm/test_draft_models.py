@@ -14,7 +14,7 @@ from pytest_kvmock.backends import BACKENDS, create_manager
 from pytest_kvmock.cache.vllm.groups import CacheGroup
 from pytest_kvmock.cache.vllm.hybrid import VllmHybridManager
 from pytest_kvmock.cache.vllm.speculative import Speculative
-from pytest_kvmock.fleet import MockEngine, replay
+from pytest_kvmock.clock import MockEngine, replay
 from pytest_kvmock.schedulers.args import MockEngineArgs
 from pytest_kvmock.tokens import Prompt, block_hashes
 from pytest_kvmock.traces import TraceRequest
