@@ -108,14 +108,3 @@ def test_what_an_index_does_not_declare_is_skipped_and_said():
 
     with pytest.raises(pytest.skip.Exception, match="reads_drafts is not set: they were not checked"):
         Plain().test_a_twin_is_another_block()
-
-
-def test_what_an_index_declares_is_true_or_false():
-    class Odd(IndexContract):
-        reads_drafts = "all"
-
-        def make_index(self):
-            return RadixIndex()
-
-    with pytest.raises(pytest.fail.Exception, match="Odd: reads_drafts must be True or False, got 'all'"):
-        Odd().test_a_twin_is_another_block()

@@ -296,3 +296,19 @@ def test_steps_of_drafts_over_a_host_are_refused_as_none_were_recorded():
 def test_the_steps_of_an_engine_with_one_group_of_full_attention_are_as_given():
     manager = create_manager("vllm", num_blocks=9, groups=[FULL], max_model_len=20, max_num_batched_tokens=8)
     assert (8, 20) == (manager.max_num_batched_tokens, manager._most_tokens)
+
+
+def test_a_group_drops_a_block_again_once_another_group_has_shortened_the_hit():
+    groups = [
+        CacheGroup("sliding_window_mla", 2, window=20, eagle=True),
+        CacheGroup("full_attention", 4, eagle=True),
+        CacheGroup("sliding_window", 4, window=9),
+    ]
+    draft = Speculative("eagle", tokens=1, plain_hashes=True)
+    manager = VllmHybridManager(groups=groups, num_blocks=60, retention=16, speculative=draft)
+    first = manager.new_request(range(46))
+    while (tokens := manager.chunk_tokens(first, 46 - first.num_computed_tokens)) > 0:
+        assert manager.allocate_slots(first, tokens) is not None
+    manager.free(first)
+    # At 16, where the plain window resumes, the first one lacks the block that it would drop.
+    assert 0 == manager.get_computed_blocks(manager.new_request([*range(30), 99])).num_tokens
