@@ -3,7 +3,7 @@
 The names that most tests need are here; they are loaded when they are first used (PEP 562), so that a test suite that has
 the plugin installed and does not use it pays for none of them. The others are in their modules: `moves`, `sinks`, `tokens`,
 `plh`, `traces`, `profiles`, `engine`, `fleet`, `cache`, `block_manager`, `router`, `wire`, `reduce`,
-`scenarios` and `testing`.
+`testing` and the folders of `contrib`.
 """
 
 from __future__ import annotations

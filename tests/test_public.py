@@ -20,7 +20,7 @@ SUBJECTS = [
     "engine",
     "fleet",
     "router",
-    "scenarios",
+    "contrib.scenarios",
     "serve",
     "traces",
     "wire",

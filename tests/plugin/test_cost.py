@@ -28,6 +28,8 @@ LIGHT = {
     "pytest_kvmock.contrib.block_managers.plugin",
     "pytest_kvmock.contrib.lab",
     "pytest_kvmock.contrib.lab.plugin",
+    "pytest_kvmock.contrib.scenarios",
+    "pytest_kvmock.contrib.scenarios.plugin",
     "pytest_kvmock.plugin",
     "pytest_kvmock.plugin.fixtures",
     "pytest_kvmock.plugin.hooks",

@@ -16,11 +16,11 @@ from pytest_kvmock import (
     reproduce,
     sequence_hashes,
 )
+from pytest_kvmock.contrib.scenarios import ScenarioFailure, load_scenarios, play
+from pytest_kvmock.contrib.scenarios.writing import scenario_text
 from pytest_kvmock.programs.interpreter import Interpreter, calls
 from pytest_kvmock.programs.operations import Finish, Prefill, Program, Run, Serve, Submit
 from pytest_kvmock.prompt_keys import PromptKeys
-from pytest_kvmock.scenarios import ScenarioFailure, load_scenarios, play
-from pytest_kvmock.scenarios.writing import scenario_text
 from pytest_kvmock.strict_yaml import YamlError
 
 KEYS = PromptKeys("a", "s", (("cat", 2, 4),), "x")

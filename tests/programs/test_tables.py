@@ -6,6 +6,8 @@ from types import MappingProxyType
 import pytest
 
 from pytest_kvmock import EngineProfile, Prompt, RouterHarness, Stored
+from pytest_kvmock.contrib.scenarios import load_scenarios, play
+from pytest_kvmock.contrib.scenarios.writing import scenario_text
 from pytest_kvmock.programs import operations
 from pytest_kvmock.programs.forms import OnRequest, OnWorker
 from pytest_kvmock.programs.interpreter import Interpreter, calls
@@ -29,8 +31,6 @@ from pytest_kvmock.programs.operations import (
     Tick,
 )
 from pytest_kvmock.reduce import Breach, Reproduction
-from pytest_kvmock.scenarios import load_scenarios, play
-from pytest_kvmock.scenarios.writing import scenario_text
 from pytest_kvmock.testing.drafts import Player
 
 TIERED = EngineProfile(

@@ -3,11 +3,11 @@
 import pytest
 
 from pytest_kvmock import Removed, RouterHarness, Stored
+from pytest_kvmock.contrib.scenarios import load_scenarios, play
+from pytest_kvmock.contrib.scenarios.player import ScenarioFailure
+from pytest_kvmock.contrib.scenarios.writing import scenario_text
 from pytest_kvmock.hygiene.entries import BatchesLost
 from pytest_kvmock.reduce import reproduce
-from pytest_kvmock.scenarios import load_scenarios, play
-from pytest_kvmock.scenarios.player import ScenarioFailure
-from pytest_kvmock.scenarios.writing import scenario_text
 
 LOSS = "batches 4 to 6 did not arrive, and a replay had no such batches any more"
 
