@@ -6,6 +6,7 @@ import inspect
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from plugin_parts import FIXTURES, MODULES
@@ -15,17 +16,20 @@ import pytest_kvmock
 SUBJECTS = [
     "block_manager",
     "cache",
-    "contrib.lab",
-    "contrib.vectors",
     "engine",
     "fleet",
     "router",
-    "contrib.scenarios",
     "serve",
     "traces",
     "wire",
 ]
 """The modules of names that the root does not have."""
+
+SUBJECTS += [
+    f"contrib.{path.parent.name}"
+    for path in sorted(Path(pytest_kvmock.__file__).parent.glob("contrib/*/__init__.py"))
+    if "__all__" in path.read_text(encoding="utf-8")
+]
 
 
 @pytest.mark.parametrize("name", sorted(set(pytest_kvmock.__all__) - {"__version__"}))
@@ -88,7 +92,6 @@ def test_a_harness_has_few_enough_methods_to_be_learned():
         ("block_manager", "Fabric KvBlockManager"),
         ("cache", "PagedRequest"),
         ("engine", "SlotsLost Traits WouldWait"),
-        ("contrib.lab", "SchedulerCase SchedulerRequest"),
         ("router", "BlockNotFound InvalidBlockSequence OverlapScores ParentBlockNotFound"),
         ("traces", "TraceRequest"),
         ("wire", "KvWire"),

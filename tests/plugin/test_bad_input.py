@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 
 import pytest
 from depth import takes_long
+from plugin_parts import OPTIONS as EVERY_OPTION
 
 from pytest_kvmock.backends import BACKENDS
 from pytest_kvmock.hygiene.rules import RULES

@@ -4,10 +4,9 @@ import dataclasses
 from types import MappingProxyType
 
 import pytest
+from scenario_files import load_scenarios, play, scenario_text
 
 from pytest_kvmock import EngineProfile, Prompt, RouterHarness, Stored
-from pytest_kvmock.contrib.scenarios import load_scenarios, play
-from pytest_kvmock.contrib.scenarios.writing import scenario_text
 from pytest_kvmock.programs import operations
 from pytest_kvmock.programs.forms import OnRequest, OnWorker
 from pytest_kvmock.programs.interpreter import Interpreter, calls

@@ -3,10 +3,9 @@
 from dataclasses import replace
 
 import pytest
+from scenario_files import load_scenarios, play, scenario_text
 
 from pytest_kvmock import RadixIndex, RouterHarness
-from pytest_kvmock.contrib.scenarios import load_scenarios, play
-from pytest_kvmock.contrib.scenarios.writing import scenario_text
 from pytest_kvmock.events import Located, Removed, SparseStored, Stored
 from pytest_kvmock.prompt_keys import group_extra
 from pytest_kvmock.reduce import reproduce

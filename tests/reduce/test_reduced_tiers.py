@@ -4,11 +4,10 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
+from scenario_files import load_scenarios, play, scenario_text
 
 from pytest_kvmock import EngineProfile, EventRulesBroken, RadixIndex, RouterHarness, Tiers, backends
 from pytest_kvmock.backends import BACKENDS
-from pytest_kvmock.contrib.scenarios import load_scenarios, play
-from pytest_kvmock.contrib.scenarios.writing import scenario_text
 from pytest_kvmock.engine import WouldWait
 from pytest_kvmock.events import Removed, StorageTier, Stored
 from pytest_kvmock.programs.operations import Finish, Prefill, Tick
