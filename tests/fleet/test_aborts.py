@@ -7,8 +7,10 @@ from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pytest_kvmock import Fleet, MockEngine, MockEngineArgs
 from pytest_kvmock.backends import EngineProfile
-from pytest_kvmock.fleet import Fleet, FleetRequest, MockEngine, MockEngineArgs, RouterError
+from pytest_kvmock.clock import FleetRequest
+from pytest_kvmock.fleet import RouterError
 from pytest_kvmock.harness import RouterHarness
 from pytest_kvmock.router import DynamoRouter
 from pytest_kvmock.testing import RightRouter

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_kvmock import EngineStalled, MockEngine, MockEngineArgs, RouterHarness, replay
+from pytest_kvmock import MockEngine, MockEngineArgs, RouterHarness, replay
 from pytest_kvmock.backends import EngineProfile
+from pytest_kvmock.clock import EngineStalled
 from pytest_kvmock.engine.worker import OutOfBlocks
 from pytest_kvmock.traces import TraceRequest
 

@@ -8,8 +8,9 @@ from random import Random
 import pytest
 from depth import few, seeds
 
-from pytest_kvmock import EngineProfile, Prompt, RouterHarness
-from pytest_kvmock.fleet import Fleet, FleetRequest, MockEngine, MockEngineArgs, Report, replay
+from pytest_kvmock import EngineProfile, Fleet, MockEngine, MockEngineArgs, Prompt, RouterHarness, replay
+from pytest_kvmock.clock import FleetRequest
+from pytest_kvmock.report import Report
 from pytest_kvmock.report.figures import FIGURES, MOST_WIDE, PRINTED, folded, names_of
 from pytest_kvmock.report.routing_figures import Choice, assert_balanced, jain, max_to_mean, of_best
 from pytest_kvmock.report.statistics import sketched_statistics, statistics

@@ -4,8 +4,9 @@ import pytest
 from depth import few
 from recorded_replays import recorded, request_of
 
+from pytest_kvmock import MockEngine, replay
+from pytest_kvmock.clock import EngineStalled
 from pytest_kvmock.engine.worker import OutOfBlocks
-from pytest_kvmock.fleet import EngineStalled, MockEngine, replay
 from pytest_kvmock.schedulers.args import MockEngineArgs
 
 BACKENDS = {"vllm": "vllm", "sglang": "mocker_sglang_1_6", "trtllm": "vllm"}

@@ -11,7 +11,8 @@ import pytest
 from peer import dynamo_core, play_in_wheel
 from replay_cases_1_6 import KINDS, random_case, random_cases
 
-from pytest_kvmock import EngineStalled, MockEngine, MockEngineArgs, OutOfBlocks, replay
+from pytest_kvmock import MockEngine, MockEngineArgs, OutOfBlocks, replay
+from pytest_kvmock.clock import EngineStalled
 from pytest_kvmock.events import Stored
 from pytest_kvmock.traces import TraceRequest
 

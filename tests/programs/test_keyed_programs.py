@@ -14,12 +14,12 @@ from pytest_kvmock import (
     RouterHarness,
     Stored,
     block_hashes,
-    reproduce,
     sequence_hashes,
 )
 from pytest_kvmock.programs.interpreter import Interpreter, calls
 from pytest_kvmock.programs.operations import Finish, Prefill, Program, Run, Serve, Submit
 from pytest_kvmock.prompt_keys import PromptKeys
+from pytest_kvmock.reduce import reproduce
 from pytest_kvmock.strict_yaml import YamlError
 
 KEYS = PromptKeys("a", "s", (("cat", 2, 4),), "x")
