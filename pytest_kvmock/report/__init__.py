@@ -3,6 +3,6 @@
 from pytest_kvmock.report.comparison import Comparison
 from pytest_kvmock.report.regret import Regret
 from pytest_kvmock.report.report import Report
-from pytest_kvmock.report.rows import PassSample, Pick, PickRecord
+from pytest_kvmock.report.rows import Objectives, PassSample, Pick, PickRecord
 
-__all__ = ["Comparison", "PassSample", "Pick", "PickRecord", "Regret", "Report"]
+__all__ = ["Comparison", "Objectives", "PassSample", "Pick", "PickRecord", "Regret", "Report"]
