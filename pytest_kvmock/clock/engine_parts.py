@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def make_worker(args: MockEngineArgs, spec: BackendSpec, sink: GivenSink | None, rng: Random) -> KvWorker:
-    """Make a worker of the sizes that `args` have, over a backend; one that hands over or is handed to has a KV connector.
+    """Make a worker of the sizes that `args` have, over a backend; half of a handoff has a KV connector.
 
     Raises:
         ValueError: they have a host, and the backend takes none.
@@ -117,8 +117,8 @@ def check_worker(args: MockEngineArgs, worker: KvWorker) -> None:
     draft: Any = getattr(manager, "speculative", None)
     if args.worker_type != "aggregated" and getattr(draft, "reads_ahead", False) and not draft.connector:
         raise ValueError(
-            f"worker_type={args.worker_type!r} hands prompts over, which makes a KV connector, and {worker!r} was made without one: "
-            "make its backend with speculative=Speculative(..., connector=True)"
+            f"worker_type={args.worker_type!r} hands prompts over, which makes a KV connector, and {worker!r} was made "
+            "without one: make its backend with speculative=Speculative(..., connector=True)"
         )
     tiers = worker.tiers
     host = None if tiers is None else tiers.num_blocks

@@ -45,7 +45,7 @@ class BlockPoolDriver(PoolDriver):
         return self.manager.missing_blocks(request, upto + len(tokens), self._hits(request))
 
     def step_inside(self, request: PoolRequest, upto: int) -> bool:
-        """Count the tokens up to one as computed, if it lies in the block of the last one, which is held, and is not its last."""
+        """Count the tokens up to one as computed, if it lies inside the block of the last one that is."""
         size = self.manager.block_size
         if request.num_computed_tokens // size != upto // size or upto > len(request.block_ids) * size:
             return False
@@ -92,7 +92,7 @@ class BlockPoolDriver(PoolDriver):
         return upto
 
     def reserve_burst(self, request: PoolRequest, tokens: int) -> bool:
-        """Take blocks for so many tokens more than a request has, which a pass may generate; False: there are too few."""
+        """Take blocks for so many tokens that a pass may add to a request; False: there are too few."""
         return self.manager.reserve_slots(request, len(request) + tokens)
 
     def release_burst(self, request: PoolRequest) -> None:

@@ -180,7 +180,7 @@ def prefill_steps(
     upto: int,
     padded: Callable[[VllmHybridManager, GroupRequest, ComputedBlocks], int] | None = None,
 ) -> Iterator[int]:
-    """Compute the first `upto` tokens, as far as chunks may end there; yields the tokens of each step in it, once they have blocks.
+    """Compute the first `upto` tokens, as far as chunks may end there; yields the tokens of each step that has blocks.
 
     Args:
         manager: of the request.

@@ -11,7 +11,8 @@ from pytest_kvmock.testing.index_subject import OverIndex
 class DraftStreams(OverIndex):
     """The part of `IndexContract` that is about names that look ahead (vLLM) and pairs (SGLang).
 
-    An index by local hashes is asked once for each number of tokens that names look at, by windows of so many tokens more; one that
+    An index by local hashes is asked once for each number of tokens that names look at, by windows of so many tokens
+    more; one that
     hashes tokens itself is asked once.
     """
 
@@ -20,13 +21,13 @@ class DraftStreams(OverIndex):
         index = self._start()
         if not self.reads_drafts and not any(spec.traits.looks_ahead for spec in self._specs()):
             pytest.skip(
-                "backends names no engine whose names of blocks look ahead (vLLM and SGLang with a draft model), and reads_drafts is "
-                "not set: they were not checked"
+                "backends names no engine whose names of blocks look ahead (vLLM and SGLang with a draft model), and "
+                "reads_drafts is not set: they were not checked"
             )
         return index
 
     def test_a_block_that_looks_ahead_is_found_with_its_next_tokens(self) -> None:
-        """A block is found if the next tokens are the same, too; the last one of a prompt has none, and is not found."""
+        """A block is found if the next tokens are the same too; the last one of a prompt has none after it."""
         for ahead in (1, 2):
             index = self._start_drafts()
             index.look_ahead(0, ahead)
@@ -53,7 +54,7 @@ class DraftStreams(OverIndex):
         index.expect("abx", {0: 1})
 
     def test_a_page_of_pairs_is_found_with_its_next_token(self) -> None:
-        """SGLang's `token_ids` are pairs of neighbours: a page has one token more than pairs, which is the next one's first."""
+        """SGLang's `token_ids` are pairs of neighbours: the last one has the first token of the next page."""
         index = self._start_drafts()
         index.look_ahead(0, 1, pairs=True)
         index.store("abc", then="d")

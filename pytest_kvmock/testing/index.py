@@ -75,7 +75,8 @@ class IndexContract(
         bounded_at_most: how many blocks such an index keeps at most, of all workers together, from `bounded` to 100,000, by its
             `size()`, or where it has none by what look-ups find; None: that is not checked.
         reads_groups: whether the index tells cache groups apart, though `backends` names no engine that publishes them.
-        reads_drafts: whether the index reads names that look ahead and pairs, as engines with a draft model publish them, though
+        reads_drafts: whether the index reads names that look ahead and pairs, as engines with a draft model publish
+            them, though
             `backends` names no such engine.
         size_blocks: how many blocks the index is given in the tests at production size, at least 1,000; below 20,000 look-ups are not
             timed.

@@ -107,7 +107,7 @@ class IndexDriver:
         self._forms: dict[StreamKey, tuple[int, bool]] = {}
 
     def look_ahead(self, worker: int, ahead: int, *, pairs: bool = False) -> None:
-        """From here on, names of a worker's blocks cover so many of the next tokens; of one, its token ids may be `pairs`."""
+        """From here on, names of a worker cover so many of the next tokens; if one, its token ids may be `pairs`."""
         self._forms[worker, 0] = ahead, pairs
 
     def near(self, what: Literal["local", "block"], kept: str) -> None:
@@ -173,7 +173,8 @@ class IndexDriver:
     ) -> None:
         """Apply a Stored: the blocks of these letters, after those of `after`, of a prompt that carries `keys`.
 
-        With `group` it is of that cache group; `then` is the next block, which names of a worker may look at (`look_ahead`); with
+        With `group` it is of that cache group; `then` is the next block, which names of a worker may look at
+        (`look_ahead`); with
         `may_be_refused` the index may raise.
         """
         if self._forms.get((worker, rank), (0, False))[0]:
@@ -221,7 +222,7 @@ class IndexDriver:
         then: str = "",
         may_be_refused: bool = False,
     ) -> None:
-        """Apply a Removed: the last block of each chain, of a cache group, and before `then`. With `may_be_refused` the index may raise."""
+        """Apply a Removed: the last block of each chain, of a group, before `then`; the index may raise if it `may_be_refused`."""
         ahead = self._forms.get((worker, rank), (0, False))[0]
         blocks = tuple(self._names(chain, keys, then=then, ahead=ahead)[-1] for chain in chains)
         what = f"removed the last block of {', '.join(map(_chain, chains))}{_with(keys)}"

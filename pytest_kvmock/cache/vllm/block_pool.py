@@ -308,7 +308,8 @@ class BlockPoolManager(VllmManager):
     def reserve_slots(self, request: PoolRequest, num_tokens: int) -> bool:
         """Get blocks for the first `num_tokens` of a request that has some, though it does not have so many tokens yet.
 
-        As Dynamo's mock of vLLM does for what a step with drafts may generate; vLLM does so as it allocates (`num_lookahead_tokens`).
+        As Dynamo's mock of vLLM does for what a step with drafts may generate; vLLM does so as it allocates
+        (`num_lookahead_tokens`).
 
         Returns:
             Whether it has them; if not, nothing has changed.

@@ -85,7 +85,7 @@ class VllmManager(RequestLevel):
         self.attach_connector()
 
     def attach_connector(self) -> None:
-        """Have a KV connector, before its first request: a host, or a handoff. Without a draft model nothing depends on it."""
+        """Have a KV connector (a host, or a handoff), before its first request. It matters to a draft model alone."""
 
     def publish_below(self) -> None:
         """Publish what has happened in the tier below since the last time."""
