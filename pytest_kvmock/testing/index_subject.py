@@ -15,7 +15,7 @@ from pytest_kvmock.reduce import NotReduced, reproduce
 from pytest_kvmock.reduce.program import profile_text
 from pytest_kvmock.testing.drafts import Player
 from pytest_kvmock.testing.index_driver import IndexDriver
-from pytest_kvmock.testing.subject import call_with, check_backends, refuse, room_for, takes_argument
+from pytest_kvmock.testing.subject import LEAST_OF_BACKENDS, call_with, check_backends, refuse, room_for, takes_argument
 
 _REDUCED: Final = 20_000
 """How many steps are replayed at most to cut a failure in live traffic down."""
@@ -30,7 +30,7 @@ SURVIVED: Final = {"double": "an event that is delivered twice", "restart": "a w
 class OverIndex:
     """What the tests of an index share; see `IndexContract` for its attributes."""
 
-    block_size: ClassVar[int] = 4
+    block_size: ClassVar[int] = LEAST_OF_BACKENDS
     tells_ranks_apart: ClassVar[bool] = True
     backends: ClassVar[Sequence[str | BackendSpec] | None] = None
     index_semantics: ClassVar[Literal["e1"] | None] = None
@@ -78,7 +78,7 @@ class OverIndex:
     def _world(self, spec: BackendSpec, profile: EngineProfile) -> RouterHarness:
         """A world of a backend, of any profile, with an index made for it."""
         __tracebackhide__ = True
-        self.traits = spec.traits_at(profile.block_size, profile.tiers)
+        self.traits = profile.traits(spec)
         return RouterHarness(profile, spec, self._under_test(), sync="every", index_semantics=self.index_semantics)
 
     def _follow(self, spec: BackendSpec, profile: EngineProfile, program: Program, seed: int) -> None:
