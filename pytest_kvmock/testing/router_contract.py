@@ -420,8 +420,10 @@ class RouterContract(RouterAborts, RouterAbsence, EverydayLoad):
         report: Report,
         workers: Sequence[Worker],
         of: Callable[[Pick], bool] = lambda _: True,
+        *,
+        hint: str = "",
     ) -> None:
-        """Fail unless each of these workers was picked, of the picks that are asked for."""
+        """Fail unless each of these workers was picked, of the picks that are asked for; `hint` says what may be the cause."""
         __tracebackhide__ = True
         if self.packs:
             pytest.skip(f"{type(self).__name__}.packs is True: {where}: whether each worker gets some was not checked")
@@ -429,7 +431,9 @@ class RouterContract(RouterAborts, RouterAbsence, EverydayLoad):
         unused = [worker for worker in workers if worker not in picked]
         if unused:
             counts = ", ".join(f"worker {worker!r}: {picked.count(worker)}" for worker in report.workers)
-            self._fail(f"{where}: worker {unused[0]!r} got none of {len(picked)} requests ({counts}); expected some")
+            self._fail(
+                f"{where}: worker {unused[0]!r} got none of {len(picked)} requests ({counts}); expected some{hint}"
+            )
 
     def _fail(self, text: str) -> NoReturn:
         __tracebackhide__ = True

@@ -33,6 +33,10 @@ def contract(make, **traits):
     return type("OfX", (RouterContract,), {"make_router": lambda self: make(), **traits})
 
 
+def of_workers(make, **traits):
+    return type("OfX", (RouterContract,), {"make_router": lambda self, workers: make(workers), **traits})
+
+
 def skip_of(contract, name):
     with pytest.raises(pytest.skip.Exception) as skipped:
         getattr(contract(), name)()
@@ -304,5 +308,70 @@ def test_there_is_nothing_shorter_than_a_block_of_one_token():
 @pytest.mark.parametrize("block_size", [2, 128])
 @pytest.mark.parametrize("name", [name for name in dir(EverydayLoad) if name.startswith("test_")])
 def test_blocks_may_be_of_any_size(name, block_size):
-    right = contract(lambda: RightRouter(range(4)), block_size=block_size, selector=DynamoRouter("1.2.1"))
+    right = of_workers(RightRouter, block_size=block_size, selector=DynamoRouter("1.2.1"))
     assert failure_of(right, name) is None
+
+
+# ------------------------------------------------------------------------------------------------ what has ended
+
+ENDED_WELL = "test_what_ended_well_is_no_load"
+
+
+class Counting:
+    """Sends each where it counts the fewest, and says nothing of what it counts; it frees what is over, or nothing at all."""
+
+    frees = True
+
+    def __init__(self, workers):
+        self.open = dict.fromkeys(workers, 0)
+        self.of = {}
+
+    def pick(self, request, candidates):
+        return min(self.open, key=self.open.get)
+
+    def dispatched(self, request, worker):
+        self.open[worker] += 1
+        self.of[request] = worker
+
+    def finished(self, request):
+        worker = self.of.pop(request)
+        if self.frees and worker in self.open:
+            self.open[worker] -= 1
+
+    def worker_added(self, worker):
+        self.open[worker] = 0
+
+    def worker_removed(self, worker):
+        del self.open[worker]
+
+
+class NeverFrees(Counting):
+    frees = False
+
+
+@pytest.mark.parametrize("backend", few([None, "vllm", "sglang", "vllm_gpt_oss"]))
+@pytest.mark.parametrize(
+    "make",
+    [
+        Counting,
+        RightRouter,
+        lambda _: DynamoRouter("1.6.1", rng=Random(1)),
+        lambda _: RoundRobin(),
+        lambda _: LeastLoaded(),
+        lambda _: MostCached(),
+        lambda _: TwoChoices(1),
+        lambda _: Scorers(1),
+    ],
+    ids=["counting", "right", "dynamo", "turns", "least", "cached", "two choices", "llm-d"],
+)
+def test_a_worker_that_has_served_much_is_used_again(make, backend):
+    assert None is failure_of(of_workers(make, backend=backend), ENDED_WELL)
+
+
+def test_one_that_never_frees_what_it_served_is_found_without_loads():
+    text = failure_of(of_workers(NeverFrees), ENDED_WELL)
+    assert (
+        "worker 0 got none of 36 requests (worker 0: 0, worker 1: 18, worker 2: 18); expected some: all that it had was "
+        in text
+    )
+    assert "so the router counts it as open still. It is told by finished(request)" in text
