@@ -175,6 +175,15 @@ class IndexDriver:
             extra, what = group_extra(*group, extra), what + _of_group(group)
         self._apply(worker, rank, data, what, tokens, tier=tier, extra=extra, may_be_refused=may_be_refused)
 
+    def store_each(self, letters: str, *, after: str) -> None:
+        """Apply a Stored for each of these blocks to worker 0, one after the other, as a prompt is stored that is decoded."""
+        start, size = len(after), self._size
+        prompt, blocks = self._prompt(after + letters), self._names(after + letters)
+        local = prompt.block_hashes(size)
+        for at, letter in enumerate(letters, start):
+            data = Stored(blocks[at - 1] if at else None, (blocks[at],), (local[at],))
+            self._apply(0, 0, data, "stored one more block of a chain", [[ord(letter)] * size])
+
     def remove(
         self,
         *chains: str,
