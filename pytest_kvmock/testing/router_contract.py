@@ -23,7 +23,7 @@ from pytest_kvmock.router.routing import Worker
 from pytest_kvmock.testing.router_aborts import RouterAborts
 from pytest_kvmock.testing.router_absence import RouterAbsence
 from pytest_kvmock.testing.router_load import EverydayLoad
-from pytest_kvmock.testing.subject import UNJUDGED, call_with, check_backends, refuse
+from pytest_kvmock.testing.subject import SaysUnjudged, call_with, check_backends, refuse
 from pytest_kvmock.tokens import Prompt
 from pytest_kvmock.traces import TraceRequest, synthetic_trace
 
@@ -59,7 +59,7 @@ def _call_text(method: str) -> str:
     return f"{method}({', '.join(BELIEFS[method])})"
 
 
-class RouterContract(RouterAborts, RouterAbsence, EverydayLoad):
+class RouterContract(RouterAborts, RouterAbsence, EverydayLoad, SaysUnjudged):
     """Tests that hold for every router of a `Fleet`.
 
     A subclass defines `make_router`::
@@ -95,12 +95,6 @@ class RouterContract(RouterAborts, RouterAbsence, EverydayLoad):
     first_of_equals: ClassVar[bool] = False
     follows_prefix: ClassVar[bool] = False
     survives: ClassVar[Sequence[str]] = ()
-
-    _properties: list[tuple[str, object]] | None = None
-
-    @pytest.fixture(autouse=True)
-    def _kvmock_properties(self, request: pytest.FixtureRequest) -> None:
-        self._properties, self._class_id = request.node.user_properties, request.node.nodeid.rpartition("::")[0]
 
     def make_router(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002 - for those who define it
         """Make a new router; to be defined by a subclass, with the workers that are there from the start as argument or with none."""
@@ -373,9 +367,7 @@ class RouterContract(RouterAborts, RouterAbsence, EverydayLoad):
             problem = str(error)
         if problem is not None:
             refuse(self, f"make_router gave {router!r:.80}: {problem}")
-        unjudged = _unjudged_text(router)
-        if unjudged and self._properties is not None:
-            self._properties.append((UNJUDGED, f"{self._class_id}: {unjudged}"))
+        self._note_unjudged(_unjudged_text(router))
         if happens is not None:
             happens(fleet)
         trace = self._rows() if rows is None else rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NoReturn, TypeVar, cast
@@ -25,6 +25,31 @@ T = TypeVar("T")
 
 UNJUDGED: Final = "kvmock.unjudged"
 """The property of a test's report in which the plugin finds what a contract cannot judge of its class, for the end of the run."""
+
+
+class SaysUnjudged:
+    """What the contracts share that say at the end of a run what no test of theirs could judge of a class."""
+
+    _properties: list[tuple[str, object]] | None = None
+
+    @pytest.fixture(autouse=True)
+    def _kvmock_properties(self, request: pytest.FixtureRequest) -> None:
+        self._properties, self._class_id = request.node.user_properties, request.node.nodeid.rpartition("::")[0]
+
+    def _note_unjudged(self, text: str) -> None:
+        """Have the summary of the run say that; "" for nothing."""
+        if text and self._properties is not None:
+            self._properties.append((UNJUDGED, f"{self._class_id}: {text}"))
+
+
+def unjudged_text(lets: Mapping[str, bool]) -> str:
+    """Return a line of what was not judged, each with what would let it; "" where all was.
+
+    Args:
+        lets: of each of these, whether it is judged.
+    """
+    parts = [what for what, is_judged in lets.items() if not is_judged]
+    return f"not judged: {', '.join(parts)}" if parts else ""
 
 
 def refuse(contract: object, why: str) -> NoReturn:

@@ -540,3 +540,37 @@ def test_no_block_size_may_fit_all_backends():
     contract = subject(IndexContract, make_index=lambda self: RadixIndex(), backends=(BackendSpec("three", "x", make),))
     with pytest.raises(pytest.fail.Exception, match="backends has 'three': block_size must be 3, got 4"):
         contract().test_a_new_index_is_empty()
+
+
+NOT_JUDGED = (
+    "kvmock: test_mine.py::TestMine: not judged: copies of a block (vllm in backends), cache groups (a hybrid model in backends, or reads_groups = "
+    "True), partial blocks (trtllm in backends), tiers below the device (find_tiered(local_hashes) or match_tiered(tokens, extra)), whether it "
+    "grows (size()), workers that go (remove_worker(worker_id)), a rank that goes (remove_worker_dp_rank(worker_id, dp_rank)), calls from threads "
+    "(threads = True), an event twice, an unannounced restart (survives), an index that forgets (bounded, bounded_at_most)"
+)
+
+
+@pytest.mark.parametrize("options", [[], ["-n2"]], ids=["plain", "xdist"])
+def test_what_an_index_was_not_judged_by_is_one_line_at_the_end(pytester, options):
+    pytester.makepyfile(
+        test_mine="""
+        from pytest_kvmock import RadixIndex
+        from pytest_kvmock.testing import IndexContract
+
+        class Mine:
+            def __init__(self):
+                self.tree = RadixIndex()
+
+            def apply(self, event):
+                self.tree.apply(event)
+
+            def find_matches(self, local_hashes):
+                return self.tree.find_matches(local_hashes)
+
+        class TestMine(IndexContract):
+            def make_index(self):
+                return Mine()
+        """
+    )
+    result = pytester.runpytest_subprocess(*options, "-k", "stored_prompt or size or threads")
+    assert [NOT_JUDGED] == [line for line in result.outlines if line.startswith("kvmock: ")]
