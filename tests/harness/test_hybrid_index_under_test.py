@@ -185,3 +185,14 @@ def test_a_wrong_parent_in_the_attention_group_is_an_error_as_of_any_engine(back
         kv.worker(0).serve(kv.prompt(2))
         errors = [problem.rule for problem in kv.judge().errors]
         assert ["wrong_hash"] == errors
+
+
+def test_the_log_shows_of_each_removed_which_group_it_is_of():
+    """The engines leave group 0 out, which is the window here; a plain engine has no groups, and none is shown."""
+    of_groups = {" (cache group 0)", " (cache group 1)"}
+    for backend, num_blocks, expected in (("vllm_gpt_oss", 24, of_groups), ("vllm", 8, {""})):
+        with harness_of(backend, num_blocks=num_blocks) as kv:
+            for _ in range(4):
+                kv.worker(0).serve(kv.prompt(6))
+            shown = [repr(entry) for entry in kv.events if entry.kind == "removed"]
+        assert expected == {text.partition("worker 0")[2].partition("  Removed")[0] for text in shown}
