@@ -151,6 +151,7 @@ NAIVE = {  # over which model traffic finds it
     hybrid_readers.DividesTheSpanByItsHashes: FULL_FIRST,  # elsewhere the attention group mostly corrects it at once
     hybrid_readers.LooksUpParentsAcrossGroups: "vllm_kimi_k3",
     hybrid_readers.TakesGroupZero: "vllm_qwen3_next",
+    hybrid_readers.RemovesOfAnyGroup: "vllm_gpt_oss",
     hybrid_readers.TakesTailsForBlocks: "vllm_deepseek_v4",  # prompts' tails have names there
 }
 
@@ -163,6 +164,17 @@ def test_traffic_finds_naive_indexes_within_200_examples(kind):
     @given(traffic(near_hashes=False))
     def drive(program):
         with read_by(kind, model, num_blocks=640 if model == "vllm_deepseek_v4" else 16) as kv:
+            play(kv, program)
+
+    with pytest.raises(EventRulesBroken, match="index_drift"):
+        drive()
+
+
+def test_traffic_finds_what_any_group_removes_at_the_sizes_of_the_documentation():
+    @settings(max_examples=200, derandomize=True, database=None, phases=[Phase.generate])
+    @given(traffic(workers=2))
+    def drive(program):
+        with read_by(hybrid_readers.RemovesOfAnyGroup, "vllm_gpt_oss", num_blocks=8, workers=2) as kv:
             play(kv, program)
 
     with pytest.raises(EventRulesBroken, match="index_drift"):

@@ -1313,6 +1313,11 @@ class LooksUpParentsAcrossGroups(MisreadsGroups):
     Reader = hybrid_readers.LooksUpParentsAcrossGroups
 
 
+@INDEXES.breaks("test_what_a_sparse_group_removes_stays_with_the_attention_group")
+class RemovesOfAnyGroup(MisreadsGroups):
+    Reader = hybrid_readers.RemovesOfAnyGroup
+
+
 @INDEXES.breaks("test_the_attention_group_may_have_any_number")
 class TakesGroupZeroForTheAttentionGroup(MisreadsGroups):
     Reader = hybrid_readers.TakesGroupZero
