@@ -6,13 +6,14 @@ Mark an implementation with `@pytest.hookimpl(optionalhook=True)`, and `pytest -
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
     from pytest_kvmock.backends import BackendSpec
     from pytest_kvmock.hygiene.problem import Problem
+    from pytest_kvmock.reduce import Reproduction
     from pytest_kvmock.wire.table import Dialect
 
 
@@ -50,4 +51,30 @@ def pytest_kvmock_event_error(item: pytest.Item, problem: Problem) -> bool | Non
     Args:
         item: the test.
         problem: the rule, the worker, the event, what was known.
+    """
+
+
+@pytest.hookspec(firstresult=True)
+def pytest_kvmock_defaults(item: pytest.Item) -> Mapping[str, Any] | None:
+    """Return what a test has where its `kvmock` markers say nothing: keys of that marker, `engine` among them.
+
+    Sizes are laid over `kv_base_profile`. `judge_unpublished=True` judges what engines without prefix caching would publish, too.
+
+    Args:
+        item: the test.
+
+    Raises:
+        ValueError: the test cannot run; it fails with this line.
+    """
+
+
+@pytest.hookspec
+def pytest_kvmock_reproduction(item: pytest.Item, reproduction: Reproduction) -> str | None:
+    """Take the smallest reproduction of a failure, and return a line for its section of the report, if there is one to add.
+
+    It is called once for each failure that is reduced. Where a plugin has it, failures of a few requests are reduced, too.
+
+    Args:
+        item: the test.
+        reproduction: its steps, `as_test()`, what broke.
     """

@@ -1,0 +1,363 @@
+"""Many replays: each trace over each backend behind each router, one after the other or on any executor of `concurrent.futures`.
+
+A run is a value, and so is what comes of it: both go to other processes and machines as they are. A router is made anew for each run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from pytest_kvmock.backends import backend_spec
+from pytest_kvmock.checks import check_integer
+from pytest_kvmock.clock.engine_state import EngineStalled
+from pytest_kvmock.clock.mock_engine import MockEngine
+from pytest_kvmock.contrib.lab.named_routers import MakeRouter, make_router
+from pytest_kvmock.engine.worker import OutOfBlocks
+from pytest_kvmock.fleet.fleet import Fleet
+from pytest_kvmock.fleet.router_calls import RouterError, RouterStalled
+from pytest_kvmock.long_runs import long_run
+from pytest_kvmock.report.comparison import Compared, Comparison
+from pytest_kvmock.report.figures import figure_columns, folded
+from pytest_kvmock.report.rows import Belief
+from pytest_kvmock.schedulers.args import MockEngineArgs
+from pytest_kvmock.traces import MOONCAKE_BLOCK_SIZE, TraceRequest, read_mooncake
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
+    from pytest_kvmock.report.report import Report
+
+Trace: TypeAlias = "str | os.PathLike[str] | Sequence[TraceRequest]"
+"""A file in the Mooncake format, or requests."""
+
+_COLUMNS: Final = (
+    *("hit_ratio", "of_ideal", "of_best", "ttft_p50", "ttft_p95", "itl_p95", "e2e_p95", "goodput", "balance_requests"),
+    "preemptions",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SweepSettings:
+    """What all runs of a sweep have in common; see `sweep`.
+
+    Attributes:
+        pages: whether each run brings the data of its page.
+    """
+
+    workers: int = 8
+    trace_block_size: int = MOONCAKE_BLOCK_SIZE
+    limit: int | None = None
+    seed: int = 0
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    fleet: Mapping[str, Any] = field(default_factory=dict)
+    pages: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SweepCase:
+    """One run: what is served, by what, behind which router.
+
+    Attributes:
+        trace: a name, and the requests or the file.
+        backend: of the engines.
+        router: a name, and how it is made.
+        settings: the rest, as `sweep` takes it.
+    """
+
+    trace: tuple[str, Trace]
+    backend: str
+    router: tuple[str, MakeRouter]
+    settings: SweepSettings
+
+    def engines(self) -> list[MockEngine]:
+        """Make the engines.
+
+        Raises:
+            ValueError: they cannot be what they should.
+        """
+        spec = backend_spec(self.backend)
+        args = MockEngineArgs(**{"engine_type": spec.scheduler, **self.settings.engine})
+        return [MockEngine(args, backend=spec, seed=self.settings.seed + at) for at in range(self.settings.workers)]
+
+    def fleet(self) -> Fleet:
+        """Make engines and router.
+
+        Raises:
+            TypeError: see `make_router`.
+            ValueError: likewise, or a setting out of range.
+        """
+        chosen = self.settings
+        router = make_router(self.router[1])
+        options: dict[str, Any] = {"trace_block_size": chosen.trace_block_size, "seed": chosen.seed, **chosen.fleet}
+        if chosen.pages:
+            options["record"] = True
+        return Fleet(self.engines(), router, **options)
+
+    def requests(self) -> Iterable[TraceRequest]:
+        """The requests of the trace; a file is read.
+
+        Raises:
+            OSError: the file cannot be opened.
+            TraceError: a line of it breaks a rule.
+        """
+        _, trace = self.trace
+        chosen = self.settings
+        if isinstance(trace, str | os.PathLike):
+            return read_mooncake(trace, limit=chosen.limit, trace_block_size=chosen.trace_block_size)
+        return trace if chosen.limit is None else trace[: chosen.limit]
+
+
+@dataclass(frozen=True, slots=True)
+class SweepRun:
+    """What came of one run.
+
+    Attributes:
+        trace: name of the trace.
+        backend: of the engines.
+        router: name of the router.
+        report: what `Report.to_json()` returned; None: it failed.
+        text: the report, as it is printed; "" where it failed.
+        error: why it failed, in one line; "" where it did not.
+        page: the data of its page (`Report.page_data`); None where none is wanted.
+    """
+
+    trace: str
+    backend: str
+    router: str
+    report: Mapping[str, Any] | None = None
+    text: str = ""
+    error: str = ""
+    page: dict[str, Any] | None = field(default=None, repr=False)
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return f"{self.trace}, {self.backend}, {self.router}"
+
+    @property
+    def drifts(self) -> list[Belief]:
+        """What the router believed wrongly, the first of each kind; see `Report.beliefs`."""
+        return [] if self.report is None else [Belief(**row) for row in self.report["fleet"]["beliefs"] or ()]
+
+    def figure(self, name: str) -> float | None:
+        """Return one figure of all workers together (see `Report`); None: there is none.
+
+        Raises:
+            ValueError: no figure has this name.
+        """
+        return None if self.report is None else Compared.of(self.report).figure(name)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        names = {"trace": self.trace, "backend": self.backend, "router": self.router}
+        return names | ({"error": self.error} if self.report is None else {"report": self.report})
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """What came of all runs. Printed, it is a table, a row a run; where a router drifted, its row is marked, and what it said follows.
+
+    Attributes:
+        runs: in the order of traces, backends, routers; those that were not made are left out.
+    """
+
+    runs: Sequence[SweepRun]
+
+    @property
+    def errors(self) -> list[SweepRun]:
+        """The runs that failed."""
+        return [run for run in self.runs if run.report is None]
+
+    @property
+    def drifted(self) -> list[SweepRun]:
+        """The runs whose router believed what is wrong."""
+        return [run for run in self.runs if run.drifts]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON has it: `runs`, each with trace, backend, router, and report or error."""
+        return {"kvmock_sweep": 1, "runs": [run.to_json() for run in self.runs]}
+
+    def __str__(self) -> str:
+        good = [run for run in self.runs if run.report is not None]
+        drifted = self.drifted
+        named = [[what, *(getattr(run, what) for run in good)] for what in ("trace", "backend", "router")]
+        if drifted:
+            named.append(["drift", *(", ".join(each.rule for each in run.drifts) or "-" for run in good)])
+        columns = figure_columns([Compared.of(run.report).figures() for run in good], _COLUMNS)
+        parts = [folded(named, columns)] if good else []
+        parts += [f"{run.name}: {each}" for run in drifted for each in run.drifts]
+        return "\n".join([*parts, *(f"{run.name}: {run.error}" for run in self.errors)])
+
+    def compare(self, other: Mapping[str, Any]) -> list[tuple[SweepRun, Comparison]]:
+        """Return how runs differ from those of another sweep, each with the one of its trace, backend and router.
+
+        Args:
+            other: what `to_json()` of a sweep, or of a report, returned; a report is compared with every run.
+
+        Raises:
+            TypeError: it is neither.
+        """
+        return [(run, Comparison(Compared.of(run.report), Compared.of(known))) for run, known in self.before(other)]
+
+    def before(self, other: Mapping[str, Any]) -> list[tuple[SweepRun, Mapping[str, Any]]]:
+        """Return the runs that are also in another sweep, each with its report there; see `compare`."""
+        if isinstance(other, Mapping) and "kvmock_sweep" in other:
+            known = {(run["trace"], run["backend"], run["router"]): run.get("report") for run in other["runs"]}
+        else:
+            Compared.of(other)
+            known = {(run.trace, run.backend, run.router): other for run in self.runs}
+        pairs = [(run, known.get((run.trace, run.backend, run.router))) for run in self.runs]
+        return [(run, report) for run, report in pairs if run.report is not None and report is not None]
+
+
+def sweep_cases(
+    traces: Mapping[str, Trace] | Iterable[Trace],
+    backends: Iterable[str] = ("vllm",),
+    routers: Mapping[str, MakeRouter] | Iterable[MakeRouter] = ("dynamo",),
+    settings: SweepSettings | None = None,
+) -> list[SweepCase]:
+    """Return the runs of a sweep, all of which can begin: see `sweep` for what is raised."""
+    chosen = SweepSettings() if settings is None else settings
+    check_integer("sweep: workers", chosen.workers, 1)
+    named = _named("traces", traces, _trace_name)
+    for name, trace in named:
+        if isinstance(trace, str | os.PathLike):
+            next(iter(read_mooncake(trace, limit=1, trace_block_size=chosen.trace_block_size)))
+        elif not isinstance(trace, Sequence) or not trace:
+            raise TypeError(f"sweep: trace {name!r} must be a file or a sequence of requests, got {trace!r:.80}")
+    made_by = _named("routers", routers, _router_name)
+    known = [backend_spec(name).name for name in _listed("backends", backends)]
+    cases = [SweepCase(trace, backend, router, chosen) for trace in named for backend in known for router in made_by]
+    for case in cases[: len(known) * len(made_by)]:  # of one trace: what it is made of can be made
+        case.fleet()
+    return cases
+
+
+def _listed(what: str, given: Iterable[Any]) -> list[Any]:
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+        raise TypeError(f"sweep: {what} must be several, in a list, got {given!r:.80}")
+    found = list(given)
+    if not found:
+        raise ValueError(f"sweep: {what} must be at least one, got none")
+    return found
+
+
+def _named(what: str, given: Any, name_of: Callable[[Any, int], str]) -> list[tuple[str, Any]]:
+    if isinstance(given, Mapping):
+        return _listed(what, given.items())
+    found = [(name_of(each, at), each) for at, each in enumerate(_listed(what, given))]
+    names = [name for name, _ in found]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"sweep: {what} must have names of their own, two are called {twice!r}; a mapping names them")
+    return found
+
+
+def _trace_name(trace: Trace, at: int) -> str:
+    return Path(trace).stem if isinstance(trace, str | os.PathLike) else f"trace {at}"
+
+
+def _router_name(router: MakeRouter, at: int) -> str:
+    return router if isinstance(router, str) else str(getattr(router, "__name__", f"router {at}"))
+
+
+def run_case(case: SweepCase, watch: Callable[[Fleet], None] | None = None) -> SweepRun:
+    """Run one replay: what a process of an executor is given.
+
+    Args:
+        case: which.
+        watch: called with the fleet before it runs.
+
+    Returns:
+        What came of it; an engine or a router that fails is an `error`, and no exception.
+    """
+    names = case.trace[0], case.backend, case.router[0]
+    with long_run():
+        try:
+            fleet = case.fleet()
+            if watch is not None:
+                watch(fleet)
+            report: Report = fleet.run(case.requests(), name=case.trace[0])
+        except (RouterError, RouterStalled, EngineStalled, OutOfBlocks, ValueError, TypeError, OSError) as error:
+            return SweepRun(*names, error=_one_line(error))
+        return SweepRun(*names, report.to_json(), str(report), page=report.page_data() if case.settings.pages else None)
+
+
+def _one_line(error: BaseException) -> str:
+    text = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def run_cases(
+    cases: Sequence[SweepCase], executor: Executor | None = None, watch: Callable[[Fleet], None] | None = None
+) -> Iterator[tuple[int, SweepRun]]:
+    """Yield what comes of runs as they end, each with its place; see `sweep`.
+
+    Args:
+        cases: the runs.
+        executor: where they run; None: here, one after the other.
+        watch: called with the fleet of each run that is made here.
+    """
+    if executor is None:
+        for at, case in enumerate(cases):
+            yield at, run_case(case, watch)
+        return
+    places = {executor.submit(run_case, case): at for at, case in enumerate(cases)}
+    try:
+        for future in as_completed(places):
+            at = places[future]
+            case = cases[at]
+            try:
+                yield at, future.result()
+            except Exception as error:  # noqa: BLE001 - whatever an executor makes of a process that died, or cannot send
+                yield at, SweepRun(case.trace[0], case.backend, case.router[0], error=_one_line(error))
+    finally:
+        for future in places:
+            future.cancel()
+
+
+def sweep(
+    traces: Mapping[str, Trace] | Iterable[Trace],
+    backends: Iterable[str] = ("vllm",),
+    routers: Mapping[str, MakeRouter] | Iterable[MakeRouter] = ("dynamo",),
+    executor: Executor | None = None,
+    *,
+    workers: int = 8,
+    trace_block_size: int = MOONCAKE_BLOCK_SIZE,
+    limit: int | None = None,
+    seed: int = 0,
+    engine: Mapping[str, Any] | None = None,
+    **fleet: Any,
+) -> Sweep:
+    """Serve each trace over each backend behind each router, each time by new engines and a new router.
+
+    Args:
+        traces: files in the Mooncake format, or sequences of requests; a mapping names them.
+        backends: names of backends.
+        routers: names of `ROUTERS`, "module:name", or what makes a router without arguments; a mapping names them.
+        executor: where the runs are made: any `concurrent.futures.Executor`, of this machine or of several. None: here, one after the
+            other. Processes need what can be pickled: no lambda, and backends that are registered there too.
+        workers: engines of each run, at least 1.
+        trace_block_size: tokens for each hash id.
+        limit: how many requests of each trace are served; None: all.
+        seed: of generated tokens, and of Dynamo's router.
+        engine: fields of `MockEngineArgs`: `num_gpu_blocks`, `block_size`, `semantics` ...
+        **fleet: options of a `Fleet`: `concurrency`, `arrival_speedup`, `stop_ms`, `slo` ...
+
+    Returns:
+        What came of all; a run whose router or engine failed has an `error`.
+
+    Raises:
+        OSError: a trace cannot be opened.
+        TypeError: an argument is not of its type, or a router has no `pick`.
+        ValueError: an unknown backend or router, one that cannot be made, or an option out of range: before any run.
+    """
+    chosen = SweepSettings(workers, trace_block_size, limit, seed, dict(engine or {}), fleet)
+    cases = sweep_cases(traces, backends, routers, chosen)
+    done = dict(run_cases(cases, executor))
+    return Sweep([done[at] for at in sorted(done)])
