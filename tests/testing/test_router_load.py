@@ -8,6 +8,7 @@ from random import Random
 import pytest
 from contract_runs import failure_of
 from depth import DEEP, few
+from test_router_aborts import Fewest
 
 from pytest_kvmock.report import report
 from pytest_kvmock.report.routing_figures import assert_balanced, max_to_mean
@@ -317,43 +318,16 @@ def test_blocks_may_be_of_any_size(name, block_size):
 ENDED_WELL = "test_what_ended_well_is_no_load"
 
 
-class Counting:
-    """Sends each where it counts the fewest, and says nothing of what it counts; it frees what is over, or nothing at all."""
-
-    frees = True
-
-    def __init__(self, workers):
-        self.open = dict.fromkeys(workers, 0)
-        self.of = {}
-
-    def pick(self, request, candidates):
-        return min(self.open, key=self.open.get)
-
-    def dispatched(self, request, worker):
-        self.open[worker] += 1
-        self.of[request] = worker
-
+class NeverFrees(Fewest):
     def finished(self, request):
-        worker = self.of.pop(request)
-        if self.frees and worker in self.open:
-            self.open[worker] -= 1
-
-    def worker_added(self, worker):
-        self.open[worker] = 0
-
-    def worker_removed(self, worker):
-        del self.open[worker]
-
-
-class NeverFrees(Counting):
-    frees = False
+        pass
 
 
 @pytest.mark.parametrize("backend", few([None, "vllm", "sglang", "vllm_gpt_oss"]))
 @pytest.mark.parametrize(
     "make",
     [
-        Counting,
+        Fewest,
         RightRouter,
         lambda _: DynamoRouter("1.6.1", rng=Random(1)),
         lambda _: RoundRobin(),
