@@ -492,7 +492,7 @@ class VllmScheduler(Scheduler):
             self._driver.drops_last = self.drops_last
 
     def _reserve_bursts(self, reserve: Callable[[object, int], bool], drafts: int) -> None:
-        """Take blocks for the most that each request may generate, before a draft is drawn: who lacks some preempts others.
+        """Take blocks for the most that each request may generate, before drafts are drawn; who lacks some preempts.
 
         What is not generated is given back as the pass ends (1.6.1, by its recorded replays).
         """

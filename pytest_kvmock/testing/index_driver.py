@@ -230,7 +230,7 @@ class IndexDriver:
         then: str = "",
         may_be_refused: bool = False,
     ) -> None:
-        """Apply a Removed: the last block of each chain, of a group, before `then`; the index may raise if it `may_be_refused`."""
+        """Apply a Removed: the last block of each chain, before `then`. With `may_be_refused` the index may raise."""
         ahead = self._forms.get((worker, rank), (0, False))[0]
         blocks = tuple(self._names(chain, keys, then=then, ahead=ahead)[-1] for chain in chains)
         what = f"removed the last block of {', '.join(map(_chain, chains))}{_with(keys)}"
