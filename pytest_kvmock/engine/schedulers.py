@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from pytest_kvmock.cache.manager import protocol_mismatch
 from pytest_kvmock.engine.driver import (
+    CapacityDriver,
     PagedSchedulerDriver,
     PoolSchedulerDriver,
     RadixSchedulerDriver,
     SchedulerDriver,
+    SuspendingDriver,
 )
 from pytest_kvmock.engine.scheduler import Release
 
@@ -81,9 +83,17 @@ def _sglang(driver: Any, args: SchedulerArgs, tiers: Clock | None) -> Scheduler:
 
 
 def _trtllm(driver: Any, args: SchedulerArgs, tiers: Clock | None) -> Scheduler:
-    from pytest_kvmock.engine.trtllm_scheduler import TrtllmScheduler
+    if args.release.pauses is None:
+        from pytest_kvmock.engine.trtllm_scheduler import TrtllmScheduler
 
-    return TrtllmScheduler(driver, args, tiers)
+        return TrtllmScheduler(driver, args, tiers)
+    if protocol_mismatch(driver, SuspendingDriver) is None:  # V2 has one policy, which stands in for any other
+        from pytest_kvmock.engine.suspending_scheduler import SuspendingScheduler
+
+        return SuspendingScheduler(driver, args, tiers)
+    from pytest_kvmock.engine.capacity_scheduler import CapacityScheduler
+
+    return CapacityScheduler(driver, args, tiers)
 
 
 _VLLM_1_6_1: Final = Release(
@@ -102,6 +112,15 @@ _VLLM_1_6_1: Final = Release(
     reports_workers=True,
     driver=PoolSchedulerDriver,
     reserves_destination=True,
+)
+
+_TRTLLM_OWN: Final = replace(
+    _VLLM_1_6_1,
+    backend="trtllm",
+    length_fits_blocks=True,
+    pauses=False,
+    driver=CapacityDriver,
+    reserves_destination=False,
 )
 
 SCHEDULERS: Final[Mapping[str, SchedulerSpec]] = MappingProxyType(
@@ -164,7 +183,11 @@ SCHEDULERS: Final[Mapping[str, SchedulerSpec]] = MappingProxyType(
                 "trtllm",
                 _trtllm,
                 SchedulerDriver,
-                {"1.6.1": replace(_VLLM_1_6_1, length_fits_blocks=True)},
+                {
+                    "1.6.1": replace(_VLLM_1_6_1, length_fits_blocks=True),
+                    "guaranteed_no_evict": _TRTLLM_OWN,
+                    "max_utilization": replace(_TRTLLM_OWN, pauses=True),
+                },
                 default_release="1.6.1",
                 default_block_size=32,
                 budget="max_num_batched_tokens",

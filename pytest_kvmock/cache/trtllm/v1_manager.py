@@ -5,6 +5,7 @@ One subject: a request in all windows at once, and an iteration's events in the 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from random import Random
 from typing import Any, ClassVar, Final
@@ -176,6 +177,36 @@ class V1Manager(IterationManager):
     def num_free_blocks(self) -> int:
         """Blocks of level 0 that nobody uses; the fewest of a window."""
         return min(window.queues.free[PRIMARY] for window in self.windows)
+
+    def first_new_block(self, request: V1Request) -> BlockKey | None:
+        """The key of the first full block of a request that the tree lacks, without what stands before it; None: there is none.
+
+        Nor is there with several windows, or where nothing is reused.
+        """
+        if len(self.windows) > 1 or not self.enable_caching:
+            return None
+        node: CacheBlock | None = self._longest.root
+        for key in request.block_keys(len(request.tokens), partial=False):
+            node = node.children.get(key)
+            if node is None:
+                return key
+        return None
+
+    def free_without(self, requests: Sequence[V1Request]) -> list[int]:
+        """Blocks of level 0 of each window that nobody uses, if these requests let theirs go."""
+        found = []
+        for window in self.windows:
+            used = Counter(block for each in requests for block in each.tables[window.window][each.left :])
+            freed = sum(block.refs == count for block, count in used.items())
+            found.append(window.queues.free[PRIMARY] + freed)
+        return found
+
+    def blocks_to_completion(self, request: V1Request, tokens: int) -> list[int]:
+        """Blocks of each window that a request lacks until it has so many tokens (`getRemainingBlocksToCompletion`)."""
+        return [
+            max(0, -(-min(tokens, each.window) // self.block_size) - len(request.tables.get(each.window, ())))
+            for each in self.windows
+        ]
 
     def add(self, request: V1Request) -> int:
         """Give a request blocks for all of its tokens, cached ones first, in all windows, the shortest first.

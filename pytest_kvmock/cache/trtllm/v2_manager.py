@@ -164,6 +164,17 @@ class V2Manager(IterationManager):
         """Count the tokens that a request would reuse now, at most all but its last one. Changes nothing."""
         return self.probe(request.tokens[:-1], request.hasher)
 
+    def first_new_block(self, request: V2Request) -> int | None:
+        """The name of the first full block of a request that the tree lacks; None: there is none, or nothing is reused."""
+        if len(self.groups) > 1 or not self.enable_caching:
+            return None
+        node, size = self.tree.roots.get(request.hasher), self.block_size
+        for place, name in enumerate(request.names):
+            node = None if node is None else node.children.get(tuple(request.tokens[place * size : (place + 1) * size]))
+            if node is None:
+                return name
+        return None
+
     def prepare_context(self, request: V2Request) -> tuple[int, bool]:
         """Have a request hold what it hits, and resume it.
 
