@@ -185,11 +185,12 @@ class V1Manager(IterationManager):
         """
         if len(self.windows) > 1 or not self.enable_caching:
             return None
-        node: CacheBlock | None = self._longest.root
+        node = self._longest.root
         for key in request.block_keys(len(request.tokens), partial=False):
-            node = node.children.get(key)
-            if node is None:
+            child = node.children.get(key)
+            if child is None:
                 return key
+            node = child
         return None
 
     def free_without(self, requests: Sequence[V1Request]) -> list[int]:
