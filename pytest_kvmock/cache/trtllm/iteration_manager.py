@@ -110,6 +110,7 @@ class IterationManager(RequestLevel):
         extra |= {
             "cache_levels": [block.level for block in event.blocks],
             "priorities": [block.priority for block in event.blocks],
+            "tokens_per_block": self.block_size,
         }
         if keys is not None:
             extra |= keys.carried(event.position, event.position + len(tokens), self.block_size, self._lora_ids)
