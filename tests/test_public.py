@@ -12,7 +12,19 @@ from plugin_parts import FIXTURES, MODULES
 
 import pytest_kvmock
 
-SUBJECTS = ["block_manager", "cache", "engine", "fleet", "router", "scenarios", "serve", "traces", "wire"]
+SUBJECTS = [
+    "block_manager",
+    "cache",
+    "contrib.lab",
+    "contrib.vectors",
+    "engine",
+    "fleet",
+    "router",
+    "scenarios",
+    "serve",
+    "traces",
+    "wire",
+]
 """The modules of names that the root does not have."""
 
 
@@ -76,7 +88,7 @@ def test_a_harness_has_few_enough_methods_to_be_learned():
         ("block_manager", "Fabric KvBlockManager"),
         ("cache", "PagedRequest"),
         ("engine", "SlotsLost Traits WouldWait"),
-        ("fleet", "SchedulerCase SchedulerRequest"),
+        ("contrib.lab", "SchedulerCase SchedulerRequest"),
         ("router", "BlockNotFound InvalidBlockSequence OverlapScores ParentBlockNotFound"),
         ("traces", "TraceRequest"),
         ("wire", "KvWire"),

@@ -9,13 +9,6 @@ from pytest_kvmock.drivers.driver import SchedulerDriver
 from pytest_kvmock.fleet.fleet import Fleet
 from pytest_kvmock.fleet.incidents import Moment
 from pytest_kvmock.fleet.router_calls import RouterError, RouterStalled
-from pytest_kvmock.fleet.scheduler_cases import (
-    SCHEDULER_CASES,
-    SchedulerCase,
-    SchedulerRequest,
-    make_scheduler_requests,
-)
-from pytest_kvmock.fleet.sweep import Sweep, SweepRun, sweep
 from pytest_kvmock.report.comparison import Comparison
 from pytest_kvmock.report.regret import Regret
 from pytest_kvmock.report.report import Report
@@ -26,7 +19,6 @@ from pytest_kvmock.schedulers.performance import CallableModel, InterpolatedMode
 from pytest_kvmock.schedulers.scheduler import ForwardPass, ScheduledRequest, ScheduledTokens
 
 __all__ = [
-    "SCHEDULER_CASES",
     "CallableModel",
     "Comparison",
     "EngineMetrics",
@@ -51,13 +43,7 @@ __all__ = [
     "RouterStalled",
     "ScheduledRequest",
     "ScheduledTokens",
-    "SchedulerCase",
     "SchedulerDriver",
-    "SchedulerRequest",
     "SglangArgs",
-    "Sweep",
-    "SweepRun",
-    "make_scheduler_requests",
     "replay",
-    "sweep",
 ]

@@ -47,7 +47,7 @@ from pytest_kvmock import (  # noqa: E402 - as above
     reproduce,
 )
 from pytest_kvmock.backends import registered  # noqa: E402 - as above
-from pytest_kvmock.capture.vectors import write_vectors  # noqa: E402 - as above
+from pytest_kvmock.contrib.vectors.vectors import write_vectors  # noqa: E402 - as above
 from pytest_kvmock.fleet import EngineStalled, MockEngine, replay  # noqa: E402 - as above
 from pytest_kvmock.reduce import NotReduced  # noqa: E402 - as above
 from pytest_kvmock.scenarios.writing import scenario_text  # noqa: E402 - as above

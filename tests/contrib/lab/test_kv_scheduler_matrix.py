@@ -7,7 +7,7 @@ import re
 import pytest
 from depth import takes_long
 
-from pytest_kvmock.fleet.scheduler_cases import SCHEDULER_CASES
+from pytest_kvmock.contrib.lab.scheduler_cases import SCHEDULER_CASES
 
 BACKENDS = ["lineage", "lru", "multi_lru"]
 CASES = [
