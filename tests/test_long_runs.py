@@ -6,9 +6,9 @@ import weakref
 
 import pytest
 
-from pytest_kvmock import EngineProfile, Removed, RouterHarness, Stored
+from pytest_kvmock import EngineProfile, Fleet, MockEngine, MockEngineArgs, Removed, RouterHarness, Stored, replay
 from pytest_kvmock.capture import CaptureFile, CapturingJournal, check, check_file
-from pytest_kvmock.fleet import Fleet, MockEngine, MockEngineArgs, RouterError, replay
+from pytest_kvmock.fleet import RouterError
 from pytest_kvmock.long_runs import RAISED, long_run
 from pytest_kvmock.reduce import reproduce
 from pytest_kvmock.reduce.states import states

@@ -359,7 +359,7 @@ def make_kv_publisher(_kvmock_publishers: Callable[..., KvPublisher]) -> Callabl
 def make_kv_server(
     kv_dialect: str, kv_backend: str, _kvmock_case: Case, _kvmock_publishers: Callable[..., KvPublisher]
 ) -> Iterator[Callable[..., KvServer]]:
-    """Make the test's server by `make_kv_server(adapters=(), time_scale=0.0, control_port=None, ...)`, as `KvServer` takes them; once a test."""
+    """Make the test's server by `make_kv_server(adapters=(), time_scale=0.0, ports={"control": 0}, ...)`, as `KvServer` takes them; once a test."""
     from pytest_kvmock.plugin.wires import servers
 
     with servers(_kvmock_case, _kvmock_case.with_backend(kv_backend), kv_dialect, _kvmock_publishers) as make:

@@ -10,18 +10,20 @@ from statistics import pstdev
 import pytest
 from depth import seeds
 
-from pytest_kvmock import EngineProfile, OutOfBlocks, Prompt, RouterHarness, Stored
-from pytest_kvmock.backends import BACKENDS
-from pytest_kvmock.fleet import (
-    EngineStalled,
+from pytest_kvmock import (
+    EngineProfile,
     Fleet,
-    FleetRequest,
     MockEngine,
     MockEngineArgs,
-    RouterError,
-    RouterStalled,
+    OutOfBlocks,
+    Prompt,
+    RouterHarness,
+    Stored,
     replay,
 )
+from pytest_kvmock.backends import BACKENDS
+from pytest_kvmock.clock import EngineStalled, FleetRequest
+from pytest_kvmock.fleet import RouterError, RouterStalled
 from pytest_kvmock.report.statistics import statistics
 from pytest_kvmock.router import Candidate, DynamoRouter, LeastLoaded, MostCached, RoundRobin, RouterRequest
 from pytest_kvmock.traces import TraceRequest, synthetic_trace
