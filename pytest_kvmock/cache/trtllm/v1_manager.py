@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Final
 from uuid import UUID
 
 from pytest_kvmock.cache.trtllm.cache_block import PRIMARY, CacheBlock
-from pytest_kvmock.cache.trtllm.hashes import BlockKey, V1Hasher, salt_number
+from pytest_kvmock.cache.trtllm.hashes import BlockKey, V1Hasher
 from pytest_kvmock.cache.trtllm.iteration_events import REMOVED_ORDERS, IterationEvents, Queued
 from pytest_kvmock.cache.trtllm.iteration_manager import IterationManager
 from pytest_kvmock.cache.trtllm.request_tokens import checked_prompt
@@ -139,11 +139,7 @@ class V1Manager(IterationManager):
         """
         prompt = checked_prompt(prompt)
         assert prompt.tokens is not None
-        of_prompt = V1Hasher.of_prompt(prompt.keys, self._lora_ids, to_look=to_look)
-        hasher = V1Hasher(
-            of_prompt.adapter if adapter is None else adapter,
-            of_prompt.salt if cache_salt is None else salt_number(cache_salt),
-        )
+        hasher = V1Hasher(*self._scope(prompt.keys, adapter, cache_salt, to_look=to_look))
         retention = Retention() if retention is None else retention
         return V1Request(
             [*prompt.tokens], self.block_size, hasher, prompt.keys, retention=retention, rng=rng or self._rng
