@@ -266,7 +266,7 @@ class CapacityDriver(PoolSchedulerDriver, Protocol):
         """The number of a request's adapter, by which a pass is sorted; -1: it has none."""
 
     def first_new_block(self, request: Any) -> Hashable | None:
-        """The first full block of a request that is not cached, by what its scheduler compares; None: there is none, or it compares none."""
+        """What its scheduler compares of the first full block of a request that is not cached; None: nothing."""
 
 
 class CountingDriver(CapacityDriver, Protocol):
@@ -286,7 +286,7 @@ class SuspendingDriver(CapacityDriver, Protocol):
     """Of V2, whose scheduler takes pages as it goes, and suspends who is to give way."""
 
     def place(self, request: Any, upto: int) -> bool:
-        """Allocate for the first `upto` tokens of a prompt; False: there is no room, and a first chunk holds nothing."""
+        """Allocate for the first `upto` tokens of a prompt; False: no room, and a first chunk holds nothing."""
 
     def is_suspended(self, request: Any) -> bool:
         """Whether a request holds pages and does not run."""

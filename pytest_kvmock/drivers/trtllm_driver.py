@@ -99,7 +99,7 @@ class TrtllmDriver(IterationDriver[V1Manager]):
         return self.manager.blocks_to_completion(request, tokens)
 
     def blocks_of_step(self, request: V1Request) -> list[int]:
-        """Those of all its tokens for a request without any; none for a prompt in progress; else those of a token more."""
+        """Those of all tokens of a request without any; none for a prompt in progress; else those of a token more."""
         manager = self.manager
         if request not in manager.requests:
             return manager.blocks_to_completion(request, len(request))

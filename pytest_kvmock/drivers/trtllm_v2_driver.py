@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # that runs, all tokens but the last one of output have room.
 #
 # A preempted request is closed, and comes back as a prompt of all its tokens: what it had generated is a prompt then, and
-# is stored. (V2's own scheduler suspends requests instead, `suspend`; a worker has no room for what is suspended and held.)
+# is stored. (V2's own scheduler suspends requests, `suspend`; a worker has no room for what is suspended and held.)
 #
 # A worker's operation is an iteration of its own, at whose end its events come out; a scheduler's pass is one.
 

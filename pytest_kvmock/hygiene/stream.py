@@ -315,7 +315,7 @@ class Stream(History):
         return True
 
     def _has_child(self, block: int, child: int) -> bool:
-        """Whether a child of a block is held on the device; what is gone without a Removed is not, though it counts as held."""
+        """Whether a child of a block is held on the device, and is not gone without a Removed."""
         children = self.forks.get(block, ()) if child == FORK else (child,)
         return any(each in self.device and each not in self.gone for each in children)
 

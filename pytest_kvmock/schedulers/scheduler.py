@@ -21,8 +21,8 @@ EventsVisible: TypeAlias = Literal["pass_start", "pass_end"]
 """When the events of a pass are published."""
 
 EngineSemantics: TypeAlias = Literal["1.2.1", "mixed", "1.6.1", "guaranteed_no_evict", "max_utilization"]
-"""The release of Dynamo whose scheduler is followed; "mixed" is the one over SGLang's own cache, which is of none, and the last two
-are policies of TensorRT-LLM's own."""
+"""The release of Dynamo whose scheduler is followed; "mixed" is the one over SGLang's own cache, which is of none, and
+the last two are policies of TensorRT-LLM's own."""
 
 ScheduledStatus: TypeAlias = Literal[
     "waiting", "running", "preempted", "finished", "rejected", "failed", "aborted", "lost", "unfinished"
@@ -310,8 +310,8 @@ class Release:
         length_fits_blocks: a request has no more tokens than all blocks: a longer prompt is rejected, output ends there.
         stalls_at_once: an aggregated engine with requests that can do nothing is stalled, whatever else may happen yet.
         driver: what its drivers must be, beside what the scheduler asks for; None: no more.
-        pauses: TensorRT-LLM's own scheduler: whether its policy starts what the next step has room for and pauses the last started
-            where room runs short, or what has room to its end; None: it is Dynamo's mock of one.
+        pauses: TensorRT-LLM's own scheduler: whether its policy starts what the next step has room for and pauses the
+            last started where room runs short, or what has room to its end; None: it is Dynamo's mock of one.
     """
 
     backend: str

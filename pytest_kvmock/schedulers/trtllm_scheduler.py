@@ -35,21 +35,23 @@ if TYPE_CHECKING:
 #
 # TensorRT-LLM's own. Requests have one order, that of their arrival, which a pause does not change.
 #
-# Capacity. GUARANTEED_NO_EVICT: those that generate, each with the blocks that it lacks to its end; then the others in order, as long
-# as theirs fit. MAX_UTILIZATION: in order, each with the blocks of its next step; where one does not fit, the last started from it on
-# is paused, and no other behind that one is looked at; where none is started, that is all. In both, hits count as blocks that are
-# needed, and a prompt waits that would compute a block which another of this pass computes.
+# Capacity. GUARANTEED_NO_EVICT: those that generate, each with the blocks that it lacks to its end; then the others
+# in order, as long as theirs fit. MAX_UTILIZATION: in order, each with the blocks of its next step; where one does
+# not fit, the last started from it on is paused, and no other behind that one is looked at; where none is started,
+# that is all. In both, hits count as blocks that are needed, and a prompt waits that would compute a block which
+# another of this pass computes.
 #
-# Micro batch (`MicroBatchScheduler`): of what has room so much as the budget of a pass allows. A paused request is freed before
-# anybody gets blocks; prompts get theirs before those that generate.
+# Micro batch (`MicroBatchScheduler`): of what has room so much as the budget of a pass allows. A paused request is
+# freed before anybody gets blocks; prompts get theirs before those that generate.
 #
-# Over V2 (`KVCacheV2Scheduler`) there is one policy, MAX_UTILIZATION, and pages are taken as it goes. Those that generate come first,
-# in order; one without room has the last started behind it give way, and in the end itself. Then prompts, behind their hits; one
-# without room has one started request give way that this pass has not computed, and no other prompt is looked at.
+# Over V2 (`KVCacheV2Scheduler`) there is one policy, MAX_UTILIZATION, and pages are taken as it goes. Those that
+# generate come first, in order; one without room has the last started behind it give way, and in the end itself.
+# Then prompts, behind their hits; one without room has one started request give way that this pass has not
+# computed, and no other prompt is looked at.
 #
-# Who gives way is suspended: its pages fall, and it runs on once they are back. Where they could fall nowhere, as there is no level
-# below, or where nobody is left who runs, it is closed as by V1, and comes back as a prompt of all its tokens: the sources that were
-# read do not say what is done then.
+# Who gives way is suspended: its pages fall, and it runs on once they are back. Where they could fall nowhere, as
+# there is no level below, or where nobody is left who runs, it is closed as by V1, and comes back as a prompt of
+# all its tokens: the sources that were read do not say what is done then.
 
 _place = attrgetter("opened")
 
@@ -132,7 +134,7 @@ class CapacityScheduler(VllmScheduler):
     # -------------------------------------------------------------------------------------------------- the order
 
     def _in_order(self, running: Iterable[ScheduledRequest]) -> Iterator[ScheduledRequest]:
-        """Running requests and all that wait, by the order of their arrival; what can never run is rejected in its turn."""
+        """Running requests and all that wait, by their arrival; what can never run is rejected in its turn."""
         for request in merge(running, [*self._waiting], key=_place):
             if request.status == "waiting" and self._rejects(request):
                 self._waiting.remove(request)

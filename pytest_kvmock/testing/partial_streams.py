@@ -92,7 +92,7 @@ class PartialStreams(OverIndex):
         index.expect_tiers("abc", {"device": {0: 2}})
 
     def test_a_longer_block_takes_the_place_of_its_shorter_sibling(self) -> None:
-        """A Removed of the partial block, then the Stored of the whole one, as V2 has it: what stands before both is held."""
+        """A Removed of the partial block, then the Stored of the whole one, as of V2: what is before both is held."""
         index = self._start_partial()
         index.store("ab")
         index.store_tail("c", after="ab", group=None)
@@ -118,7 +118,8 @@ class PartialStreams(OverIndex):
         index = self._start_partial()
         if not index.index.takes_updates:
             pytest.skip(
-                "the index has no takes_updates = True, so it is given no Updated: that it tells levels apart was not checked"
+                "the index has no takes_updates = True, so it is given no Updated: that it tells levels apart was "
+                "not checked"
             )
         index.store("abc")
         for levels in ((0, 1), (1, 2)):

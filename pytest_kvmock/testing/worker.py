@@ -40,7 +40,7 @@ class WorkerContract(OverBackend):
     # ------------------------------------------------------------------------------------- what is cached
 
     def test_a_new_worker_has_nothing(self) -> None:
-        """A new worker has no request, no block, and no event but the Cleared, of each group, of an engine that begins with one."""
+        """A new worker has no request, no block, and no event but the Cleared of each group, where there is one."""
         world = self._start()
         world.expect_cached(world.prompt(3), 0)
         world.expect_idle(resident=0)

@@ -199,8 +199,8 @@ class Dialect:
         version: the release of that backend (its option `version`) whose names of blocks it carries; None: the backend's own.
         in_matrix: whether tests run over it by default; otherwise, where they name it.
         pairs: whether token ids may be pairs of neighbours, as SGLang's are with a draft model.
-        whole_blocks: whether publishers write full blocks of the longest window alone, named by sha256, and no Updated, as TensorRT-LLM
-            does over ZMQ.
+        whole_blocks: whether publishers write full blocks of the longest window alone, named by sha256, and no
+            Updated, as TensorRT-LLM does over ZMQ.
 
     Raises:
         ValueError: a field is not what it must be. The message says which, what was given and what is allowed.

@@ -1,4 +1,4 @@
-"""What TensorRT-LLM's V2 says over ZMQ of its events: full blocks of the longest window, and nothing of levels. As read, not run.
+"""What TensorRT-LLM's V2 says over ZMQ: full blocks of the longest window, and nothing of levels. As read, not run.
 
 Its other form, the JSON that is polled, says all (`trtllm_json`).
 """
@@ -20,9 +20,9 @@ TOKENS_PER_BLOCK: Final = "tokens_per_block"
 class WholeBlocks:
     """Passes the events of one rank as its stream over ZMQ says them.
 
-    An Updated, `created`, layer groups but the longest window and blocks that are not full are left out, and so is their Removed. A
-    block that falls stays one of the device until it is lost. Names are the first 8 bytes of sha256, whatever names blocks
-    elsewhere, so that an engine must have them.
+    An Updated, `created`, layer groups but the longest window and blocks that are not full are left out, and so is
+    their Removed. A block that falls stays one of the device until it is lost. Names are the first 8 bytes of sha256,
+    whatever names blocks elsewhere, so that an engine must have them.
     """
 
     __slots__ = ("_partial",)
@@ -52,8 +52,8 @@ class WholeBlocks:
             return None
         if extra.get("hash_algo") == "v1_block_key":
             raise EncodeError(
-                "TensorRT-LLM's stream over ZMQ names blocks by sha256, whatever hash_algo says, and these have the names of "
-                "v1_block_key: give the engine hash_algo='v2_sha256_64'"
+                "TensorRT-LLM's stream over ZMQ names blocks by sha256, whatever hash_algo says, and these have the names "
+                "of v1_block_key: give the engine hash_algo='v2_sha256_64'"
             )
         if extra.get("kv_cache_spec_kind", FULL_ATTENTION) != FULL_ATTENTION:
             return None

@@ -175,7 +175,7 @@ class V1Manager(IterationManager):
         return min(window.queues.free[PRIMARY] for window in self.windows)
 
     def first_new_block(self, request: V1Request) -> BlockKey | None:
-        """The key of the first full block of a request that the tree lacks, without what stands before it; None: there is none.
+        """The key of the first full block of a request that the tree lacks, without its parent; None: there is none.
 
         Nor is there with several windows, or where nothing is reused.
         """

@@ -161,7 +161,7 @@ class V2Manager(IterationManager):
         return self.probe(request.tokens[:-1], request.hasher)
 
     def first_new_block(self, request: V2Request) -> int | None:
-        """The name of the first full block of a request that the tree lacks; None: there is none, or nothing is reused."""
+        """The name of the first full block of a request that the tree lacks; None: none, or nothing is reused."""
         if len(self.groups) > 1 or not self.enable_caching:
             return None
         node, size = self.tree.roots.get(request.hasher), self.block_size
