@@ -52,8 +52,8 @@ class WholeBlocks:
             return None
         if extra.get("hash_algo") == "v1_block_key":
             raise EncodeError(
-                "TensorRT-LLM's stream over ZMQ names blocks by sha256, whatever hash_algo says, and these have the names "
-                "of v1_block_key: give the engine hash_algo='v2_sha256_64'"
+                "TensorRT-LLM's stream over ZMQ names blocks by sha256, whatever hash_algo says, and these have the "
+                "names of v1_block_key: give the engine hash_algo='v2_sha256_64'"
             )
         if extra.get("kv_cache_spec_kind", FULL_ATTENTION) != FULL_ATTENTION:
             return None
