@@ -503,6 +503,8 @@ def speaker_of(dialect: Dialect) -> BackendSpec:
         ValueError: there is no such backend, or not of that release.
     """
     spec = backend_spec(dialect.backend)
+    if dialect.whole_blocks and "hash_algo" in spec.options:
+        return _named_by_sha256(spec)
     return spec if dialect.version is None else _of_release(spec, dialect.version)
 
 
@@ -541,6 +543,12 @@ def recorded_backend(name: str, models: object) -> BackendSpec:
         return _of_release(spec, version)
     except ValueError:
         return spec
+
+
+@lru_cache(maxsize=8)
+def _named_by_sha256(spec: BackendSpec) -> BackendSpec:
+    """The same backend with the names that TensorRT-LLM's stream over ZMQ has."""
+    return spec.variant(spec.name, in_matrix=spec.in_matrix, hash_algo="v2_sha256_64")
 
 
 @lru_cache(maxsize=64)

@@ -77,7 +77,7 @@ def make_scheduler(args: MockEngineArgs, driver: Any, tiers: HostTime | None) ->
             name
             for name, each in BACKENDS.items()
             if each.semantics == args.scheduler_semantics and each.scheduler == spec.name
-        ]
+        ] or [name for name, each in BACKENDS.items() if each.scheduler == spec.name]
         raise ValueError(
             f"semantics={args.scheduler_semantics!r} of engine_type {spec.name!r} schedules over {' or '.join(able)}; "
             f"got {driver.manager.backend!r}"

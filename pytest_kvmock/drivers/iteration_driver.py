@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -64,6 +64,15 @@ class IterationDriver(Generic[ManagerT]):
     def room(self) -> int:
         """Blocks of the device that no request has; the fewest of a window or a pool."""
         return self.manager.num_free_blocks
+
+    def adapter(self, request: Any) -> int:
+        """The number of a request's adapter; -1: it has none."""
+        number: int | None = request.hasher.adapter
+        return -1 if number is None else number
+
+    def first_new_block(self, request: Any) -> Hashable | None:
+        """The first full block of a request that is not cached; V1 compares it without what stands before it."""
+        return self.manager.first_new_block(request)
 
     def clear(self) -> bool:
         """Evict all that is cached."""

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 EventsVisible: TypeAlias = Literal["pass_start", "pass_end"]
 """When the events of a pass are published."""
 
-EngineSemantics: TypeAlias = Literal["1.2.1", "mixed", "1.6.1"]
-"""The release of Dynamo whose scheduler is followed; "mixed" is the one over SGLang's own cache, which is of none."""
+EngineSemantics: TypeAlias = Literal["1.2.1", "mixed", "1.6.1", "guaranteed_no_evict", "max_utilization"]
+"""The release of Dynamo whose scheduler is followed; "mixed" is the one over SGLang's own cache, which is of none, and
+the last two are policies of TensorRT-LLM's own."""
 
 ScheduledStatus: TypeAlias = Literal[
     "waiting", "running", "preempted", "finished", "rejected", "failed", "aborted", "lost", "unfinished"
@@ -312,6 +313,8 @@ class Release:
         length_fits_blocks: a request has no more tokens than all blocks: a longer prompt is rejected, output ends there.
         stalls_at_once: an aggregated engine with requests that can do nothing is stalled, whatever else may happen yet.
         driver: what its drivers must be, beside what the scheduler asks for; None: no more.
+        pauses: TensorRT-LLM's own scheduler: whether its policy starts what the next step has room for and pauses the
+            last started where room runs short, or what has room to its end; None: it is Dynamo's mock of one.
     """
 
     backend: str
@@ -335,6 +338,7 @@ class Release:
     length_fits_blocks: bool = False
     stalls_at_once: bool = False
     driver: type | None = None
+    pauses: bool | None = None
 
 
 class SchedulerArgs(Protocol):
@@ -383,6 +387,10 @@ class SchedulerArgs(Protocol):
     @property
     def most_tokens(self) -> int | None:
         """Most tokens of a request, prompt and output together; None: unlimited."""
+
+    @property
+    def context_chunking_policy(self) -> str:
+        """How prompts share a pass: "first_come_first_served" or "equal_progress"."""
 
     @property
     def dp_size(self) -> int:

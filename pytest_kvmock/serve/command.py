@@ -43,6 +43,9 @@ def add_parsers(
     serve.add_argument(
         "--dialect", metavar="NAME", default="vllm-0.33", help="engine, API and metrics (default: vllm-0.33)"
     )
+    serve.add_argument(
+        "--events", choices=("poll", "zmq"), help="of trtllm-1.3: how its events come out (default: poll, by HTTP)"
+    )
     serve.add_argument("--workers", metavar="N", type=int, default=1, help="how many engines (default: 1)")
     serve.add_argument("--ranks", metavar="N", type=int, default=1, help="data-parallel ranks of each (default: 1)")
     serve.add_argument("--block-size", metavar="N", type=int, help="tokens a block (default: 16, or the model's least)")
@@ -166,6 +169,20 @@ def _with_draft_model(spec: BackendSpec, text: str | None) -> BackendSpec:
     return spec.variant(spec.name, in_matrix=spec.in_matrix, speculative=draft)
 
 
+def _dialect_of(given: argparse.Namespace) -> str:
+    """The dialect that is asked for, with the form of its events.
+
+    Raises:
+        ValueError: it has one form.
+    """
+    dialect: str = given.dialect
+    if given.events is None:
+        return dialect
+    if dialect != "trtllm-1.3":
+        raise ValueError(f"--events is for --dialect trtllm-1.3, got {dialect!r:.80}")
+    return f"{dialect}-zmq" if given.events == "zmq" else dialect
+
+
 def serve_engines(given: argparse.Namespace) -> int:
     """Serve until the end is asked for; return the exit code."""
     from pytest_kvmock.serve.api import to_json
@@ -174,7 +191,7 @@ def serve_engines(given: argparse.Namespace) -> int:
     if given.workers < 1:
         raise ValueError(f"--workers must be at least 1, got {given.workers}")
     token = None if given.token_file is None else _read_token(given.token_file)
-    dialect = find_dialect(given.dialect)
+    dialect = find_dialect(_dialect_of(given))
     spec = _with_draft_model(served_by(dialect, given.model), given.speculative)
     size = {} if given.block_size is None else {"block_size": given.block_size}
     profile = EngineProfile(

@@ -126,7 +126,7 @@ class KvServer(Controls, RouterChecks):
         make_publisher: Callable[..., KvPublisher] | None = None,
     ) -> None:
         self.dialect = find_dialect(dialect)
-        release = release_of(self.dialect.models, self.dialect.backend)
+        release = release_of(self.dialect.models, self.dialect.backend, sends=self.dialect.replay is not None)
         if release is None or (self.dialect.replay is None and not release.is_polled):
             raise ValueError(
                 f"KvServer: dialect {self.dialect.name!r} has no engine that serves HTTP; those of vLLM, SGLang and TensorRT-LLM "
@@ -261,7 +261,7 @@ class KvServer(Controls, RouterChecks):
                 f"KvServer: dialect {self.dialect.name!r} is spoken by engines of type {wanted!r}, worker {worker} is one of "
                 f"type {engine.args.engine_type!r} over {engine.worker.backend!r}"
             )
-        if engine.worker.traits.publishes_groups and not self._described.release.is_polled:
+        if engine.worker.traits.publishes_groups and not self._described.release.is_trtllm:
             self.dialect.check_groups()
         if engine.driver is not None:
             raise ValueError(f"KvServer: {engine!r} is driven by {engine.driver} already")

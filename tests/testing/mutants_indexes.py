@@ -1482,5 +1482,58 @@ class TakesWhatIsUpdatedForGone(Partial):
             return self.tree.find_tiered(local_hashes)
 
 
+@INDEXES.breaks("test_a_longer_block_takes_the_place_of_its_shorter_sibling")
+class DropsTheParentOfAPartialBlock(Partial):
+    """It keeps a partial block as a part of the one before it, which goes with it."""
+
+    class Subject(Tree):
+        def __init__(self):
+            super().__init__()
+            self.parents = {}
+
+        def apply(self, event):
+            data, tokens = event.event.data, event.token_ids
+            if isinstance(data, Stored) and tokens and len(tokens[-1]) < 4:
+                self.parents[data.block_hashes[-1]] = data.parent_hash
+                return
+            if isinstance(data, Removed):
+                data = Removed([self.parents.pop(block, block) for block in data.block_hashes])
+            with suppress(KvEventError):
+                super().apply(with_data(event, data))
+
+
+@INDEXES.breaks("test_layer_groups_have_any_order")
+class TakesTheHighestGroupForAttention(Partial):
+    """As V1's windows are, which are numbered by their length."""
+
+    class Subject(Tree):
+        def __init__(self):
+            super().__init__()
+            self.highest = 0
+
+        def apply(self, event):
+            group = (event.extra or {}).get("group_idx", 0)
+            self.highest = max(self.highest, group)
+            if group == self.highest:
+                with suppress(KvEventError):
+                    super().apply(with_data(event, event.event.data))
+
+
+@INDEXES.breaks("test_a_block_falls_level_by_level_and_comes_back_from_any")
+class KnowsTwoLevels(Partial):
+    """It reads what falls to the first level below and what comes back from there."""
+
+    class Subject(Tree):
+        takes_updates = True
+
+        def apply(self, event):
+            data = event.event.data
+            if not isinstance(data, Updated) or data.levels in ((0, 1), (1, 0)):
+                super().apply(event)
+
+        def find_tiered(self, local_hashes):
+            return self.tree.find_tiered(local_hashes)
+
+
 for subject, tests in FOUND_BY.items():
     INDEXES.breaks(*tests)(contract_of(subject))
