@@ -67,11 +67,19 @@ def decode_ahead(driver: PoolSchedulerDriver, running: Sequence[ScheduledRequest
     """
     count, size = len(ends), driver.manager.block_size
     steps: list[tuple[int, int]] = []
+    completed: list[tuple[int, int]] = []
+    generated = [request.next_tokens(count) for request in running]
     for place, request in enumerate(running):
         length = len(request)
-        driver.generate_ahead(request.state, request.next_tokens(count))
+        completed += zip(range((-length - 1) % size, count, size), repeat(place))
         for first in {-length % size, (1 - length) % size}:  # a pass that fills a block, and one that opens the next
             steps += zip(range(first, count, size), repeat(place))
+    # A block that is complete may have a name at random, of a source that all requests share.
+    for done, place in (*sorted(completed), *((count - 1, place) for place in range(len(running)))):
+        request = running[place]
+        first = len(request.state) - len(request)
+        if first <= done:
+            driver.generate_ahead(request.state, generated[place][first : done + 1])
     steps.sort()
     allocate = driver.allocate
     for done, place in steps:
