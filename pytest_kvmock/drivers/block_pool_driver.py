@@ -103,6 +103,8 @@ class BlockPoolDriver(PoolDriver):
         self.manager.cache_blocks(request)
 
     def quiet_tokens(self, request: PoolRequest) -> int:
-        """Tokens that are computed, from the last one on, before one needs a block or fills one."""
+        """Tokens that are computed, from the last one on, before one needs a block, fills one or has it named at random."""
         size, length = self.manager.block_size, len(request)
-        return -length % size if length <= len(request.block_ids) * size else 0
+        if length > len(request.block_ids) * size:
+            return 0
+        return request.tokens.undrawn(-length % size)  # requests share what draws names

@@ -42,9 +42,6 @@ class HybridPoolDriver(PoolDriver):
     chunk: int | None = None
     """Tokens that its worker prefills at once: where chunks end, more states are held for a while; None: the whole prompt."""
 
-    decodes_ahead = False
-    """Blocks are freed within a request, so that passes cannot be run by their numbers alone."""
-
     manager: VllmHybridManager
 
     def __init__(self, manager: KvManager, prefix_caching: bool, rng: Random) -> None:
@@ -162,7 +159,9 @@ class HybridPoolDriver(PoolDriver):
 
     def quiet_tokens(self, request: GroupRequest) -> int:
         """Tokens that are computed, from the last one on, before a group takes, fills or frees a block."""
-        return self.manager.quiet_tokens(request) if request.num_computed_tokens == len(request) - 1 else 0
+        if request.num_computed_tokens != len(request) - 1:
+            return 0
+        return request.tokens.undrawn(self.manager.quiet_tokens(request))  # requests share what draws names
 
     def _hits(self, request: GroupRequest) -> ComputedBlocks | None:
         return None if request.holds_blocks else self.manager.get_computed_blocks(request)

@@ -1,19 +1,11 @@
-"""Many passes that only decode in one go, blocks included, for an engine that nobody watches.
+"""Passes that only decode: which requests sleep through them and until when, and when the passes end.
 
-Theory of operation. While all requests run and none is to end, a pass gives each of them a token. Most tokens lie inside a
-block and change nothing but numbers; the others open a block or fill one, and these have to meet the block manager in the
-order in which the passes would do it: pass by pass, in a pass in the order of the running requests. So the tokens of all passes
-are generated first, request by request (each has a source of its own), then the blocks are opened and filled in that order, and
-the numbers are moved on at the end. What it costs is by request and by block, and not by token.
+Theory of operation. A request that runs and has its prompt behind it generates a token in each pass, and mostly touches no block.
+How many passes that goes on is known (`quiet_tokens`), so it sleeps until the first pass that does more, or until it wakes for
+another reason: it is preempted, called off or looked at. Of the passes it has slept through only the ends are kept, in one row
+for all; it has a token for each. What a run costs is by request and by block, and not by token.
 
-Nobody may be preempted or admitted meanwhile. As nothing is freed, blocks run short exactly when more of them are to be opened
-than there are, which is counted before; and a request that could not be admitted before cannot be as room shrinks. How long the
-passes take is known before, too, by the lengths of the requests (`DecodeTimes`).
-
-It needs an engine that allocates a block when the first of its tokens is computed, so that a token by itself needs none; and
-nobody who receives events, as who does could tell that other engines on the same clock have not come so far yet.
-
-How long passes take that only decode: Dynamo's default model goes by nothing but the tokens in use, of which there are as many values as an
+How long such passes take: Dynamo's default model goes by nothing but the tokens in use, of which there are as many values as an
 engine has tokens, and a trace meets the same ones again and again. So durations are kept in an array by tokens, 8 bytes each,
 which engines alike share, and the passes of a plan, whose tokens grow by the same number each, are a slice of it with that step.
 What is not known yet is 0 there (no pass takes so little), and is asked for one by one. A model of another kind is asked each
@@ -24,73 +16,20 @@ makes them: so all moments are the same to the bit, however they are found.
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left, bisect_right
-from itertools import accumulate, repeat
+from bisect import bisect_left
+from heapq import heappop, heappush
+from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 from weakref import WeakValueDictionary
 
 from pytest_kvmock.schedulers.performance import PolynomialModel, rounded_ms
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from pytest_kvmock.drivers.driver import PoolSchedulerDriver
     from pytest_kvmock.schedulers.performance import PerformanceModel
     from pytest_kvmock.schedulers.scheduler import ScheduledRequest
 
-
-def passes_that_fit(driver: PoolSchedulerDriver, running: Sequence[ScheduledRequest], most: int) -> int:
-    """Return how many passes find a block for each token that they compute.
-
-    Args:
-        driver: brings the requests to the block manager.
-        running: all requests; of each the last token is to be computed.
-        most: so many passes are asked for.
-    """
-    room, need = driver.room(), driver.need
-
-    def opened(passes: int) -> int:
-        return sum(need(request.state, len(request) + passes - 1) for request in running)
-
-    if opened(most) <= room:
-        return most
-    return bisect_right(range(1, most), room, key=opened)
-
-
-def decode_ahead(driver: PoolSchedulerDriver, running: Sequence[ScheduledRequest], ends: list[float]) -> None:
-    """Run so many passes, which fit.
-
-    Args:
-        driver: as above.
-        running: all requests, in their order.
-        ends: when the passes end.
-    """
-    count, size = len(ends), driver.manager.block_size
-    steps: list[tuple[int, int]] = []
-    completed: list[tuple[int, int]] = []
-    generated = [request.next_tokens(count) for request in running]
-    for place, request in enumerate(running):
-        length = len(request)
-        completed += zip(range((-length - 1) % size, count, size), repeat(place))
-        for first in {-length % size, (1 - length) % size}:  # a pass that fills a block, and one that opens the next
-            steps += zip(range(first, count, size), repeat(place))
-    # A block that is complete may have a name at random, of a source that all requests share.
-    for done, place in (*sorted(completed), *((count - 1, place) for place in range(len(running)))):
-        request = running[place]
-        first = len(request.state) - len(request)
-        if first <= done:
-            driver.generate_ahead(request.state, generated[place][first : done + 1])
-    steps.sort()
-    allocate = driver.allocate
-    for done, place in steps:
-        request = running[place]
-        allocate(request.state, len(request) + done)
-    for request in running:
-        driver.step_inside(request.state, len(request) + count - 1)
-        request.generated_tokens += count
-        request.computed_tokens += count
-        request.token_ms += ends
-
+_ENDS_KEPT: Final = 2**16
+"""The ends of so many passes are kept, about, before all requests are woken."""
 
 _KEPT: Final = 2**21
 """So many durations are kept at most, 16 MB."""
@@ -100,6 +39,87 @@ _TABLES: Final[WeakValueDictionary[tuple[PerformanceModel, int, float], array[fl
 
 _AT_ONCE: Final = 64
 """So many passes are looked up before anybody looks at the time."""
+
+
+class Calendar:
+    """The running requests of one scheduler that sleep, by the pass that each is due in.
+
+    Attributes:
+        passes: how many passes have been run.
+    """
+
+    __slots__ = ("_due", "_ends", "_first", "_lengths", "_since", "_slept", "passes")
+
+    def __init__(self) -> None:
+        self.passes = 0
+        self._ends: list[float] = []
+        self._first = 0  # the number of the pass that the first of these is of
+        self._since: dict[ScheduledRequest, int] = {}
+        # (pass, number of the sleep, request): one that has woken before its time is woken again for nothing.
+        self._due: list[tuple[int, int, ScheduledRequest]] = []
+        self._slept = 0
+        self._lengths = 0  # of all that sleep, each less the passes that had been run when it fell asleep
+
+    def __len__(self) -> int:
+        return len(self._since)
+
+    def __contains__(self, request: ScheduledRequest) -> bool:
+        return request in self._since
+
+    @property
+    def sleepers(self) -> list[ScheduledRequest]:
+        """All requests that sleep."""
+        return list(self._since)
+
+    @property
+    def tokens(self) -> int:
+        """The lengths of all that sleep together, tokens of the passes that they slept through included."""
+        return self._lengths + self.passes * len(self._since)
+
+    @property
+    def quiet_passes(self) -> int:
+        """How many passes are left before the first request is due."""
+        return self._due[0][0] - self.passes if self._since else 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all should be woken, as so many ends are kept."""
+        return len(self._ends) > _ENDS_KEPT
+
+    def sleep(self, request: ScheduledRequest, passes: int) -> None:
+        """Let a request sleep through so many passes, at least one."""
+        now = self.passes
+        self._since[request] = now
+        self._lengths += request.prompt_tokens + request.generated_tokens - now
+        self._slept += 1
+        heappush(self._due, (now + passes, self._slept, request))
+
+    def wake(self, request: ScheduledRequest) -> list[float]:
+        """Wake a request that sleeps; returns when the passes ended that it has slept through."""
+        since = self._since.pop(request)
+        self._lengths -= request.prompt_tokens + request.generated_tokens - since
+        missed = self._ends[since - self._first :]
+        if not self._since:
+            self._ends.clear()
+            self._due.clear()
+        return missed
+
+    def due(self) -> list[ScheduledRequest]:
+        """Return those that are due in the next pass; they sleep on until they are woken."""
+        due, now, found = self._due, self.passes, []
+        while due and due[0][0] <= now:
+            request = heappop(due)[2]
+            if request in self._since:
+                found.append(request)
+        return found
+
+    def ran(self, ends: list[float]) -> None:
+        """Note passes that were run, by their ends."""
+        if self._since:
+            if not self._ends:
+                self._first = self.passes
+            self._ends += ends
+        self.passes += len(ends)
 
 
 class DecodeTimes:
