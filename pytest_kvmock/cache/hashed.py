@@ -146,12 +146,6 @@ class HashedTokens:
             local += keyed_block_hashes(self._tokens.cut(start * size, end * size), size, self.keys, start)
         return local
 
-    def undrawn(self, most: int) -> int:
-        """Return how many tokens, at most so many, can be added before one completes a block whose name is drawn at random."""
-        if self._tokens is not None or self._hasher is None:
-            return most
-        return min(most, self.block_size - 1 - self.num_tokens % self.block_size)
-
     def append(self, token: int) -> None:
         """Add one token; a block that it completes has its name at once."""
         self.extend((token,))

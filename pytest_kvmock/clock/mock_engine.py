@@ -95,7 +95,7 @@ class MockEngine:
         self.prefill_tokens = 0
         self._idle_passes = 0
         self._under_way: ForwardPass | None = None
-        self._aborts = EngineAborts(self._take_out, lambda request: self.scheduler.wake(request))
+        self._aborts = EngineAborts(self._take_out, self._wake)
         self._begin()
         self.size = EngineSize.of(args, self._driver)
 
@@ -529,6 +529,9 @@ class MockEngine:
         self._record(RunPasses, 1, self.worker.worker_id, self.worker.dp_rank)
         self.catch_up()
         return self._step()
+
+    def _wake(self, request: EngineRequest) -> bool:
+        return self.scheduler.wake(request)  # that of now
 
     def catch_up(self) -> None:
         """Bring all requests up to date: those that only generate are else, until somebody looks."""

@@ -103,8 +103,6 @@ class BlockPoolDriver(PoolDriver):
         self.manager.cache_blocks(request)
 
     def quiet_tokens(self, request: PoolRequest) -> int:
-        """Tokens that are computed, from the last one on, before one needs a block, fills one or has it named at random."""
+        """Tokens that are computed, from the last one on, before one needs a block or fills one."""
         size, length = self.manager.block_size, len(request)
-        if length > len(request.block_ids) * size:
-            return 0
-        return request.tokens.undrawn(-length % size)  # requests share what draws names
+        return -length % size if length <= len(request.block_ids) * size else 0

@@ -159,9 +159,7 @@ class HybridPoolDriver(PoolDriver):
 
     def quiet_tokens(self, request: GroupRequest) -> int:
         """Tokens that are computed, from the last one on, before a group takes, fills or frees a block."""
-        if request.num_computed_tokens != len(request) - 1:
-            return 0
-        return request.tokens.undrawn(self.manager.quiet_tokens(request))  # requests share what draws names
+        return self.manager.quiet_tokens(request) if request.num_computed_tokens == len(request) - 1 else 0
 
     def _hits(self, request: GroupRequest) -> ComputedBlocks | None:
         return None if request.holds_blocks else self.manager.get_computed_blocks(request)

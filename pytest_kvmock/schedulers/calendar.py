@@ -19,6 +19,7 @@ from array import array
 from bisect import bisect_left
 from heapq import heappop, heappush
 from itertools import accumulate
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 from weakref import WeakValueDictionary
 
@@ -39,6 +40,10 @@ _TABLES: Final[WeakValueDictionary[tuple[PerformanceModel, int, float], array[fl
 
 _AT_ONCE: Final = 64
 """So many passes are looked up before anybody looks at the time."""
+
+
+place_of: Final = attrgetter("place")
+"""The place of a request among those that run."""
 
 
 class Calendar:
@@ -68,8 +73,8 @@ class Calendar:
 
     @property
     def sleepers(self) -> list[ScheduledRequest]:
-        """All requests that sleep."""
-        return list(self._since)
+        """All requests that sleep, in the order in which they run."""
+        return sorted(self._since, key=place_of)
 
     @property
     def tokens(self) -> int:
@@ -104,14 +109,14 @@ class Calendar:
             self._due.clear()
         return missed
 
-    def due(self) -> list[ScheduledRequest]:
-        """Return those that are due in the next pass; they sleep on until they are woken."""
-        due, now, found = self._due, self.passes, []
+    def due(self, passes: int) -> list[ScheduledRequest]:
+        """Return those that are due when so many more passes are run, in the order in which they run; each is to be woken."""
+        due, now, found = self._due, self.passes + passes, dict[ScheduledRequest, None]()
         while due and due[0][0] <= now:
             request = heappop(due)[2]
             if request in self._since:
-                found.append(request)
-        return found
+                found[request] = None
+        return sorted(found, key=place_of) if len(found) > 1 else list(found)
 
     def ran(self, ends: list[float]) -> None:
         """Note passes that were run, by their ends."""

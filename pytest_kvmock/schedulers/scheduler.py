@@ -448,9 +448,9 @@ class Scheduler(ABC):
 
     def _next_tokens(self, request: ScheduledRequest) -> list[int]:
         """The tokens that a request generates in this pass."""
-        count = 1
-        if self._accepted is not None:
-            count = min(1 + self._accepted.draw(), request.max_output_tokens - request.generated_tokens)
+        if self._accepted is None:
+            return [request.next_token()]
+        count = min(1 + self._accepted.draw(), request.max_output_tokens - request.generated_tokens)
         return [request.next_token() for _ in range(count)]
 
     @property

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from operator import attrgetter
 from typing import TYPE_CHECKING, Final, cast
 
-from pytest_kvmock.schedulers.calendar import Calendar, DecodeTimes
+from pytest_kvmock.schedulers.calendar import Calendar, DecodeTimes, place_of
 from pytest_kvmock.schedulers.performance import PolynomialModel, moments, rounded_ms
 from pytest_kvmock.schedulers.scheduler import ForwardPass, ScheduledRequest, ScheduledTokens, Scheduler
 
@@ -43,8 +42,6 @@ if TYPE_CHECKING:
 
 _BLOCKED: Final = -1
 _PREEMPTED: Final = -2
-
-_place_of: Final = attrgetter("place")
 
 
 def _decodes(request: ScheduledRequest) -> bool:
@@ -183,8 +180,7 @@ class VllmScheduler(Scheduler):
     def _wake_due(self) -> None:
         """Wake who is due in this pass; and all, where those that sleep do not get a token whatever the others do."""
         calendar = self._calendar
-        for request in calendar.due():
-            self.wake(request)
+        self._wake_each(calendar.due(1))
         if self._naps or len(self._running) > self._budget or calendar.is_full:
             self.wake_all()
         elif calendar:
@@ -198,12 +194,20 @@ class VllmScheduler(Scheduler):
         calendar = self._calendar
         if request not in calendar:
             return False
-        self._catch_up(request)
-        awake = self._awake
-        awake.append(request)
-        if len(awake) > 1 and awake[-2].place > request.place:
-            awake.sort(key=_place_of)
+        self._wake_each(calendar.due(0))
+        if request in calendar:
+            self._wake_each((request,))
         return True
+
+    def _wake_each(self, requests: Sequence[ScheduledRequest]) -> None:
+        # What completes a block is the last token of a sleep, and may draw a name for it from a source that all share: in the order of
+        # passes and requests. So who is due is woken with all others that are, and before a pass in which others may draw.
+        awake = self._awake
+        for request in requests:
+            self._catch_up(request)
+            awake.append(request)
+        if requests and len(awake) > len(requests):
+            awake.sort(key=place_of)
 
     def wake_all(self) -> list[ScheduledRequest]:
         """Bring all requests up to date; returns those that were not."""
@@ -410,9 +414,11 @@ class VllmScheduler(Scheduler):
 
     def _prefill_ms(self) -> float:
         prefills = [each for each in self._pass.scheduled if each.prompt_tokens]
-        self._pass.prefill_tokens = sum(each.tokens for each in prefills)
         count = len(prefills)
-        if not count or not self._prefills:
+        if not count:
+            return 0.0
+        self._pass.prefill_tokens = sum(each.tokens for each in prefills)
+        if not self._prefills:
             return 0.0
         prefix = sum(each.prefix_tokens for each in prefills)
         isl = prefix + sum(each.prompt_tokens for each in prefills)
@@ -491,7 +497,7 @@ class VllmScheduler(Scheduler):
             return
         prefilled = {each.request for each in done.scheduled if each.prompt_tokens}
         charged = lengths
-        if self._release.prefill_generates and self._aggregated and self._accepted is None:
+        if prefilled and self._release.prefill_generates and self._aggregated and self._accepted is None:
             charged = [
                 length
                 for request, length in zip(ready, lengths, strict=True)
@@ -516,9 +522,9 @@ class VllmScheduler(Scheduler):
                     self._finish(request)
         if done.has_generated:
             done.decode_ms = decode_ms
-        done.decode_lengths = [
-            length for request, length in zip(ready, lengths, strict=True) if request not in prefilled
-        ]
+        if prefilled:
+            lengths = [length for request, length in zip(ready, lengths, strict=True) if request not in prefilled]
+        done.decode_lengths = lengths
 
     def _generate(self, request: ScheduledRequest, tokens: list[int]) -> list[int]:
         """Append tokens to a request, each with the block that it needs; returns those that found room."""
