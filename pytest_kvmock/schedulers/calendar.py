@@ -111,7 +111,8 @@ class Calendar:
 
     def due(self, passes: int) -> list[ScheduledRequest]:
         """Return those that are due when so many more passes are run, in the order in which they run; each is to be woken."""
-        due, now, found = self._due, self.passes + passes, dict[ScheduledRequest, None]()
+        due, now = self._due, self.passes + passes
+        found: dict[ScheduledRequest, None] = {}
         while due and due[0][0] <= now:
             request = heappop(due)[2]
             if request in self._since:

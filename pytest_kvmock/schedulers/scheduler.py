@@ -226,8 +226,12 @@ class ForwardPass:
 
     def note_times(self) -> None:
         """Note when tokens came, once its end is known."""
+        end_ms, bursts = self.end_ms, self.bursts
         for request in self.generated:
-            request.token_ms += [self.end_ms] * self.bursts.get(request, 1)
+            if bursts:
+                request.token_ms += [end_ms] * bursts.get(request, 1)
+            else:
+                request.token_ms.append(end_ms)
 
     @property
     def has_generated(self) -> bool:
