@@ -249,13 +249,16 @@ def routed(world, requests, happens, router, *, plans):
 def test_so_does_a_fleet_whose_workers_crash_restart_and_join(backend, seed):
     world = World(backend, seed)
     rng, now, requests = world.rng, 0.0, []
+    restarts = rng.random() < 0.5
+    # The pass that is lost with a restart may have drawn a name already, or is planned and has not: so those drawn later differ.
+    world.takes_hashes &= not restarts
     for _ in range(16):
         now = world.moment(now)
         gone = rng.choice([{}, {}, {"abort_after_tokens": rng.randint(0, 9)}, {"abort_after_ms": rng.uniform(0, 200)}])
         requests.append(FleetRequest(world.prompt(), world.output(), now, **gone))
     happens = [(rng.uniform(0, now), "abort", rng.randrange(16)) for _ in range(3)]
     happens += [(rng.uniform(0, now), "crash", 0)] if rng.random() < 0.5 else []
-    happens += [(rng.uniform(0, now), "restart", 1)] if rng.random() < 0.5 else []
+    happens += [(rng.uniform(0, now), "restart", 1)] if restarts else []
     happens += [(rng.uniform(0, now), "join")] if rng.random() < 0.3 else []
     router = rng.choice([RoundRobin, DynamoRouter])
     each_pass, in_one_go = (routed(world, requests, happens, router(), plans=plans) for plans in (False, True))
