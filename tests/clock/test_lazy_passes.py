@@ -241,6 +241,8 @@ def routed(world, requests, happens, router, *, plans):
         getattr(fleet.at(moment), what)(*rest)
     report = fleet.run(requests)
     state_of = [state(each) for each in fleet.engines.values()]
+    for lost in (each for each in report.requests if each.status != "finished"):
+        lost.computed_tokens = None  # the pass that is lost with a crash was computed, or was planned
     return report.to_json(), report.per_request(), report.picks, rows(report.requests), state_of, heard
 
 
