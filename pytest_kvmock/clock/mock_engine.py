@@ -55,7 +55,7 @@ class MockEngine:
         worker: its worker: manager, requests, restarts.
         size: what can ever be served here.
         now_ms: its time, in milliseconds from its start.
-        requests: all requests that it was given.
+        requests: all requests that it was given; while a fleet or a replay runs, they are up to date after `catch_up`.
         passes: how many forward passes it ran.
         prefill_tokens: tokens of prompts that it computed, and with them what it computed again.
         log: records the operations on it; None: nothing does.
@@ -148,6 +148,7 @@ class MockEngine:
     @property
     def report(self) -> Report:
         """A report of what the engine served so far."""
+        self.catch_up()
         facts = RunFacts(self.args.block_size, sketches=self.args.release.reports_workers)
         return Report(tuple(self.requests), facts, (self.row,))
 
