@@ -1,9 +1,10 @@
 """Passes that only decode: which requests sleep through them and until when, and when the passes end.
 
-Theory of operation. A request that runs and has its prompt behind it generates a token in each pass, and mostly touches no block.
-How many passes that goes on is known (`quiet_tokens`), so it sleeps until the first pass that does more, or until it wakes for
-another reason: it is preempted, called off or looked at. Of the passes it has slept through only the ends are kept, in one row
-for all; it has a token for each. What a run costs is by request and by block, and not by token.
+Theory of operation. A request that runs and has its prompt behind it generates a token in each pass, and mostly
+touches no block. How many passes that goes on is known (`quiet_tokens`), so it sleeps until the first pass that does
+more, or until it wakes for another reason: it is preempted, called off or looked at. Of the passes it has slept through
+only the ends are kept, in one row for all; it has a token for each. What a run costs is by request and by block, and not
+by token.
 
 How long such passes take: Dynamo's default model goes by nothing but the tokens in use, of which there are as many values as an
 engine has tokens, and a trace meets the same ones again and again. So durations are kept in an array by tokens, 8 bytes each,
@@ -110,7 +111,7 @@ class Calendar:
         return missed
 
     def due(self, passes: int) -> list[ScheduledRequest]:
-        """Return those that are due when so many more passes are run, in the order in which they run; each is to be woken."""
+        """Return those that are due when so many more passes are run, in their order; each is to be woken."""
         due, now = self._due, self.passes + passes
         found: dict[ScheduledRequest, None] = {}
         while due and due[0][0] <= now:

@@ -179,7 +179,7 @@ class ForwardPass:
         end_ms: when it ended; all its tokens came out then.
         scheduled: of which requests it computed how many tokens, in order; a decode step is one token, none of the prompt.
         generated: the requests that generated a token in it, in order; those that sleep are not among them.
-        sleepers: how many requests generated a token in it besides, as they do in each pass, while nobody looks at them.
+        sleepers: how many requests generated a token in it besides, as they do in each pass while nobody looks.
         tokens: the tokens that they generated.
         bursts: how many each of them generated, of those that generated more than one, as drafts were accepted.
         admitted: the requests that it admitted, those that resume included.
@@ -497,7 +497,7 @@ class Scheduler(ABC):
         return True
 
     def wake(self, request: ScheduledRequest) -> bool:  # noqa: ARG002 - most let nobody sleep
-        """Bring a request up to date whose tokens of passes nobody looked at were only counted; whether it is such a one."""
+        """Bring a request up to date whose tokens were only counted, as nobody looked; whether it is such a one."""
         return False
 
     def wake_all(self) -> list[ScheduledRequest]:

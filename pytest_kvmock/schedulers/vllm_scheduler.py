@@ -37,8 +37,9 @@ if TYPE_CHECKING:
 # its first token, so that nobody is preempted while tokens come out. The first token of a request comes out of its prefill; time of decode is charged for
 # the others, by their lengths. What each release does is a flag of `Release`.
 #
-# Who drives it asks for a plan before each pass, or looks at each. In the first case requests that do nothing but generate sleep until
-# they are due (`calendar`): passes in which nobody is due are planned, and others touch those that are awake. Else nobody sleeps.
+# Who drives it asks for a plan before each pass, or looks at each. In the first case requests that do nothing but generate
+# sleep until they are due (`calendar`): passes in which nobody is due are planned, and others touch those that are awake.
+# Else nobody sleeps.
 
 _BLOCKED: Final = -1
 _PREEMPTED: Final = -2
@@ -87,7 +88,8 @@ class VllmScheduler(Scheduler):
         self._calendar = Calendar()
         self._awake: list[ScheduledRequest] = []  # the running requests that do not sleep, in their order
         self._places = 0
-        # A host sees each step, and a victim that stands before others changes whose turn it is: then none sleeps in a pass by itself.
+        # A host sees each step, and a victim that stands before others changes whose turn it is: then all are awake in a
+        # pass that is not planned.
         self._naps = tiers is not None or self._oldest_first
         # Of an engine with several cache groups; the others have no steps, and chunks of any length.
         limit_passes: Callable[[int], None] | None = getattr(driver, "limit_passes", None)
@@ -190,7 +192,7 @@ class VllmScheduler(Scheduler):
                 self.wake_all()
 
     def wake(self, request: ScheduledRequest) -> bool:
-        """Bring a request up to date whose tokens of passes nobody looked at were only counted; whether it is such a one."""
+        """As `Scheduler.wake`; with it come all that are due."""
         calendar = self._calendar
         if request not in calendar:
             return False
@@ -200,8 +202,9 @@ class VllmScheduler(Scheduler):
         return True
 
     def _wake_each(self, requests: Sequence[ScheduledRequest]) -> None:
-        # What completes a block is the last token of a sleep, and may draw a name for it from a source that all share: in the order of
-        # passes and requests. So who is due is woken with all others that are, and before a pass in which others may draw.
+        # What completes a block is the last token of a sleep, and may draw a name for it from a source that all share: in
+        # the order of passes and requests. So who is due is woken with all others that are, and before a pass in which
+        # others may draw.
         awake = self._awake
         for request in requests:
             self._catch_up(request)
