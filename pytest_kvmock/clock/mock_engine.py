@@ -55,7 +55,7 @@ class MockEngine:
         worker: its worker: manager, requests, restarts.
         size: what can ever be served here.
         now_ms: its time, in milliseconds from its start.
-        requests: all requests that it was given.
+        requests: all requests that it was given; while a fleet or a replay runs, they are up to date after `catch_up`.
         passes: how many forward passes it ran.
         prefill_tokens: tokens of prompts that it computed, and with them what it computed again.
         log: records the operations on it; None: nothing does.
@@ -95,7 +95,7 @@ class MockEngine:
         self.prefill_tokens = 0
         self._idle_passes = 0
         self._under_way: ForwardPass | None = None
-        self._aborts = EngineAborts(self._take_out)
+        self._aborts = EngineAborts(self._take_out, self._wake)
         self._begin()
         self.size = EngineSize.of(args, self._driver)
 
@@ -122,6 +122,7 @@ class MockEngine:
 
     def worker_restarted(self) -> None:
         """Begin anew, as the worker did: nothing runs, waits or arrives, and a pass under way is lost. Time and figures stay."""
+        self.catch_up()
         self._arriving.clear()
         self._aborts.clear()
         self._forget_pass()
@@ -145,6 +146,7 @@ class MockEngine:
     @property
     def report(self) -> Report:
         """A report of what the engine served so far."""
+        self.catch_up()
         facts = RunFacts(self.args.block_size, sketches=self.args.release.reports_workers)
         return Report(tuple(self.requests), facts, (self.row,))
 
@@ -179,6 +181,7 @@ class MockEngine:
 
     def on_pass(self, listener: Callable[[ForwardPass], None]) -> None:
         """Call a listener after each forward pass; while there is one, no passes are run in one go."""
+        self.catch_up()
         self._listeners.append(listener)
 
     # -------------------------------------------------------------------------------------------- requests
@@ -474,6 +477,7 @@ class MockEngine:
         A pass that is under way gives no tokens, and ends no request; events that are held for its end are published. Its
         worker stays, and so do time, `requests` and `report`. To leave the engine as a context manager does this.
         """
+        self.catch_up()
         self.worker.release_events()
         # Each stands at the end of its queue where it is looked for, or at the beginning: there may be thousands.
         order = (*self._arriving, *self.scheduler.waiting, *reversed(self.scheduler.running))
@@ -522,7 +526,20 @@ class MockEngine:
             EngineStalled: its requests can never make progress.
         """
         self._record(RunPasses, 1, self.worker.worker_id, self.worker.dp_rank)
+        self.catch_up()
         return self._step()
+
+    def _wake(self, request: EngineRequest) -> bool:
+        return self.scheduler.wake(request)  # that of now
+
+    def catch_up(self) -> None:
+        """Bring all requests up to date: those that only generate are else, until somebody looks."""
+        woken = self.scheduler.wake_all()
+        done = self._under_way
+        if done is not None and woken:
+            done.generated += cast("list[EngineRequest]", woken)
+            done.tokens += [0] * len(woken)  # nobody listens
+            done.sleepers = 0
 
     def _record(self, operation: type[Operation], *fields: object) -> None:
         if self.log is not None:
@@ -560,19 +577,22 @@ class MockEngine:
         self._check_until(until_ms)
         self._record(Run, until_ms, self.worker.worker_id, self.worker.dp_rank)
         until = math.inf if until_ms is None else until_ms
-        while not self.is_idle and self.now_ms < until:
-            if not self.has_work and self._arriving[0].arrival_ms >= until:
-                break
-            if not self._is_ready():  # who was to be served is called off
-                continue
-            self._step()
-            next_arrival = self._arriving[0].arrival_ms if self._arriving else math.inf
-            ends = self.plan(self.now_ms, min(until, next_arrival, self._aborts.next_ms), ahead=True)
-            if ends:
-                self.run_plan(ends, ahead=True)
-                self._aborts.during_pass(self.now_ms, None)
-                self.end_plan()
-                self._aborts.at(self.now_ms)
+        try:
+            while not self.is_idle and self.now_ms < until:
+                if not self.has_work and self._arriving[0].arrival_ms >= until:
+                    break
+                if not self._is_ready():  # who was to be served is called off
+                    continue
+                self._step()
+                next_arrival = self._arriving[0].arrival_ms if self._arriving else math.inf
+                ends = self.plan(self.now_ms, min(until, next_arrival, self._aborts.next_ms))
+                if ends:
+                    self.run_plan(ends)
+                    self._aborts.during_pass(self.now_ms, None)
+                    self.end_plan()
+                    self._aborts.at(self.now_ms)
+        finally:
+            self.catch_up()
         if until_ms is not None:
             self.now_ms = max(self.now_ms, until_ms)
             tiers = self.worker.tiers
@@ -584,24 +604,22 @@ class MockEngine:
         if until_ms is not None:
             check_number("until_ms", until_ms, unit=" (milliseconds)")
 
-    def plan(self, now_ms: float, until_ms: float = math.inf, *, ahead: bool = False) -> list[float]:
+    def plan(self, now_ms: float, until_ms: float = math.inf) -> list[float]:
         """Return when the passes end that can be run in one go, as nobody could tell them apart; nothing is done yet.
 
         Args:
             now_ms: when the first one starts.
             until_ms: each starts before this moment.
-            ahead: nobody looks at the block manager before they are run. Where nobody receives events either, passes that open
-                and fill blocks are among them.
         """
         if self._listeners:
             return []
-        ends = self.scheduler.plan(now_ms, until_ms, ahead=ahead and not self.worker.is_heard)
-        left = self._aborts.passes_left if ends else None
+        left = self._aborts.passes_left  # it wakes those whose tokens count
+        ends = self.scheduler.plan(now_ms, until_ms)
         return ends if left is None else ends[:left]
 
-    def run_plan(self, ends: list[float], *, ahead: bool = False) -> None:
+    def run_plan(self, ends: list[float]) -> None:
         """Run passes that were planned, the first of them or all."""
-        self.scheduler.run_plan(ends, ahead=ahead and not self.worker.is_heard)
+        self.scheduler.run_plan(ends)
         self.now_ms = ends[-1]
         self.passes += len(ends)
         self._idle_passes = 0
@@ -693,7 +711,7 @@ class MockEngine:
 
     def _watch(self, done: ForwardPass) -> None:
         """Raise once so many passes made no progress that none will."""
-        if done.generated or done.rejected or done.aborted or self.is_idle:
+        if done.has_generated or done.rejected or done.aborted or self.is_idle:
             self._idle_passes = 0
             return
         self._idle_passes += 1

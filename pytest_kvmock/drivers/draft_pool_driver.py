@@ -95,8 +95,6 @@ class DraftPoolDriver(HybridPoolDriver):
 
     # ------------------------------------------------------------------------------------------ for a scheduler
 
-    decodes_ahead = False
-
     def allocate(self, request: GroupRequest, upto: int) -> int:
         """Schedule a chunk of the first `upto` tokens, or the last token and drafts; all of them, or none."""
         manager, hits = self.manager, self._hits(request)

@@ -241,14 +241,11 @@ class PoolSchedulerDriver(SchedulerDriver, Protocol):
     0 where the request has to wait; `blocks_alone(request)`, the blocks of a prompt that shares none, where they are not one a block
     of tokens, and `alone(chunk, capped=)`, what requests of any length need there; `reserve_burst(request, tokens)`,
     whether it gets blocks for tokens that drafts may add, before any is drawn, and `release_burst(request)` for what is
-    over; `decodes_ahead = False`, where blocks do other than open and fill at multiples of one size.
+    over.
     """
 
     def step_inside(self, request: Any, upto: int) -> bool:
         """Count the tokens up to one as computed, if that needs no block and fills none; False: it does."""
-
-    def generate_ahead(self, request: Any, tokens: Sequence[int]) -> None:
-        """Append tokens, which are computed later."""
 
     def needs_no_output(self, request: Any) -> None:
         """Note that a request asks for no output: all of its prompt may be cached, its last token included."""

@@ -42,9 +42,6 @@ class HybridPoolDriver(PoolDriver):
     chunk: int | None = None
     """Tokens that its worker prefills at once: where chunks end, more states are held for a while; None: the whole prompt."""
 
-    decodes_ahead = False
-    """Blocks are freed within a request, so that passes cannot be run by their numbers alone."""
-
     manager: VllmHybridManager
 
     def __init__(self, manager: KvManager, prefix_caching: bool, rng: Random) -> None:

@@ -32,8 +32,6 @@ class IterationDriver(Generic[ManagerT]):
     manager: ManagerT
     prompt_keys = ("lora_name", "cache_salt", "session_id")
     admits_whole = True
-    decodes_ahead = False
-    """A token is computed in the step after the one that it comes out of, and is in no block before."""
 
     def __init__(self, manager: ManagerT, windows: Sequence[int | None], *, prefix_caching: bool, rng: Random) -> None:
         self.manager = manager

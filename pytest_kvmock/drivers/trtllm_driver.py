@@ -147,8 +147,3 @@ class TrtllmDriver(IterationDriver[V1Manager]):
         for token in tokens:
             self.manager.add_token(request)
             self.manager.new_token(request, token)
-
-    def generate_ahead(self, request: V1Request, tokens: Sequence[int]) -> None:
-        """Append tokens, which are computed later."""
-        for token in tokens:
-            self.manager.new_token(request, token)

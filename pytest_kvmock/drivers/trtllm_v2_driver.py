@@ -162,7 +162,3 @@ class TrtllmV2Driver(IterationDriver[V2Manager]):
         for token in tokens:
             self._step(request)
             request.tokens.append(token)
-
-    def generate_ahead(self, request: V2Request, tokens: Sequence[int]) -> None:
-        """Append tokens, which are computed later."""
-        request.tokens += tokens

@@ -53,6 +53,7 @@ class ScheduledRequest:
         keeps_blocks: its blocks stay allocated when it finishes, until its engine releases them.
         preemptions: how often it was preempted.
         opened: its place among all requests of its engine, by the order in which they were opened.
+        place: its place among those that run, where the scheduler lets requests sleep.
     """
 
     __slots__ = (
@@ -68,6 +69,7 @@ class ScheduledRequest:
         "max_output_tokens",
         "onboarded_tokens",
         "opened",
+        "place",
         "preemptions",
         "priority",
         "prompt_tokens",
@@ -99,6 +101,7 @@ class ScheduledRequest:
         self.keeps_blocks = False
         self.preemptions = 0
         self.opened = 0
+        self.place = 0
 
     def __len__(self) -> int:
         return self.prompt_tokens + self.generated_tokens
@@ -176,7 +179,8 @@ class ForwardPass:
         decode_ms: how long its decode took.
         end_ms: when it ended; all its tokens came out then.
         scheduled: of which requests it computed how many tokens, in order; a decode step is one token, none of the prompt.
-        generated: the requests that generated a token in it, in order.
+        generated: the requests that generated a token in it, in order; those that sleep are not among them.
+        sleepers: how many requests generated a token in it besides, as they do in each pass while nobody looks.
         tokens: the tokens that they generated.
         bursts: how many each of them generated, of those that generated more than one, as drafts were accepted.
         admitted: the requests that it admitted, those that resume included.
@@ -198,6 +202,7 @@ class ForwardPass:
     end_ms: float = 0.0
     scheduled: list[ScheduledTokens] = field(default_factory=list)
     generated: list[ScheduledRequest] = field(default_factory=list)
+    sleepers: int = 0
     tokens: list[int] = field(default_factory=list)
     bursts: dict[ScheduledRequest, int] = field(default_factory=dict)
     admitted: list[ScheduledRequest] = field(default_factory=list)
@@ -229,12 +234,23 @@ class ForwardPass:
                 request.token_ms += [end_ms] * (bursts.get(request, 1) - 1)
 
     @property
+    def has_generated(self) -> bool:
+        """Whether any request generated a token."""
+        return bool(self.generated or self.sleepers)
+
+    @property
     def did_something(self) -> bool:
         """Whether it took time, or any request is other than before."""
         return (
             self.end_ms > self.start_ms
             or bool(
-                self.scheduled or self.generated or self.admitted or self.preempted or self.rejected or self.aborted
+                self.sleepers
+                or self.scheduled
+                or self.generated
+                or self.admitted
+                or self.preempted
+                or self.rejected
+                or self.aborted
             )
             or self.may_do_more
         )
@@ -487,6 +503,14 @@ class Scheduler(ABC):
         self.abort(request)
         return True
 
+    def wake(self, request: ScheduledRequest) -> bool:  # noqa: ARG002 - most let nobody sleep
+        """Bring a request up to date whose tokens were only counted, as nobody looked; whether it is such a one."""
+        return False
+
+    def wake_all(self) -> list[ScheduledRequest]:
+        """Bring all requests up to date; returns those that were not."""
+        return []
+
     def settle(self, passes: Sequence[ForwardPass], *, is_idle: bool) -> None:  # noqa: B027 - most have nothing to settle
         """Settle what follows from the passes of all ranks of its worker together.
 
@@ -500,7 +524,7 @@ class Scheduler(ABC):
         """Run one forward pass from this moment; its requests' `token_ms` are set, its events published."""
 
     @abstractmethod
-    def plan(self, now_ms: float, until_ms: float, *, ahead: bool = False) -> list[float]:
+    def plan(self, now_ms: float, until_ms: float) -> list[float]:
         """Return when passes end that only decode and touch no block, as long as each starts before a moment.
 
         Nothing is done yet. Nobody can tell one of these passes from the next: no event, no first token, no end. So who drives
@@ -509,9 +533,8 @@ class Scheduler(ABC):
         Args:
             now_ms: when the first one starts.
             until_ms: the moment.
-            ahead: nobody receives events, or looks at the block manager, so that passes may open and fill blocks too.
         """
 
     @abstractmethod
-    def run_plan(self, ends: list[float], *, ahead: bool = False) -> None:
+    def run_plan(self, ends: list[float]) -> None:
         """Run passes that were planned, the first of them or all; nothing but arrivals happened here since."""

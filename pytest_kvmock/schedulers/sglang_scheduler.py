@@ -322,7 +322,7 @@ class SglangScheduler(Scheduler):
 
     # ------------------------------------------------------------------------------------------ in one go
 
-    def plan(self, now_ms: float, until_ms: float, *, ahead: bool = False) -> list[float]:  # noqa: ARG002 - no other ones
+    def plan(self, now_ms: float, until_ms: float) -> list[float]:
         """Return when passes end that only decode and touch no page, as long as each starts before a moment."""
         running = self._running
         if self._waiting or not running or self._called_off or self._accepted is not None:
@@ -340,7 +340,7 @@ class SglangScheduler(Scheduler):
             tokens += count
         return ends
 
-    def run_plan(self, ends: list[float], *, ahead: bool = False) -> None:  # noqa: ARG002 - likewise
+    def run_plan(self, ends: list[float]) -> None:
         """Run passes that were planned."""
         for request in self._running:
             self._driver.generate_quietly(request.state, request.next_tokens(len(ends)))

@@ -132,6 +132,7 @@ class CapacityScheduler(VllmScheduler):
         super().__init__(driver, args, tiers)
         self._pauses = bool(args.release.pauses)
         self._in_turns = args.context_chunking_policy == "equal_progress"
+        self._naps = True  # who gets a token is chosen among all
 
     # -------------------------------------------------------------------------------------------------- the order
 
@@ -149,6 +150,8 @@ class CapacityScheduler(VllmScheduler):
         """Note that a request that waited is computed from now on."""
         self._waiting.remove(request)
         insort(self._running, request, key=_place)
+        insort(self._awake, request, key=_place)
+        request.place = request.opened
         request.status = "running"
         request.admit(self._pass.start_ms, min(found, request.prompt_tokens))
         self._pass.admitted.append(request)
@@ -315,9 +318,9 @@ class CapacityScheduler(VllmScheduler):
             ScheduledTokens(request, used, min(used, max(0, request.prompt_tokens - start)), start)
         )
 
-    def _decode_passes(self) -> int:
+    def _quiet_passes(self) -> int:
         """How many passes from now on decode every running request; none while one waits."""
-        return 0 if self._waiting or len(self._running) > self._max_running else super()._decode_passes()
+        return 0 if self._waiting or len(self._running) > self._max_running else super()._quiet_passes()
 
 
 class SuspendingScheduler(CapacityScheduler):
@@ -398,11 +401,11 @@ class SuspendingScheduler(CapacityScheduler):
             self._done.add(request)
             named.add(block)
 
-    def _decode_passes(self) -> int:
-        """How many passes from now on decode every running request; none while one is suspended."""
+    def plan(self, now_ms: float, until_ms: float) -> list[float]:
+        """As `VllmScheduler.plan`; no pass while a request is suspended."""
         if any(self._driver.is_suspended(each.state) for each in self._running):
-            return 0
-        return super()._decode_passes()
+            return []
+        return super().plan(now_ms, until_ms)
 
 
 def _less(blocks: list[int], other: list[int]) -> list[int]:
