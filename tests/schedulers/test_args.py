@@ -162,7 +162,7 @@ def test_our_additions_are_passed_by_keyword_and_are_not_written():
     )
     assert DUMPED == args.to_json()
     assert (
-        "unknown addition 'semantic'; did you mean 'semantics'? known: semantics, performance_model, events_visible"
+        "unknown addition 'semantic'; did you mean 'semantics'? known: semantics, performance_model, events_visible, publish_every"
         == (refusal(MockEngineArgs.from_json, {}, semantic="1.2.1"))
     )
 

@@ -92,6 +92,7 @@ class HiCacheManager(PageCache[HiCacheRequest, HiCacheTree]):
         self._ordered_loads: list[tuple[Hold, Hold]] = []
         self.writes: deque[list[Hold]] = deque()
         self.loads: deque[list[tuple[Hold, Hold]]] = deque()
+        self._before_reset: dict[StorageTier, Collection[int]] = {DEVICE: (), HOST: ()}
         super().__init__(**options)
         if storage is not None:
             storage.attach(self._tree, self.block_size)
@@ -135,6 +136,11 @@ class HiCacheManager(PageCache[HiCacheRequest, HiCacheTree]):
                 name for node in self._tree.nodes() if node.host.on_host and not node.host.copy for name in node.names
             ]
         return []
+
+    def announced(self, tier: StorageTier = StorageTier.DEVICE) -> Collection[int]:
+        """Names that events promise in a tier: what is resident, but for what events say that wait (`hold_events`)."""
+        before = self._queue.undone(self.resident(tier), tier)
+        return self._before_reset[tier] if before is None else before
 
     @property
     def is_busy(self) -> bool:
@@ -477,6 +483,8 @@ class HiCacheManager(PageCache[HiCacheRequest, HiCacheTree]):
         """
         if self.is_busy:
             raise ValueError("reset: copies between device, host and storage are under way; acknowledge them first")
+        if self.hold_events:
+            self._before_reset = {tier: self.announced(tier) for tier in (DEVICE, HOST)}
         super().reset()
         if self.storage is not None:
             self.storage.reset()
