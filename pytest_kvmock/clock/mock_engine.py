@@ -163,6 +163,7 @@ class MockEngine:
             blocks_evicted=worker.removed_blocks,
             preemptions=self._preemptions,
             recomputes_last_token=worker.traits.recomputes_last_token,
+            has_host=worker.tiers is not None,
         )
 
     @property

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 _ALL: Final = 1_000_000_000
-"""More than a thread of the storage ever has to do."""
+"""More than the thread of the storage that writes ever has to do."""
 
 
 class WorkerStorage:
@@ -93,8 +93,6 @@ class HiCacheDriver(TreeDriver):
     def start(self, request: HiCacheRequest, upto: int) -> bool:
         """Match the first tokens of a request, lock, and load what the host has; False where there is no room for it."""
         manager = self.manager
-        if manager.storage is not None and self._prefix_caching:
-            self._prefetch(manager.storage, request)
         manager.find(request, upto if self._prefix_caching else 0)
         manager.admit(request)
         path = request.path
@@ -105,16 +103,21 @@ class HiCacheDriver(TreeDriver):
         if path.pages > path.device_pages and not manager.load(request) and manager.lacking(request, upto):
             manager.withdraw(request)
             return False
+        if manager.storage is not None:
+            request.from_storage = min(manager.storage.take_loaded(request)[0], request.from_host)
+            manager.storage.leave(request)
         return True
 
-    @staticmethod
-    def _prefetch(storage: HostStorage, request: HiCacheRequest) -> None:
-        """Look a request up in the storage, and put what that has on the host; it takes no time."""
-        storage.arrive(request)
-        for _ in range(3):  # the query; the transfer and its reports; what is free again
-            storage.run(_ALL, _ALL, _ALL, _ALL)
-            storage.step()
-        storage.leave(request)
+    @property
+    def storage(self) -> HostStorage | None:
+        """Where prefixes are fetched from; None: there is none, or nothing is reused."""
+        return self.manager.storage if self._prefix_caching else None
+
+    def free(self, request: HiCacheRequest, *, done: bool) -> None:
+        """Free what it has, and what is fetched for it; of a request that is done, after a last checkpoint."""
+        if self.manager.storage is not None and not request.leaves_prefetch:
+            self.manager.storage.leave(request)
+        super().free(request, done=done)
 
     def _start(self, request: HiCacheRequest, upto: int) -> bool:
         return self.start(request, upto)
@@ -156,8 +159,8 @@ class HiCacheDriver(TreeDriver):
         """Write what was copied to the host to the storage behind it, if there is one; it takes no time."""
         storage = self.manager.storage
         if storage is not None:
-            storage.run(_ALL, _ALL, _ALL, _ALL)
-            storage.step()
+            storage.run(0, 0, 0, _ALL)
+            storage.see()
 
     # ------------------------------------------------------------------------------------------- a scheduler's
 

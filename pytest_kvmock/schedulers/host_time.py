@@ -83,6 +83,9 @@ class HostTime(ABC):
     def lost_text(self) -> str | None:
         """Which slots of the device are lost, and why; None while something is under way, or none are."""
 
+    def arrive(self, state: Any) -> None:  # noqa: B027 - no other has a storage
+        """Take note of a request that arrives at a scheduler: nothing, but where a storage is asked for it then."""
+
     def tick(self, now: float) -> None:
         """Move the time forward: transfers end, and what came back for a request that does not wait for it is cached.
 

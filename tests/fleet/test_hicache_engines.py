@@ -3,6 +3,7 @@
 import pytest
 
 from pytest_kvmock import EngineProfile, MockEngineArgs, RouterHarness, Stored
+from pytest_kvmock.traces import synthetic_trace
 
 SIZE = 4
 
@@ -58,3 +59,75 @@ def test_events_wait_for_sglangs_host_alone():
         RouterHarness(EngineProfile(), "sglang", engine={"publish_every": 40}).engine(0)
     with pytest.raises(ValueError, match=r"^publish_every must be an integer of at least 1"):
         MockEngineArgs(publish_every=0)
+
+
+def test_who_waits_for_a_prefetch_lets_others_pass():
+    kv = harness(engine={"performance_model": (1, 1)}, storage=True, prefetch_threshold=16)
+    engine, prompt = kv.engine(0), [1] * 41
+    engine.worker.storage.fill(prompt)
+    waits = engine.submit(prompt, 2)
+    passes_by = engine.submit([2] * 9, 2)
+    engine.step()
+    assert ("waiting", "running") == (waits.status, passes_by.status)
+    engine.run()
+    assert 10.0 <= waits.admitted_ms < 13.0
+    assert (0, 0, 40) == (waits.device_tokens, waits.host_tokens, waits.fetched_tokens)
+    engine.run(until_ms=1000)
+    kv.assert_in_sync()
+
+
+def test_who_is_called_off_while_he_waits_leaves_nothing():
+    kv = harness(engine={"performance_model": (1, 1)}, storage=True, prefetch_threshold=16)
+    engine, prompt = kv.engine(0), [1] * 41
+    engine.worker.storage.fill(prompt)
+    request = engine.submit(prompt, 2)
+    engine.step()
+    request.abort()
+    engine.run(until_ms=1000)
+    assert not engine.worker.manager.is_busy
+    assert 128 * SIZE == engine.worker.manager.host_free
+    kv.assert_in_sync()
+
+
+def test_a_report_says_what_came_from_device_host_and_storage():
+    kv = harness(num_blocks=16, storage=True, prefetch_threshold=16)
+    engine, prompts = kv.engine(0), [[user] * 41 for user in range(3)]
+    engine.worker.storage.fill(prompts[2])
+    for user, at in ((0, 0), (0, 100), (1, 200), (0, 300), (2, 400)):  # computed; device; computed; host; storage
+        engine.submit(prompts[user], 1, arrival_ms=at)
+    report = engine.run()
+    assert (40, 40, 40) == tuple(report.figure(f"{tier}_tokens") for tier in ("device", "host", "storage"))
+    assert report.figure("device_tokens") + report.onboarded_tokens == sum(
+        r.first_reused_tokens for r in report.requests
+    )
+    kv.assert_in_sync()
+
+
+def test_without_a_host_a_report_has_no_tiers():
+    engine = RouterHarness(EngineProfile(block_size=4, num_blocks=16), "sglang").engine(0)
+    engine.submit(range(9), 1)
+    assert engine.run().figure("device_tokens") is None
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
+def test_a_fleet_runs_over_sglangs_host(policy, tmp_path):
+    kv = harness(40, 3, write_policy=policy, storage=True, prefetch_threshold=16, engine={"publish_every": 5})
+    trace = synthetic_trace(
+        40,
+        block_size=SIZE,
+        interval_ms=30,
+        seed=1,
+        input_tokens=(20, 60),
+        output_tokens=(2, 12),
+        groups=5,
+        prefix_blocks=(4, 8),
+    )
+    report = kv.fleet().run(trace)
+    assert 40 == len(report.completed)
+    tiers = [report.figure(f"{tier}_tokens") for tier in ("device", "host", "storage")]
+    assert all(tiers)
+    assert tiers[1] == sum(report.figure("host_tokens", worker) for worker in report.workers)
+    assert " device " in str(report)
+    report.to_html(tmp_path / "fleet.html")
+    assert "storage_tokens" in (tmp_path / "fleet.html").read_text()
+    kv.assert_in_sync()

@@ -225,7 +225,10 @@ def test_a_hybrid_model_is_served_with_its_cache_groups():
         ),
         (
             ["--dialect", "sglang-0.5.23", "--host-blocks", "8", "--self-describing"],
-            "serve: tiers: 'self_describing' is not for this backend; SGLang's HiCache has host, gbps, bytes_per_token, write_policy, storage, prefetch_threshold",
+            (
+                "serve: tiers: 'self_describing' is not for this backend; SGLang's HiCache has host, gbps, bytes_per_token, write_policy, storage, prefetch_policy, prefetch_threshold, prefetch_timeout_base, "
+                "prefetch_timeout_per_ki_token, retry_interval, retry_attempts, storage_batch"
+            ),
         ),
         (
             ["--model", "gpt-oss", "--dialect", "vllm-0.19"],

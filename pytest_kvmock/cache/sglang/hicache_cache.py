@@ -16,6 +16,7 @@ from pytest_kvmock.cache.sglang.hicache_tree import DEVICE, HOST, WRITE_POLICIES
 from pytest_kvmock.cache.sglang.page_cache import PageCache, on_the_wire
 from pytest_kvmock.cache.sglang.radix_request import RadixRequest
 from pytest_kvmock.cache.sglang.radix_tree import Hold, TreeNode
+from pytest_kvmock.checks import check_integer
 from pytest_kvmock.events import StorageTier
 from pytest_kvmock.tokens import Prompt
 
@@ -40,15 +41,17 @@ class HiCacheRequest(RadixRequest):
         from_device: tokens that its admission found on the device.
         from_host: tokens that it loaded from the host.
         from_storage: of these, tokens that a prefetch had brought there for it.
+        leaves_prefetch: what is fetched for it is cached when it comes, though nobody waits for it.
     """
 
-    __slots__ = ("from_device", "from_host", "from_storage", "path")
+    __slots__ = ("from_device", "from_host", "from_storage", "leaves_prefetch", "path")
 
     def retract(self) -> None:
         """Forget what it has: it begins anew, with the tokens that it has."""
         super().retract()
         self.path: HostMatch | None = None
         self.from_device = self.from_host = self.from_storage = 0
+        self.leaves_prefetch = False
 
 
 class HiCacheManager(PageCache[HiCacheRequest, HiCacheTree]):
@@ -241,7 +244,7 @@ class HiCacheManager(PageCache[HiCacheRequest, HiCacheTree]):
         self._tree.unlock(request.node)
         request.node = None
         self._has(request, 0)
-        request.from_device = request.from_host = 0
+        request.from_device = request.from_host = request.from_storage = 0
 
     def lacking(self, request: HiCacheRequest, upto: int, pages: int = 0) -> int:
         """Count the pages that lack for the tokens of an admitted request up to one, with those that are spoken for."""
@@ -474,6 +477,22 @@ class HiCacheManager(PageCache[HiCacheRequest, HiCacheTree]):
                     self._tree.note_duplicate(node)
                 self._tree.unlock(hold.nodes[-1])
         self._flush()
+
+    def ack(self, writes: int = 0, loads: int = 0) -> None:
+        """Acknowledge copies that were submitted, by hand: so many groups to the host, and to the device.
+
+        Raises:
+            ValueError: there are not so many under way, or none is acknowledged; nothing has changed.
+        """
+        for name, count, under_way in (("writes", writes, self.writes), ("loads", loads, self.loads)):
+            check_integer(f"ack: {name}", count, 0, " (groups)")
+            if count > len(under_way):
+                raise ValueError(f"ack: {name} must be at most {len(under_way)}, the groups under way, got {count}")
+        if not writes + loads:
+            raise ValueError(
+                f"ack of nothing: {len(self.writes)} groups of writes and {len(self.loads)} of loads are under way"
+            )
+        self.step(writes, loads)
 
     def reset(self) -> None:
         """Drop everything that is cached, on device and host, and publish a Cleared; the storage stays.

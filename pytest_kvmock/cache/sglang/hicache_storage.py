@@ -247,13 +247,24 @@ class HostStorage:
                 return True
             if prefetch.waits_since is None:
                 prefetch.waits_since = self.now
-            patience = self.timeout_base + prefetch.count * self._size / 1024 * self.timeout_per_ki_token
-            if self.now - prefetch.waits_since <= patience:
+            if self.now - prefetch.waits_since <= self._patience(prefetch):
                 return True
             seeker.timed_out = True
         self._stop(prefetch)
         self._put(prefetch)
         return False
+
+    def _patience(self, prefetch: Prefetch) -> float:
+        return self.timeout_base + prefetch.count * self._size / 1024 * self.timeout_per_ki_token
+
+    @property
+    def next_timeout(self) -> float | None:
+        """Until when the next request waits for its prefetch at most, in seconds; None: none has a limit."""
+        if self.prefetch_policy != "timeout":
+            return None
+        under_way = (seeker.prefetch for seeker in self.waiting.values())
+        ends = [each.waits_since + self._patience(each) for each in under_way if each and each.waits_since is not None]
+        return min(ends, default=None)
 
     def take_loaded(self, request: Any) -> tuple[int, int | None]:
         """Tokens that a prefetch brought since this was asked last, and where they begin."""
@@ -319,6 +330,11 @@ class HostStorage:
 
     def step(self) -> list[tuple[Any, HostMatch, bool]]:
         """See what the threads have done, and look up again what was not found; returns what was looked up."""
+        self.see()
+        return self._retry()
+
+    def see(self) -> None:
+        """See what the threads have done."""
         released = len(self._released)
         for _ in range(len(self._answered)):
             self._answer(self._answered.popleft())
@@ -334,7 +350,6 @@ class HostStorage:
             self._tree.release_host(self._written.popleft())
         for _ in range(released):
             self._tree.host_free += self._released.popleft()
-        return self._retry()
 
     def _retry(self) -> list[tuple[Any, HostMatch, bool]]:
         done: list[tuple[Any, HostMatch, bool]] = []
