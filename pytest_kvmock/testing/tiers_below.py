@@ -32,6 +32,13 @@ _HICACHE: Final[tuple[Mapping[str, Any], ...]] = (
 """Hosts of SGLang's kind, of each policy; smaller ones than the device, too."""
 
 
+_UNJUDGED: Final = (
+    "unjudged: whether it overlooks the host, has there what the device removes, keeps what the host removes, or drops what "
+    "stands below a removed block"
+)
+"""What nobody sees of an index that is asked for the device alone."""
+
+
 class TiersBelow(OverIndex):
     """The part of `IndexContract` that is about tiers below the device."""
 
@@ -78,7 +85,9 @@ class TiersBelow(OverIndex):
         self.traits = traits
         index = self._start()
         if index.index.find_tiered is None:
-            pytest.skip(f"{index.index.name} has no find_tiered(local_hashes): tiers below the device were not checked")
+            pytest.skip(
+                f"{index.index.name} has no find_tiered(local_hashes): tiers below the device were not checked; {_UNJUDGED}"
+            )
         return index
 
     def _start_native(self, chunk: int = 1) -> IndexDriver:
