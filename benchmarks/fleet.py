@@ -10,8 +10,7 @@ from itertools import product
 
 from benchmarks.measure import Figure, alternating, cpu_seconds, dynamo
 from benchmarks.verdict import traces
-from pytest_kvmock import EngineProfile, MockEngine, MockEngineArgs, RouterHarness
-from pytest_kvmock.fleet import Fleet
+from pytest_kvmock import EngineProfile, Fleet, MockEngine, MockEngineArgs, RouterHarness
 from pytest_kvmock.traces import MOONCAKE_BLOCK_SIZE, read_mooncake, synthetic_trace
 
 ROUNDS = 3

@@ -25,6 +25,8 @@ MOST_FILES = 17  # in each of the rooms around engines, `__init__.py` counted
 SHORT_ON_PURPOSE = {
     "hookspecs",  # it is given to pluggy whole, and where authors of other plugins look first
     "captures",  # only who captures loads it, and the files that it needs
+    "vectors_command",  # only who types it loads more
+    "plugin",  # a folder of contrib as pytest sees it, however little that is
 }
 
 TOLD_APART_BY_FOLDERS = {
@@ -34,6 +36,7 @@ TOLD_APART_BY_FOLDERS = {
     "index",  # the router's; in testing, the contract of one
     "manager",  # the protocol of block managers; in testing, the contract of one
     "offload",  # the protocol of further tiers; in tiers, the host
+    "plugin",  # fixtures, options and hooks of each folder of contrib
     "program",  # what is played; in reduce, the one that is cut down
     "replay",  # of a trace on engines; in reduce, of what a harness recorded
     "recovery",  # what workers keep and routers ask; in harness, the test's hold on it

@@ -40,7 +40,6 @@ from pytest_kvmock.programs.operations import (
     Tick,
     prompt_fields,
 )
-from pytest_kvmock.schedulers.scheduler_specs import SCHEDULERS
 from pytest_kvmock.sinks import event_sink
 from pytest_kvmock.tokens import Prompt, TokenIds
 
@@ -608,6 +607,8 @@ class KvWorker:
         """
         if self._engine is not None and self._engine is not engine:
             raise ValueError(f"{self!r} is used by {self._engine!r}; a worker has one engine")
+        from pytest_kvmock.schedulers.scheduler_specs import SCHEDULERS  # a worker without time needs none of them
+
         missing = [protocol_mismatch(self._driver, each.driver) for each in SCHEDULERS.values()]
         if None not in missing:
             raise ValueError(f"no engine can use {self!r}: its driver is {missing[0]}")

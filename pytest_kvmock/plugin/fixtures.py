@@ -11,7 +11,6 @@ has few fixtures to set up, which is most of what a test costs. The first and th
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -22,18 +21,15 @@ from pytest_kvmock.plugin.settings import SETTINGS, base_profile, trace_path
 
 if TYPE_CHECKING:
     from pytest_kvmock.backends import EngineProfile
-    from pytest_kvmock.block_manager import Fabric, KvBlockManager
     from pytest_kvmock.cache.manager import KvManager
     from pytest_kvmock.cache.paged import PagedCacheManager
     from pytest_kvmock.clock.mock_engine import MockEngine
     from pytest_kvmock.drivers.driver import Traits
     from pytest_kvmock.engine.worker import KvWorker
     from pytest_kvmock.fleet.fleet import Fleet
-    from pytest_kvmock.fleet.scheduler_cases import SchedulerCase, SchedulerRequest
     from pytest_kvmock.harness import KvSink, RouterHarness
     from pytest_kvmock.harness.recovery import Recovery
     from pytest_kvmock.hygiene.log import EventLog
-    from pytest_kvmock.plugin.block_managers import BlockManagers
     from pytest_kvmock.plugin.case import Case
     from pytest_kvmock.serve.kv_server import KvServer
     from pytest_kvmock.tokens import Prompt
@@ -61,17 +57,6 @@ def _kvmock_matrix() -> None:
 @pytest.fixture(scope="session")
 def _kvmock_dialects() -> None:
     """Stand likewise in the closure of every test that needs the `kv_dialect` of this plugin."""
-
-
-@pytest.fixture
-def _kvmock_scheduler_case(request: pytest.FixtureRequest) -> SchedulerCase | None:
-    """The case of the scheduler matrix that the test is; it stands in the closure of every test that needs an engine."""
-    from pytest_kvmock.plugin.case import fail_in_one_line, scheduler_case
-
-    try:
-        return scheduler_case(request.node)
-    except ValueError as error:
-        fail_in_one_line(request.node, str(error))
 
 
 @pytest.fixture
@@ -111,22 +96,6 @@ def _kvmock_case(request: pytest.FixtureRequest, kv_base_profile: EngineProfile,
     if capture is not None:
         case.capture = capture.of(harness)
     return case
-
-
-@pytest.fixture
-def _kvmock_block_managers(request: pytest.FixtureRequest, kv_base_profile: EngineProfile) -> Iterator[BlockManagers]:
-    """Make the block managers of the test, in one fabric; what they publish is judged where the test has a harness."""
-    from pytest_kvmock.plugin.block_managers import BlockManagers
-    from pytest_kvmock.plugin.case import effective_profile
-
-    def harness() -> RouterHarness:
-        case: Case = request.getfixturevalue(_CASE)
-        return case.harness
-
-    profile = effective_profile(request.node, kv_base_profile)
-    managers = BlockManagers(profile, harness, is_judged=_CASE in request.fixturenames)
-    yield managers
-    managers.close()
 
 
 @pytest.fixture
@@ -212,7 +181,7 @@ def kv_base_profile(pytestconfig: pytest.Config) -> EngineProfile:
 # ---------------------------------------------------------------------------------------------------- to use
 
 
-def _checked(name: str, method: Any, more: tuple[str, ...] = ()) -> Callable[..., Any]:
+def checked(name: str, method: Any, more: tuple[str, ...] = ()) -> Callable[..., Any]:
     """Wrap a method of the harness for a fixture: a misspelt argument is answered with the nearest ones."""
     code = method.__code__
     known = (*code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount], *more)  # without self
@@ -289,7 +258,7 @@ def make_kv_manager(kv_backend: str, _kvmock_case: Case) -> Callable[..., KvMana
 
 
 @pytest.fixture
-def kv_engine(kv_backend: str, _kvmock_case: Case, _kvmock_scheduler_case: SchedulerCase | None) -> MockEngine:
+def kv_engine(kv_backend: str, _kvmock_case: Case) -> MockEngine:
     """The engine of worker 0 in virtual time, a `MockEngine`: `submit`, `step`, `run`; `kvmock(engine={...})` says what it is."""
     harness = _kvmock_case.with_backend(kv_backend)
     try:
@@ -301,9 +270,7 @@ def kv_engine(kv_backend: str, _kvmock_case: Case, _kvmock_scheduler_case: Sched
 
 
 @pytest.fixture
-def make_kv_engine(
-    kv_backend: str, _kvmock_case: Case, _kvmock_scheduler_case: SchedulerCase | None
-) -> Callable[..., MockEngine]:
+def make_kv_engine(kv_backend: str, _kvmock_case: Case) -> Callable[..., MockEngine]:
     """Make more engines, `make_kv_engine(**engine)`: each is that of the next worker; the fields are over those of the markers."""
     harness = _kvmock_case.with_backend(kv_backend)
 
@@ -341,31 +308,6 @@ def make_kv_fleet(kv_backend: str, kv_router: Any, _kvmock_case: Case) -> Callab
 
 
 @pytest.fixture
-def kv_scheduler_case(request: pytest.FixtureRequest, _kvmock_scheduler_case: SchedulerCase | None) -> SchedulerCase:
-    """The case of `@pytest.mark.kv_scheduler_matrix` that the test is: `shared`, `caching`, `chunked`."""
-    return _case_or_fail(request, _kvmock_scheduler_case)
-
-
-@pytest.fixture
-def kv_scheduler_requests(
-    request: pytest.FixtureRequest, kv_base_profile: EngineProfile, _kvmock_scheduler_case: SchedulerCase | None
-) -> Sequence[SchedulerRequest]:
-    """The 200 requests of the case: `kv_engine.submit(*request)`."""
-    from pytest_kvmock.fleet.scheduler_cases import make_scheduler_requests
-    from pytest_kvmock.plugin.case import effective_profile
-
-    case = _case_or_fail(request, _kvmock_scheduler_case)
-    seed = effective_profile(request.node, kv_base_profile).seed
-    return make_scheduler_requests(case, Random(f"{seed}:{request.node.nodeid}:{request.fixturename}"))  # noqa: S311 - mock data
-
-
-def _case_or_fail(request: pytest.FixtureRequest, case: SchedulerCase | None) -> SchedulerCase:
-    if case is None:
-        pytest.fail(f"kvmock: {request.fixturename} is for tests with @pytest.mark.kv_scheduler_matrix", pytrace=False)
-    return case
-
-
-@pytest.fixture
 def kv_paged_manager(request: pytest.FixtureRequest, kv_base_profile: EngineProfile) -> PagedCacheManager:
     """A `PagedCacheManager`, inference_lab's, with the blocks of the test's profile, one byte a token; it has no events."""
     from pytest_kvmock.cache.paged import PagedCacheManager
@@ -373,24 +315,6 @@ def kv_paged_manager(request: pytest.FixtureRequest, kv_base_profile: EngineProf
 
     profile = effective_profile(request.node, kv_base_profile)
     return PagedCacheManager(profile.num_blocks * profile.block_size, profile.block_size, 1, profile.prefix_caching)
-
-
-@pytest.fixture
-def kv_block_manager(_kvmock_block_managers: BlockManagers) -> KvBlockManager:
-    """A `KvBlockManager`, dynamo-llm's, with pools on device and host; it is in `kv_fabric`, and is closed when the test ends."""
-    return _kvmock_block_managers.make()
-
-
-@pytest.fixture
-def make_kv_block_manager(_kvmock_block_managers: BlockManagers) -> Callable[..., KvBlockManager]:
-    """Make more of them, `make_kv_block_manager(device_blocks=8, host_blocks=None, worker_id=7, sink=True)`, all in `kv_fabric`."""
-    return _checked("make_kv_block_manager", _kvmock_block_managers.make)
-
-
-@pytest.fixture
-def kv_fabric(_kvmock_block_managers: BlockManagers) -> Fabric:
-    """The `Fabric` that the test's block managers are in: `exchange_blocksets`, `cut_link`, `transfers`."""
-    return _kvmock_block_managers.fabric
 
 
 @pytest.fixture
@@ -408,7 +332,7 @@ def kv_sink(_kvmock_case: Case) -> KvSink:
 @pytest.fixture
 def make_kv_sink(_kvmock_case: Case) -> Callable[..., KvSink]:
     """Make more sinks, `make_kv_sink(chained=None, num_blocks=None, tier_blocks=None, residency="unique", prefix_closed=True, worker_id=None, hash=None, seed=None)`: each stands for a worker by itself."""
-    return _checked("make_kv_sink", _kvmock_case.harness.make_sink)
+    return checked("make_kv_sink", _kvmock_case.harness.make_sink)
 
 
 @pytest.fixture
@@ -435,7 +359,7 @@ def make_kv_publisher(_kvmock_publishers: Callable[..., KvPublisher]) -> Callabl
 def make_kv_server(
     kv_dialect: str, kv_backend: str, _kvmock_case: Case, _kvmock_publishers: Callable[..., KvPublisher]
 ) -> Iterator[Callable[..., KvServer]]:
-    """Make the test's server by `make_kv_server(adapters=(), time_scale=0.0, control_port=None, ...)`, as `KvServer` takes them; once a test."""
+    """Make the test's server by `make_kv_server(adapters=(), time_scale=0.0, ports={"control": 0}, ...)`, as `KvServer` takes them; once a test."""
     from pytest_kvmock.plugin.wires import servers
 
     with servers(_kvmock_case, _kvmock_case.with_backend(kv_backend), kv_dialect, _kvmock_publishers) as make:
@@ -483,7 +407,7 @@ def kv_prompt(_kvmock_case: Case) -> Callable[..., Prompt]:
     """
     from pytest_kvmock.drivers.driver import PROMPT_KEYS
 
-    return _checked("kv_prompt", _kvmock_case.harness.prompt, PROMPT_KEYS)
+    return checked("kv_prompt", _kvmock_case.harness.prompt, PROMPT_KEYS)
 
 
 @pytest.fixture
@@ -520,7 +444,22 @@ def kv_trace(request: pytest.FixtureRequest, kv_base_profile: EngineProfile) -> 
 FIXTURE_PREFIXES: Final = ("kv_", "make_kv_")
 
 FIXTURES: Final = tuple(name for name in globals() if name.startswith(FIXTURE_PREFIXES))
-"""The names of the public fixtures."""
+"""The names of the public fixtures that are here."""
+
+OF_CONTRIB: Final = {
+    "kv_block_manager": "block_managers",
+    "kv_fabric": "block_managers",
+    "kv_scheduler_case": "lab",
+    "kv_scheduler_requests": "lab",
+    "make_kv_block_manager": "block_managers",
+}
+"""The folders of `contrib` that fixtures come with, for who asks for one and has deleted its folder."""
+
+
+def known_fixtures(config: pytest.Config) -> list[str]:
+    """The names of the public fixtures in all modules of the plugin."""
+    plugins = [plugin for name, plugin in config.pluginmanager.list_name_plugin() if name.startswith("pytest_kvmock.")]
+    return [name for plugin in plugins for name in dir(plugin) if name.startswith(FIXTURE_PREFIXES)]
 
 
 # ---------------------------------------------------------------------------------------------------- to misspell
@@ -537,10 +476,12 @@ class _Explainer:
             yield
         except pytest.FixtureLookupError as error:
             name = error.argname
-            if isinstance(name, str) and name.startswith(FIXTURE_PREFIXES) and name not in FIXTURES:
+            known = known_fixtures(item.config)
+            if isinstance(name, str) and name.startswith(FIXTURE_PREFIXES) and name not in known:
                 from pytest_kvmock.checks import did_you_mean
 
-                hint = did_you_mean(name, FIXTURES)
+                folder = OF_CONTRIB.get(name)
+                hint = did_you_mean(name, known) if folder is None else f": pytest_kvmock/contrib/{folder} is not here"
                 if hint:
                     item.add_report_section("setup", "kvmock", f"fixture {name!r} not found{hint}")
             raise

@@ -518,12 +518,13 @@ class Report:
             ValueError: no limit is given, one is out of range, or no request arrived that was not called off.
         """
         __tracebackhide__ = True
+        for name, limit in (("ttft_ms", ttft_ms), ("itl_ms", itl_ms), ("e2e_ms", e2e_ms)):
+            if limit is not None:
+                check_number(f"assert_slo: {name}", limit, unit=" (milliseconds), or None")
         objectives = Objectives(ttft_ms, itl_ms, e2e_ms)
         limits = {name: limit for name, limit in asdict(objectives).items() if limit is not None}
         if not limits:
             raise ValueError("assert_slo needs a limit: ttft_ms=, itl_ms= or e2e_ms=")
-        for name, limit in limits.items():
-            check_number(f"assert_slo: {name}", limit, unit=" (milliseconds), or None")
         check_share("assert_slo: at", at)
         self._need_requests("assert_slo")
         served = [each for each in self.served if each.request.status != "aborted"]

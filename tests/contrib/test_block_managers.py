@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-import pytest_kvmock.plugin.block_managers  # noqa: F401 - stays loaded, so that a class is the same one in every run
+import pytest_kvmock.contrib.block_managers.managers  # noqa: F401 - stays loaded, so that a class is the same one in every run
 
 CACHE = """
     from pytest_kvmock.block_manager import token_blocks
@@ -394,7 +394,7 @@ import json, sys
 import pytest
 pytest.main(["-q", "-p", "kvmock", "-p", "no:cacheprovider", "--kv-backend=lru"])
 print()
-print(json.dumps([m for m in sys.modules if "block_manager" in m]))
+print(json.dumps([m for m in sys.modules if m.startswith(("pytest_kvmock.block_manager", "pytest_kvmock.contrib.block_managers.managers"))]))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "1 passed" in done.stdout
