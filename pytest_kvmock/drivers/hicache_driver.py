@@ -78,6 +78,8 @@ class HiCacheDriver(TreeDriver):
 
     def __init__(self, manager: KvManager, prefix_caching: bool, rng: Random) -> None:
         super().__init__(checked_manager(manager, HiCacheManager, "HiCacheDriver"), prefix_caching, rng)
+        draft = self.manager.speculative
+        self.drafts = 0 if draft is None else draft.drafts
 
     def lookup(self, request: HiCacheRequest) -> int:
         """Tokens of the request that are on the device, without its last one; of an admitted one, all that it reuses."""
@@ -88,7 +90,14 @@ class HiCacheDriver(TreeDriver):
 
     def need(self, request: HiCacheRequest, upto: int, tokens: Sequence[int] = ()) -> int:
         """Pages that no request holds. Changes nothing."""
-        return self.manager.missing(request, upto + len(tokens))
+        return self.need_runs(request, upto, [(token,) for token in tokens])
+
+    def need_runs(self, request: HiCacheRequest, upto: int, runs: Sequence[Sequence[int]] = ()) -> int:
+        """As `need`, of steps that generate so many tokens each: accepted drafts and one more."""
+        draft, count = self.manager.speculative, sum(map(len, runs))
+        if runs and draft is not None:  # the last step needs room ahead of what is committed before it
+            count += draft.ahead(self.manager.block_size) - len(runs[-1])
+        return self.manager.missing(request, upto + count)
 
     def start(self, request: HiCacheRequest, upto: int) -> bool:
         """Match the first tokens of a request, lock, and load what the host has; False where there is no room for it."""
@@ -146,9 +155,20 @@ class HiCacheDriver(TreeDriver):
 
     def extend(self, request: HiCacheRequest, tokens: Sequence[int]) -> None:
         """Decode steps, one a token."""
-        for token in tokens:
+        self.extend_runs(request, [(token,) for token in tokens])
+
+    def extend_runs(self, request: HiCacheRequest, runs: Sequence[Sequence[int]]) -> None:
+        """Decode steps, each of which commits the last sampled token and accepted drafts."""
+        for run in runs:
             self.make_room((request,))
-            self.manager.end_step(request, token)
+            self.commit(request, run)
+
+    def commit(self, request: HiCacheRequest, run: Sequence[int]) -> None:
+        """End a step, for which `make_room` has made room."""
+        if self.drafts:
+            self.manager.end_verify(request, run)
+        else:
+            self.manager.end_step(request, run[0])
 
     def clear(self) -> bool:
         """Drop all that is cached, on device and host; the storage keeps what it has."""
@@ -164,25 +184,37 @@ class HiCacheDriver(TreeDriver):
 
     # ------------------------------------------------------------------------------------------- a scheduler's
 
+    def step_tokens(self, requests: Sequence[HiCacheRequest]) -> int:
+        """A page for each that needs one, or room for its drafts."""
+        if not self.drafts:
+            return super().step_tokens(requests)
+        return sum(map(self.manager.pages_ahead, requests)) * self.manager.block_size
+
     def make_room(self, requests: Sequence[HiCacheRequest]) -> bool:
-        """Evict until there is a page for each that needs one."""
-        if self.manager.begin_step(requests):
+        """Evict until there is a page for each that needs one, or room for their drafts."""
+        begin = self.manager.begin_verify if self.drafts else self.manager.begin_step
+        if begin(requests):
             return True
         self.write_storage()  # as in `_compute`
-        return self.manager.begin_step(requests)
+        return begin(requests)
 
     def generate(self, request: HiCacheRequest, token: int) -> bool:
         """Compute one token, for which `make_room` has made room; False, and nothing is computed, where it has not."""
         self.checkpoint(request)  # of the prompt alone: the token is computed in a step of its own
-        if not self.manager.may_step(request):
+        if not (self.drafts or self.manager.may_step(request)):
             return False
-        self.manager.end_step(request, token)
+        self.commit(request, (token,))
         return True
+
+    def generate_run(self, request: HiCacheRequest, tokens: Sequence[int]) -> None:
+        """Commit a step: the last sampled token and accepted drafts."""
+        self.checkpoint(request)
+        self.commit(request, tokens)
 
     def quiet_passes(self, requests: Sequence[HiCacheRequest]) -> int:
         """Passes in which each generates a token, and none needs a page or evicts."""
         manager = self.manager
         short = manager.available_size() < len(requests) * manager.block_size and manager.evictable_size() > 0
-        if short or not self._prefilled.isdisjoint(requests):
+        if self.drafts or short or not self._prefilled.isdisjoint(requests):
             return 0
         return min(request.allocated * manager.block_size - request.computed for request in requests)

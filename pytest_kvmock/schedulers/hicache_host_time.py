@@ -278,10 +278,14 @@ class HiCacheHostTime(HostTime):
 
     def generate(self, state: Any, tokens: Sequence[int]) -> None:
         """Decode, one step a token, and wait where blocks are being copied."""
-        for token in tokens:
+        self.generate_runs(state, [(token,) for token in tokens])
+
+    def generate_runs(self, state: Any, runs: Sequence[Sequence[int]]) -> None:
+        """Decode in steps that commit so many tokens each, and wait where blocks are being copied."""
+        for run in runs:
             while not self._driver.make_room((state,)):
                 self._wait(True, "")
-            self.manager.end_step(state, token)
+            self._driver.commit(state, run)
         self._begin()
 
     def _wait(self, wait: bool, why: str) -> None:

@@ -165,6 +165,10 @@ class HostTime(ABC):
             SlotsLost: there will be none.
         """
 
+    def generate_runs(self, state: Any, runs: Sequence[Sequence[int]]) -> None:
+        """Decode in steps that commit so many tokens each, of an engine with a draft model."""
+        self._driver.extend_runs(state, runs)
+
     @abstractmethod
     def _wait(self, wait: bool, why: str) -> None:
         """Let the time pass until the next transfer is done."""

@@ -7,7 +7,8 @@ import pytest
 from depth import examples
 from hypothesis import given, settings
 
-from pytest_kvmock import EngineProfile, OutOfBlocks, Prompt, RouterHarness, StorageTier, create_manager
+from pytest_kvmock import BACKENDS, EngineProfile, OutOfBlocks, Prompt, RouterHarness, StorageTier, create_manager
+from pytest_kvmock.cache.sglang.speculative import SglangSpeculative
 from pytest_kvmock.drivers.driver import WouldWait
 from pytest_kvmock.testing import play, traffic
 
@@ -219,6 +220,29 @@ def test_a_request_waits_for_its_prefetch_as_the_policy_says(options, cached, no
     kv.assert_in_sync()
 
 
+@pytest.mark.parametrize("host", [6, 40])
+def test_a_draft_model_without_pairs_has_a_host(host):
+    spec = BACKENDS["sglang"].variant("sglang_ngram", speculative=SglangSpeculative("NGRAM", 3, draft_tokens=4))
+    tiers = {"host": host, "gbps": 1.0, "bytes_per_token": 250_000}
+    profile = EngineProfile(block_size=SIZE, num_blocks=20, workers=1, tiers=tiers)
+    kv = RouterHarness(profile, spec)
+    worker, rng = kv.worker(0), Random(0)
+    for turn in range(12):
+        with contextlib.suppress(OutOfBlocks), worker.prefill([turn % 3] * rng.randrange(10, 40)) as request:
+            accepted = [rng.randrange(4) for _ in range(3)]
+            request.decode(sum(accepted) + len(accepted), accepted=accepted)
+            request.decode(2)
+            kv.assert_in_sync()
+        worker.tick(worker.now + 3.0)
+        kv.assert_in_sync()
+    engine = RouterHarness(profile, spec).engine(0, performance_model=(1, 1))
+    for turn in range(6):
+        engine.submit([turn % 2] * 20, 9, arrival_ms=turn * 30)
+    report = engine.run()
+    assert 6 == len(report.completed)
+    assert engine.passes < 6 * 9  # drafts are accepted
+
+
 def test_who_does_not_wait_for_a_prefetch_finds_it_on_the_host_later():
     kv = harness(storage=True, prefetch_threshold=4)
     worker = kv.worker(0)
@@ -299,6 +323,10 @@ def test_without_a_storage_there_is_none_to_fill():
         ),
         ({"tiers": {"host": 8, "storage": 1}}, "tiers: storage must be True or False, got 1"),
         ({"tiers": {"host": 8}, "policy": "mru"}, "tiers of sglang are for policy lru, lfu and slru"),
+        (
+            {"tiers": {"host": 8}, "speculative": SglangSpeculative("EAGLE")},
+            "tiers of sglang are for keys of tokens, as no draft model with pairs was recorded with them; got SglangSpeculative(",
+        ),
         ({"tiers": {"host": 8}, "window": 8}, "tiers of sglang are for full attention alone"),
     ],
 )

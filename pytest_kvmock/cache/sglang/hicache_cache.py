@@ -453,6 +453,23 @@ class HiCacheManager(PageCache[HiCacheRequest, HiCacheTree]):
         self._allocate(request, request.computed + 1)
         request.computed += 1
 
+    def begin_verify(self, requests: Sequence[HiCacheRequest]) -> bool:
+        """Give each request room for its next step with drafts; False where it is short."""
+        lacking = [self.pages_ahead(request) for request in requests]
+        self.make_room(sum(lacking) * self.block_size)
+        fits = sum(lacking) <= self._free
+        if fits:
+            self._take_ahead(requests, lacking)
+        self._flush()
+        return fits
+
+    def end_verify(self, request: HiCacheRequest, tokens: Sequence[int]) -> None:
+        """Append the tokens that a step commits, for which `begin_verify` has made room."""
+        for token in tokens:
+            request.append(token)
+        request.computed += len(tokens)
+        request.steps += 1
+
     # -------------------------------------------------------------------------------------------------- copies
 
     def step(self, writes: int, loads: int) -> None:
