@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from pytest_kvmock.cache.sglang.hicache_cache import HiCacheManager, HiCacheRequest
 from pytest_kvmock.checks import check_integer
-from pytest_kvmock.drivers.driver import checked_manager
+from pytest_kvmock.drivers.driver import SlotsLost, checked_manager
 from pytest_kvmock.drivers.tree_driver import TreeDriver
 from pytest_kvmock.tokens import Prompt, TokenIds
 
@@ -141,11 +141,15 @@ class HiCacheDriver(TreeDriver):
         manager = self.manager
         needed = (manager.pages_of(upto) - request.allocated) * manager.block_size
         while manager.storage is not None and manager.available_size() < needed:
-            # What is being written to the storage holds what is above it on the device, which ends a server (`write_back`).
             before = manager.available_size()
             manager.make_room(needed)
-            self.write_storage()
+            self._release_held()
             if manager.available_size() == before:
+                manager.make_room(needed)
+                if manager.available_size() < needed:
+                    raise SlotsLost(
+                        "blocks of the device count as evictable, and what is below them is held on the host"
+                    )
                 break
         manager.prefill([(request, upto)])
 
@@ -175,6 +179,12 @@ class HiCacheDriver(TreeDriver):
         self.write_storage()
         return self.manager.clear()
 
+    def _release_held(self) -> None:
+        """Let the storage hold nothing: what it writes or fetches holds what is above it on the device, which ends a server (`write_back`)."""
+        self.write_storage()
+        if self.manager.storage is not None:
+            self.manager.storage.give_up()
+
     def write_storage(self) -> None:
         """Write what was copied to the host to the storage behind it, if there is one; it takes no time."""
         storage = self.manager.storage
@@ -195,7 +205,7 @@ class HiCacheDriver(TreeDriver):
         begin = self.manager.begin_verify if self.drafts else self.manager.begin_step
         if begin(requests):
             return True
-        self.write_storage()  # as in `_compute`
+        self._release_held()
         return begin(requests)
 
     def generate(self, request: HiCacheRequest, token: int) -> bool:

@@ -131,8 +131,9 @@ class HiCacheHostTime(HostTime):
         """As `deadline`, and when the next request has waited for its prefetch as long as it may."""
         ends = [] if (deadline := self.deadline()) is None else [deadline]
         storage = self._driver.storage
-        if storage is not None and (timeout := storage.next_timeout) is not None:
-            ends.append(timeout * 1000 + _SLACK_MS)
+        if storage is not None:
+            timeouts = (timeout * 1000 + _SLACK_MS for timeout in storage.timeouts)
+            ends += (end for end in timeouts if end > self._now)  # one that is over waits for something else
         return min(ends, default=None)
 
     # ------------------------------------------------------------------------------------------ what a storage has

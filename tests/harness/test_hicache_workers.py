@@ -257,6 +257,20 @@ def test_who_does_not_wait_for_a_prefetch_finds_it_on_the_host_later():
     kv.assert_in_sync()
 
 
+def test_a_prefetch_that_nobody_waits_for_any_more_keeps_nobody_else_waiting():
+    kv = harness(num_blocks=8, storage=True, prefetch_threshold=4, gbps=0.1, prefetch_timeout_base=0.001)
+    worker = kv.worker(0)
+    worker.serve(range(100, 129))  # its copy takes 70 ms
+    worker.storage.fill(range(29))
+    with pytest.raises(WouldWait):
+        worker.prefill(range(29), wait=False)
+    worker.tick(5.0)
+    with worker.prefill(range(200, 229)):
+        assert 70.0 == worker.now
+    worker.tick(1000.0)
+    kv.assert_in_sync()
+
+
 def test_acknowledgements_by_hand():
     manager = create_manager("sglang", num_blocks=8, block_size=4, tiers={"host": 8})
     request = manager.request(Prompt.of(range(9)), Random(0))

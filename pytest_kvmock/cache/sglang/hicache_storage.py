@@ -258,13 +258,18 @@ class HostStorage:
         return self.timeout_base + prefetch.count * self._size / 1024 * self.timeout_per_ki_token
 
     @property
-    def next_timeout(self) -> float | None:
-        """Until when the next request waits for its prefetch at most, in seconds; None: none has a limit."""
-        if self.prefetch_policy != "timeout":
-            return None
+    def timeouts(self) -> list[float]:
+        """Until when requests that were blocked wait for their prefetches at most, in seconds."""
         under_way = (seeker.prefetch for seeker in self.waiting.values())
-        ends = [each.waits_since + self._patience(each) for each in under_way if each and each.waits_since is not None]
-        return min(ends, default=None)
+        return [each.waits_since + self._patience(each) for each in under_way if each and each.waits_since is not None]
+
+    def give_up(self) -> None:
+        """Wait for no prefetch any longer, and keep what has come."""
+        for seeker in self.waiting.values():
+            if seeker.prefetch is not None:
+                prefetch = seeker.prefetch
+                self._stop(prefetch)
+                self._put(prefetch)
 
     def take_loaded(self, request: Any) -> tuple[int, int | None]:
         """Tokens that a prefetch brought since this was asked last, and where they begin."""
