@@ -137,7 +137,7 @@ def test_without_find_tiered_four_wrong_indexes_are_unjudged(index):
     with pytest.raises(pytest.skip.Exception) as reason:
         failure_of(contract, TRAFFIC)
     assert str(reason.value).endswith(
-        "has no find_tiered(local_hashes): tiers below the device were not checked; unjudged: whether it overlooks the host, has there "
+        "tiers below the device were not checked; unjudged: whether it overlooks the host, has there "
         "what the device removes, keeps what the host removes, or drops what stands below a removed block"
     )
 
