@@ -231,7 +231,8 @@ def _with_hicache(tiers: Any, options: dict[str, Any]) -> KvManager:
     draft = options.get("speculative")
     if getattr(draft, "has_pairs", False):
         raise ValueError(
-            f"tiers of sglang are for keys of tokens, as no draft model with pairs was recorded with them; got {draft!r}"
+            "tiers of sglang are for keys of tokens, as no draft model with pairs was recorded with them; "
+            f"got {draft!r}"
         )
     policy = options.get("policy", "lru")
     if policy in {"priority", "fifo", "filo", "mru"}:

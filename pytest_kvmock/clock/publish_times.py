@@ -1,4 +1,4 @@
-"""When a server of SGLang publishes the events that wait in its cache: behind a prefill batch, every so many decode steps, when idle."""
+"""When a server of SGLang publishes the events that wait in its cache: behind a prefill batch, by decode steps, idle."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class PublishTimes:
     def __init__(self, every: int, manager: KvManager) -> None:
         if not isinstance(manager, HiCacheManager):
             raise ValueError(  # noqa: TRY004 - one error
-                f"publish_every={every} is for engines over sglang with tiers, as their events wait for a host's copies; got {manager!r}"
+                f"publish_every={every} is for engines over sglang with tiers, as their events wait for a host's copies; "
+                f"got {manager!r}"
             )
         self._every = every
         self._manager = manager

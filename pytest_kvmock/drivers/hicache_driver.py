@@ -180,7 +180,10 @@ class HiCacheDriver(TreeDriver):
         return self.manager.clear()
 
     def _release_held(self) -> None:
-        """Let the storage hold nothing: what it writes or fetches holds what is above it on the device, which ends a server (`write_back`)."""
+        """Let the storage hold nothing.
+
+        What it writes or fetches holds what is above it on the device, which ends a server (`write_back`).
+        """
         self.write_storage()
         if self.manager.storage is not None:
             self.manager.storage.give_up()

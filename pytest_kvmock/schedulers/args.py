@@ -201,9 +201,9 @@ class MockEngineArgs:
             as `planner_profile_data` says. An addition of ours.
         events_visible: when the events of a pass are published: "pass_start" or "pass_end"; None: at the start for vllm in
             the semantics of 1.2.1, else at the end. An addition of ours.
-        publish_every: of `sglang` with tiers: events wait, and are published as by a server: behind a pass that computes a part of a prompt,
-            after so many passes that decode (40 by default there, `--decode-log-interval`), and when nobody runs or waits. None: behind
-            each pass. An addition of ours.
+        publish_every: of `sglang` with tiers: events wait, and are published as by a server: behind a pass that
+            computes a part of a prompt, after so many passes that decode (40 by default there,
+            `--decode-log-interval`), and when nobody runs or waits. None: behind each pass. An addition of ours.
 
     Inert fields are accepted, checked, and written to JSON; they have no effect on a mock engine without a network.
 
@@ -529,7 +529,8 @@ class MockEngineArgs:
 
         Args:
             source: the text, or a mapping such as `json.loads` returns.
-            **additions: fields that are no part of it: `semantics`, `performance_model`, `events_visible`, `publish_every`.
+            **additions: fields that are no part of it: `semantics`, `performance_model`, `events_visible`,
+                `publish_every`.
 
         Raises:
             ValueError: no JSON, an unknown field, or a value out of range.

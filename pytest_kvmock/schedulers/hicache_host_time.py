@@ -30,7 +30,7 @@ _SLACK_MS: Final = 0.001
 
 
 class Prefetches:
-    """The requests of a scheduler that wait for what a storage has: they stay in its queue, and those behind them may pass.
+    """The requests of a scheduler that wait for what a storage has: they stay in its queue, and others may pass.
 
     For blocks from the host nobody waits: a load goes with the batch that needs it.
     """
@@ -147,7 +147,7 @@ class HiCacheHostTime(HostTime):
             self._see()
 
     def _see(self, *, retries: bool = False) -> None:
-        """See what the storage has answered and read; with retries, look up again what was not found. A look-up takes no time."""
+        """See what the storage has answered and read; with retries, look up again what was not found, in no time."""
         storage = self._driver.storage
         if storage is None:
             return
@@ -173,7 +173,7 @@ class HiCacheHostTime(HostTime):
         self.manager.step(0, 0)  # publishes what came to the host
 
     def blocked(self, state: Any) -> bool:
-        """Whether a request that would be admitted has to wait for what is fetched for it, or is looked up again instead."""
+        """Whether a request has to wait for what is fetched for it, or is looked up again, before it is admitted."""
         storage = self._driver.storage
         if storage is None or state not in storage.waiting:
             return False
@@ -258,7 +258,7 @@ class HiCacheHostTime(HostTime):
         return (manager.lookup(state) - manager.on_device(state)) * manager.block_size
 
     def onboard(self, state: Any, *, wait: bool, resumed: bool) -> int:
-        """Admit a request when what is fetched for it has come, and load what the host has of it; it does not wait for that."""
+        """Admit a request when what is fetched for it has come; it does not wait for what it loads from the host."""
         self.tick(self._now)
         if not resumed:
             self._fetch(state, wait=wait)

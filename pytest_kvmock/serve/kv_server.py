@@ -71,7 +71,8 @@ class KvServer(Controls, RouterChecks):
         adapters: names of LoRA adapters, which are models to a client.
         max_model_len: the most tokens that prompt and output have together, at most what the blocks hold; None: that.
         max_queued: how many requests of a worker wait at most, before it answers that it is busy; None: any number.
-        publish_every: of SGLang with tiers: after how many decode steps events are sent (`MockEngineArgs.publish_every`); None: after each.
+        publish_every: of SGLang with tiers: after how many decode steps events are sent, as of `MockEngineArgs`;
+            None: after each.
         time_scale: how long a pass takes by the wall, as a share of its virtual time; 0: none. (Measured: within 1 % at 1.0, some
             10 % off at 0.1, meaningless at 0.01.)
         host: the address that engines, events, replays and the control API are bound to; "0.0.0.0" is every address of this machine.

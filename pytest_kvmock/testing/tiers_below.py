@@ -33,8 +33,8 @@ _HICACHE: Final[tuple[Mapping[str, Any], ...]] = (
 
 
 _UNJUDGED: Final = (
-    "unjudged: whether it overlooks the host, has there what the device removes, keeps what the host removes, or drops what "
-    "stands below a removed block"
+    "unjudged: whether it overlooks the host, has there what the device removes, keeps what the host removes, or "
+    "drops what stands below a removed block"
 )
 """What nobody sees of an index that is asked for the device alone."""
 

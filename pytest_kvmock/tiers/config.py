@@ -73,8 +73,8 @@ class Tiers:
         write_policy: of `sglang`: when blocks are copied to the host: "write_through" (at the first use), "write_through_selective" (at
             the second) or "write_back" (when the device evicts them).
         storage: of `sglang`: whether there is a storage behind the host, in memory, which the workers of a harness share.
-        prefetch_policy: with a storage, as what follows: how long a request waits for what it has: "best_effort" (not at all), "wait_complete"
-            or "timeout".
+        prefetch_policy: with a storage, as what follows: how long a request waits for what it has: "best_effort"
+            (not at all), "wait_complete" or "timeout".
         prefetch_threshold: tokens that must be there at least to be fetched from it.
         prefetch_timeout_base: with "timeout": seconds that a request waits at most.
         prefetch_timeout_per_ki_token: seconds besides for each 1024 tokens.

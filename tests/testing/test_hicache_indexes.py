@@ -121,16 +121,20 @@ def test_a_wrong_index_is_found(index):
     assert failure_of(over_sglang(index), FOUND_BY[index]) is not None
 
 
-class WithoutTiers:
+def without_tiers(index):
     """An index as it is without `find_tiered`: it is asked for the device alone."""
 
-    def __init__(self, index):
-        self.apply, self.find_matches, self.remove_worker = index.apply, index.find_matches, index.remove_worker
+    class WithoutTiers:
+        def __init__(self, traits):
+            tiered = index(traits)
+            self.apply, self.find_matches, self.remove_worker = tiered.apply, tiered.find_matches, tiered.remove_worker
+
+    return WithoutTiers
 
 
 @pytest.mark.parametrize("index", [HostIndex, DeviceOnly, Demoting, SubtreeRemoved, StickyHost])
 def test_without_find_tiered_four_wrong_indexes_are_unjudged(index):
-    contract = over_sglang(lambda traits: WithoutTiers(index(traits)))
+    contract = over_sglang(without_tiers(index))
     for name in names_of_tests(contract):
         with contextlib.suppress(pytest.skip.Exception):
             assert failure_of(contract, name) is None
@@ -144,7 +148,7 @@ def test_without_find_tiered_four_wrong_indexes_are_unjudged(index):
 
 @pytest.mark.parametrize("index", [MediumIgnored, LastMediumWins, CountingAcrossMedia])
 def test_without_find_tiered_the_others_are_found_by_what_they_say_of_the_device(index):
-    contract = over_sglang(lambda traits: WithoutTiers(index(traits)))
+    contract = over_sglang(without_tiers(index))
     assert [name for name in OF_THE_DEVICE if failure_of(contract, name) is not None]
 
 

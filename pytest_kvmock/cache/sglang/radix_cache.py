@@ -21,8 +21,8 @@ from pytest_kvmock.tokens import Prompt, TokenIds
 # of the free ones; at a checkpoint they go into the tree, and those that somebody else has put there meanwhile are free
 # again. Sizes are in tokens in the public methods, as in SGLang; inside, all is pages.
 #
-# SGLang's servers build another class by now (UnifiedRadixCache, its core in Rust), and its tree is the one here, without
-# windows and states. In every recorded workload both answered the same.
+# SGLang's servers build another class by now (UnifiedRadixCache, its core in Rust), and its tree is the one here,
+# without windows and states. In every recorded workload both answered the same.
 
 
 class RadixCacheManager(PageCache[RadixRequest, HybridTree]):
