@@ -1,4 +1,4 @@
-"""When a server of SGLang publishes the events that wait in its cache: behind a prefill batch, by decode steps, idle."""
+"""When a server of SGLang publishes the events that wait in its cache: after a prefill, by decode steps, when idle."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PublishTimes:
     def __init__(self, every: int, manager: KvManager) -> None:
         if not isinstance(manager, HiCacheManager):
             raise ValueError(  # noqa: TRY004 - one error
-                f"publish_every={every} is for engines over sglang with tiers, as their events wait for a host's copies; "
+                f"publish_every={every} is for engines over sglang with tiers, as events wait for copies; "
                 f"got {manager!r}"
             )
         self._every = every
