@@ -218,9 +218,11 @@ def _with_hicache(tiers: Any, options: dict[str, Any]) -> KvManager:
         raise ValueError(
             f"tiers of sglang are for full attention alone: of hybrid models only laws were measured; got {part}"
         )
-    if options.pop("speculative", None) is not None:
+    draft = options.get("speculative")
+    if getattr(draft, "has_pairs", False):
         raise ValueError(
-            "tiers of sglang are for keys of tokens, as no draft model was recorded with them; got speculative"
+            "tiers of sglang are for keys of tokens, as no draft model with pairs was recorded with them; "
+            f"got {draft!r}"
         )
     policy = options.get("policy", "lru")
     if policy in {"priority", "fifo", "filo", "mru"}:

@@ -14,6 +14,7 @@ from pytest_kvmock.schedulers.scheduler_specs import SCHEDULERS
 
 if TYPE_CHECKING:
     from pytest_kvmock.cache.manager import KvManager
+    from pytest_kvmock.clock.publish_times import PublishTimes
     from pytest_kvmock.schedulers.host_time import HostTime
     from pytest_kvmock.schedulers.scheduler import Scheduler
     from pytest_kvmock.sinks import GivenSink, Sink
@@ -99,6 +100,19 @@ def accepted_drafts(args: MockEngineArgs, worker: KvWorker, number: int) -> Acce
             f"aic_nextn={args.aic_nextn} is for a backend without a draft model, and {worker.backend!r} has {draft!r}; leave it out"
         )
     return AcceptedDrafts(draft.acceptance, draft.drafts, args.aic_mtp_seed + number)
+
+
+def publish_times(args: MockEngineArgs, worker: KvWorker) -> PublishTimes | None:
+    """When the events that wait in the cache of an engine are published; None: they do not wait.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    if args.publish_every is None:
+        return None
+    from pytest_kvmock.clock.publish_times import PublishTimes
+
+    return PublishTimes(args.publish_every, worker.manager)
 
 
 def check_worker(args: MockEngineArgs, worker: KvWorker) -> None:

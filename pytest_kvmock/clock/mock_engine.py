@@ -14,7 +14,7 @@ from pytest_kvmock.backends import BACKENDS, BackendSpec, backend_spec
 from pytest_kvmock.cache.manager import protocol_mismatch
 from pytest_kvmock.checks import check_integer, check_number, is_integer
 from pytest_kvmock.clock.engine_aborts import EngineAborts, check_abort
-from pytest_kvmock.clock.engine_parts import accepted_drafts, check_worker, make_scheduler, make_worker
+from pytest_kvmock.clock.engine_parts import accepted_drafts, check_worker, make_scheduler, make_worker, publish_times
 from pytest_kvmock.clock.engine_request import EngineRequest
 from pytest_kvmock.clock.engine_state import EngineMetrics, EngineSize, EngineStalled
 from pytest_kvmock.drivers.driver import ReservingDriver
@@ -108,6 +108,7 @@ class MockEngine:
         try:
             self.scheduler = make_scheduler(self.args, self._driver, self.worker.tiers)
             self.number_drafts(self.worker.worker_id)
+            self._published = publish_times(self.args, self.worker)
         except ValueError:
             self.worker.detach()
             raise
@@ -162,6 +163,7 @@ class MockEngine:
             blocks_evicted=worker.removed_blocks,
             preemptions=self._preemptions,
             recomputes_last_token=worker.traits.recomputes_last_token,
+            has_host=worker.tiers is not None,
         )
 
     @property
@@ -452,6 +454,7 @@ class MockEngine:
         request.status, request.ended_ms = "aborted", self.now_ms
         self.worker.requests.remove(request)
         request.end()
+        self._look_idle()
         return True
 
     def _is_scheduled(self, request: EngineRequest) -> bool:
@@ -490,6 +493,7 @@ class MockEngine:
         self._forget_pass()
         self.scheduler.holds_back_prompts = False
         self._idle_passes = 0
+        self._look_idle()
 
     def _forget_pass(self) -> None:
         """Take back what requests and figures have of the pass that is under way, as its end never comes."""
@@ -615,7 +619,8 @@ class MockEngine:
             return []
         left = self._aborts.passes_left  # it wakes those whose tokens count
         ends = self.scheduler.plan(now_ms, until_ms)
-        return ends if left is None else ends[:left]
+        ends = ends if left is None else ends[:left]
+        return ends if self._published is None else self._published.passes(ends)
 
     def run_plan(self, ends: list[float]) -> None:
         """Run passes that were planned, the first of them or all."""
@@ -623,11 +628,14 @@ class MockEngine:
         self.now_ms = ends[-1]
         self.passes += len(ends)
         self._idle_passes = 0
+        if self._published is not None:
+            self._published.ran(len(ends))
 
     def end_plan(self) -> None:
         """End passes that were planned and run: who was called off in the last of them gets none of it, and is taken out."""
         self._aborts.end_pass(None, self.now_ms, has_last_pass=self.scheduler.has_last_pass)
         self._aborts.reached(None)
+        self._look_idle()
 
     def record_passes(self, count: int) -> None:
         """Record so many passes that somebody else drives, before they begin."""
@@ -654,6 +662,8 @@ class MockEngine:
             self._last_delivered = arriving[0].arrival_ms
             self.scheduler.submit(arriving.popleft())
         worker = self.worker
+        if self._published is not None:
+            self._published.start_pass()
         if self.args.events_visible_at == "pass_end":
             worker.hold_events()
         try:
@@ -700,6 +710,8 @@ class MockEngine:
         self._under_way = None
         self.now_ms = done.end_ms
         self._aborts.end_pass(done, done.end_ms, has_last_pass=self.scheduler.has_last_pass)
+        if self._published is not None:
+            self._published.end_pass(done, is_idle=not self.has_work)
         self.worker.release_events()
         # None come at the very moment, so passes that take no time and go round in a circle count.
         if not blocks_may_come or (done.end_ms == done.start_ms and done.did_something):
@@ -707,7 +719,13 @@ class MockEngine:
         for listener in self._listeners:
             listener(done)
         self._aborts.reached(done)
+        self._look_idle()
         return done
+
+    def _look_idle(self) -> None:
+        """Publish what waits in the cache, if that is since nobody runs or waits any more."""
+        if self._published is not None and self._under_way is None:
+            self._published.look(is_idle=not self.has_work)
 
     def _watch(self, done: ForwardPass) -> None:
         """Raise once so many passes made no progress that none will."""

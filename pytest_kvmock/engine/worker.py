@@ -197,11 +197,11 @@ class Request:
 
     def _decode_runs(self, runs: Sequence[Sequence[int]]) -> None:
         """Decode in steps that generate several tokens each."""
-        driver = cast("DraftDriver", self._driver)
-        requested, available = driver.need_runs(self._state, len(self._state), runs), driver.room()
+        driver, host_time = cast("DraftDriver", self._driver), self._worker._host_time
+        requested, available = driver.need_runs(self._state, len(self._state), runs), (host_time or driver).room()
         if requested > available:
             raise OutOfBlocks(requested, available)
-        driver.extend_runs(self._state, runs)
+        (driver.extend_runs if host_time is None else host_time.generate_runs)(self._state, runs)
 
     def lose(self) -> None:
         """Give the request up, as its worker restarts."""

@@ -325,6 +325,11 @@ def _missing(pairs: Iterable[tuple[int, int]]) -> int:
     return sum(max(0, should - there) for should, there in pairs)
 
 
+def _of_tier(name: str) -> Callable[[Rows], float | None]:
+    """The tokens of prompts that came from a tier; None without a host."""
+    return lambda rows: rows.total(name) if any(each.has_host for each in rows.workers) else None
+
+
 def _gpus(rows: Rows, kind: str) -> int | None:
     pools = rows.facts.pools
     return None if pools is None else getattr(pools, kind).gpus
@@ -378,6 +383,9 @@ _ALL: Final = (
         key="committed_prefill_tokens",
         is_long=True,
     ),
+    Figure("device_tokens", "device", 0, _of_tier("device_tokens")),
+    Figure("host_tokens", "host", 0, _of_tier("host_tokens")),
+    Figure("storage_tokens", "storage", 0, _of_tier("fetched_tokens")),
     Figure("blocks_evicted", "evicted", -1, lambda rows: rows.of_workers("blocks_evicted")),
     Figure("preemptions", "preempted", -1, lambda rows: rows.of_workers("preemptions")),
     _routed("router_wait_ms", "router ms", -1, Rows.router_wait_ms),
@@ -429,7 +437,16 @@ FIGURES: Final[Mapping[str, Figure]] = {figure.name: figure for figure in _ALL}
 
 PRINTED: Final = (
     *("requests", "hit_ratio", "of_best", "overlap_regret", "promised_not_found", "believed_not_found"),
-    *("prompt_tokens_computed", "blocks_evicted", "preemptions", "router_wait_ms", "engine_wait_ms"),
+    *(
+        "prompt_tokens_computed",
+        "device_tokens",
+        "host_tokens",
+        "storage_tokens",
+        "blocks_evicted",
+        "preemptions",
+        "router_wait_ms",
+        "engine_wait_ms",
+    ),
     *("ttft_p50", "ttft_p95", "itl_p95", "tpot_p50", "e2e_p95", "goodput"),
 )
 """The columns of a printed report, and of its page."""

@@ -73,6 +73,8 @@ class Report:
       `of_best`: the one as a share of the other; `overlap_regret`: the difference, in blocks a pick;
     - `promised_not_found`: blocks that the index promised at the pick and the first admission did not find; `found_not_promised`;
     - `believed_not_found`: likewise what the router's `believed(request)` said of the worker that it picked; None: it has none;
+    - `device_tokens`, `host_tokens`, `storage_tokens`: tokens of prompts that the first admission found there; what a
+      storage had is not counted as the host's, through which it comes. None without a host;
     - `prompt_tokens_computed` (what was computed again too), `blocks_evicted` (on the device), `preemptions`;
     - `router_wait_ms` until the first pick, `engine_wait_ms` from the last pick to the first admission: means;
     - `ttft`, `itl`, `tpot`, `e2e`, each with `_mean`, `_p50`, `_p75`, `_p90`, `_p95`, `_p99`, `_max`;

@@ -161,6 +161,7 @@ class WorkerRow(NamedTuple):
         open_requests: its open requests at the picks that it was a candidate of, summed over these.
         picks: how many picks these were.
         recomputes_last_token: whether its engine computes the last token of a prompt though it is cached.
+        has_host: whether there is a host below its device.
     """
 
     worker: Worker
@@ -174,6 +175,7 @@ class WorkerRow(NamedTuple):
     open_requests: int = 0
     picks: int = 0
     recomputes_last_token: bool = False
+    has_host: bool = False
 
 
 class Happened(NamedTuple):

@@ -77,6 +77,7 @@ _OPTIONAL_INTEGERS: Final[Mapping[str, tuple[int, int]]] = {
     "offload_batch_size": (1, MOST_COUNT),
     "zmq_kv_events_port": (0, 65535),
     "zmq_replay_port": (0, 65535),
+    "publish_every": (1, MOST_COUNT),
 }
 _NUMBERS: Final = ("speedup_ratio", "decode_speedup_ratio")
 _OPTIONAL_NUMBERS: Final[Mapping[str, str]] = {
@@ -88,7 +89,7 @@ _OPTIONAL_NUMBERS: Final[Mapping[str, str]] = {
 _BOOLEANS: Final = ("enable_prefix_caching", "enable_chunked_prefill", "enable_local_indexer")
 _STRINGS: Final = ("aic_backend", "aic_system", "aic_backend_version", "aic_model_path")
 
-_OURS: Final = ("semantics", "performance_model", "events_visible", "context_chunking_policy")
+_OURS: Final = ("semantics", "performance_model", "events_visible", "context_chunking_policy", "publish_every")
 """The fields that are no part of Dynamo's JSON."""
 
 _HOST: Final = ("num_g2_blocks", "offload_batch_size", "bandwidth_g1_to_g2_gbps", "bandwidth_g2_to_g1_gbps")
@@ -204,6 +205,9 @@ class MockEngineArgs:
             the semantics of 1.2.1, else at the end. An addition of ours.
         context_chunking_policy: how prompts that are too much for one pass share it: "first_come_first_served", or
             "equal_progress", a block each in turn. TensorRT-LLM's own scheduler over V1 only. An addition of ours.
+        publish_every: of `sglang` with tiers: events wait, and are published as by a server: behind a pass that
+            computes a part of a prompt, after so many passes that decode (40 by default there,
+            `--decode-log-interval`), and when nobody runs or waits. None: behind each pass. An addition of ours.
 
     Inert fields are accepted, checked, and written to JSON; they have no effect on a mock engine without a network.
 
@@ -268,6 +272,7 @@ class MockEngineArgs:
     performance_model: PerformanceModel | tuple[Any, Any] | None = None
     events_visible: EventsVisible | None = None
     context_chunking_policy: Literal["first_come_first_served", "equal_progress"] = "first_come_first_served"
+    publish_every: int | None = None
     _model: PerformanceModel = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -536,7 +541,7 @@ class MockEngineArgs:
         Args:
             source: the text, or a mapping such as `json.loads` returns.
             **additions: fields that are no part of it: `semantics`, `performance_model`, `events_visible`,
-                `context_chunking_policy`.
+                `context_chunking_policy`, `publish_every`.
 
         Raises:
             ValueError: no JSON, an unknown field, or a value out of range.

@@ -46,6 +46,7 @@ class ScheduledRequest:
         first_reused_tokens: those that its first admission found cached.
         lacking: before a hybrid model, how many tokens of it full attention had then, and the caches that could not resume there.
         onboarded_tokens: tokens that came back from the host for it, before its first admission.
+        fetched_tokens: of these, tokens that a storage behind the host had, and the host had not.
         admitted_ms: start of the pass that first gave it blocks; None before.
         admissions: each admission: the start of its pass, and how many tokens it found cached.
         token_ms: when each generated token came out, in milliseconds.
@@ -62,6 +63,7 @@ class ScheduledRequest:
         "arrival_ms",
         "computed_tokens",
         "ended_ms",
+        "fetched_tokens",
         "first_reused_tokens",
         "generated_tokens",
         "keeps_blocks",
@@ -93,7 +95,7 @@ class ScheduledRequest:
         self.reused_tokens = 0
         self.first_reused_tokens = 0
         self.lacking: tuple[int, tuple[str, ...]] = (0, ())
-        self.onboarded_tokens = 0
+        self.onboarded_tokens = self.fetched_tokens = 0
         self.admitted_ms: float | None = None
         self.admissions: list[tuple[float, int]] = []
         self.token_ms: list[float] = []
@@ -134,6 +136,16 @@ class ScheduledRequest:
     def e2e_ms(self) -> float | None:
         """From its arrival to its last token."""
         return self.token_ms[-1] - self.arrival_ms if self.token_ms else None
+
+    @property
+    def device_tokens(self) -> int:
+        """Tokens that its first admission found on the device."""
+        return max(0, self.first_reused_tokens - self.onboarded_tokens)
+
+    @property
+    def host_tokens(self) -> int:
+        """Tokens that came back for it and that the host had."""
+        return self.onboarded_tokens - self.fetched_tokens
 
     def admit(self, now_ms: float, reused_tokens: int) -> None:
         """Note an admission that found so many tokens cached."""

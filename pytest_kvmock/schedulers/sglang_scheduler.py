@@ -89,6 +89,8 @@ class SglangScheduler(Scheduler):
     def submit(self, request: ScheduledRequest) -> None:
         """Take a request that has arrived."""
         super().submit(request)
+        if self._tiers is not None:
+            self._tiers.arrive(request.state)
         self._prioritised |= self.has_priorities and bool(request.priority)
 
     def abort(self, request: ScheduledRequest) -> None:
@@ -181,8 +183,13 @@ class SglangScheduler(Scheduler):
         room = driver.unheld() - sum(self._outstanding(request) * self._ratio for request in running)
         budget, chunk = self._most_prefill, self._chunk
         seats = self._max_running - len(running)
+        parking = None if self._tiers is None else self._tiers.parking
+        deferred: list[ScheduledRequest] = []
         while waiting and len(done.scheduled) < seats:
             request = waiting[0]
+            if parking is not None and parking.park(request, 0, done.start_ms) == "deferred":
+                deferred.append(waiting.popleft())
+                continue
             computed = request.computed_tokens
             full = len(request) - computed
             if not full:
@@ -206,12 +213,15 @@ class SglangScheduler(Scheduler):
             chunk -= charge
             if chunk <= 0:
                 break
+        waiting.extendleft(reversed(deferred))
 
     @staticmethod
     def _note_chunk(done: ForwardPass, request: ScheduledRequest, upto: int, before: int) -> None:
         if not request.computed_tokens:
             done.admitted.append(request)
-            request.onboarded_tokens += getattr(request.state, "from_host", 0)
+            if not request.admissions:
+                request.onboarded_tokens = getattr(request.state, "from_host", 0)
+                request.fetched_tokens = getattr(request.state, "from_storage", 0)
         request.computed_tokens = upto
         request.admit(done.start_ms, before)
         of_prompt = max(0, min(upto, request.prompt_tokens) - before)

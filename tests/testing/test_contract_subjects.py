@@ -322,7 +322,11 @@ def test_a_fault_in_live_traffic_that_cannot_be_reproduced_is_told_why():
         ("test_a_removed_worker_has_nothing", "Plain has no remove_worker(worker_id): what it leaves was not checked"),
         (
             "test_offloaded_blocks_need_no_parent",
-            "Plain has neither find_tiered(local_hashes) nor match_tiered(tokens, extra): tiers below the device were not checked",
+            (
+                "Plain has neither find_tiered(local_hashes) nor match_tiered(tokens, extra): tiers below the device were not checked; "
+                "unjudged: whether it overlooks the host, has there what the device removes, keeps what the host removes, or drops what "
+                "stands below a removed block"
+            ),
         ),
         (
             "test_salts_are_told_apart",
