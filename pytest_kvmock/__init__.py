@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from pytest_kvmock.clock.engine_state import EngineStalled as EngineStalled
     from pytest_kvmock.clock.mock_engine import MockEngine as MockEngine
     from pytest_kvmock.clock.replay import replay as replay
-    from pytest_kvmock.engine.args import MockEngineArgs as MockEngineArgs
     from pytest_kvmock.engine.worker import KvWorker as KvWorker
     from pytest_kvmock.engine.worker import OutOfBlocks as OutOfBlocks
     from pytest_kvmock.events import Cleared as Cleared
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.reduce import reproduce as reproduce
     from pytest_kvmock.router.index import KvEventError as KvEventError
     from pytest_kvmock.router.index import RadixIndex as RadixIndex
+    from pytest_kvmock.schedulers.args import MockEngineArgs as MockEngineArgs
     from pytest_kvmock.sinks import CapturingSink as CapturingSink
     from pytest_kvmock.tiers.config import Tiers as Tiers
     from pytest_kvmock.tokens import Prompt as Prompt
@@ -74,7 +74,7 @@ _HOME = {
     "KvSubscriber": "wire.zmq",
     "KvWorker": "engine.worker",
     "MockEngine": "clock.mock_engine",
-    "MockEngineArgs": "engine.args",
+    "MockEngineArgs": "schedulers.args",
     "OutOfBlocks": "engine.worker",
     "PagedCacheManager": "cache.paged",
     "Problem": "hygiene.problem",

@@ -22,10 +22,10 @@ from pytest_kvmock.checks import check_integer, did_you_mean, is_integer, unknow
 if TYPE_CHECKING:
     from pytest_kvmock.cache.dynamo.eviction.policy import EvictionPolicy
     from pytest_kvmock.cache.manager import KvManager
-    from pytest_kvmock.engine.driver import MakeDriver, Traits
-    from pytest_kvmock.engine.scheduler import EngineSemantics
-    from pytest_kvmock.engine.schedulers import EngineType
+    from pytest_kvmock.drivers.driver import MakeDriver, Traits
     from pytest_kvmock.hygiene.content import Chain
+    from pytest_kvmock.schedulers.scheduler import EngineSemantics
+    from pytest_kvmock.schedulers.scheduler_specs import EngineType
     from pytest_kvmock.sinks import GivenSink
     from pytest_kvmock.tiers.config import Tiers
     from pytest_kvmock.wire.table import Dialect
@@ -153,7 +153,7 @@ class BackendSpec:
     def _asked(self, block_size: int | None = None, tiers: Tiers | None = None) -> Any:
         """What brings requests to a manager of it, or the class of that."""
         if self.driver is None:
-            from pytest_kvmock.engine.move_driver import MoveDriver
+            from pytest_kvmock.drivers.move_driver import MoveDriver
 
             return MoveDriver
         from random import Random
@@ -264,7 +264,7 @@ def _default_block_size(spec: BackendSpec, options: Mapping[str, Any]) -> int:
 
 
 def _check_scheduler(name: str, scheduler: object) -> None:
-    from pytest_kvmock.engine.schedulers import SCHEDULERS
+    from pytest_kvmock.schedulers.scheduler_specs import SCHEDULERS
 
     if not isinstance(scheduler, str) or scheduler not in SCHEDULERS:
         known = " or ".join(map(repr, SCHEDULERS))

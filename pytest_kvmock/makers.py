@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from random import Random
 
     from pytest_kvmock.cache.manager import KvManager
-    from pytest_kvmock.engine.driver import Driver
+    from pytest_kvmock.drivers.driver import Driver
     from pytest_kvmock.hygiene.content import Chain
 
 GROUP_SETTINGS: Final = (
@@ -66,13 +66,13 @@ def hash_cache(**sizes: Any) -> KvManager:
 
 def whole_move_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> Driver:
     """Make the driver of a `HashCacheManager`."""
-    from pytest_kvmock.engine.move_driver import WholeMoveDriver
+    from pytest_kvmock.drivers.move_driver import WholeMoveDriver
 
     return WholeMoveDriver(manager, prefix_caching, rng)
 
 
 def vllm(*, groups: Any = None, tiers: Any = None, **options: Any) -> KvManager:
-    """Make a `BlockPoolManager`, or a `HybridManager` where there are other groups than one of full attention."""
+    """Make a `BlockPoolManager`, or a `VllmHybridManager` where there are other groups than one of full attention."""
     if tiers is not None:
         return _with_native_offload(tiers, vllm(groups=groups, **_behind_a_connector(options)))
     settings: dict[str, Any] = {name: options.pop(name) for name in GROUP_SETTINGS if name in options}
@@ -133,7 +133,7 @@ STEP_SETTINGS: Final = ("speculative", "max_num_batched_tokens", "max_model_len"
 
 
 def vllm_mtp(*, speculative: Any = None, **options: Any) -> KvManager:
-    """Make a `HybridManager` of one cache, with a draft model: MTP with one module and three drafts a step, if no other is given."""
+    """Make a `VllmHybridManager` of one cache, with a draft model: MTP with one module and three drafts a step, if no other is given."""
     from pytest_kvmock.cache.vllm.speculative import Speculative
 
     given = Speculative() if speculative is None else speculative
@@ -146,7 +146,7 @@ def vllm_0_19(**options: Any) -> KvManager:
 
 
 def hybrid_model(model: str, *, tiers: Any = None, **options: Any) -> KvManager:
-    """Make the `HybridManager` of a model, by its name in `hybrid_models`."""
+    """Make the `VllmHybridManager` of a model, by its name in `hybrid_models`."""
     from pytest_kvmock.cache.vllm.hybrid_models import hybrid_manager
 
     if tiers is None:
@@ -155,24 +155,24 @@ def hybrid_model(model: str, *, tiers: Any = None, **options: Any) -> KvManager:
 
 
 def block_pool_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> Driver:
-    """Make the driver of a manager of vLLM: a `BlockPoolManager`, or a `HybridManager` if that has several cache groups."""
+    """Make the driver of a manager of vLLM: a `BlockPoolManager`, or a `VllmHybridManager` if that has several cache groups."""
     if hasattr(manager, "geometry"):
         if getattr(manager, "offload", None) is not None:
-            from pytest_kvmock.engine.hybrid_offload_driver import HybridOffloadDriver
+            from pytest_kvmock.drivers.offload_driver import HybridOffloadDriver
 
             return HybridOffloadDriver(manager, prefix_caching, rng)
         if getattr(manager, "speculative", None) is not None:
-            from pytest_kvmock.engine.draft_pool_driver import DraftPoolDriver
+            from pytest_kvmock.drivers.draft_pool_driver import DraftPoolDriver
 
             return DraftPoolDriver(manager, prefix_caching, rng)
-        from pytest_kvmock.engine.hybrid_pool_driver import HybridPoolDriver
+        from pytest_kvmock.drivers.hybrid_pool_driver import HybridPoolDriver
 
         return HybridPoolDriver(manager, prefix_caching, rng)
     if getattr(manager, "offload", None) is not None:
-        from pytest_kvmock.engine.offload_driver import OffloadDriver
+        from pytest_kvmock.drivers.offload_driver import OffloadDriver
 
         return OffloadDriver(manager, prefix_caching, rng)
-    from pytest_kvmock.engine.block_pool_driver import BlockPoolDriver
+    from pytest_kvmock.drivers.block_pool_driver import BlockPoolDriver
 
     return BlockPoolDriver(manager, prefix_caching, rng)
 
@@ -266,14 +266,14 @@ def sglang_model(name: str) -> Callable[..., KvManager]:
 def sglang_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> Driver:
     """Make the driver of a `RadixCacheManager`, a `HybridCacheManager` or a `HiCacheManager`."""
     if getattr(manager, "geometry", None) is not None:
-        from pytest_kvmock.engine.hybrid_radix_driver import HybridRadixDriver
+        from pytest_kvmock.drivers.hybrid_radix_driver import HybridRadixDriver
 
         return HybridRadixDriver(manager, prefix_caching, rng)
     if hasattr(manager, "write_policy"):
-        from pytest_kvmock.engine.hicache_driver import HiCacheDriver
+        from pytest_kvmock.drivers.hicache_driver import HiCacheDriver
 
         return HiCacheDriver(manager, prefix_caching, rng)
-    from pytest_kvmock.engine.radix_driver import RadixDriver
+    from pytest_kvmock.drivers.radix_driver import RadixDriver
 
     return RadixDriver(manager, prefix_caching, rng)
 
@@ -294,7 +294,7 @@ def trtllm(**options: Any) -> KvManager:
 
 def trtllm_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> Driver:
     """Make the driver of a `V1Manager`."""
-    from pytest_kvmock.engine.trtllm_driver import TrtllmDriver
+    from pytest_kvmock.drivers.trtllm_driver import TrtllmDriver
 
     return TrtllmDriver(manager, prefix_caching, rng)
 
@@ -308,7 +308,7 @@ def trtllm_v2(**options: Any) -> KvManager:
 
 def trtllm_v2_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> Driver:
     """Make the driver of a `V2Manager`."""
-    from pytest_kvmock.engine.trtllm_v2_driver import TrtllmV2Driver
+    from pytest_kvmock.drivers.trtllm_v2_driver import TrtllmV2Driver
 
     return TrtllmV2Driver(manager, prefix_caching, rng)
 
@@ -322,6 +322,6 @@ def mocker_sglang_1_6(**options: Any) -> KvManager:
 
 def mocker_sglang_1_6_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> Driver:
     """Make the driver of a `MockerRadixManager`."""
-    from pytest_kvmock.engine.mocker_sglang_driver import MockerRadixDriver
+    from pytest_kvmock.drivers.mocker_sglang_driver import MockerRadixDriver
 
     return MockerRadixDriver(manager, prefix_caching, rng)

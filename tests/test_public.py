@@ -8,9 +8,9 @@ import subprocess
 import sys
 
 import pytest
+from plugin_parts import FIXTURES, MODULES
 
 import pytest_kvmock
-from pytest_kvmock.plugin import fixtures
 
 SUBJECTS = ["block_manager", "cache", "engine", "fleet", "router", "scenarios", "serve", "traces", "wire"]
 """The modules of names that the root does not have."""
@@ -90,11 +90,9 @@ def test_the_names_of_one_subject_are_in_its_module(module, names):
 
 def test_what_public_fixtures_give_has_a_public_name():
     """Of one that makes things, what it makes; the name is at the root, or in the module of its subject."""
-    functions = ast.parse(inspect.getsource(fixtures)).body
-    given = {
-        each.name: ast.unparse(each.returns) for each in functions if getattr(each, "name", "") in fixtures.FIXTURES
-    }
-    assert set(fixtures.FIXTURES) == set(given)
+    functions = [each for module in MODULES for each in ast.parse(inspect.getsource(module)).body]
+    given = {each.name: ast.unparse(each.returns) for each in functions if getattr(each, "name", "") in FIXTURES}
+    assert set(FIXTURES) == set(given)
     names = {name for annotation in given.values() for name in re.findall(r"\w+", annotation)}
     modules = [importlib.import_module(f"pytest_kvmock.{name}") for name in SUBJECTS]
     public = {*pytest_kvmock.__all__}.union(*(module.__all__ for module in modules))

@@ -20,10 +20,12 @@ MODULES = {
 MOST_LINES = 400
 MOST_OF_ONE_SUBJECT = 800
 LEAST_LINES = 60
+MOST_FILES = 17  # in each of the rooms around engines, `__init__.py` counted
 
 SHORT_ON_PURPOSE = {
     "hookspecs",  # it is given to pluggy whole, and where authors of other plugins look first
     "captures",  # only who captures loads it, and the files that it needs
+    "plugin",  # a folder of contrib as pytest sees it, however little that is
 }
 
 TOLD_APART_BY_FOLDERS = {
@@ -33,6 +35,7 @@ TOLD_APART_BY_FOLDERS = {
     "index",  # the router's; in testing, the contract of one
     "manager",  # the protocol of block managers; in testing, the contract of one
     "offload",  # the protocol of further tiers; in tiers, the host
+    "plugin",  # fixtures, options and hooks of each folder of contrib
     "program",  # what is played; in reduce, the one that is cut down
     "replay",  # of a trace on engines; in reduce, of what a harness recorded
     "recovery",  # what workers keep and routers ask; in harness, the test's hold on it
@@ -114,7 +117,7 @@ def test_a_circle_is_found():
 
 def test_imports_in_functions_and_for_types_count(graph):
     assert "pytest_kvmock.cache.dynamo.logical" in graph["pytest_kvmock.makers"]  # in a function
-    assert "pytest_kvmock.engine.driver" in graph["pytest_kvmock.makers"]  # for types
+    assert "pytest_kvmock.drivers.driver" in graph["pytest_kvmock.makers"]  # for types
     assert "pytest_kvmock.plugin.hookspecs" in graph["pytest_kvmock.plugin.hooks"]  # a module from its package
 
 
@@ -147,7 +150,7 @@ def test_engine_types_and_releases_of_schedulers_are_compared_at_one_place_each(
     }
     assert {
         "pytest_kvmock.backends",  # built-in names, for which no engine is imported
-        "pytest_kvmock.engine.performance",  # the times of a release
+        "pytest_kvmock.schedulers.performance",  # the times of a release
     } == found
 
 
@@ -189,6 +192,12 @@ def test_a_short_module_is_joined_to_its_subject():
 def test_two_modules_of_one_name_are_told_apart_by_their_folders():
     names = Counter(path.stem for path in MODULES.values() if path.stem != "__init__")
     assert set() == {name for name, count in names.items() if count > 1} - TOLD_APART_BY_FOLDERS
+
+
+@pytest.mark.parametrize("room", ["engine", "drivers", "schedulers"])
+def test_a_room_around_engines_is_small_enough_to_look_over(room):
+    files = sorted(path.name for path in (HOME / room).iterdir() if path.suffix == ".py")
+    assert len(files) <= MOST_FILES, "join what is one subject, or make a room of its own; do not raise the number"
 
 
 def names_of_classes(path):

@@ -18,7 +18,7 @@ from pytest_kvmock.checks import check_integer, check_number
 
 if TYPE_CHECKING:
     from pytest_kvmock.clock.engine_request import EngineRequest
-    from pytest_kvmock.engine.scheduler import ForwardPass
+    from pytest_kvmock.schedulers.scheduler import ForwardPass
 
 
 def check_abort(where: str, after_ms: object, after_tokens: object) -> None:

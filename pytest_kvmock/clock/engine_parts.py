@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 from pytest_kvmock.acceptance import AcceptedDrafts
 from pytest_kvmock.backends import BACKENDS, BackendSpec
 from pytest_kvmock.cache.manager import protocol_mismatch
-from pytest_kvmock.engine.args import MockEngineArgs
-from pytest_kvmock.engine.schedulers import SCHEDULERS
 from pytest_kvmock.engine.worker import KvWorker
+from pytest_kvmock.schedulers.args import MockEngineArgs
+from pytest_kvmock.schedulers.scheduler_specs import SCHEDULERS
 
 if TYPE_CHECKING:
     from pytest_kvmock.cache.manager import KvManager
-    from pytest_kvmock.engine.clock import Clock
-    from pytest_kvmock.engine.scheduler import Scheduler
+    from pytest_kvmock.schedulers.host_time import HostTime
+    from pytest_kvmock.schedulers.scheduler import Scheduler
     from pytest_kvmock.sinks import GivenSink, Sink
 
 
@@ -52,7 +52,7 @@ def make_worker(args: MockEngineArgs, spec: BackendSpec, sink: GivenSink | None,
     )
 
 
-def make_scheduler(args: MockEngineArgs, driver: Any, tiers: Clock | None) -> Scheduler:
+def make_scheduler(args: MockEngineArgs, driver: Any, tiers: HostTime | None) -> Scheduler:
     """Make the scheduler that `args` name, over the driver of a manager that it can use.
 
     Raises:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pytest_kvmock.engine.scheduler import ScheduledRequest
 from pytest_kvmock.engine.worker import RequestError
+from pytest_kvmock.schedulers.scheduler import ScheduledRequest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -9,9 +9,9 @@ from pytest_kvmock.engine.worker import OutOfBlocks
 
 if TYPE_CHECKING:
     from pytest_kvmock.cache.vllm.groups import BlocksAlone
-    from pytest_kvmock.engine.args import MockEngineArgs
-    from pytest_kvmock.engine.driver import Driver
-    from pytest_kvmock.engine.scheduler import ScheduledRequest
+    from pytest_kvmock.drivers.driver import Driver
+    from pytest_kvmock.schedulers.args import MockEngineArgs
+    from pytest_kvmock.schedulers.scheduler import ScheduledRequest
 
 
 class EngineStalled(RuntimeError):  # noqa: N818 - what happened to it, as OutOfBlocks
@@ -102,7 +102,7 @@ class EngineSize(NamedTuple):
         most_tokens: of a request, prompt and output together: a longer prompt is rejected, output ends there; None: any.
         last_token_free: whether the last token of output needs no block.
         groups: what the cache groups of a hybrid model need together; None: a request needs a block for so many tokens.
-        longest: the most tokens of a request that its manager takes (`max_model_len` of `HybridManager`); None: any.
+        longest: the most tokens of a request that its manager takes (`max_model_len` of `VllmHybridManager`); None: any.
     """
 
     block_size: int

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.clock.engine_request import EngineRequest
     from pytest_kvmock.clock.mock_engine import MockEngine
     from pytest_kvmock.clock.passes import Passes
-    from pytest_kvmock.engine.scheduler import ForwardPass, ScheduledRequest
+    from pytest_kvmock.schedulers.scheduler import ForwardPass, ScheduledRequest
 
 # Theory of operation
 #

@@ -17,13 +17,13 @@ from pytest_kvmock.clock.engine_aborts import EngineAborts, check_abort
 from pytest_kvmock.clock.engine_parts import accepted_drafts, check_worker, make_scheduler, make_worker
 from pytest_kvmock.clock.engine_request import EngineRequest
 from pytest_kvmock.clock.engine_state import EngineMetrics, EngineSize, EngineStalled
-from pytest_kvmock.engine.args import MockEngineArgs
-from pytest_kvmock.engine.driver import ReservingDriver
-from pytest_kvmock.engine.scheduler import ForwardPass
+from pytest_kvmock.drivers.driver import ReservingDriver
 from pytest_kvmock.engine.worker import KvWorker, RequestError
 from pytest_kvmock.programs.operations import Abort, Log, Operation, Run, RunPasses, Submit, prompt_fields
 from pytest_kvmock.report.report import Report
 from pytest_kvmock.report.rows import RunFacts, WorkerRow
+from pytest_kvmock.schedulers.args import MockEngineArgs
+from pytest_kvmock.schedulers.scheduler import ForwardPass
 from pytest_kvmock.tokens import Prompt, TokenIds
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.clock.arrivals import Turn
     from pytest_kvmock.clock.engine_request import EngineRequest
     from pytest_kvmock.clock.mock_engine import MockEngine
-    from pytest_kvmock.engine.scheduler import ForwardPass, Release
+    from pytest_kvmock.schedulers.scheduler import ForwardPass, Release
 
 Calls: TypeAlias = Generator["Awaitable[Any]", Any, Any]
 """What awaits in an async run, and is run to its end in another."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from pytest_kvmock.engine.scheduler import ForwardPass
+from pytest_kvmock.schedulers.scheduler import ForwardPass
 
 if TYPE_CHECKING:
     from pytest_kvmock.clock.mock_engine import MockEngine

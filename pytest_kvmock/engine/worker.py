@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, cast
 
 from pytest_kvmock.cache.manager import protocol_mismatch
 from pytest_kvmock.checks import integer_text, is_integer
-from pytest_kvmock.engine.driver import (
+from pytest_kvmock.drivers.driver import (
     DraftDriver,
     Driver,
     MakeDriver,
@@ -24,9 +24,8 @@ from pytest_kvmock.engine.driver import (
     WouldWait,
     check_keys,
 )
-from pytest_kvmock.engine.event_recorder import EventRecorder
-from pytest_kvmock.engine.move_driver import MoveDriver
-from pytest_kvmock.engine.schedulers import SCHEDULERS
+from pytest_kvmock.drivers.event_recorder import EventRecorder
+from pytest_kvmock.drivers.move_driver import MoveDriver
 from pytest_kvmock.events import StorageTier
 from pytest_kvmock.programs.operations import (
     Clear,
@@ -41,6 +40,7 @@ from pytest_kvmock.programs.operations import (
     Tick,
     prompt_fields,
 )
+from pytest_kvmock.schedulers.scheduler_specs import SCHEDULERS
 from pytest_kvmock.sinks import event_sink
 from pytest_kvmock.tokens import Prompt, TokenIds
 
@@ -49,9 +49,9 @@ if TYPE_CHECKING:
 
     from pytest_kvmock.cache.manager import KvManager
     from pytest_kvmock.cache.sglang.hicache_cache import HiCacheManager
-    from pytest_kvmock.engine.clock import Clock
-    from pytest_kvmock.engine.hicache_driver import WorkerStorage
+    from pytest_kvmock.drivers.hicache_driver import WorkerStorage
     from pytest_kvmock.moves import Block
+    from pytest_kvmock.schedulers.host_time import HostTime
     from pytest_kvmock.sinks import EventSink, GivenSink, Sink
 
 
@@ -186,15 +186,15 @@ class Request:
         if given is not None:
             self._decode_runs(_runs(steps, given, getattr(self._driver, "drafts", 0), self._worker))
             return
-        clock = self._worker._clock
+        host_time = self._worker._host_time
         requested = self._driver.need(self._state, len(self._state), steps)
-        available = (clock or self._driver).room()
+        available = (host_time or self._driver).room()
         if requested > available:
             raise OutOfBlocks(requested, available)
-        if clock is None:
+        if host_time is None:
             self._driver.extend(self._state, steps)
         else:
-            clock.generate(self._state, steps)
+            host_time.generate(self._state, steps)
 
     def _decode_runs(self, runs: Sequence[Sequence[int]]) -> None:
         """Decode in steps that generate several tokens each."""
@@ -245,8 +245,8 @@ class Request:
 
     def _admit(self, *, wait: bool = True, onboard: bool = False) -> None:
         driver, state = self._driver, self._state
-        if self._worker._clock is not None:
-            self._admit_in_time(self._worker._clock, wait=wait, onboard=onboard)
+        if self._worker._host_time is not None:
+            self._admit_in_time(self._worker._host_time, wait=wait, onboard=onboard)
             return
         requested, available = driver.need(state, len(state)), driver.room()
         if requested > available:
@@ -258,22 +258,22 @@ class Request:
             driver.admit(state, min(upto, length))
         self._status = "running"
 
-    def _admit_in_time(self, clock: Clock, *, wait: bool, onboard: bool) -> None:
+    def _admit_in_time(self, host_time: HostTime, *, wait: bool, onboard: bool) -> None:
         driver, state = self._driver, self._state
-        requested, available = driver.need(state, len(state)), clock.room()
+        requested, available = driver.need(state, len(state)), host_time.room()
         if requested > available:
             raise OutOfBlocks(requested, available)
         length = len(state)
         chunk = self._worker.chunk or length
         try:
-            self.onboarded_tokens = clock.onboard(state, wait=wait, resumed=not onboard)
+            self.onboarded_tokens = host_time.onboard(state, wait=wait, resumed=not onboard)
             self.cached_tokens = self._lookup()
             for upto in range(chunk, length + chunk, chunk):
-                clock.allocate(state, min(upto, length), wait=wait)
+                host_time.allocate(state, min(upto, length), wait=wait)
         except (WouldWait, SlotsLost):
             driver.free(state, done=False)
             raise
-        clock.admitted(state)
+        host_time.admitted(state)
         self._status = "running"
 
     def _lookup(self) -> int:
@@ -366,7 +366,7 @@ class KvWorker:
         self._recorder = EventRecorder(worker_id, taken, holds=holds_events)
         self._rng = rng or Random()  # noqa: S311 - mock data
         self._make_driver = driver or MoveDriver
-        self._clock: Clock | None = None
+        self._host_time: HostTime | None = None
         self._log = log
         self._driver = self._start()
 
@@ -379,11 +379,11 @@ class KvWorker:
             driver.recorder = self._recorder
         if hasattr(driver, "chunk"):  # what it needs depends on that
             driver.chunk = self.chunk
-        now, self._clock = self.now, None
+        now, self._host_time = self.now, None
         if getattr(driver.manager, "offload", None) is not None:
-            from pytest_kvmock.engine.native_clock import clock_of
+            from pytest_kvmock.schedulers.native_host_time import host_time_of
 
-            self._clock = clock_of(driver, now)
+            self._host_time = host_time_of(driver, now)
         return driver
 
     def __repr__(self) -> str:
@@ -395,14 +395,14 @@ class KvWorker:
         return self._driver.manager
 
     @property
-    def tiers(self) -> Clock | None:
+    def tiers(self) -> HostTime | None:
         """The time of the tiers below the device, for an engine; None: there are none."""
-        return self._clock
+        return self._host_time
 
     @property
     def now(self) -> float:
         """The worker's virtual time in ms; it passes with tiers below the device only, else it is 0."""
-        return 0.0 if self._clock is None else self._clock.now
+        return 0.0 if self._host_time is None else self._host_time.now
 
     @property
     def storage(self) -> WorkerStorage:
@@ -415,7 +415,7 @@ class KvWorker:
             raise ValueError(
                 f"storage: {self!r} has none; make it with tiers={{'host': …, 'storage': True}} over sglang"
             )
-        from pytest_kvmock.engine.hicache_driver import WorkerStorage
+        from pytest_kvmock.drivers.hicache_driver import WorkerStorage
 
         return WorkerStorage(cast("HiCacheManager", self.manager))
 
@@ -427,9 +427,9 @@ class KvWorker:
                 before the worker's.
         """
         self._record(Tick, now, self.worker_id, self.dp_rank)
-        if self._clock is None:
+        if self._host_time is None:
             raise ValueError(f"tick: {self!r} has no tiers below the device, so no time passes in it")
-        self._clock.tick(now)
+        self._host_time.tick(now)
 
     @property
     def backend(self) -> str:
@@ -510,7 +510,7 @@ class KvWorker:
             ValueError: an unknown tier.
         """
         if tier is not StorageTier.DEVICE and StorageTier.of(tier) is not StorageTier.DEVICE:
-            return 0 if self._clock is None else self._clock.cached(self.accept(prompt), StorageTier.of(tier))
+            return 0 if self._host_time is None else self._host_time.cached(self.accept(prompt), StorageTier.of(tier))
         return self._driver.lookup(self._driver.open(self.accept(prompt), to_look=True))
 
     def lacking(self, prompt: Prompt | TokenIds) -> tuple[str, ...]:
@@ -544,18 +544,18 @@ class KvWorker:
         """
         self._record(Clear, self.worker_id, self.dp_rank)
         cleared = not self.requests and self._driver.clear()
-        if cleared and self._clock is not None:
-            self._clock.forget()
+        if cleared and self._host_time is not None:
+            self._host_time.forget()
         return cleared
 
     def cancel_transfers(self) -> None:
         """Cancel all transfers between tiers, and empty the further ones, without an event. The device keeps its blocks."""
-        if self._clock is not None:
-            self._clock.cancel()
+        if self._host_time is not None:
+            self._host_time.cancel()
 
     def unpublished(self, tier: StorageTier) -> Container[int]:
         """Return the blocks of a further tier that are there without a Stored; see `OffloadEngine.unpublished`."""
-        return () if self._clock is None else self._clock.unpublished(tier)
+        return () if self._host_time is None else self._host_time.unpublished(tier)
 
     def restart(self, *, announced: bool = False) -> None:
         """Begin anew, as after a crash: empty, open requests lost, event ids from 0.

@@ -5,11 +5,7 @@ from pytest_kvmock.clock.engine_request import EngineRequest
 from pytest_kvmock.clock.engine_state import EngineMetrics, EngineStalled
 from pytest_kvmock.clock.mock_engine import MockEngine
 from pytest_kvmock.clock.replay import replay
-from pytest_kvmock.engine.args import MockEngineArgs
-from pytest_kvmock.engine.driver import SchedulerDriver
-from pytest_kvmock.engine.nested_args import ReasoningConfig, SglangArgs
-from pytest_kvmock.engine.performance import CallableModel, InterpolatedModel, PerformanceModel, PolynomialModel
-from pytest_kvmock.engine.scheduler import ForwardPass, ScheduledRequest, ScheduledTokens
+from pytest_kvmock.drivers.driver import SchedulerDriver
 from pytest_kvmock.fleet.fleet import Fleet
 from pytest_kvmock.fleet.incidents import Moment
 from pytest_kvmock.fleet.router_calls import RouterError, RouterStalled
@@ -24,6 +20,10 @@ from pytest_kvmock.report.comparison import Comparison
 from pytest_kvmock.report.regret import Regret
 from pytest_kvmock.report.report import Report
 from pytest_kvmock.report.rows import PassSample, Pick, PickRecord
+from pytest_kvmock.schedulers.args import MockEngineArgs
+from pytest_kvmock.schedulers.nested_args import ReasoningConfig, SglangArgs
+from pytest_kvmock.schedulers.performance import CallableModel, InterpolatedModel, PerformanceModel, PolynomialModel
+from pytest_kvmock.schedulers.scheduler import ForwardPass, ScheduledRequest, ScheduledTokens
 
 __all__ = [
     "SCHEDULER_CASES",

@@ -16,7 +16,6 @@ from pytest_kvmock.checks import check_integer, check_number, unknown_text
 from pytest_kvmock.clock.arrivals import Arrivals
 from pytest_kvmock.clock.mock_engine import MockEngine
 from pytest_kvmock.clock.replay_checks import check_sizes, turns_of
-from pytest_kvmock.engine.args import MockEngineArgs
 from pytest_kvmock.fleet.aborts import AbortShare, PlannedAbort
 from pytest_kvmock.fleet.fleet_events import EventDelay, Heard, Knowledge, TrueCaches
 from pytest_kvmock.fleet.fleet_run import FleetRun, LoadSource
@@ -28,11 +27,12 @@ from pytest_kvmock.report.report import Report
 from pytest_kvmock.report.rows import Happened, Objectives, Pools, RunFacts, WorkerCount
 from pytest_kvmock.router.routing import RouterRequest, id_of
 from pytest_kvmock.router.selection import DynamoRouter
+from pytest_kvmock.schedulers.args import MockEngineArgs
 
 if TYPE_CHECKING:
     from pytest_kvmock.clock.arrivals import FleetRequest
-    from pytest_kvmock.engine.scheduler import EngineSemantics
     from pytest_kvmock.router.routing import Worker
+    from pytest_kvmock.schedulers.scheduler import EngineSemantics
     from pytest_kvmock.traces import TraceRequest
 
 LOADS: Final = ("router", "engine")

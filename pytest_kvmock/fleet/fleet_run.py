@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from pytest_kvmock.clock.engine_request import EngineRequest
     from pytest_kvmock.clock.mock_engine import MockEngine
     from pytest_kvmock.clock.passes import Calls, Seat
-    from pytest_kvmock.engine.scheduler import ForwardPass, ScheduledRequest
     from pytest_kvmock.fleet.fleet_events import Knowledge
     from pytest_kvmock.fleet.router_calls import RouterCalls
     from pytest_kvmock.router.routing import Candidate, Worker
+    from pytest_kvmock.schedulers.scheduler import ForwardPass, ScheduledRequest
 
 LoadSource: TypeAlias = Literal["router", "engine"]
 

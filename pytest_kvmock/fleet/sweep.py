@@ -16,7 +16,6 @@ from pytest_kvmock.backends import backend_spec
 from pytest_kvmock.checks import check_integer
 from pytest_kvmock.clock.engine_state import EngineStalled
 from pytest_kvmock.clock.mock_engine import MockEngine
-from pytest_kvmock.engine.args import MockEngineArgs
 from pytest_kvmock.engine.worker import OutOfBlocks
 from pytest_kvmock.fleet.fleet import Fleet
 from pytest_kvmock.fleet.named_routers import MakeRouter, make_router
@@ -25,6 +24,7 @@ from pytest_kvmock.long_runs import long_run
 from pytest_kvmock.report.comparison import Compared, Comparison
 from pytest_kvmock.report.figures import figure_columns, folded
 from pytest_kvmock.report.rows import Belief
+from pytest_kvmock.schedulers.args import MockEngineArgs
 from pytest_kvmock.traces import MOONCAKE_BLOCK_SIZE, TraceRequest, read_mooncake
 
 if TYPE_CHECKING:

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pytest_kvmock.backends import EngineProfile
 from pytest_kvmock.clock.mock_engine import MockEngine
-from pytest_kvmock.engine.args import MockEngineArgs
 from pytest_kvmock.engine.worker import RequestError
 from pytest_kvmock.harness.recording import Recording
+from pytest_kvmock.schedulers.args import MockEngineArgs
 
 if TYPE_CHECKING:
     from pytest_kvmock.backends import BackendSpec
-    from pytest_kvmock.engine.scheduler import ForwardPass
     from pytest_kvmock.engine.worker import KvWorker
     from pytest_kvmock.report.report import Report
+    from pytest_kvmock.schedulers.scheduler import ForwardPass
     from pytest_kvmock.tokens import Prompt
 
 

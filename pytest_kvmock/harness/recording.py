@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pytest_kvmock.backends import BackendSpec
-    from pytest_kvmock.engine.args import MockEngineArgs
     from pytest_kvmock.events import StreamKey
     from pytest_kvmock.harness.index_comparison import Sync
     from pytest_kvmock.hygiene.log import EventLog
+    from pytest_kvmock.schedulers.args import MockEngineArgs
 
 MOST: Final = 200_000
 """How many events, and how many operations, a failure is reduced from; what comes later is left out."""

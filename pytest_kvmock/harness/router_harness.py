@@ -41,11 +41,11 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from pytest_kvmock.clock.mock_engine import MockEngine
-    from pytest_kvmock.engine.args import MockEngineArgs
     from pytest_kvmock.engine.worker import KvWorker, OpenRequest
     from pytest_kvmock.faults.fault import Fault
     from pytest_kvmock.fleet.fleet import Fleet
     from pytest_kvmock.harness.faults import Faults
+    from pytest_kvmock.schedulers.args import MockEngineArgs
     from pytest_kvmock.sinks import EventSink, GivenSink
     from pytest_kvmock.wire.receiver import LostBatches
 

@@ -25,8 +25,8 @@ from pytest_kvmock.hygiene.rules import EVICTED_AND_RESTORED, ORPHANED_CHILD, WR
 from pytest_kvmock.hygiene.stream_spec import Residency, StreamSpec, check_residency
 
 if TYPE_CHECKING:
-    from pytest_kvmock.engine.args import MockEngineArgs
     from pytest_kvmock.harness.engines import HarnessEngine
+    from pytest_kvmock.schedulers.args import MockEngineArgs
 
 WorkerKey: TypeAlias = int | tuple[int, int]
 """A worker id; (worker_id, dp_rank) where the worker has more ranks than one."""

@@ -20,7 +20,7 @@ from pytest_kvmock.plugin.settings import SETTINGS
 
 if TYPE_CHECKING:
     from pytest_kvmock.backends import BackendSpec, EngineProfile
-    from pytest_kvmock.engine.driver import Traits
+    from pytest_kvmock.drivers.driver import Traits
     from pytest_kvmock.fleet.scheduler_cases import SchedulerCase
     from pytest_kvmock.harness import RouterHarness
     from pytest_kvmock.hygiene.problem import Problem

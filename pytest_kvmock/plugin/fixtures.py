@@ -22,18 +22,16 @@ from pytest_kvmock.plugin.settings import SETTINGS, base_profile, trace_path
 
 if TYPE_CHECKING:
     from pytest_kvmock.backends import EngineProfile
-    from pytest_kvmock.block_manager import Fabric, KvBlockManager
     from pytest_kvmock.cache.manager import KvManager
     from pytest_kvmock.cache.paged import PagedCacheManager
     from pytest_kvmock.clock.mock_engine import MockEngine
-    from pytest_kvmock.engine.driver import Traits
+    from pytest_kvmock.drivers.driver import Traits
     from pytest_kvmock.engine.worker import KvWorker
     from pytest_kvmock.fleet.fleet import Fleet
     from pytest_kvmock.fleet.scheduler_cases import SchedulerCase, SchedulerRequest
     from pytest_kvmock.harness import KvSink, RouterHarness
     from pytest_kvmock.harness.recovery import Recovery
     from pytest_kvmock.hygiene.log import EventLog
-    from pytest_kvmock.plugin.block_managers import BlockManagers
     from pytest_kvmock.plugin.case import Case
     from pytest_kvmock.serve.kv_server import KvServer
     from pytest_kvmock.tokens import Prompt
@@ -111,22 +109,6 @@ def _kvmock_case(request: pytest.FixtureRequest, kv_base_profile: EngineProfile,
     if capture is not None:
         case.capture = capture.of(harness)
     return case
-
-
-@pytest.fixture
-def _kvmock_block_managers(request: pytest.FixtureRequest, kv_base_profile: EngineProfile) -> Iterator[BlockManagers]:
-    """Make the block managers of the test, in one fabric; what they publish is judged where the test has a harness."""
-    from pytest_kvmock.plugin.block_managers import BlockManagers
-    from pytest_kvmock.plugin.case import effective_profile
-
-    def harness() -> RouterHarness:
-        case: Case = request.getfixturevalue(_CASE)
-        return case.harness
-
-    profile = effective_profile(request.node, kv_base_profile)
-    managers = BlockManagers(profile, harness, is_judged=_CASE in request.fixturenames)
-    yield managers
-    managers.close()
 
 
 @pytest.fixture
@@ -212,7 +194,7 @@ def kv_base_profile(pytestconfig: pytest.Config) -> EngineProfile:
 # ---------------------------------------------------------------------------------------------------- to use
 
 
-def _checked(name: str, method: Any, more: tuple[str, ...] = ()) -> Callable[..., Any]:
+def checked(name: str, method: Any, more: tuple[str, ...] = ()) -> Callable[..., Any]:
     """Wrap a method of the harness for a fixture: a misspelt argument is answered with the nearest ones."""
     code = method.__code__
     known = (*code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount], *more)  # without self
@@ -245,7 +227,7 @@ def _traits(request: pytest.FixtureRequest, base: EngineProfile) -> Traits:
 
         name = backend_name(request.node, request.getfixturevalue(AXIS), ask=request.getfixturevalue)
         return traits_of(request.node, backend_spec(name), effective_profile(request.node, base))
-    from pytest_kvmock.engine.driver import Traits
+    from pytest_kvmock.drivers.driver import Traits
 
     return Traits()  # a sink takes each block for published once, unless the test sets it otherwise
 
@@ -376,24 +358,6 @@ def kv_paged_manager(request: pytest.FixtureRequest, kv_base_profile: EngineProf
 
 
 @pytest.fixture
-def kv_block_manager(_kvmock_block_managers: BlockManagers) -> KvBlockManager:
-    """A `KvBlockManager`, dynamo-llm's, with pools on device and host; it is in `kv_fabric`, and is closed when the test ends."""
-    return _kvmock_block_managers.make()
-
-
-@pytest.fixture
-def make_kv_block_manager(_kvmock_block_managers: BlockManagers) -> Callable[..., KvBlockManager]:
-    """Make more of them, `make_kv_block_manager(device_blocks=8, host_blocks=None, worker_id=7, sink=True)`, all in `kv_fabric`."""
-    return _checked("make_kv_block_manager", _kvmock_block_managers.make)
-
-
-@pytest.fixture
-def kv_fabric(_kvmock_block_managers: BlockManagers) -> Fabric:
-    """The `Fabric` that the test's block managers are in: `exchange_blocksets`, `cut_link`, `transfers`."""
-    return _kvmock_block_managers.fabric
-
-
-@pytest.fixture
 def kv_events(_kvmock_case: Case) -> EventLog:
     """The log of all events of the test, each with what was found wrong with it."""
     return _kvmock_case.harness.events
@@ -408,7 +372,7 @@ def kv_sink(_kvmock_case: Case) -> KvSink:
 @pytest.fixture
 def make_kv_sink(_kvmock_case: Case) -> Callable[..., KvSink]:
     """Make more sinks, `make_kv_sink(chained=None, num_blocks=None, tier_blocks=None, residency="unique", prefix_closed=True, worker_id=None, hash=None, seed=None)`: each stands for a worker by itself."""
-    return _checked("make_kv_sink", _kvmock_case.harness.make_sink)
+    return checked("make_kv_sink", _kvmock_case.harness.make_sink)
 
 
 @pytest.fixture
@@ -481,9 +445,9 @@ def kv_prompt(_kvmock_case: Case) -> Callable[..., Prompt]:
 
     With `lora_name`, `cache_salt`, `multimodal` and `session_id` as `Prompt` has them.
     """
-    from pytest_kvmock.engine.driver import PROMPT_KEYS
+    from pytest_kvmock.drivers.driver import PROMPT_KEYS
 
-    return _checked("kv_prompt", _kvmock_case.harness.prompt, PROMPT_KEYS)
+    return checked("kv_prompt", _kvmock_case.harness.prompt, PROMPT_KEYS)
 
 
 @pytest.fixture
@@ -520,7 +484,20 @@ def kv_trace(request: pytest.FixtureRequest, kv_base_profile: EngineProfile) -> 
 FIXTURE_PREFIXES: Final = ("kv_", "make_kv_")
 
 FIXTURES: Final = tuple(name for name in globals() if name.startswith(FIXTURE_PREFIXES))
-"""The names of the public fixtures."""
+"""The names of the public fixtures that are here."""
+
+OF_CONTRIB: Final = {
+    "kv_block_manager": "block_managers",
+    "kv_fabric": "block_managers",
+    "make_kv_block_manager": "block_managers",
+}
+"""The folders of `contrib` that fixtures come with, for who asks for one and has deleted its folder."""
+
+
+def known_fixtures(config: pytest.Config) -> list[str]:
+    """The names of the public fixtures in all modules of the plugin."""
+    plugins = [plugin for name, plugin in config.pluginmanager.list_name_plugin() if name.startswith("pytest_kvmock.")]
+    return [name for plugin in plugins for name in dir(plugin) if name.startswith(FIXTURE_PREFIXES)]
 
 
 # ---------------------------------------------------------------------------------------------------- to misspell
@@ -537,10 +514,12 @@ class _Explainer:
             yield
         except pytest.FixtureLookupError as error:
             name = error.argname
-            if isinstance(name, str) and name.startswith(FIXTURE_PREFIXES) and name not in FIXTURES:
+            known = known_fixtures(item.config)
+            if isinstance(name, str) and name.startswith(FIXTURE_PREFIXES) and name not in known:
                 from pytest_kvmock.checks import did_you_mean
 
-                hint = did_you_mean(name, FIXTURES)
+                folder = OF_CONTRIB.get(name)
+                hint = did_you_mean(name, known) if folder is None else f": pytest_kvmock/contrib/{folder} is not here"
                 if hint:
                     item.add_report_section("setup", "kvmock", f"fixture {name!r} not found{hint}")
             raise

@@ -156,8 +156,8 @@ def resolve_profile(
     engine = resolve_engine(markers)
     if not engine:
         return profile
-    from pytest_kvmock.engine.args import set_fields  # for those who use engines, as the next
     from pytest_kvmock.harness.engines import engine_profile
+    from pytest_kvmock.schedulers.args import set_fields  # for those who use engines, as the next
 
     of_base = set_fields(base) if name is None else {*named[name].fields}
     return engine_profile(profile, engine, (of_base - {*matrix}) | {*given})

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 from pytest_kvmock.backends import EngineProfile, known_backends
-from pytest_kvmock.engine.driver import Traits
+from pytest_kvmock.drivers.driver import Traits
 from pytest_kvmock.events import RouterEvent, Stored
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
 from pytest_kvmock.hygiene.content import is_chained

@@ -11,7 +11,7 @@ from threading import Event, Thread
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
-from pytest_kvmock.engine.driver import WouldWait
+from pytest_kvmock.drivers.driver import WouldWait
 from pytest_kvmock.events import RouterEvent
 from pytest_kvmock.harness import RouterHarness, Verdict
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER

@@ -47,10 +47,10 @@ from pytest_kvmock.report.rows import BELIEFS_TEXT, Objectives, RequestRow
 from pytest_kvmock.router.selection import DynamoRouter
 
 if TYPE_CHECKING:
-    from pytest_kvmock.engine.scheduler import ScheduledRequest
     from pytest_kvmock.report.regret import Selector
     from pytest_kvmock.report.rows import Asked, Belief, EventMark, Happened, Pick, Record, RunFacts, WorkerRow
     from pytest_kvmock.router.routing import Worker
+    from pytest_kvmock.schedulers.scheduler import ScheduledRequest
 
 
 @dataclass(frozen=True, repr=False, eq=False)

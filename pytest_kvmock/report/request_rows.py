@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 from pytest_kvmock.report.rows import RequestRow
 
 if TYPE_CHECKING:
-    from pytest_kvmock.engine.scheduler import ScheduledRequest
     from pytest_kvmock.report.rows import Asked, Pick, Pools, WorkerRow
+    from pytest_kvmock.schedulers.scheduler import ScheduledRequest
 
 STATUS: Final = {"finished": "completed", "rejected": "rejected", "failed": "failed"}
 """What the long form calls the end of a request; one without has no row there."""

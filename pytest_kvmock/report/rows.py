@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 from pytest_kvmock.report.routing_figures import Choice
 
 if TYPE_CHECKING:
-    from pytest_kvmock.engine.scheduler import ScheduledRequest
     from pytest_kvmock.router.routing import Candidate, RouterRequest, Worker
+    from pytest_kvmock.schedulers.scheduler import ScheduledRequest
     from pytest_kvmock.tokens import Prompt
 
 

@@ -197,7 +197,7 @@ def read_engine(node: YamlNode, **more: Callable[[YamlNode], Any]) -> dict[str, 
         node: a mapping of them.
         more: what reads other keys that may be there.
     """
-    from pytest_kvmock.engine.args import BEYOND_HOST, check_beyond_host  # for files that have them
+    from pytest_kvmock.schedulers.args import BEYOND_HOST, check_beyond_host  # for files that have them
 
     if isinstance(node.value, dict):
         for name in BEYOND_HOST:
@@ -214,7 +214,7 @@ def read_engine(node: YamlNode, **more: Callable[[YamlNode], Any]) -> dict[str, 
 
 def _engine_readers() -> dict[str, Callable[[YamlNode], Any]]:
     """What reads each field of `MockEngineArgs`."""
-    from pytest_kvmock.engine.args import MockEngineArgs
+    from pytest_kvmock.schedulers.args import MockEngineArgs
 
     def read(name: str, one: YamlNode) -> Any:
         if name in _GROUPS:

@@ -11,7 +11,7 @@ from uuid import UUID
 
 from pytest_kvmock.checks import did_you_mean
 from pytest_kvmock.clock.engine_state import EngineStalled
-from pytest_kvmock.engine.driver import SlotsLost, WouldWait
+from pytest_kvmock.drivers.driver import SlotsLost, WouldWait
 from pytest_kvmock.engine.worker import OutOfBlocks, RequestError
 from pytest_kvmock.events import (
     Cleared,

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pytest_kvmock.clock.engine_request import EngineRequest
-    from pytest_kvmock.engine.scheduler import ForwardPass
     from pytest_kvmock.harness import RouterHarness
     from pytest_kvmock.harness.engines import HarnessEngine
+    from pytest_kvmock.schedulers.scheduler import ForwardPass
     from pytest_kvmock.serve.api import Generate
     from pytest_kvmock.serve.request_log import ServedRequest
     from pytest_kvmock.wire.zmq import KvPublisher

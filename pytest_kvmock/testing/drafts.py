@@ -11,7 +11,7 @@ from random import Random
 from typing import Any, Final, Literal, TypeAlias
 
 from pytest_kvmock.checks import check_integer
-from pytest_kvmock.engine.driver import SlotsLost, WouldWait
+from pytest_kvmock.drivers.driver import SlotsLost, WouldWait
 from pytest_kvmock.engine.worker import OutOfBlocks
 from pytest_kvmock.events import StreamKey
 from pytest_kvmock.harness.router_harness import RouterHarness

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Final, Literal
 
 from pytest_kvmock.backends import BackendSpec, EngineProfile
 from pytest_kvmock.checks import is_integer
-from pytest_kvmock.engine.driver import Traits
+from pytest_kvmock.drivers.driver import Traits
 from pytest_kvmock.harness.router_harness import RouterHarness
 from pytest_kvmock.harness.under_test import IndexUnderTest
 from pytest_kvmock.programs.operations import Program

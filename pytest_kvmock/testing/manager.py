@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Literal
 from uuid import UUID
 
 from pytest_kvmock.backends import BackendSpec
+from pytest_kvmock.cache.dynamo.sequence import ActiveSequence
 from pytest_kvmock.cache.manager import KvManager
-from pytest_kvmock.engine.sequence import ActiveSequence
 from pytest_kvmock.events import value_text
 from pytest_kvmock.hygiene.log import EventLog
 from pytest_kvmock.moves import Deref, MoveError, Promote, Use

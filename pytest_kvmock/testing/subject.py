@@ -17,7 +17,7 @@ from pytest_kvmock.checks import integer_text, is_integer
 from pytest_kvmock.harness.router_harness import RouterHarness
 
 if TYPE_CHECKING:
-    from pytest_kvmock.engine.driver import Traits
+    from pytest_kvmock.drivers.driver import Traits
     from pytest_kvmock.sinks import Sink
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Final
 import pytest
 
 from pytest_kvmock.backends import BackendSpec, EngineProfile
-from pytest_kvmock.engine.driver import Traits
+from pytest_kvmock.drivers.driver import Traits
 from pytest_kvmock.events import StorageTier
 from pytest_kvmock.testing.drafts import random_traffic
 from pytest_kvmock.testing.index_driver import IndexDriver

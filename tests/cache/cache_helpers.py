@@ -8,8 +8,8 @@ from pytest_kvmock.cache.dynamo.eviction.lineage import LineagePolicy
 from pytest_kvmock.cache.dynamo.eviction.lru import LruPolicy
 from pytest_kvmock.cache.dynamo.eviction.multi_lru import MultiLruPolicy
 from pytest_kvmock.cache.dynamo.logical import LogicalManager
+from pytest_kvmock.cache.dynamo.sequence import ActiveSequence
 from pytest_kvmock.cache.offload import NoHits, Scheduled
-from pytest_kvmock.engine.sequence import ActiveSequence
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, StorageTier, Stored
 from pytest_kvmock.moves import Deref, Promote, Use
 from pytest_kvmock.plh import lineage_hash

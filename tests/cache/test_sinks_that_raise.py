@@ -8,7 +8,7 @@ import pytest
 
 from pytest_kvmock import CapturingSink, Cleared, Prompt, StorageTier, create_manager
 from pytest_kvmock.cache.base import EventPublisher
-from pytest_kvmock.cache.dynamo.mocker_sglang_request import PageRequest
+from pytest_kvmock.cache.dynamo.mocker_sglang_request import MockerRadixRequest
 from pytest_kvmock.cache.offload import BlockDetails, Scheduled
 from pytest_kvmock.moves import Destroy
 from pytest_kvmock.plh import lineage_hash
@@ -79,7 +79,7 @@ def radix_calls(manager):
 
 def page_calls(manager):
     def ask(at, pages=2):
-        return PageRequest(Prompt(range(at, at + pages * SIZE)), SIZE, Random(0))
+        return MockerRadixRequest(Prompt(range(at, at + pages * SIZE)), SIZE, Random(0))
 
     one, other, copy, third, long, by_hand = ask(0), ask(100), ask(0), ask(200), ask(500, 4), ask(300)
     fresh, unpublished = ask(600), ask(700)

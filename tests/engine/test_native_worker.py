@@ -10,10 +10,10 @@ import pytest
 from pytest_kvmock import create_manager
 from pytest_kvmock.backends import backend_spec
 from pytest_kvmock.clock.mock_engine import MockEngine
-from pytest_kvmock.engine.args import MockEngineArgs
-from pytest_kvmock.engine.driver import WouldWait
+from pytest_kvmock.drivers.driver import WouldWait
 from pytest_kvmock.engine.worker import KvWorker
 from pytest_kvmock.events import Cleared, Located, Removed, StorageTier, Stored
+from pytest_kvmock.schedulers.args import MockEngineArgs
 
 SIZE = 4
 HOST = StorageTier.HOST_PINNED

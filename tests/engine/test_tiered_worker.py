@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pytest_kvmock import CapturingSink, OutOfBlocks, Prompt, create_manager
 from pytest_kvmock.cache.dynamo.eviction.lineage import LineagePolicy
 from pytest_kvmock.cache.dynamo.logical import LogicalManager
-from pytest_kvmock.engine.driver import SlotsLost, WouldWait
+from pytest_kvmock.drivers.driver import SlotsLost, WouldWait
 from pytest_kvmock.engine.worker import KvWorker
 from pytest_kvmock.events import Removed, StorageTier, Stored
 from pytest_kvmock.tiers.offload import HostOffload

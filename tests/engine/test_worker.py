@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from pytest_kvmock import BACKENDS, OutOfBlocks, Prompt, create_manager
-from pytest_kvmock.engine.block_pool_driver import BlockPoolDriver
+from pytest_kvmock.drivers.block_pool_driver import BlockPoolDriver
 from pytest_kvmock.engine.worker import KvWorker, RequestError, Served
 from pytest_kvmock.events import Cleared, Removed, StorageTier, Stored
 from pytest_kvmock.tokens import block_hashes, sequence_hashes
@@ -742,5 +742,5 @@ def test_a_driver_that_takes_no_steps_is_refused_over_a_manager_with_tiers():
     def make(sink):
         return create_manager("vllm", num_blocks=4, sink=sink, tiers={"host": 8})
 
-    with pytest.raises(ValueError, match=r"^a TierClock drives a LogicalManager, got <BlockPoolManager vllm: "):
+    with pytest.raises(ValueError, match=r"^a TierHostTime drives a LogicalManager, got <BlockPoolManager vllm: "):
         KvWorker(make, driver=BlockPoolDriver)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pytest_kvmock import OutOfBlocks, create_manager
 from pytest_kvmock.backends import BACKENDS
-from pytest_kvmock.engine.sequence import ActiveSequence
+from pytest_kvmock.cache.dynamo.sequence import ActiveSequence
 from pytest_kvmock.engine.worker import KvWorker
 from pytest_kvmock.events import Removed, Stored
 from pytest_kvmock.sinks import CapturingSink

@@ -2,9 +2,9 @@
 
 import pytest
 
-from pytest_kvmock.engine.schedulers import SCHEDULERS
 from pytest_kvmock.fleet import Fleet, MockEngine, MockEngineArgs, replay
 from pytest_kvmock.router import RoundRobin
+from pytest_kvmock.schedulers.scheduler_specs import SCHEDULERS
 from pytest_kvmock.traces import synthetic_trace
 
 RELEASES = [(name, release) for name, spec in SCHEDULERS.items() for release in spec.releases]

@@ -6,9 +6,9 @@ import pytest
 from depth import few
 from recorded_replays import check_summary, request_of, runs_of
 
-from pytest_kvmock.engine.args import MockEngineArgs
 from pytest_kvmock.engine.worker import OutOfBlocks
 from pytest_kvmock.fleet import EngineStalled, MockEngine, replay
+from pytest_kvmock.schedulers.args import MockEngineArgs
 from pytest_kvmock.traces import TraceRequest
 
 RUNS = runs_of("replay_disaggregated.json.gz", "1.2.1")

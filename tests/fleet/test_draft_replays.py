@@ -7,8 +7,8 @@ from pytest_kvmock import EngineProfile, RouterHarness
 from pytest_kvmock.acceptance import USUAL_RATES, AcceptedDrafts
 from pytest_kvmock.backends import BACKENDS
 from pytest_kvmock.engine import SglangSpeculative, Speculative
-from pytest_kvmock.engine.args import MockEngineArgs
 from pytest_kvmock.fleet import MockEngine, replay
+from pytest_kvmock.schedulers.args import MockEngineArgs
 
 FILE = "dynamo_1.6.1_nextn.json.gz"
 BACKEND = {"vllm": "vllm", "sglang": "mocker_sglang_1_6"}

@@ -9,12 +9,12 @@ import pytest
 from depth import few, seeds
 
 from pytest_kvmock import EngineProfile, Prompt, RouterHarness
-from pytest_kvmock.engine.nested_args import SglangArgs
 from pytest_kvmock.fleet import Fleet, FleetRequest, MockEngine, MockEngineArgs, Report, replay
 from pytest_kvmock.report.figures import FIGURES, MOST_WIDE, PRINTED, folded, leading_blocks, names_of
 from pytest_kvmock.report.routing_figures import Choice, assert_balanced, jain, max_to_mean, of_best
 from pytest_kvmock.report.statistics import Sketch, statistics
 from pytest_kvmock.router import DynamoRouter, LeastLoaded, MostCached, RoundRobin
+from pytest_kvmock.schedulers.nested_args import SglangArgs
 from pytest_kvmock.testing import RightRouter
 from pytest_kvmock.tokens import TokenRuns
 from pytest_kvmock.traces import TraceRequest, synthetic_trace

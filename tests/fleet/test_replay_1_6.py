@@ -4,9 +4,9 @@ import pytest
 from depth import few
 from recorded_replays import recorded, request_of
 
-from pytest_kvmock.engine.args import MockEngineArgs
 from pytest_kvmock.engine.worker import OutOfBlocks
 from pytest_kvmock.fleet import EngineStalled, MockEngine, replay
+from pytest_kvmock.schedulers.args import MockEngineArgs
 
 BACKENDS = {"vllm": "vllm", "sglang": "mocker_sglang_1_6", "trtllm": "vllm"}
 FILES = ("vllm", "sglang", "trtllm", "disaggregated", "moments", "ranks")

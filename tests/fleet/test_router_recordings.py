@@ -13,9 +13,9 @@ from recorded_replays import check_summary, recorded, request_of
 from test_replay_1_6 import BACKENDS as BACKENDS_1_6
 from test_replay_1_6 import check_figures
 
-from pytest_kvmock.engine.args import MockEngineArgs
 from pytest_kvmock.fleet import EngineStalled, Fleet, MockEngine
 from pytest_kvmock.router.selection import DynamoRouter
+from pytest_kvmock.schedulers.args import MockEngineArgs
 from pytest_kvmock.traces import TraceRequest
 
 PICKS = recorded("replay_kv_picks.json.gz")["cases"]

@@ -8,9 +8,9 @@ import pytest
 from depth import DEEP
 
 from pytest_kvmock import CapturingSink, Cleared, Removed, RouterHarness, Stored
-from pytest_kvmock.engine.args import MockEngineArgs
 from pytest_kvmock.fleet import MockEngine
 from pytest_kvmock.fleet.scheduler_cases import SchedulerCase, make_scheduler_requests
+from pytest_kvmock.schedulers.args import MockEngineArgs
 
 ENGINES_OWN = ("wrong_hash", "evicted_and_restored")
 """Warnings of what multi_lru does, which may evict a block before its children."""

@@ -8,7 +8,7 @@ from depth import examples
 from hypothesis import given, settings
 
 from pytest_kvmock import EngineProfile, OutOfBlocks, RouterHarness, StorageTier, create_manager
-from pytest_kvmock.engine.driver import WouldWait
+from pytest_kvmock.drivers.driver import WouldWait
 from pytest_kvmock.testing import play, traffic
 
 DEVICE, HOST, *_ = StorageTier

@@ -23,7 +23,7 @@ from pytest_kvmock import (
 )
 from pytest_kvmock.backends import BACKENDS
 from pytest_kvmock.cache.vllm.hashes import VERSIONS
-from pytest_kvmock.engine.driver import PROMPT_KEYS
+from pytest_kvmock.drivers.driver import PROMPT_KEYS
 from pytest_kvmock.events import StorageTier
 from pytest_kvmock.prompt_keys import group_extra, hash_options, is_attention_group
 from pytest_kvmock.tokens import windows_of

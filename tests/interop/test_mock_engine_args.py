@@ -10,8 +10,8 @@ from fractions import Fraction
 import pytest
 from peer import dynamo_core
 
-from pytest_kvmock.engine.args import MockEngineArgs
-from pytest_kvmock.engine.performance import InterpolatedModel, PolynomialModel
+from pytest_kvmock.schedulers.args import MockEngineArgs
+from pytest_kvmock.schedulers.performance import InterpolatedModel, PolynomialModel
 
 core = dynamo_core("1.2")
 

@@ -15,8 +15,8 @@ from replay_cases import routed_case
 from test_replay_live import OF_THE_FLEET, OF_THE_HOST, SEMANTICS, is_equal
 
 from pytest_kvmock import OutOfBlocks
-from pytest_kvmock.engine.args import MockEngineArgs
 from pytest_kvmock.fleet import EngineStalled, Fleet, MockEngine
+from pytest_kvmock.schedulers.args import MockEngineArgs
 from pytest_kvmock.traces import TraceRequest
 
 dynamo_core("1.2")

@@ -16,7 +16,7 @@ from peer import engine
 
 from pytest_kvmock import Prompt, create_manager
 from pytest_kvmock.cache.sglang.radix_tree import POLICIES
-from pytest_kvmock.engine.radix_driver import RadixDriver
+from pytest_kvmock.drivers.radix_driver import RadixDriver
 from pytest_kvmock.events import Removed, Stored
 from pytest_kvmock.sinks import CapturingSink
 

@@ -12,11 +12,12 @@ import pytest
 from depth import DEEP, examples, few
 from hypothesis import settings
 from pages import PAGES, ROOT, heading_id, printed
+from plugin_parts import OPTIONS
 
 from pytest_kvmock import testing
 from pytest_kvmock.__main__ import main as kvmock
 from pytest_kvmock.__main__ import parser as kvmock_parser
-from pytest_kvmock.plugin.options import LISTS, OPTIONS
+from pytest_kvmock.plugin.options import LISTS
 
 WRITE = bool(os.environ.get("KVMOCK_WRITE_DOCS"))
 README = PAGES["README.md"]

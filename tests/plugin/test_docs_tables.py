@@ -19,20 +19,21 @@ from typing import get_args
 import msgspec
 import pytest
 from pages import PAGES, ROOT
+from plugin_parts import FIXTURES, OPTIONS
 from signatures import signature
 
 from pytest_kvmock import Prompt, RouterHarness, Stored, plugin
 from pytest_kvmock.backends import BACKENDS, EngineProfile, speaker_of
-from pytest_kvmock.engine.args import MockEngineArgs
-from pytest_kvmock.engine.nested_args import SglangArgs
 from pytest_kvmock.faults.kinds import FAULTS
 from pytest_kvmock.fleet.router_calls import BELIEFS, HOOKS
 from pytest_kvmock.hygiene.rules import RULES
 from pytest_kvmock.plugin import hookspecs
 from pytest_kvmock.plugin.markers import KVMOCK_KEYS
-from pytest_kvmock.plugin.options import LISTS, OPTIONS
+from pytest_kvmock.plugin.options import LISTS
 from pytest_kvmock.plugin.precedence import Policy, resolve_trace_tokens
 from pytest_kvmock.router.routing import Candidate, RequestStatus, RouterRequest
+from pytest_kvmock.schedulers.args import MockEngineArgs
+from pytest_kvmock.schedulers.nested_args import SglangArgs
 from pytest_kvmock.wire import DEFECTS, DIALECTS, Batch, encode
 
 REFERENCE = {name.removeprefix("docs/reference/"): page for name, page in PAGES.items() if "docs/reference/" in name}
@@ -189,9 +190,8 @@ def test_the_hooks_are_those_of_the_code():
 
 
 def test_every_fixture_is_listed():
-    public = [name for name in plugin.__all__ if re.match(r"(make_)?kv_", name)]
     pages = [page.text for name, page in REFERENCE.items() if name.startswith("fixtures")]
-    assert sorted(public) == sorted(name for text in pages for name in first_cells(text.partition("\n## ")[0]))
+    assert sorted(FIXTURES) == sorted(name for text in pages for name in first_cells(text.partition("\n## ")[0]))
 
 
 def test_the_page_of_fixtures_begins_with_those_of_day_one():
@@ -347,7 +347,7 @@ def attribute_of(owner, name):
 def exists(name):
     """Whether a name of ours is there: a fixture, a marker, or what stands below the package."""
     if re.match(r"(make_)?kv_", name):
-        return name in plugin.__all__ or f"`{name}" in REFERENCE["markers.md"].text
+        return name in {*plugin.__all__, *FIXTURES} or f"`{name}" in REFERENCE["markers.md"].text
     try:
         reduce(attribute_of, name.split("."), importlib.import_module("pytest_kvmock"))
     except (AttributeError, ModuleNotFoundError):

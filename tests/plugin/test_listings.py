@@ -5,44 +5,10 @@ from __future__ import annotations
 from fnmatch import fnmatch
 
 import pytest
+from plugin_parts import FIXTURES, OPTIONS
 
 from pytest_kvmock.backends import BACKENDS, EngineProfile
-from pytest_kvmock.plugin.options import OPTIONS, PROFILE_KEYS
-
-FIXTURES = [
-    "kv_backend",
-    "kv_base_profile",
-    "kv_block_manager",
-    "kv_paged_manager",
-    "kv_dialect",
-    "kv_engine",
-    "kv_events",
-    "kv_fabric",
-    "kv_index",
-    "kv_manager",
-    "kv_profile",
-    "kv_prompt",
-    "kv_publisher",
-    "kv_recovery",
-    "kv_fleet",
-    "kv_harness",
-    "kv_router",
-    "kv_scheduler_case",
-    "kv_scheduler_requests",
-    "kv_server",
-    "kv_sink",
-    "kv_trace",
-    "kv_traits",
-    "kv_wire",
-    "kv_worker",
-    "make_kv_block_manager",
-    "make_kv_engine",
-    "make_kv_fleet",
-    "make_kv_manager",
-    "make_kv_publisher",
-    "make_kv_server",
-    "make_kv_sink",
-]
+from pytest_kvmock.plugin.options import PROFILE_KEYS
 
 
 def test_the_profile_keys_are_the_fields_of_the_profile():

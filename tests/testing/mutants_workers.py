@@ -8,8 +8,8 @@ from mutants_policies import TakesWhatIsRegisteredForIdle
 
 from pytest_kvmock import Prompt, StorageTier
 from pytest_kvmock.cache.dynamo.pool import BlockPool
-from pytest_kvmock.engine.driver import Traits
-from pytest_kvmock.engine.move_driver import MoveDriver
+from pytest_kvmock.drivers.driver import Traits
+from pytest_kvmock.drivers.move_driver import MoveDriver
 from pytest_kvmock.moves import Deref, MoveError
 from pytest_kvmock.testing import WorkerContract
 

@@ -17,7 +17,7 @@ import msgspec
 
 from pytest_kvmock.cache.vllm.block_pool import BlockPoolManager
 from pytest_kvmock.cache.vllm.groups import CacheGroup
-from pytest_kvmock.cache.vllm.hybrid import HybridManager
+from pytest_kvmock.cache.vllm.hybrid import VllmHybridManager
 from pytest_kvmock.events import KvCacheEvent, RouterEvent
 from pytest_kvmock.tiers.chunk_events import OffloadGroup
 from pytest_kvmock.tiers.native_offload import NativeOffload
@@ -65,7 +65,7 @@ class GroupedPool(Pool):
     """The device of an engine with several groups, or with tokens that are not known yet."""
 
     def __init__(self, config, groups, sink):
-        self.manager = HybridManager(
+        self.manager = VllmHybridManager(
             groups=[CacheGroup(each.kind, each.block_size, window=each.window) for each in groups],
             num_blocks=config["gpu_blocks"],
             sink=sink,
@@ -324,7 +324,7 @@ class Engine:
         request.in_flight += tokens
         samples = state.num_computed_tokens == len(state) + request.unknown
         request.unknown += samples
-        if isinstance(self.manager, HybridManager):
+        if isinstance(self.manager, VllmHybridManager):
             state.num_in_flight_tokens = request.in_flight
         self.budget -= tokens
         self.batch.scheduled.append((request, tokens, samples))
@@ -432,7 +432,7 @@ class Engine:
         self.to_free = [pair for pair in self.to_free if pair[0] is not batch]
         for request, tokens, samples in batch.scheduled:
             request.in_flight -= tokens
-            if isinstance(self.manager, HybridManager):
+            if isinstance(self.manager, VllmHybridManager):
                 request.state.num_in_flight_tokens = request.in_flight
             if request.status == "over":
                 continue

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from pytest_kvmock.cache.base import LOG
 from pytest_kvmock.cache.cache_trace import TRACE_LEVEL, trace
-from pytest_kvmock.cache.dynamo.mocker_sglang_request import PageRequest
+from pytest_kvmock.cache.dynamo.mocker_sglang_request import MockerRadixRequest
 from pytest_kvmock.cache.dynamo.mocker_sglang_tree import PageTree
 from pytest_kvmock.cache.hashed import HashedTokens
 from pytest_kvmock.cache.sglang.radix_manager import RadixManager
@@ -33,7 +33,7 @@ from pytest_kvmock.tokens import Prompt, chained_hash
 # are checkpointed. A hash is published when its first page comes, and removed when its last one goes.
 
 
-class MockerRadixManager(RadixManager[PageRequest, PageTree]):
+class MockerRadixManager(RadixManager[MockerRadixRequest, PageTree]):
     """Caches whole pages in a radix tree, trims leaves by the time of their last access, and publishes what changed.
 
     Args:
@@ -86,25 +86,25 @@ class MockerRadixManager(RadixManager[PageRequest, PageTree]):
         """Pages that no request has, free or cached."""
         return self.free_pages + self._tree.evictable
 
-    def lookup(self, request: PageRequest) -> int:
+    def lookup(self, request: MockerRadixRequest) -> int:
         """Count the leading pages of a request, its output included, that are in the tree. Changes nothing."""
         return self._tree.lookup(request.tokens.names, len(request.tokens.names))
 
-    def pages_missing(self, request: PageRequest, upto: int) -> int:
+    def pages_missing(self, request: MockerRadixRequest, upto: int) -> int:
         """Count the pages that a request has not yet for its tokens up to `upto`; below 0 where it has more."""
         return -(-upto // self.block_size) - request.allocated
 
-    def pages_needed(self, request: PageRequest) -> int:
+    def pages_needed(self, request: MockerRadixRequest) -> int:
         """Count the pages that a whole request needs and that no other request has. Changes nothing."""
         return -(-len(request) // self.block_size) - self._tree.locked(request.tokens.names, request.most_hits)
 
     # --------------------------------------------------------------------------------------------- requests
 
-    def request(self, prompt: Prompt, rng: Random) -> PageRequest:
-        """A request that has no page yet; see `PageRequest`."""
-        return PageRequest(prompt, self.block_size, rng)
+    def request(self, prompt: Prompt, rng: Random) -> MockerRadixRequest:
+        """A request that has no page yet; see `MockerRadixRequest`."""
+        return MockerRadixRequest(prompt, self.block_size, rng)
 
-    def match(self, request: PageRequest, count: int) -> int:
+    def match(self, request: MockerRadixRequest, count: int) -> int:
         """Match the first `count` pages of a request that has none, but not the page of its last token, and lock them.
 
         Returns:
@@ -119,7 +119,7 @@ class MockerRadixManager(RadixManager[PageRequest, PageTree]):
         request.computed = len(pages) * self.block_size
         return request.computed
 
-    def allocate(self, request: PageRequest, upto: int, *, caches: bool = True) -> int | None:
+    def allocate(self, request: MockerRadixRequest, upto: int, *, caches: bool = True) -> int | None:
         """Take pages for the tokens of a request up to `upto`, and publish those that they complete.
 
         The first chunk of a request matches and locks what is cached of it before room is made; later ones match nothing.
@@ -147,7 +147,7 @@ class MockerRadixManager(RadixManager[PageRequest, PageTree]):
             self._publisher.surface()
         return before
 
-    def reserve(self, request: PageRequest, upto: int, *, caches: bool = True) -> int | None:
+    def reserve(self, request: MockerRadixRequest, upto: int, *, caches: bool = True) -> int | None:
         """Lock what is cached of the first `upto` tokens of a request that has no pages, and take pages for the rest.
 
         Returns:
@@ -178,7 +178,7 @@ class MockerRadixManager(RadixManager[PageRequest, PageTree]):
         if pages > self.free_pages:
             self._evict(pages - self.free_pages)
 
-    def extend(self, request: PageRequest, upto: int) -> None:
+    def extend(self, request: MockerRadixRequest, upto: int) -> None:
         """Take free pages for the tokens of a request up to `upto`; they are there, as was checked before."""
         missing = self.pages_missing(request, upto)
         if missing > 0:
@@ -207,7 +207,7 @@ class MockerRadixManager(RadixManager[PageRequest, PageTree]):
         self._remove(pages)
         return len(pages)
 
-    def checkpoint(self, request: PageRequest) -> None:
+    def checkpoint(self, request: MockerRadixRequest) -> None:
         """Insert the whole pages that a request has computed into the tree, and lock them there.
 
         Where the tree has pages of these tokens already, they are the request's from now on, and its own are freed.
@@ -220,7 +220,7 @@ class MockerRadixManager(RadixManager[PageRequest, PageTree]):
         if self._publisher.failure is not None:
             self._publisher.surface()
 
-    def _insert(self, request: PageRequest, count: int) -> None:
+    def _insert(self, request: MockerRadixRequest, count: int) -> None:
         tree, first, old = self._tree, request.protected, request.node
         assert old is not None
         node, kept = tree.put_behind(old, request.tokens.names, request.pages, first, count)
@@ -234,7 +234,7 @@ class MockerRadixManager(RadixManager[PageRequest, PageTree]):
             tree.unlock(old)
         request.node, request.protected = node, count
 
-    def finish(self, request: PageRequest) -> None:
+    def finish(self, request: MockerRadixRequest) -> None:
         """Insert the whole pages of a request into the tree, and free the rest; nothing if it has none."""
         if request not in self.requests:
             return
@@ -247,7 +247,7 @@ class MockerRadixManager(RadixManager[PageRequest, PageTree]):
         if self._publisher.failure is not None:
             self._publisher.surface()
 
-    def release(self, request: PageRequest) -> None:
+    def release(self, request: MockerRadixRequest) -> None:
         """Free the pages of a request that the tree has not, without inserting any; nothing if it has none."""
         if request not in self.requests:
             return
@@ -256,14 +256,14 @@ class MockerRadixManager(RadixManager[PageRequest, PageTree]):
         if self._publisher.failure is not None:
             self._publisher.surface()
 
-    def _free_from(self, request: PageRequest, first: int) -> None:
+    def _free_from(self, request: MockerRadixRequest, first: int) -> None:
         """Free the own pages of a request from one on."""
         self.free_pages += request.allocated - first
         request.allocated = first
         self._remove(request.pages[first:])
         del request.pages[first:]
 
-    def _drop(self, request: PageRequest) -> None:
+    def _drop(self, request: MockerRadixRequest) -> None:
         del self.requests[request]
         assert request.node is not None
         self._tree.unlock(request.node)
@@ -284,7 +284,7 @@ class MockerRadixManager(RadixManager[PageRequest, PageTree]):
 
     # --------------------------------------------------------------------------------------------------- events
 
-    def _publish_pages(self, request: PageRequest, first: int) -> None:
+    def _publish_pages(self, request: MockerRadixRequest, first: int) -> None:
         """Give the complete pages from token `first` on their hashes, and publish what was not present before.
 
         One Stored begins at the first page whose hash is new, and has all later ones, new or not.

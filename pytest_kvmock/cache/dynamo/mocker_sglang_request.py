@@ -55,7 +55,7 @@ class DynamoHasher:
 HASHER = DynamoHasher()
 
 
-class PageRequest(RadixRequest):
+class MockerRadixRequest(RadixRequest):
     """One request, and the pages that it has, each with an identity. It grows at the end.
 
     Args:

@@ -122,7 +122,7 @@ class Drafts:
 
 
 class GroupRequest:
-    """One request, and the blocks that it holds. `HybridManager.new_request` makes one.
+    """One request, and the blocks that it holds. `VllmHybridManager.new_request` makes one.
 
     Args:
         tokens: its tokens, in hash units.

@@ -45,7 +45,7 @@ _OF_STEPS = ("speculative", "max_num_batched_tokens", "max_model_len", "async_sc
 """Settings by which one group of full attention is not what `BlockPoolManager` has."""
 
 
-class HybridManager(VllmManager):
+class VllmHybridManager(VllmManager):
     """Blocks of one vLLM engine whose model has several cache groups, or one that is not of full attention.
 
     Its methods are those of `BlockPoolManager`, with blocks by group. A scheduler that runs several requests in a step calls
@@ -486,7 +486,7 @@ class HybridManager(VllmManager):
         """Reset the prefix cache; see `reset_prefix_cache`."""
         return self.reset_prefix_cache()
 
-    def rehearsal(self, request: GroupRequest, extra_blocks: int) -> tuple[HybridManager, GroupRequest]:
+    def rehearsal(self, request: GroupRequest, extra_blocks: int) -> tuple[VllmHybridManager, GroupRequest]:
         """A copy of this engine, which publishes nothing and has so many blocks more, and of a request: to try what is asked for."""
         silent = EventPublisher(None, self.dp_rank)
         nothing = {id(self.offload): None, id(self.copies): None}
@@ -569,12 +569,14 @@ def _of_kept(carried: dict[str, Any], kept: Sequence[int]) -> EventExtra:
     return carried
 
 
-def of_groups(groups: object, settings: dict[str, Any], options: dict[str, Any]) -> HybridManager | BlockPoolManager:
+def of_groups(
+    groups: object, settings: dict[str, Any], options: dict[str, Any]
+) -> VllmHybridManager | BlockPoolManager:
     """The manager of an engine with these groups: with one of full attention alone, that of the block pool.
 
     Args:
         groups: its groups; one is of full attention or MLA.
-        settings: arguments of `HybridManager` that are its own.
+        settings: arguments of `VllmHybridManager` that are its own.
         options: those that both managers have.
 
     Raises:
@@ -585,16 +587,18 @@ def of_groups(groups: object, settings: dict[str, Any], options: dict[str, Any])
         kinds = ", ".join(group.kind for group in taken)
         raise ValueError(f"groups must have one of kind {' or '.join(map(repr, FULL))}, got {kinds}")
     if len(taken) > 1 or taken[0].kind != FULL_ATTENTION or any(settings.get(name) for name in _OF_STEPS):
-        return HybridManager(groups=taken, **settings, **options)
-    HybridManager(groups=taken, **settings, **{**options, "num_blocks": 1, "sink": None})  # it raises for a wrong value
+        return VllmHybridManager(groups=taken, **settings, **options)
+    VllmHybridManager(
+        groups=taken, **settings, **{**options, "num_blocks": 1, "sink": None}
+    )  # it raises for a wrong value
     return BlockPoolManager(**{"block_size": taken[0].block_size, **options})
 
 
-def of_draft_model(settings: dict[str, Any], options: dict[str, Any]) -> HybridManager:
+def of_draft_model(settings: dict[str, Any], options: dict[str, Any]) -> VllmHybridManager:
     """The manager of an engine with a draft model and one cache, of full attention.
 
     Args:
-        settings: arguments of `HybridManager` that are its own, a draft model among them.
+        settings: arguments of `VllmHybridManager` that are its own, a draft model among them.
         options: those that all managers of vLLM have.
 
     Raises:
@@ -602,4 +606,4 @@ def of_draft_model(settings: dict[str, Any], options: dict[str, Any]) -> HybridM
     """
     check_speculative(settings["speculative"])
     group = CacheGroup(FULL_ATTENTION, options.get("block_size", 16))
-    return HybridManager(groups=[group], **settings, **options)
+    return VllmHybridManager(groups=[group], **settings, **options)

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from pytest_kvmock.cache.vllm.groups import FULL, CacheGroup
-from pytest_kvmock.cache.vllm.hybrid import HybridManager
+from pytest_kvmock.cache.vllm.hybrid import VllmHybridManager
 from pytest_kvmock.checks import check_integer
 
 # Theory of operation
@@ -178,10 +178,10 @@ HYBRID_MODELS: Final = MappingProxyType(
 """The models, by name."""
 
 
-def hybrid_manager(model: str, *, block_size: int, **options: Any) -> HybridManager:
+def hybrid_manager(model: str, *, block_size: int, **options: Any) -> VllmHybridManager:
     """Make the manager of a model with so many tokens in a block of its attention group.
 
     Raises:
         ValueError: the model cannot be scaled to that, or an option is not what it must be.
     """
-    return HybridManager(groups=HYBRID_MODELS[model].sized(block_size), backend=f"vllm_{model}", **options)
+    return VllmHybridManager(groups=HYBRID_MODELS[model].sized(block_size), backend=f"vllm_{model}", **options)

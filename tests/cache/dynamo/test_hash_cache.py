@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pytest_kvmock import CapturingSink, EngineProfile, RouterHarness, create_manager
 from pytest_kvmock.backends import BACKENDS
 from pytest_kvmock.cache.dynamo.hash_cache import HashCacheManager
-from pytest_kvmock.engine.sequence import ActiveSequence
+from pytest_kvmock.cache.dynamo.sequence import ActiveSequence
 from pytest_kvmock.events import StorageTier
 from pytest_kvmock.moves import Deref, Destroy, MoveError, Promote, Use
 

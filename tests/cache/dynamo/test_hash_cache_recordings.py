@@ -6,7 +6,7 @@ import pytest
 from cache_helpers import Player, event_rows, publish_rows
 
 from pytest_kvmock import CapturingSink, EngineProfile, RouterHarness, create_manager
-from pytest_kvmock.engine.sequence import ActiveSequence
+from pytest_kvmock.cache.dynamo.sequence import ActiveSequence
 from pytest_kvmock.moves import Destroy, MoveError, Promote, Use
 
 

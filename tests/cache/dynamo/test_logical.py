@@ -8,7 +8,7 @@ from cache_helpers import event_rows, new_manager, state_of
 
 from pytest_kvmock.cache.dynamo.eviction.lru import LruPolicy
 from pytest_kvmock.cache.dynamo.logical import LogicalManager
-from pytest_kvmock.engine.sequence import ActiveSequence
+from pytest_kvmock.cache.dynamo.sequence import ActiveSequence
 from pytest_kvmock.events import StorageTier, Stored
 from pytest_kvmock.moves import Deref, Destroy, MoveError, Promote, Use
 from pytest_kvmock.plh import lineage_hash

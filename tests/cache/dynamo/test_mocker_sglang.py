@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_kvmock import CapturingSink, Prompt, create_manager
-from pytest_kvmock.cache.dynamo.mocker_sglang_request import PageRequest
+from pytest_kvmock.cache.dynamo.mocker_sglang_request import MockerRadixRequest
 from pytest_kvmock.cache.dynamo.mocker_sglang_tree import PageTree
 from pytest_kvmock.events import Cleared, Removed, Stored
 from pytest_kvmock.moves import MoveError
@@ -25,7 +25,7 @@ def make(num_blocks=8):
 
 def request(*pages, tail=0, size=SIZE):
     """A request of pages that are named by a number, and some tokens more."""
-    return PageRequest(Prompt([*(page for page in pages for _ in range(size)), *[0] * tail]), size, Random(0))
+    return MockerRadixRequest(Prompt([*(page for page in pages for _ in range(size)), *[0] * tail]), size, Random(0))
 
 
 def names(*pages, size=SIZE):

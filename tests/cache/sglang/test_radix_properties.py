@@ -11,7 +11,7 @@ from plain_radix import KEYS, PlainTree
 
 from pytest_kvmock.cache.sglang.radix_cache import RadixCacheManager
 from pytest_kvmock.cache.sglang.radix_tree import POLICIES
-from pytest_kvmock.engine.radix_driver import RadixDriver
+from pytest_kvmock.drivers.radix_driver import RadixDriver
 from pytest_kvmock.events import Cleared, Removed, Stored
 from pytest_kvmock.sinks import CapturingSink
 from pytest_kvmock.tokens import Prompt

@@ -6,7 +6,7 @@ import pytest
 
 from pytest_kvmock.cache.sglang.radix_cache import RadixCacheManager
 from pytest_kvmock.cache.sglang.speculative import SglangSpeculative
-from pytest_kvmock.engine.radix_driver import RadixDriver
+from pytest_kvmock.drivers.radix_driver import RadixDriver
 from pytest_kvmock.events import Removed, Stored
 from pytest_kvmock.sinks import CapturingSink
 from pytest_kvmock.tokens import Prompt

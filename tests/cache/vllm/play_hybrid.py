@@ -13,7 +13,7 @@ from zlib import crc32
 
 from pytest_kvmock.cache.vllm.groups import CacheGroup
 from pytest_kvmock.cache.vllm.hashes import ExtraKeys
-from pytest_kvmock.cache.vllm.hybrid import HybridManager
+from pytest_kvmock.cache.vllm.hybrid import VllmHybridManager
 from pytest_kvmock.cache.vllm.speculative import Speculative
 from pytest_kvmock.events import Cleared, Removed, SparseStored
 from pytest_kvmock.prompt_keys import group_of
@@ -45,7 +45,7 @@ class Player:
         self.is_async = program["async"]
         self.max_model_len = program["max_model_len"]
         self.lookahead = program.get("lookahead", 0)
-        self.manager = HybridManager(
+        self.manager = VllmHybridManager(
             groups=[CacheGroup(**each) for each in groups_of(program)],
             num_blocks=program["num_blocks"] - 1,
             sink=self,

@@ -11,7 +11,7 @@ from players import player
 
 from pytest_kvmock.backends import create_manager
 from pytest_kvmock.cache.vllm.groups import CacheGroup
-from pytest_kvmock.cache.vllm.hybrid import HybridManager
+from pytest_kvmock.cache.vllm.hybrid import VllmHybridManager
 from pytest_kvmock.cache.vllm.speculative import Speculative
 from pytest_kvmock.tokens import Prompt, block_hashes
 
@@ -68,7 +68,7 @@ class Sink:
 
 
 def engine(sink=None, **fields):
-    return HybridManager(groups=[FULL], num_blocks=100, sink=sink, speculative=Speculative(**fields))
+    return VllmHybridManager(groups=[FULL], num_blocks=100, sink=sink, speculative=Speculative(**fields))
 
 
 def admit(manager, request):
@@ -134,14 +134,14 @@ def test_the_worked_example_of_hits_that_drop_a_block():
 def test_a_window_beside_larger_blocks_keeps_no_first_block_that_nobody_drops_into():
     groups = [CacheGroup("sliding_window", 8, window=8), CacheGroup("full_attention", 32)]
     drop = Speculative("eagle", tokens=1, plain_hashes=True)
-    manager = HybridManager(groups=groups, num_blocks=100, retention=None, speculative=drop)
+    manager = VllmHybridManager(groups=groups, num_blocks=100, retention=None, speculative=drop)
     request = manager.new_request(range(128))
     assert [3, 4, 7, 8, 11, 12, 15] == list(manager.kept(request, 0, 0, 16))
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(3, 5), st.integers(1, 3))
 def test_local_hashes_are_those_of_windows_however_tokens_come(tokens, block_size, lookahead):
-    manager = HybridManager(
+    manager = VllmHybridManager(
         groups=[CacheGroup("full_attention", block_size)],
         num_blocks=4,
         speculative=Speculative("mtp", tokens=lookahead, modules=lookahead),

@@ -6,7 +6,7 @@ from pytest_kvmock import CapturingSink, create_manager
 from pytest_kvmock.cache import CacheGroup
 from pytest_kvmock.cache.vllm.block_pool import BlockPoolManager
 from pytest_kvmock.cache.vllm.groups import GroupGeometry
-from pytest_kvmock.cache.vllm.hybrid import HybridManager
+from pytest_kvmock.cache.vllm.hybrid import VllmHybridManager
 from pytest_kvmock.events import Removed, SparseStored, Stored
 from pytest_kvmock.makers import hash_chain
 from pytest_kvmock.prompt_keys import group_of
@@ -126,19 +126,19 @@ def test_one_group_of_full_attention_is_the_manager_of_the_block_pool():
     manager = made((FULL,), retention=0)
     assert type(manager) is BlockPoolManager
     assert manager.block_size == 4
-    assert type(made((CacheGroup("mla_attention", block_size=4),))) is HybridManager
+    assert type(made((CacheGroup("mla_attention", block_size=4),))) is VllmHybridManager
 
 
 def test_one_full_group_publishes_what_the_block_pool_does():
     streams = []
-    for make in (BlockPoolManager, HybridManager):
+    for make in (BlockPoolManager, VllmHybridManager):
         sink = CapturingSink()
         sizes = {"block_size": 4} if make is BlockPoolManager else {"groups": (FULL,)}
         manager = make(num_blocks=8, sink=sink, **sizes)
         for prompt in (range(20), range(17), [*range(8), *range(90, 99)], range(200, 229), range(20)):
             request = manager.new_request(prompt)
             hits = manager.get_computed_blocks(request)
-            count = hits.num_tokens if make is HybridManager else 4 * len(hits)
+            count = hits.num_tokens if make is VllmHybridManager else 4 * len(hits)
             assert manager.allocate_slots(request, len(request) - count, hits) is not None
             manager.free(request)
         streams.append((sink.events, manager.free_queue))

@@ -1,0 +1,185 @@
+"""Drives SGLang's HiCache as its scheduler does: match, lock, load back, room, compute, checkpoint, copy to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+from typing import TYPE_CHECKING, Final
+
+from pytest_kvmock.cache.sglang.hicache_cache import HiCacheManager, HiCacheRequest
+from pytest_kvmock.checks import check_integer
+from pytest_kvmock.drivers.driver import checked_manager
+from pytest_kvmock.drivers.tree_driver import TreeDriver
+from pytest_kvmock.tokens import Prompt, TokenIds
+
+if TYPE_CHECKING:
+    from pytest_kvmock.cache.manager import KvManager
+    from pytest_kvmock.cache.sglang.hicache_storage import HostStorage
+
+
+_ALL: Final = 1_000_000_000
+"""More than a thread of the storage ever has to do."""
+
+
+class WorkerStorage:
+    """The storage behind the host of a worker, as tests fill it and lose it. No event says what it has.
+
+    Args:
+        manager: the worker's.
+    """
+
+    def __init__(self, manager: HiCacheManager) -> None:
+        self._manager = manager
+        assert manager.storage is not None  # it is made for one
+        self._storage = manager.storage
+
+    @property
+    def blocks(self) -> set[int]:
+        """Names of the blocks that it has, of whichever worker."""
+        return {*self._storage.store.pages}
+
+    def _request(self, prompt: Prompt | TokenIds) -> HiCacheRequest:
+        return self._manager.request(Prompt.of(prompt), Random(0))  # noqa: S311 - nothing is drawn
+
+    def fill(self, prompt: Prompt | TokenIds) -> None:
+        """Store the whole blocks of a prompt, as another worker would."""
+        self._storage.store.add(self._request(prompt).tokens.names)
+
+    def lose(self, prompt: Prompt | TokenIds, from_block: int = 0) -> None:
+        """Lose the blocks of a prompt from one on."""
+        check_integer("lose: from_block", from_block, 0)
+        self._storage.store.lose(self._request(prompt).tokens.names[from_block:])
+
+    def reusable(self, prompt: Prompt | TokenIds) -> int:
+        """Tokens that a request with this prompt would fetch, beyond what device and host have. Changes nothing."""
+        return self._manager.in_storage(self._request(prompt)) * self._manager.block_size
+
+
+class HiCacheDriver(TreeDriver):
+    """Serves requests from a `HiCacheManager`.
+
+    A request loads what the host has of it when it is admitted, and computes in the same batch. What it computed is
+    published after its prefill, or each chunk, and when it finishes; copies to the host begin then, by the write policy,
+    and the time of the worker ends them.
+
+    Args:
+        manager: the cache.
+        prefix_caching: whether requests reuse and leave anything; without it, each has pages of its own.
+        rng: source of the names of partial blocks, and of local hashes where tokens are unknown.
+
+    Raises:
+        ValueError: the manager is no such cache.
+    """
+
+    traits = replace(TreeDriver.traits, promises_more=True)
+
+    manager: HiCacheManager
+
+    def __init__(self, manager: KvManager, prefix_caching: bool, rng: Random) -> None:
+        super().__init__(checked_manager(manager, HiCacheManager, "HiCacheDriver"), prefix_caching, rng)
+
+    def lookup(self, request: HiCacheRequest) -> int:
+        """Tokens of the request that are on the device, without its last one; of an admitted one, all that it reuses."""
+        if not self._prefix_caching:
+            return 0
+        pages = request.found if request in self.manager.requests else self.manager.on_device(request)
+        return pages * self.manager.block_size
+
+    def need(self, request: HiCacheRequest, upto: int, tokens: Sequence[int] = ()) -> int:
+        """Pages that no request holds. Changes nothing."""
+        return self.manager.missing(request, upto + len(tokens))
+
+    def start(self, request: HiCacheRequest, upto: int) -> bool:
+        """Match the first tokens of a request, lock, and load what the host has; False where there is no room for it."""
+        manager = self.manager
+        if manager.storage is not None and self._prefix_caching:
+            self._prefetch(manager.storage, request)
+        manager.find(request, upto if self._prefix_caching else 0)
+        manager.admit(request)
+        path = request.path
+        assert path is not None
+        if manager.lacking(request, upto):
+            manager.withdraw(request)
+            return False
+        if path.pages > path.device_pages and not manager.load(request) and manager.lacking(request, upto):
+            manager.withdraw(request)
+            return False
+        return True
+
+    @staticmethod
+    def _prefetch(storage: HostStorage, request: HiCacheRequest) -> None:
+        """Look a request up in the storage, and put what that has on the host; it takes no time."""
+        storage.arrive(request)
+        for _ in range(3):  # the query; the transfer and its reports; what is free again
+            storage.run(_ALL, _ALL, _ALL, _ALL)
+            storage.step()
+        storage.leave(request)
+
+    def _start(self, request: HiCacheRequest, upto: int) -> bool:
+        return self.start(request, upto)
+
+    def _fits(self, request: HiCacheRequest, upto: int) -> bool:
+        return not self.manager.lacking(request, upto)
+
+    def _withdraw(self, request: HiCacheRequest) -> None:
+        self.manager.withdraw(request)
+
+    def _compute(self, request: HiCacheRequest, upto: int) -> None:
+        manager = self.manager
+        needed = (manager.pages_of(upto) - request.allocated) * manager.block_size
+        while manager.storage is not None and manager.available_size() < needed:
+            # What is being written to the storage holds what is above it on the device, which ends a server (`write_back`).
+            before = manager.available_size()
+            manager.make_room(needed)
+            self.write_storage()
+            if manager.available_size() == before:
+                break
+        manager.prefill([(request, upto)])
+
+    def _computed(self, request: HiCacheRequest) -> None:
+        if self._prefix_caching:
+            self.manager.checkpoint(request)
+
+    def extend(self, request: HiCacheRequest, tokens: Sequence[int]) -> None:
+        """Decode steps, one a token."""
+        for token in tokens:
+            self.make_room((request,))
+            self.manager.end_step(request, token)
+
+    def clear(self) -> bool:
+        """Drop all that is cached, on device and host; the storage keeps what it has."""
+        self.write_storage()
+        return self.manager.clear()
+
+    def write_storage(self) -> None:
+        """Write what was copied to the host to the storage behind it, if there is one; it takes no time."""
+        storage = self.manager.storage
+        if storage is not None:
+            storage.run(_ALL, _ALL, _ALL, _ALL)
+            storage.step()
+
+    # ------------------------------------------------------------------------------------------- a scheduler's
+
+    def make_room(self, requests: Sequence[HiCacheRequest]) -> bool:
+        """Evict until there is a page for each that needs one."""
+        if self.manager.begin_step(requests):
+            return True
+        self.write_storage()  # as in `_compute`
+        return self.manager.begin_step(requests)
+
+    def generate(self, request: HiCacheRequest, token: int) -> bool:
+        """Compute one token, for which `make_room` has made room; False, and nothing is computed, where it has not."""
+        self.checkpoint(request)  # of the prompt alone: the token is computed in a step of its own
+        if not self.manager.may_step(request):
+            return False
+        self.manager.end_step(request, token)
+        return True
+
+    def quiet_passes(self, requests: Sequence[HiCacheRequest]) -> int:
+        """Passes in which each generates a token, and none needs a page or evicts."""
+        manager = self.manager
+        short = manager.available_size() < len(requests) * manager.block_size and manager.evictable_size() > 0
+        if short or not self._prefilled.isdisjoint(requests):
+            return 0
+        return min(request.allocated * manager.block_size - request.computed for request in requests)

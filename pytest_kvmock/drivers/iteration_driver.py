@@ -1,0 +1,91 @@
+"""What the drivers of both cache managers of TensorRT-LLM share: iterations, and the groups of a manager."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from pytest_kvmock.cache.trtllm.v1_manager import V1Manager
+from pytest_kvmock.cache.trtllm.v2_manager import V2Manager
+from pytest_kvmock.cache.vllm.groups import CacheGroup
+from pytest_kvmock.drivers.driver import Traits
+
+if TYPE_CHECKING:
+    from pytest_kvmock.tokens import Prompt
+
+ManagerT = TypeVar("ManagerT", V1Manager, V2Manager)
+
+
+class IterationDriver(Generic[ManagerT]):
+    """Ends an iteration after each operation of a worker, or after each pass of a scheduler.
+
+    Args:
+        manager: the cache.
+        windows: the window of each of its groups, in tokens; None: it is of attention.
+        prefix_caching: whether its requests reuse and leave anything.
+        rng: source of the names of partial blocks.
+    """
+
+    traits: Traits
+    manager: ManagerT
+    prompt_keys = ("lora_name", "cache_salt", "session_id")
+    admits_whole = True
+    decodes_ahead = False
+    """A token is computed in the step after the one that it comes out of, and is in no block before."""
+
+    def __init__(self, manager: ManagerT, windows: Sequence[int | None], *, prefix_caching: bool, rng: Random) -> None:
+        self.manager = manager
+        self._rng = rng
+        self._in_pass = False
+        if not prefix_caching:
+            manager.turn_caching_off()
+        if len(windows) > 1:
+            size = manager.block_size
+            groups = (
+                CacheGroup("full_attention", size)
+                if window is None
+                else CacheGroup("sliding_window", size, window=window)
+                for window in windows
+            )
+            self.traits = replace(self.traits, publishes_groups=True, groups=tuple(groups))
+        manager.flush()  # its first iteration, in which there is nothing but created
+
+    def open(self, prompt: Prompt, *, to_look: bool = False) -> Any:
+        """A request that has no block yet."""
+        rng = Random(0) if to_look else self._rng  # noqa: S311 - mock data
+        return self.manager.new_request(prompt, rng=rng, to_look=to_look)
+
+    def lookup(self, request: Any) -> int:
+        """Tokens of the request that are cached, a part of the last block included; its last token never counts."""
+        return self.manager.lookup(request)
+
+    def room(self) -> int:
+        """Blocks of the device that no request has; the fewest of a window or a pool."""
+        return self.manager.num_free_blocks
+
+    def clear(self) -> bool:
+        """Evict all that is cached."""
+        return self.manager.clear()
+
+    def _store(self) -> None:
+        """Store what was computed of prompts."""
+        raise NotImplementedError
+
+    def _operation_over(self) -> None:
+        if not self._in_pass:
+            self._store()
+            self.manager.flush()
+
+    def begin_pass(self) -> None:
+        """An iteration begins."""
+        self._in_pass = True
+
+    def end_iteration(self) -> None:
+        """An iteration is over: its events come out."""
+        self._in_pass = False
+        self._operation_over()
+
+    def needs_no_output(self, request: Any) -> None:
+        """Its last token is computed all the same."""

@@ -1,0 +1,128 @@
+"""Drives SGLang's radix cache as its scheduler does: match, lock, make room, compute, checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import TYPE_CHECKING
+
+from pytest_kvmock.cache.sglang.radix_cache import RadixCacheManager
+from pytest_kvmock.cache.sglang.radix_request import RadixRequest
+from pytest_kvmock.drivers.driver import checked_manager
+from pytest_kvmock.drivers.tree_driver import TreeDriver
+
+if TYPE_CHECKING:
+    from pytest_kvmock.cache.manager import KvManager
+
+
+class RadixDriver(TreeDriver):
+    """Serves requests from a `RadixCacheManager`.
+
+    A request is checkpointed after its prefill and when it finishes; what it decodes is published then. In chunks, it
+    is checkpointed after each (`chunked_req` of SGLang's scheduler): a chunk becomes a node of its own, evicted by
+    itself. SGLang cuts chunks to whole pages; here they are as long as in the profile, and whole pages are published.
+    A preempted request leaves in the cache what was checkpointed; the rest is freed unpublished.
+
+    Args:
+        manager: the cache.
+        prefix_caching: whether requests reuse and leave anything; without it, each has pages of its own.
+        rng: source of the names of partial blocks, and of local hashes where tokens are unknown.
+
+    Raises:
+        ValueError: the manager is no such cache, or one with speculative decoding.
+    """
+
+    manager: RadixCacheManager
+
+    def __init__(self, manager: KvManager, prefix_caching: bool, rng: Random) -> None:
+        super().__init__(checked_manager(manager, RadixCacheManager, "RadixDriver"), prefix_caching, rng)
+        if self.manager.speculative is not None:
+            raise ValueError("a RadixDriver drives no RadixCacheManager with speculative: that is for calls by hand")
+
+    def need(self, request: RadixRequest, upto: int, tokens: Sequence[int] = ()) -> int:
+        """Pages. Without any, this is the lookup of the request: recency and splits stay, as in SGLang, if it is refused."""
+        if self._prefix_caching and request not in self.manager.requests:
+            return self.manager.find(request)
+        return -(-(upto + len(tokens)) // self.manager.block_size) - request.allocated
+
+    def _start(self, request: RadixRequest, upto: int) -> bool:
+        if self._prefix_caching:
+            self.manager.find(request, upto)
+        self.manager.admit(request)
+        return True
+
+    def _fits(self, request: RadixRequest, upto: int) -> bool:
+        return -(-upto // self.manager.block_size) - request.allocated <= self.room()
+
+    def _withdraw(self, request: RadixRequest) -> None:
+        self.manager.release(request)
+
+    def _compute(self, request: RadixRequest, upto: int) -> None:
+        self.manager.allocate(request, upto, self._demand(request, upto))
+        request.computed = upto
+
+    def _computed(self, request: RadixRequest) -> None:
+        if self._prefix_caching:
+            self.manager.checkpoint(request)
+
+    def _demand(self, request: RadixRequest, upto: int) -> int:
+        """Free tokens that a prefill asks for: one page too many where a page has several (`alloc_for_extend`)."""
+        size = self.manager.block_size
+        return upto - request.computed + (size if size > 1 else 0)
+
+    def _step_demand(self) -> int:
+        """Free tokens that a decode step asks for, for each of its requests, though some need no page.
+
+        As SGLang does where a page has several tokens (`alloc_paged_token_slots_decode`); with one, each needs one. The
+        recorded requests are decoded by a driver that asks for what is needed, so they show neither.
+        """
+        return self.manager.block_size
+
+    def extend(self, request: RadixRequest, tokens: Sequence[int]) -> None:
+        """Decode steps, one a token."""
+        manager, demand = self.manager, self._step_demand()
+        size = manager.block_size
+        for token in tokens:
+            request.append(token)
+            request.computed += 1
+            if request.computed > request.allocated * size or manager.available_size() < demand:
+                manager.allocate(request, request.computed, demand)
+
+    def free(self, request: RadixRequest, *, done: bool) -> None:
+        """Free the pages; of a request that is done, after a last checkpoint."""
+        self._prefilled.discard(request)
+        if done and self._prefix_caching and request in self.manager.requests:
+            self.manager.checkpoint(request)
+        self.manager.release(request)
+        if done:
+            request.tokens.release()
+
+    # ------------------------------------------------------------------------------------------- a scheduler's
+
+    def make_room(self, requests: Sequence[RadixRequest]) -> bool:
+        """Evict until there is a page for each that needs one."""
+        manager, needed = self.manager, self.step_tokens(requests)
+        for tokens in (needed, len(requests) * self._step_demand()):  # whether it can, and then as it does
+            missing = tokens - manager.available_size()
+            if missing > 0:
+                manager.evict(missing)
+            if needed > manager.available_size():
+                return False
+        return True
+
+    def generate(self, request: RadixRequest, token: int) -> bool:
+        """Compute one token; False, and nothing is computed, where it needs a page and none is free or evictable."""
+        if request.opens_page:
+            if self.unheld() < self.manager.block_size:
+                return False
+            self.manager.allocate(request, request.computed + 1)
+        self.generate_quietly(request, (token,))
+        return True
+
+    def quiet_passes(self, requests: Sequence[RadixRequest]) -> int:
+        """Passes in which each generates a token, none needs a page, and none evicts for one that it does not need."""
+        manager = self.manager
+        evicts = manager.available_size() < len(requests) * self._step_demand() and manager.evictable_size() > 0
+        if evicts or not self._prefilled.isdisjoint(requests):
+            return 0
+        return min(request.allocated * manager.block_size - request.computed for request in requests)

@@ -1,0 +1,138 @@
+"""Drives TensorRT-LLM's V1 cache as its engine does: blocks for the whole prompt, stored when it is computed and at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import TYPE_CHECKING
+
+from pytest_kvmock.cache.trtllm.v1_manager import V1Manager
+from pytest_kvmock.drivers.driver import Traits, checked_manager
+from pytest_kvmock.drivers.iteration_driver import IterationDriver
+
+if TYPE_CHECKING:
+    from pytest_kvmock.cache.manager import KvManager
+    from pytest_kvmock.cache.trtllm.v1_request import V1Request
+
+# Theory of operation
+#
+# A prompt's step computes all of its tokens and gives the first one of output, which is in no block before the next step
+# computes it. So a request has room for `length` tokens, all of them computed, and at most one token more.
+#
+# A worker's operation is an iteration of its own, at whose end its events come out. A scheduler's pass is one: prompts are
+# stored when it has computed all that it does, so that requests of one pass share nothing new.
+
+
+class TrtllmDriver(IterationDriver[V1Manager]):
+    """Turns requests into the calls of TensorRT-LLM's engine.
+
+    Args:
+        manager: the cache.
+        prefix_caching: whether its requests reuse and leave anything.
+        rng: source of the names of partial blocks.
+
+    Raises:
+        ValueError: the manager is another.
+    """
+
+    traits = Traits(
+        recomputes_last_token=True,
+        stores_when="finish",
+        removed_first=True,
+        cleared_first=True,
+        chunks=False,
+        takes_hashes=False,
+        partial_blocks=True,
+    )
+
+    def __init__(self, manager: KvManager, prefix_caching: bool, rng: Random) -> None:
+        mine: V1Manager = checked_manager(manager, V1Manager, "TrtllmDriver")
+        windows = [*(each.window for each in mine.windows[:-1]), None]
+        self._computed: list[V1Request] = []
+        super().__init__(mine, windows, prefix_caching=prefix_caching, rng=rng)
+
+    def need(self, request: V1Request, upto: int, tokens: Sequence[int] = ()) -> int:
+        """Blocks of all its tokens and of these steps, less those that it has, and those that others have which it hits."""
+        manager, size = self.manager, self.manager.block_size
+        first = 0 if request in manager.requests else manager.blocks_needed(request)
+        held = request.length or len(request)
+        length = max(held, upto + max(len(tokens) - 1, 0) if tokens else upto)
+        return first + -(-length // size) - -(-held // size)
+
+    def admit(self, request: V1Request, upto: int) -> None:
+        """Give it blocks for all of its tokens; when the last of them is computed, its full blocks are stored."""
+        if request not in self.manager.requests:
+            self.manager.add(request)
+        if upto >= len(request):
+            self._computed.append(request)
+        self._operation_over()
+
+    def extend(self, request: V1Request, tokens: Sequence[int]) -> None:
+        """Decode steps, one a token: each computes the token before, unless that was of the prompt."""
+        for token in tokens:
+            if request.length < len(request):
+                self.manager.add_token(request)
+            self.manager.new_token(request, token)
+        self._operation_over()
+
+    def free(self, request: V1Request, *, done: bool) -> None:  # noqa: ARG002 - a paused request is stored, too
+        """Store what it has computed, the last block partial, and let its blocks go."""
+        if request in self.manager.requests:
+            self._store()
+            self.manager.remove(request, tokens=request.length)
+            self._operation_over()
+
+    def _store(self) -> None:
+        """Store the prompts whose last tokens were computed."""
+        computed, self._computed = self._computed, []
+        for request in computed:
+            self.manager.store_context_blocks(request, request.length)
+
+    # ------------------------------------------------------------------------------------------- a scheduler's
+
+    def need_whole(self, request: V1Request) -> int:
+        """Blocks of all tokens of a request without any, less those that others have which it hits."""
+        return self.manager.blocks_needed(request)
+
+    def allocate(self, request: V1Request, upto: int) -> int:
+        """Allocate for the first `upto` tokens, and count them as computed; all of them, or nothing changes."""
+        manager = self.manager
+        if request not in manager.requests:
+            if manager.blocks_needed(request) > manager.num_free_blocks:
+                return 0
+            manager.add(request)
+        elif upto > request.length:
+            if manager.takes_block(request) and not manager.num_free_blocks:
+                return request.length
+            manager.add_token(request)
+            return upto
+        if upto == request.length:
+            self._computed.append(request)
+        return upto
+
+    def step_inside(self, request: V1Request, upto: int) -> bool:
+        """Count a token as computed, if that takes no block."""
+        if upto != request.length + 1 or self.manager.takes_block(request):
+            return False
+        self.manager.add_token(request)
+        return True
+
+    def quiet_tokens(self, request: V1Request) -> int:
+        """Tokens that are computed, from the last one on, before one needs a block."""
+        return -request.length % self.manager.block_size
+
+    def generate(self, request: V1Request, token: int) -> bool:
+        """Append a token; it gets its slot in the pass that computes it, the next one."""
+        self.manager.new_token(request, token)
+        return True
+
+    def generate_quietly(self, request: V1Request, tokens: Sequence[int]) -> None:
+        """Compute the last token and append one, as often as there are tokens."""
+        for token in tokens:
+            self.manager.add_token(request)
+            self.manager.new_token(request, token)
+
+    def generate_ahead(self, request: V1Request, tokens: Sequence[int]) -> None:
+        """Append tokens, which are computed later."""
+        for token in tokens:
+            self.manager.new_token(request, token)

@@ -1,0 +1,143 @@
+"""Drives TensorRT-LLM's V2 cache as its engine does: chunk by chunk, a prompt stored as it is computed, output never."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+from typing import TYPE_CHECKING
+
+from pytest_kvmock.cache.trtllm.v2_manager import V2Manager
+from pytest_kvmock.drivers.driver import Traits, checked_manager
+from pytest_kvmock.drivers.iteration_driver import IterationDriver
+
+if TYPE_CHECKING:
+    from pytest_kvmock.cache.manager import KvManager
+    from pytest_kvmock.cache.trtllm.v2_request import V2Request
+
+# Theory of operation
+#
+# A prompt's last chunk computes its last token and gives the first one of output, which the next step computes. So of a request
+# that runs, all tokens but the last one of output have room.
+#
+# A preempted request is closed, and comes back as a prompt of all its tokens: what it had generated is a prompt then, and
+# is stored. (V2's own scheduler suspends requests instead; a worker has no room for what is suspended and held.)
+#
+# A worker's operation is an iteration of its own, at whose end its events come out; a scheduler's pass is one.
+
+
+class TrtllmV2Driver(IterationDriver[V2Manager]):
+    """Turns requests into the calls of TensorRT-LLM's engine.
+
+    Args:
+        manager: the cache.
+        prefix_caching: whether its requests reuse and leave anything.
+        rng: source of the names of partial blocks.
+
+    Raises:
+        ValueError: the manager is another.
+    """
+
+    traits = Traits(
+        recomputes_last_token=True,
+        stores_when="never",
+        removed_first=True,
+        cleared_first=True,
+        takes_hashes=False,
+        partial_blocks=True,
+    )
+
+    def __init__(self, manager: KvManager, prefix_caching: bool, rng: Random) -> None:
+        mine: V2Manager = checked_manager(manager, V2Manager, "TrtllmV2Driver")
+        windows = [None if group == mine.attention_group else window for group, window in enumerate(mine.windows)]
+        self._computed: list[tuple[V2Request, int]] = []
+        super().__init__(mine, windows, prefix_caching=prefix_caching, rng=rng)
+        if len(windows) > 1:
+            self.traits = replace(self.traits, promises_more=True)
+
+    def need(self, request: V2Request, upto: int, tokens: Sequence[int] = ()) -> int:
+        """Pages that nobody has, and that it needs in the pool that lacks most; more than there are if it may not be resumed."""
+        length = max(request.capacity, upto + max(len(tokens) - 1, 0))
+        return self.manager.pages_needed(request, length)
+
+    def admit(self, request: V2Request, upto: int) -> None:
+        """Give it pages for its first tokens, and store them."""
+        if self.allocate(request, upto) < upto:
+            raise AssertionError("it fits, as was checked before")
+        self._operation_over()
+
+    def extend(self, request: V2Request, tokens: Sequence[int]) -> None:
+        """Decode steps, one a token: each computes the token before, unless that was of the prompt."""
+        for token in tokens:
+            if request.capacity < len(request):
+                self._step(request)
+            request.tokens.append(token)
+        self._operation_over()
+
+    def _step(self, request: V2Request) -> bool:
+        """Compute one token more; False: there is no room."""
+        if not self.manager.try_allocate_generation(request):
+            return False
+        self.manager.update_generation(request, request.capacity)
+        return True
+
+    def free(self, request: V2Request, *, done: bool) -> None:
+        """Let its pages go; a preempted request comes back as a prompt of all its tokens."""
+        if request in self.manager.requests:
+            self._store()
+            self.manager.close(request)
+            if not done:
+                request.num_prompt_tokens = len(request)
+            self._operation_over()
+
+    def _store(self) -> None:
+        """Store what was computed of prompts."""
+        computed, self._computed = self._computed, []
+        for request, upto in computed:
+            if request in self.manager.requests:
+                self.manager.update_context(request, upto)
+
+    # ------------------------------------------------------------------------------------------- a scheduler's
+
+    def need_whole(self, request: V2Request) -> int:
+        """Pages of all tokens of a request without any, less those that others have which it hits."""
+        return self.need(request, len(request))
+
+    def allocate(self, request: V2Request, upto: int) -> int:
+        """Allocate for the first `upto` tokens, and count them as computed; all of them, or nothing changes."""
+        manager = self.manager
+        if request in manager.requests and upto > request.num_prompt_tokens:
+            return upto if upto <= request.capacity or self._step(request) else request.capacity
+        if manager.pages_needed(request, max(upto, request.capacity)) > manager.num_free_blocks:
+            return request.capacity
+        if request not in manager.requests:
+            manager.prepare_context(request)
+        if not manager.resize_context(request, upto, first_chunk=False):
+            return request.capacity
+        self._computed.append((request, upto))
+        return upto
+
+    def step_inside(self, request: V2Request, upto: int) -> bool:
+        """Count a token as computed, if that takes no page."""
+        if upto != request.capacity + 1 or not request.capacity % self.manager.block_size:
+            return False
+        return self._step(request)
+
+    def quiet_tokens(self, request: V2Request) -> int:
+        """Tokens that are computed, from the last one on, before one needs a page."""
+        return -request.capacity % self.manager.block_size
+
+    def generate(self, request: V2Request, token: int) -> bool:
+        """Append a token; it gets its slot in the pass that computes it, the next one."""
+        request.tokens.append(token)
+        return True
+
+    def generate_quietly(self, request: V2Request, tokens: Sequence[int]) -> None:
+        """Compute the last token and append one, as often as there are tokens."""
+        for token in tokens:
+            self._step(request)
+            request.tokens.append(token)
+
+    def generate_ahead(self, request: V2Request, tokens: Sequence[int]) -> None:
+        """Append tokens, which are computed later."""
+        request.tokens += tokens

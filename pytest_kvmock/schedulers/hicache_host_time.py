@@ -1,0 +1,202 @@
+"""The virtual time of a worker over SGLang's HiCache: when copies between device and host are done."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Container, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pytest_kvmock.drivers.driver import SlotsLost, WouldWait
+from pytest_kvmock.events import StorageTier
+from pytest_kvmock.schedulers.host_time import HostTime
+from pytest_kvmock.tiers.timed_copies import HostLinks
+
+if TYPE_CHECKING:
+    from pytest_kvmock.cache.sglang.hicache_cache import HiCacheManager
+    from pytest_kvmock.cache.sglang.radix_tree import TreeNode
+    from pytest_kvmock.drivers.hicache_driver import HiCacheDriver
+    from pytest_kvmock.schedulers.scheduler import ScheduledRequest
+    from pytest_kvmock.tokens import Prompt
+
+# Theory of operation
+#
+# A group of copies begins when it is submitted, or when the one before it in its direction is done. A load is waited for by
+# nobody: its request computes layer by layer behind it. A copy to the host is acknowledged when time passes to its end; until
+# then its nodes cannot be evicted, which is what a request may have to wait for.
+
+
+class NoParking:
+    """The requests of a scheduler that wait for blocks from the host: none, as a load goes with the batch that needs it."""
+
+    parks_preempted = False
+    requests: Sequence[ScheduledRequest] = ()
+
+    def __init__(self, host_time: HiCacheHostTime) -> None:
+        self._host_time = host_time
+
+    @property
+    def deadline(self) -> float | None:
+        """When the next copy is done."""
+        return self._host_time.deadline()
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether no copy is under way."""
+        return self.deadline is None
+
+    def park(self, *_: Any) -> Any:
+        """Nothing: it is loaded as it is admitted."""
+        return "none"
+
+    def take_back(self) -> list[ScheduledRequest]:
+        """Nobody."""
+        return []
+
+    def land(self, request: ScheduledRequest) -> None:
+        """Nothing."""
+
+    def landed_tokens(self, request: ScheduledRequest) -> int:  # noqa: ARG002 - as `Waits` has it
+        """None."""
+        return 0
+
+    def give_up(self, request: ScheduledRequest) -> None:
+        """Nothing: nobody waits."""
+
+
+class HiCacheHostTime(HostTime):
+    """The time of a worker over SGLang's HiCache.
+
+    Args:
+        driver: the worker's.
+        now: the time, in ms.
+
+    Attributes:
+        manager: the worker's.
+    """
+
+    def __init__(self, driver: HiCacheDriver, now: float = 0.0) -> None:
+        super().__init__(driver, now)
+        self.manager: HiCacheManager = driver.manager
+        assert isinstance(self.manager.offload, HostLinks)
+        self._links = self.manager.offload
+        self._writes: deque[float] = deque()  # when each group is done
+        self._loads: deque[float] = deque()
+        self._write_end = self._load_end = now
+        self.parking: NoParking = NoParking(self)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that the host has room for."""
+        return self.manager.host_blocks
+
+    @property
+    def lost_text(self) -> str | None:
+        """None: nothing is ever lost."""
+        return None
+
+    def _begin(self) -> None:
+        """Let what was ordered begin, each group behind the one before it."""
+        manager = self.manager
+        manager.submit_writes()
+        manager.submit_loads()
+        for group in [*manager.writes][len(self._writes) :]:
+            pages = sum(_pages(hold.nodes) for hold in group)
+            self._write_end = max(self._now, self._write_end) + self._links.ms(pages)
+            self._writes.append(self._write_end)
+        for loads in [*manager.loads][len(self._loads) :]:
+            pages = sum(_pages(hold.nodes) for hold, _ in loads)
+            self._load_end = max(self._now, self._load_end) + self._links.ms(pages)
+            self._loads.append(self._load_end)
+
+    def deadline(self) -> float | None:
+        """When the next group is done; None: nothing is under way."""
+        self._begin()
+        return min((ends[0] for ends in (self._writes, self._loads) if ends), default=None)
+
+    def _pass(self, now: float) -> None:
+        while (deadline := self.deadline()) is not None and deadline <= now:
+            self._now = max(deadline, self._now)
+            counts = []
+            for ends in (self._writes, self._loads):
+                counts.append(0)
+                while ends and ends[0] <= self._now:
+                    ends.popleft()
+                    counts[-1] += 1
+            self.manager.step(*counts)
+            self._driver.write_storage()
+        self._now = max(now, self._now)
+
+    def pass_to(self, now: float) -> None:
+        """Move the time forward."""
+        self.tick(now)
+
+    def start_pass(self, now: float) -> None:
+        """A pass of a scheduler starts: it looks what is done."""
+        self.tick(max(now, self._now))
+
+    def end_pass(self) -> float:
+        """A pass has computed: its copies begin."""
+        self._begin()
+        return 0.0
+
+    def forget(self) -> None:
+        """Nothing: what is cleared has no copy under way."""
+
+    def cancel(self) -> None:
+        """Nothing: a server has no way to empty its host alone."""
+
+    def unpublished(self, tier: StorageTier) -> Container[int]:  # noqa: ARG002 - all that is there was published
+        """Nothing."""
+        return ()
+
+    def room(self) -> int:
+        """Count the blocks of the device that no request holds, those included that are being copied."""
+        return self.manager.unheld_blocks
+
+    def cached(self, prompt: Prompt, tier: StorageTier) -> int:
+        """Count the tokens of a prompt that would be loaded from the host: those beyond the device, unless they are too few."""
+        if tier != StorageTier.HOST_PINNED:
+            return 0
+        state = self._driver.open(prompt, to_look=True)
+        manager = self.manager
+        return (manager.lookup(state) - manager.on_device(state)) * manager.block_size
+
+    def onboard(self, state: Any, *, wait: bool, resumed: bool) -> int:  # noqa: ARG002 - preempted ones load, too
+        """Admit a request, and load what the host has of it; it does not wait for that."""
+        self.tick(self._now)
+        while not self._driver.start(state, len(state)):
+            self._wait(wait, "blocks of the device are being copied to the host")
+        tokens: int = state.from_host
+        return tokens
+
+    def admitted(self, state: Any) -> None:  # noqa: ARG002 - whatever it is
+        """A request is computed: its copies begin."""
+        self._begin()
+
+    def allocate(self, state: Any, upto: int, *, wait: bool) -> None:
+        """Compute a request's first tokens, and wait where blocks for them are being copied."""
+        while self.manager.lacking(state, upto):
+            self._wait(wait, "blocks of the device are being copied to the host")
+        self._driver.admit(state, upto)
+
+    def generate(self, state: Any, tokens: Sequence[int]) -> None:
+        """Decode, one step a token, and wait where blocks are being copied."""
+        for token in tokens:
+            while not self._driver.make_room((state,)):
+                self._wait(True, "")
+            self.manager.end_step(state, token)
+        self._begin()
+
+    def _wait(self, wait: bool, why: str) -> None:
+        deadline = self.deadline()
+        if deadline is None:
+            raise SlotsLost(
+                "blocks of the device are cached, and cannot be evicted: what is below them is held on the host"
+            )
+        if not wait:
+            raise WouldWait(self._now, deadline, why)
+        self.tick(max(deadline, self._now))
+
+
+def _pages(nodes: Sequence[TreeNode]) -> int:
+    return sum(len(node.names) for node in nodes)

@@ -1,0 +1,499 @@
+"""The scheduler of Dynamo's mock of vLLM: running requests first, then the waiting ones, first come, first served.
+
+One subject: what one forward pass computes, in the semantics of 1.2.1 and of 1.6.1.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from typing import TYPE_CHECKING, Final, cast
+
+from pytest_kvmock.schedulers.decode_ahead import DecodeTimes, decode_ahead, passes_that_fit
+from pytest_kvmock.schedulers.performance import PolynomialModel, moments, rounded_ms
+from pytest_kvmock.schedulers.scheduler import ForwardPass, ScheduledRequest, ScheduledTokens, Scheduler
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pytest_kvmock.drivers.driver import PoolSchedulerDriver, SchedulerDriver
+    from pytest_kvmock.schedulers.host_time import HostTime
+    from pytest_kvmock.schedulers.scheduler import SchedulerArgs
+
+# Theory of operation
+#
+# A pass has a budget of tokens. Running requests take from it in their order; then waiting ones are admitted, unless the
+# pass preempted somebody. A request is scheduled for as many of its tokens as are left and the budget allows; blocks are
+# allocated for them, and where those run short the newest running request (or the oldest: "fifo") is preempted: it
+# frees its blocks, keeps what it generated, and waits again, first in the queue. What is computed can be reused at once,
+# by the next request of the same pass. Then each request all of whose tokens are computed generates one; it needs a
+# block for it, and preempts in the same way where there is none.
+#
+# 1.2.1: a manager serves a part of what is asked, so a request may get some of its blocks, also a waiting one, which
+# preempts for the rest.
+#
+# 1.6.1: blocks are allocated all or nothing, and a waiting request never preempts: it is admitted if blocks for all its
+# tokens are there, whatever the budget lets it compute. Over vLLM's pool a block is allocated in the pass that computes
+# its first token, so that nobody is preempted while tokens come out. The first token of a request comes out of its prefill; time of decode is charged for
+# the others, by their lengths. What each release does is a flag of `Release`.
+
+_BLOCKED: Final = -1
+_PREEMPTED: Final = -2
+
+_LEAST_SIZE: Final = 4
+"""In smaller blocks, what somebody generates may by chance be what a waiting request begins with."""
+
+
+def _decodes(request: ScheduledRequest) -> bool:
+    """Whether the prompt of a running request is computed and held."""
+    return request.computed_tokens >= request.prompt_tokens
+
+
+class VllmScheduler(Scheduler):
+    """Schedules requests as Dynamo's mock of vLLM does.
+
+    Args:
+        driver: brings its requests to the block manager.
+        args: budgets, modes, times and speedups of the engine, and the release that it follows.
+        tiers: the time of the tiers below the device; None: there are none.
+    """
+
+    _driver: SchedulerDriver
+
+    def __init__(
+        self,
+        driver: SchedulerDriver,
+        args: SchedulerArgs,
+        tiers: HostTime | None = None,
+    ) -> None:
+        super().__init__(driver, args)
+        self._tiers = tiers
+        self._parking = None if tiers is None else tiers.parking
+        release = self._release = args.release
+        self._whole = driver.admits_whole
+        self._most_tokens = args.most_tokens or math.inf
+        # What most requests of most passes need, without the questions whether there is room.
+        self._step_inside = cast("PoolSchedulerDriver", driver).step_inside if release.last_token_free else None
+        self._aggregated = args.worker_type == "aggregated"
+        self._budget = args.max_num_batched_tokens or math.inf
+        self._max_running = args.max_num_seqs or math.inf
+        self._chunked = args.enable_chunked_prefill
+        self._oldest_first = args.preemption_mode == "fifo"
+        self._decodes = args.worker_type != "prefill"
+        manager = driver.manager
+        self._decode_times = DecodeTimes(
+            args.performance, manager.max_capacity * manager.block_size, self._decode_speedup
+        )
+        self._decodes_ahead = (
+            release.last_token_free
+            and type(args.performance) is PolynomialModel
+            and manager.block_size >= _LEAST_SIZE
+            and getattr(driver, "decodes_ahead", True)
+        )
+        # Of an engine with several cache groups; the others have no steps, and chunks of any length.
+        limit_passes: Callable[[int], None] | None = getattr(driver, "limit_passes", None)
+        if limit_passes is not None and args.max_num_batched_tokens:
+            limit_passes(args.max_num_batched_tokens)
+        self._begin_pass: Callable[[], None] | None = getattr(driver, "begin_pass", None)
+        self._end_pass: Callable[[], None] | None = getattr(driver, "end_pass", None)
+        self._end_iteration: Callable[[], None] | None = getattr(driver, "end_iteration", None)
+        self._blocks_alone: Callable[[object], int] | None = getattr(driver, "blocks_alone", None)
+        self._chunk_tokens: Callable[[object, int], int] | None = getattr(driver, "chunk_tokens", None)
+        # Of the pass that is under way.
+        self._pass = ForwardPass(0.0)
+        self._used: dict[ScheduledRequest, int] = {}
+        self._left = self._budget
+        self._defers = False  # it computes no prompts
+        self._left_nobody = False  # the last pass that did, and preempted nobody, left nobody waiting
+
+    @property
+    def parked(self) -> Sequence[ScheduledRequest]:
+        """The requests that wait for blocks from the host, in the order of their parking."""
+        return () if self._parking is None else self._parking.requests
+
+    def submit(self, request: ScheduledRequest) -> None:
+        """Take a request that has arrived."""
+        if not request.max_output_tokens:
+            cast("PoolSchedulerDriver", self._driver).needs_no_output(request.state)  # as the release asks for
+        super().submit(request)
+
+    def activate(self, request: ScheduledRequest) -> None:
+        """Take a request whose prompt was computed elsewhere, and is held here."""
+        super().activate(request)
+        waiting = self._waiting
+        at = len(waiting) - 1
+        while at and waiting[at - 1].opened > request.opened:
+            waiting[at - 1], waiting[at] = request, waiting[at - 1]
+            at -= 1
+
+    def abort(self, request: ScheduledRequest) -> None:
+        """Forget an open request, and free what it holds; what is on its way for a parked one comes for nothing."""
+        if self._parking is None or request not in self._parking.requests:
+            super().abort(request)
+            return
+        self._parking.give_up(request)
+        request.status = "aborted"
+
+    # ---------------------------------------------------------------------------------------------- one pass
+
+    def execute_pass(self, now_ms: float) -> ForwardPass:
+        """Run one forward pass from this moment."""
+        done = self._pass = ForwardPass(now_ms)
+        self._used = {}
+        self._left = self._budget
+        self._defers = self.defers_prefills and self._left_nobody and any(map(_decodes, self._running))
+        tiers = self._tiers
+        if tiers is not None:
+            tiers.start_pass(max(now_ms, tiers.now))
+            self._waiting.extendleft(reversed(tiers.parking.take_back()))
+        if self._begin_pass is not None:
+            self._begin_pass()
+        self._schedule_running()
+        if not done.preempted:
+            self._admit()
+        if self._end_pass is not None:
+            self._end_pass()
+        waits_ms = 0.0 if tiers is None else tiers.end_pass()
+        done.prefill_ms = self._prefill_ms()
+        self._decode()
+        if self._end_iteration is not None:
+            self._end_iteration()
+        done.end_ms = (now_ms + waits_ms + done.prefill_ms) + done.decode_ms
+        if tiers is not None and done.end_ms <= now_ms:
+            deadline = tiers.parking.deadline
+            if deadline is not None:
+                done.end_ms = deadline
+        done.note_times()
+        if not self._defers and not done.preempted:
+            self._left_nobody = not self._waiting
+        done.running = len(self._running)
+        done.waiting = tuple(self._waiting)
+        return done
+
+    def _schedule_running(self) -> None:
+        running, index = self._running, 0
+        while index < len(running) and self._left > 0:
+            if self._schedule_decode(running[index]) or (self._defers and not _decodes(running[index])):
+                index += 1
+                continue
+            outcome = self._schedule(running[index])
+            if outcome == _BLOCKED:
+                break
+            if outcome != _PREEMPTED:
+                index += 1
+
+    def _schedule_decode(self, request: ScheduledRequest) -> bool:
+        """Compute the last token of a running request; False if more is missing, or the block for it.
+
+        It is what `_schedule` would do, without its questions: most requests of most passes need no more.
+        """
+        length = request.prompt_tokens + request.generated_tokens
+        if request.computed_tokens != length - 1 or not request.generated_tokens:
+            return False
+        driver, state = self._driver, request.state
+        step_inside = self._step_inside
+        if (step_inside is None or not step_inside(state, length)) and (
+            (self._whole and driver.need(state, length) > driver.room()) or driver.allocate(state, length) < length
+        ):
+            return False
+        request.computed_tokens = length
+        self._used[request] = 1
+        self._left -= 1
+        self._pass.scheduled.append(ScheduledTokens(request, 1, 0, length - 1))
+        return True
+
+    def _admit(self) -> None:
+        done, waiting, running, driver = self._pass, self._waiting, self._running, self._driver
+        deferred: list[ScheduledRequest] = []
+        while not done.preempted and waiting and len(running) < self._max_running:
+            head = self._next_waiting()
+            if self._parking is not None and head is not None:
+                self._parking.land(head)
+            if head is not None and self._rejects(head):
+                waiting.remove(head)
+                head.status = "rejected"
+                done.rejected.append(head)
+                continue
+            if head is None or (self._whole and self._lacks_room(head)):
+                break
+            if self._parking is not None and (head.status == "waiting" or self._parking.parks_preempted):
+                outcome = self._parking.park(head, driver.lookup(head.state), done.start_ms)
+                if outcome in ("parked", "deferred"):
+                    waiting.popleft()
+                    if outcome == "deferred":
+                        deferred.append(head)
+                    continue
+                if outcome == "blocked":
+                    break
+            used = self._schedule(head)
+            if used == _BLOCKED:
+                break
+            waiting.remove(head)  # no longer the first if it preempted somebody
+            running.append(head)
+            head.status = "running"
+            done.admitted.append(head)
+            if not used and not self._left:
+                break
+        waiting.extendleft(reversed(deferred))  # they keep their places
+
+    def _next_waiting(self) -> ScheduledRequest | None:
+        """The request to admit next: the first, or the first whose prompt is computed."""
+        if not self.holds_back_prompts:
+            return self._waiting[0]
+        return next((each for each in self._waiting if each.computed_tokens >= each.prompt_tokens), None)
+
+    def _rejects(self, request: ScheduledRequest) -> bool:
+        """Whether a waiting request is one that this engine can never run."""
+        if request.prompt_tokens >= self._most_tokens:
+            return True
+        if not self._release.rejects_prompts or request.status != "waiting":
+            return False
+        manager = self._driver.manager
+        if self._blocks_alone is None:
+            needed = -(-request.prompt_tokens // manager.block_size)
+        else:
+            needed = self._blocks_alone(request.state)
+        return needed > manager.max_capacity
+
+    def _lacks_room(self, request: ScheduledRequest) -> bool:
+        """Whether there are too few blocks for a waiting request to be admitted."""
+        return self._need_whole(request) > self._driver.room()
+
+    def _need_whole(self, request: ScheduledRequest) -> int:
+        """The blocks that are missing for all tokens of a waiting request."""
+        if self._release.last_token_free and not request.computed_tokens:
+            return cast("PoolSchedulerDriver", self._driver).need_whole(request.state)  # as above
+        return self._driver.need(request.state, len(request))
+
+    def _schedule(self, request: ScheduledRequest) -> int:
+        """Compute tokens of a request; how many, or why none."""
+        driver, state, left = self._driver, request.state, self._left
+        waits = request.status != "running"
+        cached = driver.lookup(state) if not request.computed_tokens else 0
+        start = request.computed_tokens + cached
+        remaining = len(request) - start
+        of_prompt = max(0, request.prompt_tokens - start)
+        if of_prompt > left and not self._chunked:
+            return _BLOCKED
+        desired = min(remaining, left)
+        if self._defers and waits and remaining > 1:
+            return _BLOCKED
+        if remaining and not desired:
+            return _BLOCKED
+        if self._chunk_tokens is not None and desired:
+            desired = self._chunk_tokens(state, int(desired))
+            if not desired:  # its chunk would end where nothing can be resumed from
+                return _BLOCKED if waits else 0
+        target = start + int(desired)
+        while True:
+            fits = not self._whole or driver.need(state, target) <= driver.room()
+            held = driver.allocate(state, target) if fits else 0
+            if held >= target:
+                request.computed_tokens = target
+                break
+            if held:
+                request.computed_tokens = held
+            victim = None if waits and self._whole else self._victim()
+            if victim is None:
+                break
+            self._preempt(victim)
+            if victim is request:
+                return _PREEMPTED
+        used = max(0, request.computed_tokens - start)
+        if not used and remaining:
+            return _BLOCKED
+        if waits:
+            found = cached if self._parking is None else max(cached, self._parking.landed_tokens(request))
+            request.admit(
+                self._pass.start_ms, found if self._release.counts_all_hits else min(found, request.prompt_tokens)
+            )
+        self._used[request] = used
+        self._left -= used
+        if used:
+            self._pass.scheduled.append(ScheduledTokens(request, used, min(used, of_prompt), start))
+        return used
+
+    def _victim(self) -> ScheduledRequest | None:
+        running = self._running
+        if not running:
+            return None
+        return running[0] if self._oldest_first else running[-1]
+
+    def _preempt(self, victim: ScheduledRequest) -> None:
+        """Free the blocks of a running request; it waits again, before all others."""
+        done = self._pass
+        self._driver.free(victim.state, done=False)
+        self._running.remove(victim)
+        self._waiting.appendleft(victim)
+        victim.status = "preempted"
+        victim.computed_tokens = 0
+        victim.preemptions += 1
+        self._left += self._used.pop(victim, 0)
+        done.scheduled = [each for each in done.scheduled if each.request is not victim]
+        done.preempted.append(victim)
+
+    def _prefill_ms(self) -> float:
+        prefills = [each for each in self._pass.scheduled if each.prompt_tokens]
+        self._pass.prefill_tokens = sum(each.tokens for each in prefills)
+        count = len(prefills)
+        if not count or not self._prefills:
+            return 0.0
+        prefix = sum(each.prefix_tokens for each in prefills)
+        isl = prefix + sum(each.prompt_tokens for each in prefills)
+        return rounded_ms(self._performance.prefill_ms(count, isl // count, prefix // count), self._speedup)
+
+    # ---------------------------------------------------------------------------------------- passes in one go
+
+    def plan(self, now_ms: float, until_ms: float, *, ahead: bool = False) -> list[float]:
+        """Return when passes end that only decode, as long as each starts before a moment; see `Scheduler.plan`."""
+        if (
+            now_ms >= until_ms or self._accepted is not None
+        ):  # of a burst nobody knows how long it is before it is drawn
+            return []
+        ahead &= self._decodes_ahead
+        count = self._decode_passes() if ahead else self._quiet_passes()
+        ends = self._decode_ends(now_ms, until_ms, count) if count > 0 else []
+        if ends and ahead:
+            driver = cast("PoolSchedulerDriver", self._driver)  # it decodes ahead
+            del ends[passes_that_fit(driver, self._running, len(ends)) :]
+        return ends
+
+    def run_plan(self, ends: list[float], *, ahead: bool = False) -> None:
+        """Run passes that were planned."""
+        if ahead and self._decodes_ahead:
+            decode_ahead(cast("PoolSchedulerDriver", self._driver), self._running, ends)
+            return
+        count = len(ends)
+        for request in self._running:
+            self._driver.generate_quietly(request.state, request.next_tokens(count))
+            request.generated_tokens += count
+            request.computed_tokens += count
+            request.token_ms += ends
+
+    def _quiet_passes(self) -> int:
+        """How many passes from now on do nothing but decode every running request, within the blocks that it has."""
+        count = self._decode_passes()
+        for request in self._running:
+            if count <= 0:
+                return 0
+            count = min(count, self._driver.quiet_tokens(request.state))
+        return count
+
+    def _decode_passes(self) -> int:
+        """How many passes from now on decode every running request and end none, if there are blocks for all."""
+        running, waiting = self._running, self._waiting
+        if self._parking is not None and not self._parking.is_quiet:
+            return 0
+        if not running or len(running) > self._budget or not self._decodes:
+            return 0
+        if waiting and len(running) < self._max_running:
+            head = waiting[0]
+            if not self._whole or self._rejects(head) or not self._lacks_room(head):
+                return 0
+        count = None
+        for request in running:
+            generated = request.generated_tokens
+            # One token is left to compute, and it is none of the prompt, which would be prefill.
+            if not generated or request.computed_tokens != request.prompt_tokens + generated - 1:
+                return 0
+            left = request.max_output_tokens - generated - 1
+            count = left if count is None else min(count, left)
+            if count <= 0:
+                return 0
+        return count or 0
+
+    def _decode_ends(self, now_ms: float, until_ms: float, count: int) -> list[float]:
+        """When so many passes end that only decode; of those only that start before a moment."""
+        manager, running, model = self._driver.manager, self._running, self._performance
+        size = manager.block_size
+        active, total = manager.num_active_blocks * size, manager.max_capacity * size
+        length = sum(map(len, running))
+        mean = length // len(running)
+        if self._release.prefill_generates:
+            lengths = range(length, length + count * len(running), len(running))
+            return self._decode_times.ends(now_ms, until_ms, lengths)
+        # This one does not look at the mean length, which grows by a token a pass.
+        if isinstance(model, PolynomialModel):
+            step = rounded_ms(model.decode_ms(active, total, mean), self._decode_speedup)
+            ends = moments(now_ms, step, count)
+            del ends[1 + bisect_left(ends, until_ms) :]  # the first starts now; another, when the one before it ends
+            return ends
+        ends, end = [], now_ms
+        while len(ends) < count and end < until_ms:
+            end += rounded_ms(model.decode_ms(active, total, mean + len(ends)), self._decode_speedup)
+            ends.append(end)
+        return ends
+
+    # ------------------------------------------------------------------------------------------------ decode
+
+    def _decode(self) -> None:
+        done, running, driver = self._pass, self._running, self._driver
+        ready: list[ScheduledRequest] = []
+        lengths: list[int] = []
+        for request in running:
+            generated = request.generated_tokens
+            length = request.prompt_tokens + generated
+            if request.computed_tokens >= length and generated < request.max_output_tokens:
+                ready.append(request)
+                lengths.append(length)
+        done.active_blocks = driver.manager.num_active_blocks
+        if not self._release.least_output:
+            for request in [each for each in running if not each.max_output_tokens]:
+                if request.computed_tokens >= request.prompt_tokens:
+                    self._finish(request)
+        if not ready:
+            return
+        prefilled = {each.request for each in done.scheduled if each.prompt_tokens}
+        charged = lengths
+        if self._release.prefill_generates and self._aggregated and self._accepted is None:
+            charged = [
+                length
+                for request, length in zip(ready, lengths, strict=True)
+                if request.generated_tokens or request not in prefilled
+            ]
+        # Before anything is generated: a model of a user's own may raise.
+        decode_ms = self._decode_ms(charged) if self._decodes and charged else 0.0
+        for request in ready:
+            if request.status != "running":  # preempted for one before it
+                continue
+            tokens = self._next_tokens(request)
+            if self._generate_run is not None:
+                self._generate_run(request.state, tokens)
+                request.computed_tokens += len(tokens) - 1
+            else:
+                tokens = self._generate(request, tokens)
+            if tokens:
+                done.note_tokens(request, tokens)
+                if request.generated_tokens == request.max_output_tokens:
+                    self._finish(request)
+        if done.generated:
+            done.decode_ms = decode_ms
+        done.decode_lengths = [
+            length for request, length in zip(ready, lengths, strict=True) if request not in prefilled
+        ]
+
+    def _generate(self, request: ScheduledRequest, tokens: list[int]) -> list[int]:
+        """Append tokens to a request, each with the block that it needs; returns those that found room."""
+        for at, token in enumerate(tokens):
+            while not self._driver.generate(request.state, token):
+                victim = self._victim()
+                assert victim is not None  # it runs itself
+                self._preempt(victim)
+                if victim is request:
+                    return tokens[:at]
+        return tokens
+
+    def _finish(self, request: ScheduledRequest) -> None:
+        if not request.keeps_blocks:
+            self._driver.free(request.state, done=True)
+        self._running.remove(request)
+        request.status = "finished"
+        self._pass.finished.append(request)
+
+    def _decode_ms(self, lengths: list[int]) -> float:
+        manager, length = self._driver.manager, sum(lengths)
+        if self._release.prefill_generates:
+            return self._decode_times.ms(length, len(lengths))
+        size = manager.block_size
+        active, total = self._pass.active_blocks * size, manager.max_capacity * size
+        return rounded_ms(self._performance.decode_ms(active, total, length // len(lengths)), self._decode_speedup)

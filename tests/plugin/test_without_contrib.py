@@ -1,0 +1,36 @@
+"""The plugin where folders of `contrib` were deleted."""
+
+import pytest
+
+import pytest_kvmock.plugin
+from pytest_kvmock.plugin.fixtures import OF_CONTRIB
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """The plugin as it is where nothing is in `contrib`."""
+    core = [name for name in pytest_kvmock.plugin.pytest_plugins if ".contrib." not in name]
+    monkeypatch.setattr(pytest_kvmock.plugin, "pytest_plugins", core)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("fixture", OF_CONTRIB)
+def test_a_fixture_whose_folder_is_gone_is_one_line(nested, fixture):
+    result = nested(f"def test({fixture}): pass")
+
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(
+        [f"fixture '{fixture}' not found: pytest_kvmock/contrib/{OF_CONTRIB[fixture]} is not here"]
+    )
+
+
+def test_it_is_turned_off_with_all_that_is_there(pytester):
+    pytester.makepyfile(
+        """
+        def test(pytestconfig):
+            loaded = [name for name, plugin in pytestconfig.pluginmanager.list_name_plugin() if plugin is not None]
+            assert [] == [name for name in loaded if "kvmock" in name]
+        """
+    )
+    without = [part for name in ("kvmock", "randomly", "cacheprovider") for part in ("-p", f"no:{name}")]
+    pytester.runpytest_subprocess(*without).assert_outcomes(passed=1)

@@ -1,0 +1,10 @@
+"""What the plugin has, in all its modules: those of the core, and those that come in through its hooks."""
+
+from importlib import import_module
+
+from pytest_kvmock.plugin import pytest_plugins
+from pytest_kvmock.plugin.options import OPTIONS as OF_CORE
+
+MODULES = [import_module(name) for name in pytest_plugins]
+FIXTURES = [name for module in MODULES for name in vars(module) if name.startswith(("kv_", "make_kv_"))]
+OPTIONS = (*OF_CORE, *(option for module in MODULES for option in getattr(module, "OPTIONS", ())))
