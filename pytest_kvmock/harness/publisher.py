@@ -17,6 +17,7 @@ from pytest_kvmock.hygiene.story import removal_of
 from pytest_kvmock.sinks import EventSink, GivenSink, event_sink, given_sink, sink_text
 
 if TYPE_CHECKING:
+    from pytest_kvmock.drivers.event_recorder import RemovedRow
     from pytest_kvmock.hygiene.injection import Injection
     from pytest_kvmock.wire.receiver import LostBatches
 
@@ -179,8 +180,9 @@ class Publisher:
         is_plain = self._injector is None and self._recovery is None and self.transport is None and self.gate is None
         return is_plain and not self._before and not self._after and self._judge.takes_row()
 
-    def publish_row(self, events: Sequence[RouterEvent]) -> None:
+    def publish_row(self, row: RemovedRow) -> None:
         """Publish events of one worker and rank, with ids that follow on each other, at once; see `takes_row`."""
+        events = row.events()
         with self.lock:
             try:
                 self._note_id(events[0])
