@@ -368,12 +368,12 @@ class TokenRuns:
 
     def block_hashes(self, block_size: int) -> list[int]:
         """Local hashes of the complete blocks; those of an id are hashed once where blocks end with the ids."""
-        blocks, over = divmod(self._times, block_size)
-        if over:
+        repeats = self.repeats(block_size)
+        if repeats is None:
             return block_hashes(self.tokens(), block_size)
         found: list[int] = []
-        for each in self._ids:
-            found += [_hash_of_run(each & _TOKEN, block_size)] * blocks
+        for each in repeats[0]:
+            found += [_hash_of_run(each, block_size)] * repeats[1]
         del found[self._length // block_size :]
         return found
 
@@ -603,6 +603,10 @@ class Prompt:
             found = self._kept[key] = make()
         return found
 
+    def repeats(self, block_size: int) -> tuple[Sequence[int], int] | None:
+        """Of a prompt of a trace that carries nothing, as `TokenRuns.repeats`; else None."""
+        return None if self._runs is None or self.keys is not None else self._runs.repeats(block_size)
+
     def cut(self, start: int, end: int) -> Sequence[int]:
         """Return the tokens from one place to another, which are known; those of a trace are not kept for it."""
         if self._tokens is None:
@@ -614,10 +618,6 @@ class Prompt:
     def source(self) -> TokenRuns | tuple[int, ...] | None:
         """What its tokens are made of, or are; None where only hashes are known."""
         return self._tokens if self._runs is None else self._runs
-
-    def repeats(self, block_size: int) -> tuple[Sequence[int], int] | None:
-        """Of a prompt of a trace that carries nothing, as `TokenRuns.repeats`; else None."""
-        return None if self._runs is None or self.keys is not None else self._runs.repeats(block_size)
 
     def release(self) -> None:
         """Drop the tokens and hashes of a prompt that is served, if they can be made again: a trace's."""
