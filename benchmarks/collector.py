@@ -8,8 +8,7 @@ from itertools import islice
 
 from benchmarks.measure import Figure, alternating, cpu_seconds
 from benchmarks.verdict import TRACE_CAPACITY, traces
-from pytest_kvmock import EngineProfile, MockEngine, MockEngineArgs, RouterHarness, replay
-from pytest_kvmock.fleet import Fleet
+from pytest_kvmock import EngineProfile, Fleet, MockEngine, MockEngineArgs, RouterHarness, replay
 from pytest_kvmock.long_runs import long_run
 from pytest_kvmock.traces import MOONCAKE_BLOCK_SIZE, read_mooncake
 

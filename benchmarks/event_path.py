@@ -14,7 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest_kvmock
-from pytest_kvmock import KvCacheEvent, RadixIndex, Recovery, RouterHarness, Stored, sequence_hashes
+from pytest_kvmock import KvCacheEvent, RadixIndex, RouterHarness, Stored, sequence_hashes
+from pytest_kvmock.harness import Recovery
 
 HOME = Path(pytest_kvmock.__file__).parent
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 from benchmarks.measure import Figure, NotHere, cpu_seconds
-from pytest_kvmock import EngineProfile, Removed, RouterHarness, reproduce
+from pytest_kvmock import EngineProfile, Removed, RouterHarness
 from pytest_kvmock.backends import BackendSpec
 from pytest_kvmock.events import KvCacheEvent, Stored
-from pytest_kvmock.reduce import NotReduced
+from pytest_kvmock.reduce import NotReduced, reproduce
 from pytest_kvmock.router.index import RadixIndex
 
 EVENTS = 10_000

@@ -1,4 +1,4 @@
-"""The command, `python -m pytest_kvmock`: check a capture, record an engine, serve engines, replay traces, write vectors, list backends.
+"""The command, `python -m pytest_kvmock`: check a capture, record an engine, serve engines, list backends, and what entry points add.
 
 It exits with 0 where all is well, 1 where a stream has problems or nothing was received, 2 where it was asked for what
 cannot be done, with one line that says why.
@@ -18,8 +18,10 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from importlib.metadata import EntryPoint, entry_points
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from pytest_kvmock.capture.check import Checked, Progress
@@ -29,17 +31,19 @@ CLEAN: Final = 0
 PROBLEMS: Final = 1
 UNUSABLE: Final = 2
 
+COMMANDS: Final = "pytest_kvmock.commands"
+"""The entry points of further commands: each is a function of the subparsers and of the parser of `-p`, which adds one."""
+
 LONG: Final = 8_000_000
 """Bytes of a file from which on progress is shown, on a terminal."""
 
 
 def parser() -> argparse.ArgumentParser:
     """The arguments of the command."""
-    from pytest_kvmock.fleet.replay_command import add_parser
     from pytest_kvmock.serve.command import add_parsers
 
     out = argparse.ArgumentParser(
-        prog="python -m pytest_kvmock", description="KV events of LLM engines: captures, checks, vectors."
+        prog="python -m pytest_kvmock", description="KV events of LLM engines: captures, checks, mock engines."
     )
     commands = out.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -115,27 +119,32 @@ def parser() -> argparse.ArgumentParser:
     record.add_argument("--allow-empty", action="store_true", help="exit with 0 where nothing was received, too")
     record.set_defaults(run=_record)
 
-    vectors = commands.add_parser(
-        "vectors",
-        parents=[plugins],
-        help="write events in every dialect, with the answers of an index, for tests in other languages",
-        description="Write what two engines publish in every dialect, and which overlap a router must answer after it.",
-    )
-    vectors.add_argument("directory", metavar="DIR", type=_path)
-    vectors.add_argument(
-        "--dialect", metavar="NAME", action="append", help="only this dialect; repeatable (default: all)"
-    )
-    vectors.add_argument("--seed", metavar="N", type=int, default=0, help="of the traffic (default: 0)")
-    vectors.set_defaults(run=_vectors)
-
     add_parsers(commands, plugins)
-    add_parser(commands, plugins)
+    for point in sorted(entry_points(group=COMMANDS), key=attrgetter("name")):
+        _add(point, commands, plugins)
 
     backends = commands.add_parser("backends", parents=[plugins], help="list the backends, with what each models")
     backends.set_defaults(run=_backends)
     dialects = commands.add_parser("dialects", parents=[plugins], help="list the dialects, with what speaks each")
     dialects.set_defaults(run=_dialects)
     return out
+
+
+def _add(point: EntryPoint, commands: Any, plugins: argparse.ArgumentParser) -> None:
+    """Add a command of another distribution, or of `contrib`; one that cannot be loaded is refused when it is called."""
+    try:
+        add_parser: Callable[[Any, argparse.ArgumentParser], None] = point.load()
+    except ImportError as error:
+        text = f"this command is {point.value}, which cannot be imported: {error}"
+
+        def refuse(_: argparse.Namespace) -> int:
+            raise ValueError(text)
+
+        broken = commands.add_parser(point.name, add_help=False, prefix_chars="\0")  # whatever follows is not looked at
+        broken.add_argument("rest", nargs="*")
+        broken.set_defaults(run=refuse, plugin=())
+    else:
+        add_parser(commands, plugins)
 
 
 def _path(text: str) -> str:
@@ -296,14 +305,6 @@ def _record(given: argparse.Namespace) -> int:
         _say(f"{errors:,} event error{'s' * (errors != 1)}: python -m pytest_kvmock check {given.file}")
     is_bad = errors or recorded.unreadable or (recorded.silence and not given.allow_empty)
     return PROBLEMS if is_bad else CLEAN
-
-
-def _vectors(given: argparse.Namespace) -> int:
-    from pytest_kvmock.capture.vectors import write_vectors
-
-    names = write_vectors(given.directory, dialects=given.dialect, seed=given.seed)
-    _say(f"{given.directory}: {len(names)} dialects")
-    return CLEAN
 
 
 def _backends(_: argparse.Namespace) -> int:

@@ -227,7 +227,7 @@ class BackendSpec:
         prefix_closed: bool = True,
         in_matrix: bool = True,
     ) -> BackendSpec:
-        """A backend that is the logical manager (Dynamo's newer one) with an order of eviction of one's own.
+        """Make a backend of Dynamo's newer manager with your own eviction policy.
 
         Args:
             name: as above.

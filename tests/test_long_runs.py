@@ -6,9 +6,9 @@ import weakref
 
 import pytest
 
-from pytest_kvmock import EngineProfile, Removed, RouterHarness, Stored
-from pytest_kvmock.capture import CaptureFile, CapturingJournal, check, check_file, write_vectors
-from pytest_kvmock.fleet import Fleet, MockEngine, MockEngineArgs, RouterError, replay, sweep
+from pytest_kvmock import EngineProfile, Fleet, MockEngine, MockEngineArgs, Removed, RouterHarness, Stored, replay
+from pytest_kvmock.capture import CaptureFile, CapturingJournal, check, check_file
+from pytest_kvmock.fleet import RouterError
 from pytest_kvmock.long_runs import RAISED, long_run
 from pytest_kvmock.reduce import reproduce
 from pytest_kvmock.reduce.states import states
@@ -82,12 +82,6 @@ def a_replay(look, _):
     replay((request for request in TRACE if look() is None), [MockEngine(ARGS)])
 
 
-def a_sweep(look, _):
-    settings = {"block_size": 4, "num_gpu_blocks": 96}
-    found = sweep([TRACE], ["lru"], {"hooked": lambda: Hooked(look)}, workers=2, trace_block_size=4, engine=settings)
-    assert found.runs[0].report is not None
-
-
 def a_page(look, _):
     fleet(lambda: None, record=True).run(TRACE).page_data(selector=Hooked(look))
 
@@ -116,13 +110,7 @@ def a_check(look, home):
     assert check_file(home / "capture.jsonl", progress=lambda *_: look()).log.total
 
 
-def vectors(look, home):
-    write_vectors(home, dialects=["vllm-0.33"], progress=lambda _: look())
-
-
-@pytest.mark.parametrize(
-    "run", [a_fleet, an_async_fleet, a_replay, a_sweep, a_page, a_reduction, states_of_books, a_check, vectors]
-)
+@pytest.mark.parametrize("run", [a_fleet, an_async_fleet, a_replay, a_page, a_reduction, states_of_books, a_check])
 def test_python_looks_for_cycles_less_often_while_it_lasts(run, tmp_path, monkeypatch):
     monkeypatch.setattr(check, "_EVERY", 1)
     seen = set()

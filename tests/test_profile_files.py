@@ -6,9 +6,10 @@ import dataclasses
 
 import pytest
 
-from pytest_kvmock import EngineProfile, Tiers
+from pytest_kvmock import EngineProfile
 from pytest_kvmock.profiles import read_profiles
 from pytest_kvmock.strict_yaml import YamlError
+from pytest_kvmock.tiers import Tiers
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ MOST_FILES = 17  # in each of the rooms around engines, `__init__.py` counted
 SHORT_ON_PURPOSE = {
     "hookspecs",  # it is given to pluggy whole, and where authors of other plugins look first
     "captures",  # only who captures loads it, and the files that it needs
+    "vectors_command",  # only who types it loads more
     "plugin",  # a folder of contrib as pytest sees it, however little that is
 }
 

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 from chain_ends import ChainEnds, PlainOverlap
 
-from pytest_kvmock.fleet import Fleet, MockEngine, MockEngineArgs
+from pytest_kvmock import Fleet, MockEngine, MockEngineArgs
 from pytest_kvmock.traces import TraceRequest
 
 BLOCK, ENGINES = 16, 8

@@ -12,7 +12,7 @@ from ray_rule import RayRule
 from sglang_rule import CacheAware
 from two_choices import TwoChoices
 
-from pytest_kvmock.fleet import Fleet, MockEngine, MockEngineArgs
+from pytest_kvmock import Fleet, MockEngine, MockEngineArgs
 from pytest_kvmock.router import DynamoRouter, RoundRobin
 from pytest_kvmock.traces import TraceRequest
 

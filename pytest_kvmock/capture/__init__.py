@@ -1,4 +1,4 @@
-"""Streams of KV events to and from files: captures of tests and of real engines, checks of them, and vectors for other languages.
+"""Streams of KV events to and from files: captures of tests and of real engines, and checks of them.
 
 `python -m pytest_kvmock` is the command over it.
 """
@@ -8,7 +8,6 @@ from pytest_kvmock.capture.capturing_journal import CapturingJournal
 from pytest_kvmock.capture.check import Checked, check_file
 from pytest_kvmock.capture.lines import VERSION, CaptureError
 from pytest_kvmock.capture.recorder import Recorded, record
-from pytest_kvmock.capture.vectors import write_vectors
 
 __all__ = [
     "VERSION",
@@ -19,5 +18,4 @@ __all__ = [
     "Recorded",
     "check_file",
     "record",
-    "write_vectors",
 ]

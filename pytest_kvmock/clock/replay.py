@@ -51,9 +51,7 @@ def replay(
     *,
     trace_block_size: int | None = None,
     stop_ms: float | None = None,
-    slo_ttft_ms: float | None = None,
-    slo_itl_ms: float | None = None,
-    slo_e2e_ms: float | None = None,
+    slo: Objectives = Objectives(),  # noqa: B008 - it is frozen
 ) -> Report:
     """Replay a trace on engines that share one clock, as Dynamo's offline replay does.
 
@@ -81,10 +79,8 @@ def replay(
             `with_tokens`.
         stop_ms: how long the clock runs at most, in milliseconds: nothing after that happens, a pass under way gives
             nothing, and what is open is aborted and has no row (Dynamo: `max_sim_time_ms`). None: to the end.
-        slo_ttft_ms: in the semantics of 1.6.1, the report counts requests as good whose first token takes no longer, in
-            milliseconds (Dynamo: `sla_ttft_ms`). None: any.
-        slo_itl_ms: likewise, the mean time between tokens.
-        slo_e2e_ms: likewise, the time to the last token; not together with the other two, as in the original.
+        slo: in the semantics of 1.6.1, the report counts requests as good that keep these (Dynamo: `sla_ttft_ms` and so on). Each is
+            above 0, and `e2e_ms` is not given together with the other two, as in the original.
 
     Raises:
         EngineStalled: an engine can never make progress. Requests stay open then: `MockEngine.close` drops them.
@@ -97,7 +93,11 @@ def replay(
     engines, prefill = engines_of("engines", engines), engines_of("prefill", prefill)
     check_engines(engines, prefill)
     check_settings(concurrency, arrival_speedup, trace_block_size, stop_ms)
-    objectives = check_objectives(slo_ttft_ms, slo_itl_ms, slo_e2e_ms)
+    objectives = check_objectives("replay", slo)
+    if 0 in (slo.ttft_ms, slo.itl_ms, slo.e2e_ms):
+        raise ValueError(f"replay: slo: a limit must be above 0, got {slo!r}")
+    if slo.e2e_ms is not None and (slo.ttft_ms is not None or slo.itl_ms is not None):
+        raise ValueError("replay: slo: e2e_ms cannot be given together with ttft_ms or itl_ms")
     release = engines[0].args.release
     with long_run():
         takes_hashes = all(engine.worker.traits.takes_hashes for engine in (*prefill, *engines))

@@ -88,21 +88,15 @@ def check_settings(
         raise ValueError(f"replay: arrival_speedup must be a finite number above 0, got {arrival_speedup!r:.80}")
 
 
-def check_objectives(ttft_ms: float | None, itl_ms: float | None, e2e_ms: float | None) -> Objectives:
+def check_objectives(what: str, slo: object) -> Objectives:
     """Return what counts as good.
 
     Raises:
-        ValueError: a bound is no finite number above 0, or one end to end is given beside another.
+        TypeError: it is none.
     """
-    bounds = {"slo_ttft_ms": ttft_ms, "slo_itl_ms": itl_ms, "slo_e2e_ms": e2e_ms}
-    for name, value in bounds.items():
-        if value is not None and (not _is_finite(value) or value <= 0):
-            raise ValueError(
-                f"replay: {name} must be a finite number above 0 (milliseconds), or None, got {value!r:.80}"
-            )
-    if e2e_ms is not None and (ttft_ms is not None or itl_ms is not None):
-        raise ValueError("replay: slo_e2e_ms cannot be given together with slo_ttft_ms or slo_itl_ms")
-    return Objectives(ttft_ms, itl_ms, e2e_ms)
+    if not isinstance(slo, Objectives):
+        raise TypeError(f"{what}: slo must be Objectives(ttft_ms=, itl_ms=, e2e_ms=), got {slo!r:.80}")
+    return slo
 
 
 # -------------------------------------------------------------------------------------------------------- requests

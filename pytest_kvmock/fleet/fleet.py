@@ -15,7 +15,7 @@ from pytest_kvmock.backends import BACKENDS
 from pytest_kvmock.checks import check_integer, check_number, unknown_text
 from pytest_kvmock.clock.arrivals import Arrivals
 from pytest_kvmock.clock.mock_engine import MockEngine
-from pytest_kvmock.clock.replay_checks import check_sizes, turns_of
+from pytest_kvmock.clock.replay_checks import check_objectives, check_sizes, turns_of
 from pytest_kvmock.fleet.aborts import AbortShare, PlannedAbort
 from pytest_kvmock.fleet.fleet_events import EventDelay, Heard, Knowledge, TrueCaches
 from pytest_kvmock.fleet.fleet_run import FleetRun, LoadSource
@@ -39,7 +39,7 @@ LOADS: Final = ("router", "engine")
 
 
 class Fleet:
-    """Mock engines behind a router: a trace is served in virtual time, and the router says by whom.
+    """Mock engines behind a router, which picks who serves each request of a trace, in virtual time.
 
     Its own clock begins at the time of the engine that is furthest. The events of the engines reach index and router at once, as they
     are published. Bare engines have no verdict.
@@ -68,9 +68,7 @@ class Fleet:
         plans: run passes that only decode in one go; the results are the same without.
         seed: of the router that stands in where none is given.
         record: keep a sample of each real pass and the candidates of each pick, as they truly were, for `Report.regret` and pages.
-        slo_ttft_ms: a request counts as good whose first token takes no longer, in milliseconds; None: however long.
-        slo_itl_ms: likewise the mean time between its tokens.
-        slo_e2e_ms: likewise the time to its last token.
+        slo: what a request must keep to count as good.
         knowledge: delivers events and answers overlaps, in place of `index` and `event_delay_ms`: a harness has its own.
 
     Raises:
@@ -101,9 +99,7 @@ class Fleet:
         plans: bool = True,
         seed: int = 0,
         record: bool = False,
-        slo_ttft_ms: float | None = None,
-        slo_itl_ms: float | None = None,
-        slo_e2e_ms: float | None = None,
+        slo: Objectives = Objectives(),  # noqa: B008 - it is frozen
         knowledge: Knowledge[Any] | None = None,
     ) -> None:
         named = _named(engines)
@@ -143,10 +139,7 @@ class Fleet:
         self._ranks = args.dp_size
         if not callable(event_delay_ms):
             check_number("Fleet: event_delay_ms", event_delay_ms, unit=" (milliseconds), or a function of the event")
-        for name, limit in (("slo_ttft_ms", slo_ttft_ms), ("slo_itl_ms", slo_itl_ms), ("slo_e2e_ms", slo_e2e_ms)):
-            if limit is not None:
-                check_number(f"Fleet: {name}", limit, unit=" (milliseconds), or None")
-        self._objectives = Objectives(slo_ttft_ms, slo_itl_ms, slo_e2e_ms)
+        self._objectives = check_objectives("Fleet", slo)
         backends = [BACKENDS.get(engine.worker.backend) for engine in (*self.engines.values(), self._like)]
         # Engines that publish every copy of a block still hold it when one is removed.
         copies = any(each is not None and each.residency == "counted" for each in backends)
@@ -185,7 +178,7 @@ class Fleet:
         return Moment(ms, self._plan_incident, self._plan_abort)
 
     def abort_share(self, share: float, seed: int = 0, within_ms: float = 1000.0) -> Self:
-        """Have a share of the requests of each run called off, as their clients go away, but for those that say when themselves.
+        """Call off a share of the requests of each run, as if their clients left, except those that set a time themselves.
 
         Half of them go after a time, which is drawn from 0 to `within_ms`, the others after a part of their output: as they wait, as
         their prompts are computed, as they decode.

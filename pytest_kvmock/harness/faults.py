@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from pytest_kvmock.engine.worker import KvWorker
     from pytest_kvmock.faults.changes import Change
 
+__all__ = ["Faults"]
+
 LATE_BY = 2
 """After how many more events of its worker and rank a delayed event arrives, by default."""
 

@@ -6,22 +6,21 @@ It is loaded with the first test that uses a fixture of this plugin.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import pytest
 
-from pytest_kvmock.plugin.matrix import CASE_OF_MATRIX, Placeholder, resolve_placeholder
-from pytest_kvmock.plugin.options import BACKENDS, DIALECTS, SCHEDULER_MATRIX, Axis, unknown_name
+from pytest_kvmock.plugin.matrix import Placeholder, resolve_placeholder
+from pytest_kvmock.plugin.options import BACKENDS, DIALECTS, PROFILE_KEYS, Axis, unknown_name
 from pytest_kvmock.plugin.precedence import Policy, marker_values, resolve_engine, resolve_profile
 from pytest_kvmock.plugin.settings import SETTINGS
 
 if TYPE_CHECKING:
     from pytest_kvmock.backends import BackendSpec, EngineProfile
     from pytest_kvmock.drivers.driver import Traits
-    from pytest_kvmock.fleet.scheduler_cases import SchedulerCase
     from pytest_kvmock.harness import RouterHarness
     from pytest_kvmock.hygiene.problem import Problem
     from pytest_kvmock.plugin.captures import TestCapture
@@ -176,19 +175,13 @@ def _speaker(item: pytest.Item, ask: Callable[[str], Any] | None) -> BackendSpec
         pytest.fail(f"kvmock: {fixture} {why}", pytrace=False)
 
 
-def scheduler_case(item: pytest.Item) -> SchedulerCase | None:
-    """Return the case of the scheduler matrix that a test is; None: it is none.
+def defaults_of(item: pytest.Item) -> Mapping[str, Any]:
+    """What plugins say by `pytest_kvmock_defaults` that a test has where its markers say nothing.
 
     Raises:
-        ValueError: it has the marker, and was not run over the matrix.
+        ValueError: a plugin says that the test cannot run.
     """
-    callspec = getattr(item, "callspec", None)
-    has_marker = SCHEDULER_MATRIX in item.keywords and item.get_closest_marker(SCHEDULER_MATRIX) is not None
-    if not has_marker and (callspec is None or CASE_OF_MATRIX not in callspec.params):
-        return None
-    from pytest_kvmock.plugin.scheduler_matrix import case_of
-
-    return case_of(item)
+    return item.ihook.pytest_kvmock_defaults(item=item) or {}
 
 
 def harness_options(item: pytest.Item) -> dict[str, Any]:
@@ -196,10 +189,9 @@ def harness_options(item: pytest.Item) -> dict[str, Any]:
     markers = marker_values(item)
     options = {key: values[key] for values in markers for key in _HARNESS_KEYS if key in values}
     engine = resolve_engine(markers)
-    case = scheduler_case(item)
-    if case is not None:
-        engine = {**case.engine, **engine}
-        options["judge_unpublished"] = True
+    defaults = defaults_of(item)
+    engine = {**defaults.get("engine", {}), **engine}
+    options = {**{key: defaults[key] for key in (*_HARNESS_KEYS, "judge_unpublished") if key in defaults}, **options}
     if engine:
         options["engine"] = engine
     return options
@@ -267,8 +259,7 @@ def effective_profile(item: pytest.Item, base: EngineProfile) -> EngineProfile:
     try:
         check_markers(item)  # collection checked them, but for TestCase methods and for markers that came later
         settings = item.config.stash[SETTINGS]
-        case = scheduler_case(item)
-        sizes = {} if case is None else case.sizes
+        sizes = {key: value for key, value in defaults_of(item).items() if key in PROFILE_KEYS}
         profile = resolve_profile(base, marker_values(item), settings.command_line, settings.profiles, sizes)
         backend = _backend_of_matrix(item)
         return profile if backend is None else profile.sized_for(backend)

@@ -11,7 +11,6 @@ has few fixtures to set up, which is most of what a test costs. The first and th
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from pytest_kvmock.drivers.driver import Traits
     from pytest_kvmock.engine.worker import KvWorker
     from pytest_kvmock.fleet.fleet import Fleet
-    from pytest_kvmock.fleet.scheduler_cases import SchedulerCase, SchedulerRequest
     from pytest_kvmock.harness import KvSink, RouterHarness
     from pytest_kvmock.harness.recovery import Recovery
     from pytest_kvmock.hygiene.log import EventLog
@@ -59,17 +57,6 @@ def _kvmock_matrix() -> None:
 @pytest.fixture(scope="session")
 def _kvmock_dialects() -> None:
     """Stand likewise in the closure of every test that needs the `kv_dialect` of this plugin."""
-
-
-@pytest.fixture
-def _kvmock_scheduler_case(request: pytest.FixtureRequest) -> SchedulerCase | None:
-    """The case of the scheduler matrix that the test is; it stands in the closure of every test that needs an engine."""
-    from pytest_kvmock.plugin.case import fail_in_one_line, scheduler_case
-
-    try:
-        return scheduler_case(request.node)
-    except ValueError as error:
-        fail_in_one_line(request.node, str(error))
 
 
 @pytest.fixture
@@ -271,7 +258,7 @@ def make_kv_manager(kv_backend: str, _kvmock_case: Case) -> Callable[..., KvMana
 
 
 @pytest.fixture
-def kv_engine(kv_backend: str, _kvmock_case: Case, _kvmock_scheduler_case: SchedulerCase | None) -> MockEngine:
+def kv_engine(kv_backend: str, _kvmock_case: Case) -> MockEngine:
     """The engine of worker 0 in virtual time, a `MockEngine`: `submit`, `step`, `run`; `kvmock(engine={...})` says what it is."""
     harness = _kvmock_case.with_backend(kv_backend)
     try:
@@ -283,9 +270,7 @@ def kv_engine(kv_backend: str, _kvmock_case: Case, _kvmock_scheduler_case: Sched
 
 
 @pytest.fixture
-def make_kv_engine(
-    kv_backend: str, _kvmock_case: Case, _kvmock_scheduler_case: SchedulerCase | None
-) -> Callable[..., MockEngine]:
+def make_kv_engine(kv_backend: str, _kvmock_case: Case) -> Callable[..., MockEngine]:
     """Make more engines, `make_kv_engine(**engine)`: each is that of the next worker; the fields are over those of the markers."""
     harness = _kvmock_case.with_backend(kv_backend)
 
@@ -320,31 +305,6 @@ def _fleets(backend: str, router: Any, case: Case) -> Callable[..., Fleet]:
 def make_kv_fleet(kv_backend: str, kv_router: Any, _kvmock_case: Case) -> Callable[..., Fleet]:
     """Make a fleet by `make_kv_fleet(workers=4, backends=None, engine={}, router=kv_router, concurrency=None, ...)`."""
     return _fleets(kv_backend, kv_router, _kvmock_case)
-
-
-@pytest.fixture
-def kv_scheduler_case(request: pytest.FixtureRequest, _kvmock_scheduler_case: SchedulerCase | None) -> SchedulerCase:
-    """The case of `@pytest.mark.kv_scheduler_matrix` that the test is: `shared`, `caching`, `chunked`."""
-    return _case_or_fail(request, _kvmock_scheduler_case)
-
-
-@pytest.fixture
-def kv_scheduler_requests(
-    request: pytest.FixtureRequest, kv_base_profile: EngineProfile, _kvmock_scheduler_case: SchedulerCase | None
-) -> Sequence[SchedulerRequest]:
-    """The 200 requests of the case: `kv_engine.submit(*request)`."""
-    from pytest_kvmock.fleet.scheduler_cases import make_scheduler_requests
-    from pytest_kvmock.plugin.case import effective_profile
-
-    case = _case_or_fail(request, _kvmock_scheduler_case)
-    seed = effective_profile(request.node, kv_base_profile).seed
-    return make_scheduler_requests(case, Random(f"{seed}:{request.node.nodeid}:{request.fixturename}"))  # noqa: S311 - mock data
-
-
-def _case_or_fail(request: pytest.FixtureRequest, case: SchedulerCase | None) -> SchedulerCase:
-    if case is None:
-        pytest.fail(f"kvmock: {request.fixturename} is for tests with @pytest.mark.kv_scheduler_matrix", pytrace=False)
-    return case
 
 
 @pytest.fixture
@@ -399,7 +359,7 @@ def make_kv_publisher(_kvmock_publishers: Callable[..., KvPublisher]) -> Callabl
 def make_kv_server(
     kv_dialect: str, kv_backend: str, _kvmock_case: Case, _kvmock_publishers: Callable[..., KvPublisher]
 ) -> Iterator[Callable[..., KvServer]]:
-    """Make the test's server by `make_kv_server(adapters=(), time_scale=0.0, control_port=None, ...)`, as `KvServer` takes them; once a test."""
+    """Make the test's server by `make_kv_server(adapters=(), time_scale=0.0, ports={"control": 0}, ...)`, as `KvServer` takes them; once a test."""
     from pytest_kvmock.plugin.wires import servers
 
     with servers(_kvmock_case, _kvmock_case.with_backend(kv_backend), kv_dialect, _kvmock_publishers) as make:
@@ -489,6 +449,8 @@ FIXTURES: Final = tuple(name for name in globals() if name.startswith(FIXTURE_PR
 OF_CONTRIB: Final = {
     "kv_block_manager": "block_managers",
     "kv_fabric": "block_managers",
+    "kv_scheduler_case": "lab",
+    "kv_scheduler_requests": "lab",
     "make_kv_block_manager": "block_managers",
 }
 """The folders of `contrib` that fixtures come with, for who asks for one and has deleted its folder."""

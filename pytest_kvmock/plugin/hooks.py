@@ -17,8 +17,8 @@ from pytest_kvmock.plugin.fixtures import (
     FIXTURES,
     expect_lookup_errors,
 )
-from pytest_kvmock.plugin.matrix import AXIS, CASE_FIXTURE, CASE_OF_MATRIX, DIALECT_AXIS, deselect, generate
-from pytest_kvmock.plugin.options import MARKERS, SCHEDULER_MATRIX, add_options, check_flags
+from pytest_kvmock.plugin.matrix import AXIS, CASE_FIXTURE, DIALECT_AXIS, deselect, generate
+from pytest_kvmock.plugin.options import MARKERS, add_options, check_flags
 from pytest_kvmock.plugin.settings import SETTINGS, UNJUDGED, read_settings
 
 EVENTS: Final = "kvmock.events"
@@ -137,12 +137,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None]:
         or "kvmock" in keywords  # a marker on a test that does not use us may be wrong all the same
         or "kv_backends" in keywords
         or "kv_dialects" in keywords
-        or SCHEDULER_MATRIX in keywords
     ):
-        if SCHEDULER_MATRIX in keywords or CASE_OF_MATRIX in names:
-            from pytest_kvmock.plugin.scheduler_matrix import generate_cases
-
-            generate_cases(metafunc)
         generate(metafunc)
     for name in names:
         if name.startswith(FIXTURE_PREFIXES) and name not in FIXTURES:
@@ -192,19 +187,6 @@ def _unjudged(reports: Iterable[pytest.TestReport]) -> Iterable[str]:
     return {line.partition(": ")[0]: line for line in found}.values()
 
 
-def _refuse_outside_matrix(item: pytest.Item) -> None:
-    """Fail a test that has the marker of the scheduler matrix and was not run over it.
-
-    Methods of `unittest.TestCase` are not generated, and markers may come after collection.
-    """
-    from pytest_kvmock.plugin.case import fail_in_one_line, scheduler_case
-
-    try:
-        scheduler_case(item)
-    except ValueError as error:
-        fail_in_one_line(item, str(error))
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     """Judge the events of the test when its body is over."""
@@ -212,8 +194,6 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     case = item.stash.get(CASE, None)
     if case is not None:
         case.harness.body_begins()
-    elif SCHEDULER_MATRIX in item.keywords and isinstance(item, pytest.Function):
-        _refuse_outside_matrix(item)  # nothing of ours was set up, so nobody has looked
     try:
         yield
     except BaseException as failure:

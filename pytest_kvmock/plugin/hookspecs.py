@@ -6,7 +6,7 @@ Mark an implementation with `@pytest.hookimpl(optionalhook=True)`, and `pytest -
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -50,4 +50,18 @@ def pytest_kvmock_event_error(item: pytest.Item, problem: Problem) -> bool | Non
     Args:
         item: the test.
         problem: the rule, the worker, the event, what was known.
+    """
+
+
+@pytest.hookspec(firstresult=True)
+def pytest_kvmock_defaults(item: pytest.Item) -> Mapping[str, Any] | None:
+    """Return what a test has where its `kvmock` markers say nothing: keys of that marker, `engine` among them.
+
+    Sizes are laid over `kv_base_profile`. `judge_unpublished=True` judges what engines without prefix caching would publish, too.
+
+    Args:
+        item: the test.
+
+    Raises:
+        ValueError: the test cannot run; it fails with this line.
     """

@@ -13,7 +13,6 @@ from pytest_kvmock.plugin.options import (
     AXES,
     PROFILE_KEYS,
     REACTIONS,
-    SCHEDULER_MATRIX,
     SYNCS,
     boolean,
     fault_names,
@@ -95,20 +94,12 @@ def wrong_in_engine(fields: object) -> Iterable[str]:
     return wrong_fields(fields)
 
 
-def wrong_in_kv_scheduler_matrix(mark: pytest.Mark) -> Iterator[str]:
-    """Yield what is wrong with one `kv_scheduler_matrix` marker."""
-    if mark.args or mark.kwargs:
-        yield "takes no arguments; fields of the engine are those of kvmock(engine={...}), backends those of kv_backends"
-
-
 def wrong_in(mark: pytest.Mark, config: pytest.Config) -> list[str]:
     """List what is wrong with a marker of this plugin, each with the marker as it was written."""
     if mark.name in ("kv_backends", "kv_dialects"):
         wrong = wrong_names(mark)
     elif mark.name == "kvmock":
         wrong = wrong_in_kvmock(mark, config.stash[SETTINGS].profiles)
-    elif mark.name == SCHEDULER_MATRIX:
-        wrong = wrong_in_kv_scheduler_matrix(mark)
     else:
         return []
     return [f"{show_mark(mark)}: {what}" for what in wrong]

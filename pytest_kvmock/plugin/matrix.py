@@ -22,8 +22,6 @@ from pytest_kvmock.plugin.options import AXES, BACKENDS, DIALECTS, Axis, all_nam
 from pytest_kvmock.plugin.settings import SETTINGS
 
 CASE_FIXTURE: Final = "_kvmock_case"
-CASE_OF_MATRIX: Final = "kv_scheduler_case"
-
 
 AXIS: Final = BACKENDS.fixture
 DIALECT_AXIS: Final = DIALECTS.fixture

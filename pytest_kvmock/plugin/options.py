@@ -35,9 +35,6 @@ PROFILE_KEYS: Final = (
 )
 """The fields of `EngineProfile`; by name, because importing it is for those who use it (a test compares the two)."""
 
-SCHEDULER_MATRIX: Final = "kv_scheduler_matrix"
-"""The marker that runs a test over the cases of `scheduler_matrix.py`."""
-
 MARKERS: Final = (
     (
         "kv_backends(*names, exclude=()): run the test over these eviction backends instead of the default ones, "
@@ -53,10 +50,6 @@ MARKERS: Final = (
         "faults={fault: rate}, survive=(faults,), engine={field: value}): size the mock engines of the test, say what a "
         "broken event rule does, which faults strike, what kv_engine is, and whether kv_trace has tokens; keys of module, class and function "
         "are merged, the inner wins, and so are the fields of engine."
-    ),
-    (
-        f"{SCHEDULER_MATRIX}: run the test over the eight cases of Dynamo's scheduler matrix, on each of its backends; "
-        "it takes kv_engine or make_kv_engine, and may take kv_scheduler_case and kv_scheduler_requests."
     ),
 )
 

@@ -123,7 +123,7 @@ def resolve_profile(
     markers: Sequence[Mapping[str, Any]],
     command_line: Mapping[str, Any],
     named: Mapping[str, NamedProfile] = MappingProxyType({}),
-    matrix: Mapping[str, Any] = MappingProxyType({}),
+    defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> EngineProfile:
     """Profile: the base (what `kv_base_profile` returns: an override's, or ini's), under the markers, under the
     command line, which can set the seed.
@@ -138,7 +138,7 @@ def resolve_profile(
         markers: the keywords of each `kvmock` marker, from the outermost to the innermost.
         command_line: what was given there, by key.
         named: the named profiles.
-        matrix: the fields that a case of the scheduler matrix sets: they are laid over the base, and count as not set.
+        defaults: the fields that `pytest_kvmock_defaults` sets: they are laid over the base, and count as not set.
 
     Raises:
         ValueError: the fields together are out of range, or one of `engine` contradicts one that was set.
@@ -151,7 +151,7 @@ def resolve_profile(
         base = named[name].in_place_of(base)
     for values in (*markers, command_line):
         given.update({key: values[key] for key in PROFILE_KEYS if key in values})
-    changes = {**matrix, **given}
+    changes = {**defaults, **given}
     profile = base.replace(**changes) if changes else base
     engine = resolve_engine(markers)
     if not engine:
@@ -160,7 +160,7 @@ def resolve_profile(
     from pytest_kvmock.schedulers.args import set_fields  # for those who use engines, as the next
 
     of_base = set_fields(base) if name is None else {*named[name].fields}
-    return engine_profile(profile, engine, (of_base - {*matrix}) | {*given})
+    return engine_profile(profile, engine, (of_base - {*defaults}) | {*given})
 
 
 def resolve_engine(markers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

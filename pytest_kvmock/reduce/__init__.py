@@ -42,10 +42,7 @@ from pytest_kvmock.long_runs import long_run
 from pytest_kvmock.programs.operations import Decode, DropNext, Prefill, Submit
 from pytest_kvmock.reduce.breach import Breach as Breach
 from pytest_kvmock.reduce.events import EventCutter
-from pytest_kvmock.reduce.program import Level as Level
-from pytest_kvmock.reduce.program import NotReduced as NotReduced
-from pytest_kvmock.reduce.program import Reproduction as Reproduction
-from pytest_kvmock.reduce.program import SinkKind
+from pytest_kvmock.reduce.program import Level, NotReduced, Reproduction, SinkKind
 from pytest_kvmock.reduce.replay import ASKED_ALWAYS, MakeIndex, Replayer, in_a_thread
 from pytest_kvmock.reduce.requests import RequestCutter
 from pytest_kvmock.reduce.search import Budget
@@ -57,6 +54,8 @@ if TYPE_CHECKING:
     from pytest_kvmock.hygiene.entries import Arrival
     from pytest_kvmock.hygiene.problem import Problem
     from pytest_kvmock.hygiene.stream_spec import StreamSpec
+
+__all__ = ["NotReduced", "Reproduction", "reproduce"]
 
 WORK: Final = 500_000
 """How many steps a search replays at most, by default."""

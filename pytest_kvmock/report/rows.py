@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
+from pytest_kvmock.checks import check_number
 from pytest_kvmock.report.routing_figures import Choice
 
 if TYPE_CHECKING:
@@ -305,17 +306,25 @@ class Record(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Objectives:
-    """What a request must not exceed to count as good; None: any. Each bound is inclusive.
+    """What a request must not exceed to count as good, in milliseconds; None: any. Each bound is inclusive.
 
     Attributes:
         ttft_ms: time to the first token.
         itl_ms: mean time between its tokens; a request of one token has none.
         e2e_ms: time to its last token.
+
+    Raises:
+        ValueError: a bound is no finite number of at least 0.
     """
 
     ttft_ms: float | None = None
     itl_ms: float | None = None
     e2e_ms: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("ttft_ms", "itl_ms", "e2e_ms"):
+            if (limit := getattr(self, name)) is not None:
+                check_number(f"Objectives: {name}", limit, unit=" (milliseconds), or None")
 
     def __bool__(self) -> bool:
         return not (self.ttft_ms is None and self.itl_ms is None and self.e2e_ms is None)

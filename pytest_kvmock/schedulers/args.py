@@ -379,7 +379,7 @@ class MockEngineArgs:
 
     @property
     def release(self) -> Release:
-        """What that release does that others do otherwise."""
+        """What that release does differently from others."""
         return self.scheduler.releases[self.scheduler_semantics]
 
     @property

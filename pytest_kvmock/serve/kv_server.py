@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from random import Random
 from string import Formatter
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, cast
 
-from pytest_kvmock.checks import check_integer, check_number, install_text, is_utf8
+from pytest_kvmock.checks import check_integer, check_number, install_text, is_utf8, unknown_text
 from pytest_kvmock.long_runs import begin_serving, end_serving
 from pytest_kvmock.serve.controls import Controls
 from pytest_kvmock.serve.loop_thread import LoopThread
@@ -45,6 +45,9 @@ if TYPE_CHECKING:
     from pytest_kvmock.harness.engines import HarnessEngine
 
 MODEL: Final = "mock-model"
+
+PORTS: Final = ("http", "events", "replay", "control")
+"""What a server listens to, each by its port."""
 
 TOKEN_BYTES: Final = 32
 """Random bytes of a token that is made."""
@@ -75,10 +78,8 @@ class KvServer(Controls, RouterChecks):
         token: what clients of the control API must show, as `Authorization: Bearer TOKEN`; None: beyond the loopback one is made.
         allowed_hosts: names that a client of the control API may have as Host, beside the address, `advertise_host` and localhost.
         api_key: what clients of engines must show, as they do with the engine's own option; None: nothing.
-        http_port: port of the first worker; those after it have the next ones. 0: the system picks.
-        event_port: likewise, a port a rank.
-        replay_port: likewise, for replays.
-        control_port: port of the control API; 0: the system picks. None: there is none.
+        ports: where it listens, by name; 0: the system picks. "http" is the port of the first worker, and those after it have the next
+            ones; "events" and "replay" likewise, with a port a rank; "control" is that of the control API, which is there where it is named.
         topic: of events; `{host}` (as advertised), `{port}` (of HTTP) and `{model}` are filled in: "kv@{host}:{port}@{model}".
         log: how many requests are remembered; None: all. With a number memory stays flat: of what came before, the verdict is kept, but
             its story and its reproduction are not (`RouterHarness.forget_history`).
@@ -116,10 +117,7 @@ class KvServer(Controls, RouterChecks):
         token: str | None = None,
         allowed_hosts: Sequence[str] = (),
         api_key: str | None = None,
-        http_port: int = 0,
-        event_port: int = 0,
-        replay_port: int = 0,
-        control_port: int | None = None,
+        ports: Mapping[str, int] = MappingProxyType({}),
         topic: str = "",
         log: int | None = None,
         keep_bodies: bool = False,
@@ -134,6 +132,11 @@ class KvServer(Controls, RouterChecks):
                 f"KvServer: dialect {self.dialect.name!r} has no engine that serves HTTP; those of vLLM, SGLang and TensorRT-LLM "
                 "have"
             )
+        for name in ports:
+            if name not in PORTS:
+                raise ValueError(f"KvServer: {unknown_text('ports', name, PORTS)}")
+        http_port, event_port, replay_port = (ports.get(name, 0) for name in PORTS[:3])
+        control_port = ports.get("control")
         network = Network.of(host, advertise_host)
         self._makes_token = token is None and not network.is_loopback and control_port is not None
         if self._makes_token:
@@ -147,7 +150,6 @@ class KvServer(Controls, RouterChecks):
             ("max_model_len", max_model_len, 2),
             ("max_queued", max_queued, 1),
             ("log", log, 1),
-            ("control_port", control_port, 0),
         ):
             if value is not None:
                 check_integer(f"KvServer: {name}", value, least)
@@ -171,14 +173,14 @@ class KvServer(Controls, RouterChecks):
             raise ValueError("KvServer: the harness has no workers; its profile says how many there are")
         ranks = profile.dp_size
         for name, base, count in (
-            ("http_port", http_port, len(ids)),
-            ("event_port", event_port, len(ids) * ranks),
-            ("replay_port", replay_port, len(ids) * ranks),
-            ("control_port", control_port or 0, 1),
+            ("http", http_port, len(ids)),
+            ("events", event_port, len(ids) * ranks),
+            ("replay", replay_port, len(ids) * ranks),
+            ("control", control_port or 0, 1),
         ):
-            if check_integer(f"KvServer: {name}", base, 0) > 2**16 - count:
+            if check_integer(f"KvServer: ports[{name!r}]", base, 0) > 2**16 - count:
                 room_text = f"leave room for {count} ports, " if count > 1 else "be "
-                raise ValueError(f"KvServer: {name} must {room_text}at most {2**16 - count}, got {base}")
+                raise ValueError(f"KvServer: ports[{name!r}] must {room_text}at most {2**16 - count}, got {base}")
         check_descriptors(len(ids), ranks)
         room = profile.num_blocks * profile.block_size
         if release.is_sglang:  # a request must leave room there, and its prompt counts as whole pages

@@ -52,7 +52,7 @@ class ProcessContract(ProcessJudge):
         dialects: what engines speak; each test runs over each.
         url: of a process that runs already, in place of a `command`; its engines listen at `ports`. Within a test the process that is
             judged.
-        ports: `http_port`, `event_port` and `replay_port` of the first of two engines, as `KvServer` takes them; the second has the next ones.
+        ports: `http`, `events` and `replay` of the first of two engines, as `KvServer` takes them; the second has the next ones.
         timeout_s: seconds within which it does what is waited for; there is no other limit.
         headers: what a client sends must reach the engine.
         packs: it fills one worker before it uses another, on purpose: that each gets some is not judged.

@@ -33,7 +33,7 @@ class ProcessJudge(ProcessSubject):
     ) -> Iterator[ProcessWorld]:
         """Engines, and the process before them; at the end nothing may be open."""
         __tracebackhide__ = True
-        server = make_kv_server(**self.ports, seed=next(_seeds), timestamp=time, **options)
+        server = make_kv_server(ports=self.ports, seed=next(_seeds), timestamp=time, **options)
         with self._before(server, spare=spare, starts=starts) as world:
             yield world
 

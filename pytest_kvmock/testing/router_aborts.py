@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from pytest_kvmock.fleet import Fleet, FleetRequest
+from pytest_kvmock.clock import FleetRequest
+from pytest_kvmock.fleet import Fleet
 
 if TYPE_CHECKING:
     from pytest_kvmock.report.report import Report

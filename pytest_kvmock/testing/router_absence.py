@@ -10,7 +10,8 @@ import pytest
 from pytest_kvmock.report.routing_figures import most, most_times
 
 if TYPE_CHECKING:
-    from pytest_kvmock.fleet import Fleet, MockEngine
+    from pytest_kvmock.clock import MockEngine
+    from pytest_kvmock.fleet import Fleet
     from pytest_kvmock.report.report import Report
     from pytest_kvmock.report.rows import Pick
     from pytest_kvmock.router.routing import Worker

@@ -13,13 +13,15 @@ import pytest
 
 from pytest_kvmock.backends import BackendSpec
 from pytest_kvmock.checks import check_integer
-from pytest_kvmock.fleet import Fleet, FleetRequest, MockEngine, MockEngineArgs, RouterError, RouterStalled
+from pytest_kvmock.clock import FleetRequest, MockEngine
+from pytest_kvmock.fleet import Fleet, RouterError, RouterStalled
 from pytest_kvmock.fleet.router_calls import RouterCalls
 from pytest_kvmock.hygiene.rules import LOAD_DRIFT, OVERLAP_DRIFT, WORKER_DRIFT
 from pytest_kvmock.report.regret import check_selector
 from pytest_kvmock.report.report import Report
 from pytest_kvmock.report.rows import BELIEFS, Pick
 from pytest_kvmock.router.routing import Worker
+from pytest_kvmock.schedulers.args import MockEngineArgs
 from pytest_kvmock.testing.router_aborts import RouterAborts
 from pytest_kvmock.testing.router_absence import RouterAbsence
 from pytest_kvmock.testing.router_load import EverydayLoad

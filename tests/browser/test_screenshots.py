@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_kvmock import Removed, RouterHarness
-from pytest_kvmock.fleet import Fleet, MockEngine, MockEngineArgs
+from pytest_kvmock import Fleet, MockEngine, MockEngineArgs, Removed, RouterHarness
 from pytest_kvmock.pages import render, write_page
 from pytest_kvmock.plugin.failure_page import failure_data
 from pytest_kvmock.reduce import reproduce

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_kvmock import PagedCacheManager, Prompt
-from pytest_kvmock.cache import PagedRequest
+from pytest_kvmock import Prompt
+from pytest_kvmock.cache import PagedCacheManager, PagedRequest
 
 
 def request_of(num_prompt_tokens, request_id="req-1"):

@@ -9,10 +9,11 @@ from hybrid_sizes import sized
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_kvmock import BACKENDS, Cleared, EngineProfile, RadixIndex, Recovery, Removed, RouterHarness, Stored
+from pytest_kvmock import BACKENDS, Cleared, EngineProfile, RadixIndex, Removed, RouterHarness, Stored
 from pytest_kvmock.capture import CaptureFile, CapturingJournal, check_file
 from pytest_kvmock.events import KvCacheEvent, RouterEvent, StorageTier
 from pytest_kvmock.faults.kinds import FAULTS
+from pytest_kvmock.harness import Recovery
 from pytest_kvmock.hygiene.ledger import Ledger
 from pytest_kvmock.router.recovery import WorkerQuery
 from pytest_kvmock.wire import find_dialect

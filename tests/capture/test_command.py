@@ -7,6 +7,8 @@ import socket
 import subprocess
 import sys
 import threading
+from importlib.metadata import EntryPoint
+from types import SimpleNamespace
 
 import pytest
 from captured import Captured
@@ -106,8 +108,8 @@ UNUSABLE = {
     ),
     "no module": (["dialects", "-p", "no.such"], "dialects: -p no.such: cannot be imported: ModuleNotFoundError: "),
     "a module without hooks": (
-        ["vectors", "v", "--plugin", "json"],
-        "vectors: -p json: has neither pytest_kvmock_dialects nor pytest_kvmock_backends",
+        ["backends", "--plugin", "json"],
+        "backends: -p json: has neither pytest_kvmock_dialects nor pytest_kvmock_backends",
     ),
     "unknown dialect to record": (
         ["record", "tcp://127.0.0.1:1", "a", "--dialect", "vllm"],
@@ -120,7 +122,6 @@ UNUSABLE = {
     ),
     "no batches": (["record", "tcp://127.0.0.1:1", "a", "--batches", "0"], "record: batches must be an integer of at"),
     "a file to record where none can be": (["record", "tcp://127.0.0.1:1", "."], "record: .: cannot be written: "),
-    "unknown dialect of vectors": (["vectors", "v", "--dialect", "x"], "vectors: unknown dialect 'x'"),
 }
 
 
@@ -144,7 +145,6 @@ def test_what_cannot_be_done_is_one_line_and_exit_code_2(args, message, capsys, 
         ["record", "tcp://127.0.0.1:1"],
         ["record", "a", "b", "--ranks", "x"],
         ["check", ""],
-        ["vectors", ""],
     ],
 )
 def test_wrong_arguments_exit_with_2(args, capsys):
@@ -269,12 +269,6 @@ def test_several_files_and_directories_have_a_total(clean, broken, tmp_path, cap
     assert out.endswith("\n2 files, 3 events: 1 with problems, 1 cannot be read\n")
 
 
-def test_a_directory_of_payloads_is_checked_with_its_dialect(tmp_path, capsys):
-    assert 0 == main(["vectors", str(tmp_path), "--dialect", "sglang-0.5.22"])
-    assert 0 == main(["check", str(tmp_path / "sglang-0.5.22"), "--dialect", "sglang-0.5.22"])
-    assert re.search(r"\n2 files, \d+ events: 2 without\n$", capsys.readouterr().out)
-
-
 def test_a_capture_is_read_without_a_dialect(clean, capsys):
     assert 2 == main(["check", str(clean), "--dialect", "vllm-0.33"])
     text = "this is a capture, which names its engine itself: leave the dialect out"
@@ -318,16 +312,28 @@ def acme(tmp_path, monkeypatch):
     sys.modules.pop("acme_kv", None)
 
 
-def test_a_dialect_of_a_module_has_vectors(acme, tmp_path, capsys):
-    home = tmp_path / "v"
-    assert 0 == main(["vectors", str(home), "-p", acme, "--dialect", "acme-1"])
-    assert b"\xa4acme\xa1x" in (home / "acme-1" / "worker-0.msgpack").read_bytes()
-    assert 0 == main(["check", str(home / "acme-1"), "--dialect", "acme-1", "--plugin", acme])
-    capsys.readouterr()
+def test_a_dialect_of_a_module_is_known_while_the_command_runs(acme, tmp_path, capsys):
     assert 0 == main(["dialects", "-p", acme])
     assert capsys.readouterr().out.splitlines()[-1].startswith("acme-1 ")
-    assert 2 == main(["check", str(home / "acme-1"), "--dialect", "acme-1"])  # nothing is left of it
+    assert 2 == main(["check", str(tmp_path), "--dialect", "acme-1"])  # nothing is left of it
     assert "unknown dialect 'acme-1'" in capsys.readouterr().err
+
+
+def test_a_command_that_cannot_be_loaded_is_one_line(monkeypatch, capsys):
+    gone = EntryPoint("weigh", "pytest_kvmock.contrib.scales:add_parser", command.COMMANDS)
+    monkeypatch.setattr(command, "entry_points", lambda group: [gone])
+    assert 2 == main(["weigh", "this", "--twice"])
+    expected = "weigh: this command is pytest_kvmock.contrib.scales:add_parser, which cannot be imported: "
+    assert capsys.readouterr().err.startswith(expected)
+    assert 0 == main(["backends"])
+
+
+def test_a_command_of_somebody_else_is_found(monkeypatch, capsys):
+    def add_parser(commands, plugins):
+        commands.add_parser("weigh", parents=[plugins]).set_defaults(run=lambda _: 7)
+
+    monkeypatch.setattr(command, "entry_points", lambda group: [SimpleNamespace(name="weigh", load=lambda: add_parser)])
+    assert 7 == main(["weigh"])
 
 
 def test_what_a_hook_of_a_module_returns_is_checked(acme, tmp_path, capsys):
@@ -336,12 +342,6 @@ def test_what_a_hook_of_a_module_returns_is_checked(acme, tmp_path, capsys):
     assert 2 == main(["dialects", "-p", acme])
     expected = "pytest_kvmock_dialects of acme_kv: the key 'acme-2' is not the name of its dialect, 'acme-1'"
     assert f"dialects: {expected}\n" == capsys.readouterr().err
-
-
-def test_vectors_are_written(tmp_path, capsys):
-    assert 0 == main(["vectors", str(tmp_path), "--dialect", "vllm-0.9", "--dialect", "sglang-0.5.20", "--seed", "3"])
-    assert f"{tmp_path}: 2 dialects\n" == capsys.readouterr().out
-    assert ["README.md", "index.json", "sglang-0.5.20", "vllm-0.9"] == sorted(each.name for each in tmp_path.iterdir())
 
 
 def test_backends_and_dialects_are_listed(capsys):

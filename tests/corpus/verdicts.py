@@ -48,12 +48,12 @@ from pytest_kvmock import (  # noqa: E402 - as above
     BackendSpec,
     EngineProfile,
     KvSink,
-    Recovery,
     Removed,
     RouterHarness,
     StorageTier,
     Stored,
 )
+from pytest_kvmock.harness import Recovery  # noqa: E402 - as above
 
 TABLE = HERE / "verdicts.tsv"
 SEEDS = 3

@@ -38,12 +38,12 @@ from pytest_kvmock import (  # noqa: E402 - as above
     EngineProfile,
     EventRulesBroken,
     KvEventError,
-    Recovery,
     Removed,
     RouterHarness,
     StorageTier,
     Stored,
 )
+from pytest_kvmock.harness import Recovery  # noqa: E402 - as above
 
 DIGESTS = HERE / "worlds.tsv"
 SEEDS = range(160)

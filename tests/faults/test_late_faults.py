@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_kvmock import EngineProfile, KvCacheEvent, Recovery, Removed, RouterEvent, RouterHarness, Stored
+from pytest_kvmock import EngineProfile, KvCacheEvent, Removed, RouterEvent, RouterHarness, Stored
 from pytest_kvmock.capture import CaptureFile, CapturingJournal, check_file
+from pytest_kvmock.harness import Recovery
 
 PROFILE = EngineProfile(block_size=4, num_blocks=24)
 

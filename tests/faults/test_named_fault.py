@@ -4,8 +4,9 @@ import pytest
 from fault_worlds import PROFILE
 from surviving_indexes import AsksTheWorker, TakesWhatComes
 
-from pytest_kvmock import RadixIndex, Recovery, RouterHarness
+from pytest_kvmock import RadixIndex, RouterHarness
 from pytest_kvmock.events import Cleared, Removed, Stored
+from pytest_kvmock.harness import Recovery
 
 
 def chain(*numbers, parent=None):

@@ -19,9 +19,10 @@ from surviving_indexes import (
     WaitsForLateEvents,
 )
 
-from pytest_kvmock import EventRulesBroken, RadixIndex, Recovery, RouterHarness
+from pytest_kvmock import EventRulesBroken, RadixIndex, RouterHarness
 from pytest_kvmock.backends import BACKENDS
 from pytest_kvmock.events import KvCacheEvent, Removed, Stored
+from pytest_kvmock.harness import Recovery
 from pytest_kvmock.router.index import KvEventError
 
 SURVIVABLE = ("lose", "double", "reorder", "delay", "wrong_parent", "unknown_removed", "self_parent", "sink_failure")

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from pytest_kvmock import MockEngine, replay
+from pytest_kvmock.clock import EngineStalled
 from pytest_kvmock.engine.worker import OutOfBlocks
-from pytest_kvmock.fleet import EngineStalled, MockEngine, replay
 from pytest_kvmock.schedulers.args import MockEngineArgs
 from pytest_kvmock.traces import TraceRequest
 

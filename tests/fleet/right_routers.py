@@ -8,7 +8,7 @@ from functools import cache, partial
 from random import Random
 from statistics import fmean, pstdev
 
-from pytest_kvmock.fleet import Fleet, MockEngine, MockEngineArgs
+from pytest_kvmock import Fleet, MockEngine, MockEngineArgs
 from pytest_kvmock.router import LeastLoaded, RoundRobin
 from pytest_kvmock.testing import RightRouter
 from pytest_kvmock.traces import TraceRequest, synthetic_trace

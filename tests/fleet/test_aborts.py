@@ -7,9 +7,12 @@ from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pytest_kvmock import Fleet, MockEngine, MockEngineArgs
 from pytest_kvmock.backends import EngineProfile
-from pytest_kvmock.fleet import Fleet, FleetRequest, MockEngine, MockEngineArgs, RouterError
+from pytest_kvmock.clock import FleetRequest
+from pytest_kvmock.fleet import RouterError
 from pytest_kvmock.harness import RouterHarness
+from pytest_kvmock.report import Objectives
 from pytest_kvmock.router import DynamoRouter
 from pytest_kvmock.testing import RightRouter
 from pytest_kvmock.traces import synthetic_trace
@@ -333,7 +336,7 @@ def test_the_client_comes_again_with_a_request_of_its_own(concurrency):
 
 def test_it_counts_where_it_was_served_and_not_among_what_was_served():
     rows = requests(8, _1={"abort_after_tokens": 2}, _5={"abort_after_ms": 1})
-    report = Fleet(engines(), Told(), slo_ttft_ms=1e6).run(rows)
+    report = Fleet(engines(), Told(), slo=Objectives(ttft_ms=1e6)).run(rows)
     assert (2, 2, 8, 8) == (
         report.aborted,
         report.figure("aborted"),

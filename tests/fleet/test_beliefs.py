@@ -19,10 +19,20 @@ from planted_bugs import (
     StaleIndex,
 )
 
-from pytest_kvmock import EngineProfile, EventRulesBroken, KvEventError, Prompt, RouterHarness
+from pytest_kvmock import (
+    EngineProfile,
+    EventRulesBroken,
+    Fleet,
+    KvEventError,
+    MockEngine,
+    MockEngineArgs,
+    Prompt,
+    RouterHarness,
+)
 from pytest_kvmock.backends import BACKENDS
+from pytest_kvmock.clock import FleetRequest
 from pytest_kvmock.events import Removed, Stored
-from pytest_kvmock.fleet import Fleet, FleetRequest, MockEngine, MockEngineArgs, RouterError
+from pytest_kvmock.fleet import RouterError
 from pytest_kvmock.hygiene.problem import ROUTER_RULES
 from pytest_kvmock.router import DynamoRouter, RadixIndex, RoundRobin
 from pytest_kvmock.testing import RightRouter

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pytest_kvmock.fleet import Fleet, MockEngine, MockEngineArgs, replay
+from pytest_kvmock import Fleet, MockEngine, MockEngineArgs, replay
 from pytest_kvmock.router import RoundRobin
 from pytest_kvmock.schedulers.scheduler_specs import SCHEDULERS
 from pytest_kvmock.traces import synthetic_trace

@@ -6,9 +6,9 @@ from random import Random
 import pytest
 from depth import seeds
 
-from pytest_kvmock import RouterHarness
+from pytest_kvmock import Fleet, MockEngine, MockEngineArgs, RouterHarness
 from pytest_kvmock.backends import EngineProfile
-from pytest_kvmock.fleet import Fleet, MockEngine, MockEngineArgs, RouterError
+from pytest_kvmock.fleet import RouterError
 from pytest_kvmock.router import DynamoRouter, LeastLoaded, MostCached, RoundRobin
 from pytest_kvmock.testing import RightRouter
 from pytest_kvmock.traces import TraceRequest

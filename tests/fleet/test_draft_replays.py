@@ -3,11 +3,10 @@
 import pytest
 from recorded_replays import request_of
 
-from pytest_kvmock import EngineProfile, RouterHarness
+from pytest_kvmock import EngineProfile, MockEngine, RouterHarness, replay
 from pytest_kvmock.acceptance import USUAL_RATES, AcceptedDrafts
 from pytest_kvmock.backends import BACKENDS
 from pytest_kvmock.engine import SglangSpeculative, Speculative
-from pytest_kvmock.fleet import MockEngine, replay
 from pytest_kvmock.schedulers.args import MockEngineArgs
 
 FILE = "dynamo_1.6.1_nextn.json.gz"

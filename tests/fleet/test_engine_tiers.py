@@ -9,12 +9,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from recorded_replays import check_summary, recorded, request_of
 
-from pytest_kvmock import create_manager
+from pytest_kvmock import MockEngine, create_manager, replay
 from pytest_kvmock.backends import backend_spec
-from pytest_kvmock.clock import mock_engine
+from pytest_kvmock.clock import EngineStalled, mock_engine
 from pytest_kvmock.engine.worker import KvWorker, OutOfBlocks
 from pytest_kvmock.events import Removed, StorageTier, Stored
-from pytest_kvmock.fleet import EngineStalled, MockEngine, replay
 from pytest_kvmock.fleet.fleet_events import Heard, TrueCaches
 from pytest_kvmock.schedulers.args import MockEngineArgs
 from pytest_kvmock.sinks import CapturingSink

@@ -4,9 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_kvmock import EngineStalled, MockEngine, MockEngineArgs, RouterHarness, replay
+from pytest_kvmock import MockEngine, MockEngineArgs, RouterHarness, replay
 from pytest_kvmock.backends import EngineProfile
+from pytest_kvmock.clock import EngineStalled
 from pytest_kvmock.engine.worker import OutOfBlocks
+from pytest_kvmock.report import Objectives
 from pytest_kvmock.traces import TraceRequest
 
 
@@ -113,24 +115,29 @@ def test_a_turn_of_a_closed_loop_arrives_exactly_after_its_delay():
 
 def test_goodput():
     rows = [(0, 8, 4, 7), (10, 8, 4, 7), (20, 8, 4, 7)]
-    figures = play(rows, num_gpu_blocks=100, options={"slo_ttft_ms": 17}).to_json()
+    figures = play(rows, num_gpu_blocks=100, options={"slo": Objectives(ttft_ms=17)}).to_json()
     assert (1, 11.075033941933398, 44.30013576773359) == tuple(
         figures[f"goodput_{name}"]
         for name in ("completed_requests", "request_throughput_rps", "output_throughput_tok_s")
     )
-    assert 0 == play(rows, num_gpu_blocks=100, options={"slo_itl_ms": 6}).to_json()["goodput_completed_requests"]
-    assert 3 == play(rows, options={"slo_e2e_ms": 1000}).to_json()["goodput_completed_requests"]
+    assert (
+        0
+        == play(rows, num_gpu_blocks=100, options={"slo": Objectives(itl_ms=6)}).to_json()["goodput_completed_requests"]
+    )
+    assert 3 == play(rows, options={"slo": Objectives(e2e_ms=1000)}).to_json()["goodput_completed_requests"]
     assert not any(name.startswith("goodput") for name in play(rows).to_json())
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"slo_ttft_ms": 0}, "replay: slo_ttft_ms must be a finite number above 0 .milliseconds., or None, got 0"),
-        ({"slo_itl_ms": "1"}, "replay: slo_itl_ms must be a finite number above 0 .milliseconds., or None, got '1'"),
         (
-            {"slo_e2e_ms": 1, "slo_itl_ms": 1},
-            "replay: slo_e2e_ms cannot be given together with slo_ttft_ms or slo_itl_ms",
+            {"slo": Objectives(ttft_ms=0)},
+            r"replay: slo: a limit must be above 0, got Objectives\(ttft_ms=0, itl_ms=None, e2e_ms=None\)",
+        ),
+        (
+            {"slo": Objectives(e2e_ms=1, itl_ms=1)},
+            "replay: slo: e2e_ms cannot be given together with ttft_ms or itl_ms",
         ),
         ({"stop_ms": -1}, "replay: stop_ms must be a finite number of at least 0 .milliseconds., or None, got -1"),
     ],

@@ -10,19 +10,21 @@ from statistics import pstdev
 import pytest
 from depth import seeds
 
-from pytest_kvmock import EngineProfile, OutOfBlocks, Prompt, Removed, RouterHarness, Stored
-from pytest_kvmock.backends import BACKENDS
-from pytest_kvmock.fleet import (
-    EngineStalled,
+from pytest_kvmock import (
+    EngineProfile,
     Fleet,
-    FleetRequest,
     MockEngine,
     MockEngineArgs,
-    RouterError,
-    RouterStalled,
+    OutOfBlocks,
+    Prompt,
+    Removed,
+    RouterHarness,
+    Stored,
     replay,
-    sweep,
 )
+from pytest_kvmock.backends import BACKENDS
+from pytest_kvmock.clock import EngineStalled, FleetRequest
+from pytest_kvmock.fleet import RouterError, RouterStalled
 from pytest_kvmock.report.statistics import statistics
 from pytest_kvmock.router import Candidate, DynamoRouter, LeastLoaded, MostCached, RoundRobin, RouterRequest
 from pytest_kvmock.traces import TraceRequest, synthetic_trace
@@ -693,11 +695,7 @@ def test_who_did_not_listen_is_said():
     assert belief.observed.endswith("they part after started([0, 1]) at 0 ms")
 
 
-def test_the_routers_of_a_sweep_and_of_a_harness_are_told_too():
-    (run,) = sweep(
-        {"small": trace()}, ["lineage"], [ToldOnly], workers=3, trace_block_size=4, engine={"block_size": 4}
-    ).runs
-    assert ("", []) == (run.error, run.report["fleet"]["beliefs"])
+def test_the_router_of_a_harness_is_told_too():
     router = ToldOnly()
     world = RouterHarness(EngineProfile(num_blocks=64, block_size=4, workers=3))
     world.fleet(router).run(trace())

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from pytest_kvmock import EngineProfile, Removed, RouterHarness
-from pytest_kvmock.fleet import Fleet, FleetRequest, MockEngine, MockEngineArgs, replay
-from pytest_kvmock.report import page_data
+from pytest_kvmock import EngineProfile, Fleet, MockEngine, MockEngineArgs, Removed, RouterHarness, replay
+from pytest_kvmock.clock import FleetRequest
+from pytest_kvmock.report import Objectives, page_data
 from pytest_kvmock.report.routing_figures import got_nothing
 from pytest_kvmock.router import DynamoRouter, MostCached, RadixIndex, RoundRobin
 from pytest_kvmock.traces import synthetic_trace
@@ -179,7 +179,7 @@ def test_what_is_no_report_cannot_be_beside_it(tmp_path, other):
 
 
 def test_latencies_are_distributions_beside_the_limits_of_the_fleet():
-    found = report(slo_ttft_ms=30, slo_e2e_ms=200)
+    found = report(slo=Objectives(ttft_ms=30, e2e_ms=200))
     data = found.page_data()
     assert {"ttft": 30, "e2e": 200} == data["slo"]
     curves = data["reports"][0]["curves"]

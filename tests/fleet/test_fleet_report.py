@@ -8,8 +8,9 @@ from random import Random
 import pytest
 from depth import few, seeds
 
-from pytest_kvmock import EngineProfile, Prompt, RouterHarness
-from pytest_kvmock.fleet import Fleet, FleetRequest, MockEngine, MockEngineArgs, Report, replay
+from pytest_kvmock import EngineProfile, Fleet, MockEngine, MockEngineArgs, Prompt, RouterHarness, replay
+from pytest_kvmock.clock import FleetRequest
+from pytest_kvmock.report import Objectives, Report
 from pytest_kvmock.report.figures import FIGURES, MOST_WIDE, PRINTED, folded, leading_blocks, names_of
 from pytest_kvmock.report.routing_figures import Choice, assert_balanced, jain, max_to_mean, of_best
 from pytest_kvmock.report.statistics import Sketch, statistics
@@ -220,10 +221,10 @@ def test_goodput_is_the_share_of_all_that_arrived(semantics):
     rows = trace()
     times = [row["ttft_ms"] for row in fleet(args=args).run(rows).per_request()]
     limit = sorted(times)[19]
-    report = fleet(args=args, slo_ttft_ms=limit).run(rows)
+    report = fleet(args=args, slo=Objectives(ttft_ms=limit)).run(rows)
     assert sum(time <= limit for time in times) / 40 == report.figure("goodput")  # inclusive
     assert semantics != "1.6.1" or 40 * report.figure("goodput") == report.to_json()["goodput_completed_requests"]
-    stopped = fleet(args=args, slo_ttft_ms=limit, stop_ms=50).run(rows)
+    stopped = fleet(args=args, slo=Objectives(ttft_ms=limit), stop_ms=50).run(rows)
     assert stopped.figure("goodput") < 20 / stopped.arrived
 
 
@@ -270,7 +271,7 @@ def test_an_engine_by_itself_has_the_percentiles_of_its_release():
 
 
 def test_every_figure_has_a_value_by_its_name():
-    report = fleet(slo_ttft_ms=100).run(trace())
+    report = fleet(slo=Objectives(ttft_ms=100)).run(trace())
     row = report.row()
     assert set(names_of("all", "worker", "latency")) == set(row)
     assert row == {name: report.figure(name) for name in row}
@@ -336,7 +337,7 @@ def test_figures_do_not_depend_on_what_was_asked_before(semantics):
 
     def report():
         args = MockEngineArgs(num_gpu_blocks=96, block_size=4, max_num_batched_tokens=32, semantics=semantics)
-        return fleet(DynamoRouter(semantics), 3, args, slo_ttft_ms=20).run(trace(60), name="small")
+        return fleet(DynamoRouter(semantics), 3, args, slo=Objectives(ttft_ms=20)).run(trace(60), name="small")
 
     def asked_of(each):
         return {
@@ -367,7 +368,7 @@ def test_a_report_of_an_engine_that_goes_on_follows_it():
 def test_a_printed_table_is_no_wider_than_a_terminal():
     """What has no room goes on below, and each part names its rows."""
     engines = {(worker, 0): MockEngine(ARGS) for worker in (10, 2000)}
-    report = Fleet(engines, RightRouter(list(engines)), slo_ttft_ms=20).run(trace(), name="small")
+    report = Fleet(engines, RightRouter(list(engines)), slo=Objectives(ttft_ms=20)).run(trace(), name="small")
     lines = report.table(report.rows()).splitlines()
     assert 120 >= max(map(len, lines))
     heads = [line.split()[1:] for line in lines if line.split()[0] == "worker"]
@@ -409,7 +410,7 @@ def test_engines_by_themselves_are_compared_by_what_they_were_asked():
 
 
 def test_a_figure_of_dynamo_has_the_name_of_its_key():
-    report = fleet(slo_ttft_ms=100).run(trace())
+    report = fleet(slo=Objectives(ttft_ms=100)).run(trace())
     keys = {each.name: each.key for each in FIGURES.values() if each.key is not None and not each.is_long}
     whole = report.to_json()
     assert {key: whole[key] for key in keys.values()} == {key: report.figure(name) for name, key in keys.items()}
@@ -902,10 +903,16 @@ def test_times_must_be_a_pair_with_a_report():
         report.assert_hit_ratio(times=(1.0, 2.0))
 
 
-@pytest.mark.parametrize("name", ["slo_ttft_ms", "slo_itl_ms", "slo_e2e_ms"])
-def test_limits_must_be_times(name):
-    with pytest.raises(ValueError, match=f"Fleet: {name} must be a finite number of at least 0"):
-        fleet(**{name: -1})
+@pytest.mark.parametrize("name", ["ttft_ms", "itl_ms", "e2e_ms"])
+@pytest.mark.parametrize("value", [-1, "1"])
+def test_limits_must_be_times(name, value):
+    with pytest.raises(ValueError, match=f"Objectives: {name} must be a finite number of at least 0"):
+        Objectives(**{name: value})
+
+
+def test_limits_are_given_together():
+    with pytest.raises(TypeError, match=r"^Fleet: slo must be Objectives\(ttft_ms=, itl_ms=, e2e_ms=\), got 500$"):
+        fleet(slo=500)
 
 
 def test_prompts_of_tokens_have_figures_too():

@@ -6,7 +6,8 @@ from random import Random
 import pytest
 from depth import seeds
 
-from pytest_kvmock.fleet import Fleet, MockEngine, MockEngineArgs, RouterError
+from pytest_kvmock import Fleet, MockEngine, MockEngineArgs
+from pytest_kvmock.fleet import RouterError
 from pytest_kvmock.router import DynamoRouter, LeastLoaded, RoundRobin
 from pytest_kvmock.traces import TraceRequest
 

@@ -2,10 +2,11 @@
 
 import pytest
 
+from pytest_kvmock import MockEngine
 from pytest_kvmock.backends import backend_spec
+from pytest_kvmock.clock import EngineStalled
 from pytest_kvmock.engine.worker import KvWorker, OutOfBlocks, RequestError
 from pytest_kvmock.events import Removed, Stored
-from pytest_kvmock.fleet import EngineStalled, MockEngine
 from pytest_kvmock.schedulers.args import MockEngineArgs
 from pytest_kvmock.sinks import CapturingSink
 from pytest_kvmock.tokens import Prompt

@@ -4,9 +4,8 @@ import math
 
 import pytest
 
-from pytest_kvmock import Prompt
+from pytest_kvmock import MockEngine, MockEngineArgs, Prompt
 from pytest_kvmock.clock.passes import EngineRun, Passes
-from pytest_kvmock.fleet import MockEngine, MockEngineArgs
 
 
 class Decoding(EngineRun):

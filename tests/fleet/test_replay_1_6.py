@@ -4,8 +4,10 @@ import pytest
 from depth import few
 from recorded_replays import recorded, request_of
 
+from pytest_kvmock import MockEngine, replay
+from pytest_kvmock.clock import EngineStalled
 from pytest_kvmock.engine.worker import OutOfBlocks
-from pytest_kvmock.fleet import EngineStalled, MockEngine, replay
+from pytest_kvmock.report import Objectives
 from pytest_kvmock.schedulers.args import MockEngineArgs
 
 BACKENDS = {"vllm": "vllm", "sglang": "mocker_sglang_1_6", "trtllm": "vllm"}
@@ -14,12 +16,8 @@ CASES = {name: recorded(f"replay_1.6.1_{name}.json.gz") for name in FILES}
 RUNS = [pytest.param(case, id=f"{name}-{case['seed']}") for name, cases in CASES.items() for case in few(cases, 29)]
 
 
-OPTIONS = {
-    "max_sim_time_ms": "stop_ms",
-    "sla_ttft_ms": "slo_ttft_ms",
-    "sla_itl_ms": "slo_itl_ms",
-    "sla_e2e_ms": "slo_e2e_ms",
-}
+OPTIONS = {"max_sim_time_ms": "stop_ms"}
+LIMITS = {"sla_ttft_ms": "ttft_ms", "sla_itl_ms": "itl_ms", "sla_e2e_ms": "e2e_ms"}
 
 
 def engines_of(case, kind, number, watched):
@@ -47,6 +45,7 @@ def play(case, *, watched=False, **options):
         how.get("arrival_speedup_ratio", 1.0),
         trace_block_size=how["trace_block_size"],
         **{ours: how[theirs] for theirs, ours in OPTIONS.items() if theirs in how},
+        slo=Objectives(**{ours: how[theirs] for theirs, ours in LIMITS.items() if theirs in how}),
         **options,
     )
 

@@ -7,7 +7,7 @@ import pytest
 from depth import few, whole_trace
 from recorded_replays import check_run, check_summary, recorded, runs_of
 
-from pytest_kvmock.fleet import MockEngine, replay
+from pytest_kvmock import MockEngine, replay
 from pytest_kvmock.schedulers.args import MockEngineArgs
 from pytest_kvmock.traces import read_mooncake
 

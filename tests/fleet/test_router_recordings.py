@@ -13,7 +13,8 @@ from recorded_replays import check_summary, recorded, request_of
 from test_replay_1_6 import BACKENDS as BACKENDS_1_6
 from test_replay_1_6 import check_figures
 
-from pytest_kvmock.fleet import EngineStalled, Fleet, MockEngine
+from pytest_kvmock import Fleet, MockEngine
+from pytest_kvmock.clock import EngineStalled
 from pytest_kvmock.router.selection import DynamoRouter
 from pytest_kvmock.schedulers.args import MockEngineArgs
 from pytest_kvmock.traces import TraceRequest

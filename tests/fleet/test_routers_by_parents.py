@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from pytest_kvmock import EngineProfile, RadixIndex, RouterHarness
+from pytest_kvmock import EngineProfile, Fleet, MockEngine, MockEngineArgs, RadixIndex, RouterHarness
 from pytest_kvmock.events import Cleared, Stored
-from pytest_kvmock.fleet import Fleet, MockEngine, MockEngineArgs, RouterError
+from pytest_kvmock.fleet import RouterError
 from pytest_kvmock.router import RoundRobin
 from pytest_kvmock.traces import synthetic_trace
 

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 from depth import few
 
-from pytest_kvmock.fleet import Fleet, MockEngine, MockEngineArgs
+from pytest_kvmock import Fleet, MockEngine, MockEngineArgs
 from pytest_kvmock.router import DynamoRouter, RoundRobin
 from pytest_kvmock.testing import RightRouter
 from pytest_kvmock.traces import TraceRequest

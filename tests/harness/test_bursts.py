@@ -7,9 +7,10 @@ import pytest
 from faulty_indexes import Async, ForgetsOneRemoved, Queued, RaisesOnce, Sound
 from hybrid_sizes import EACH, block_size_of, blocks_a_block
 
-from pytest_kvmock import BACKENDS, RadixIndex, RouterHarness, reproduce
+from pytest_kvmock import BACKENDS, RadixIndex, RouterHarness
 from pytest_kvmock.events import Removed, Stored
 from pytest_kvmock.harness import index_comparison as comparison
+from pytest_kvmock.reduce import reproduce
 from pytest_kvmock.router.index import KvEventError
 
 

@@ -9,8 +9,9 @@ from faulty_indexes import Sound
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_kvmock import EngineProfile, EventRulesBroken, RadixIndex, Recovery, RouterHarness
+from pytest_kvmock import EngineProfile, EventRulesBroken, RadixIndex, RouterHarness
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
+from pytest_kvmock.harness import Recovery
 from pytest_kvmock.router.index import KvEventError
 from pytest_kvmock.router.recovery import Events, RouterCursor, TooNew, TreeDump, WorkerQuery
 

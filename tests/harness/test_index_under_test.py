@@ -22,9 +22,8 @@ from faulty_indexes import (
     WithZeros,
 )
 
-from pytest_kvmock import EventRulesBroken, Prompt, RadixIndex, RouterHarness
+from pytest_kvmock import EventRulesBroken, Prompt, RadixIndex, RouterHarness, replay
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, Stored
-from pytest_kvmock.fleet import replay
 from pytest_kvmock.router.index import OverlapScores
 from pytest_kvmock.traces import TraceRequest
 

@@ -5,9 +5,9 @@ from collections import Counter
 import pytest
 from depth import seeds
 
-from pytest_kvmock import EngineProfile, RouterHarness
+from pytest_kvmock import EngineProfile, MockEngine, RouterHarness
 from pytest_kvmock.events import Removed
-from pytest_kvmock.fleet import MockEngine, RouterError
+from pytest_kvmock.fleet import RouterError
 from pytest_kvmock.hygiene.entries import Injected
 from pytest_kvmock.programs.interpreter import Interpreter
 from pytest_kvmock.router import LeastLoaded, RadixIndex, RoundRobin

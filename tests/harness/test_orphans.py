@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_kvmock import EventRulesBroken, RadixIndex, Recovery, RouterHarness
+from pytest_kvmock import EventRulesBroken, RadixIndex, RouterHarness
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, StorageTier, Stored
+from pytest_kvmock.harness import Recovery
 from pytest_kvmock.tokens import sequence_hashes
 
 

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_tiers import PlainTiers
 
-from pytest_kvmock import EngineProfile, OutOfBlocks, Prompt, RouterHarness, Tiers
+from pytest_kvmock import EngineProfile, OutOfBlocks, Prompt, RouterHarness
 from pytest_kvmock.engine import RequestError, SlotsLost, WouldWait
 from pytest_kvmock.events import KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
+from pytest_kvmock.tiers import Tiers
 from pytest_kvmock.traces import read_mooncake, synthetic_trace
 
 BACKENDS = ["lineage", "lru", "multi_lru"]

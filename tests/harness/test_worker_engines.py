@@ -2,8 +2,9 @@
 
 import pytest
 
-from pytest_kvmock import EngineProfile, OutOfBlocks, RadixIndex, Recovery, Removed, RouterHarness, Stored
+from pytest_kvmock import EngineProfile, OutOfBlocks, RadixIndex, Removed, RouterHarness, Stored
 from pytest_kvmock.engine.worker import RequestError
+from pytest_kvmock.harness import Recovery
 from pytest_kvmock.router import RouterCursor
 
 ENGINES = ["lineage", "hash_cache", "vllm", "sglang"]

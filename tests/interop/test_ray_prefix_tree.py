@@ -12,7 +12,7 @@ import pytest
 from depth import seeds
 from peer import engine
 
-from pytest_kvmock.fleet import Fleet, MockEngine, MockEngineArgs
+from pytest_kvmock import Fleet, MockEngine, MockEngineArgs
 from pytest_kvmock.router import LeastLoaded, RoundRobin
 from pytest_kvmock.testing import RouterContract
 from pytest_kvmock.traces import synthetic_trace

@@ -11,8 +11,8 @@ import pytest
 from peer import dynamo_core, play_in_wheel
 from replay_cases import random_cases
 
-from pytest_kvmock import OutOfBlocks
-from pytest_kvmock.fleet import EngineStalled, MockEngine, replay
+from pytest_kvmock import MockEngine, OutOfBlocks, replay
+from pytest_kvmock.clock import EngineStalled
 from pytest_kvmock.schedulers.args import MockEngineArgs
 from pytest_kvmock.traces import TraceRequest
 

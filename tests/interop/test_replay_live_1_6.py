@@ -11,8 +11,10 @@ import pytest
 from peer import dynamo_core, play_in_wheel
 from replay_cases_1_6 import KINDS, random_case, random_cases
 
-from pytest_kvmock import EngineStalled, MockEngine, MockEngineArgs, OutOfBlocks, replay
+from pytest_kvmock import MockEngine, MockEngineArgs, OutOfBlocks, replay
+from pytest_kvmock.clock import EngineStalled
 from pytest_kvmock.events import Stored
+from pytest_kvmock.report import Objectives
 from pytest_kvmock.traces import TraceRequest
 
 dynamo_core("1.6")
@@ -20,12 +22,8 @@ dynamo_core("1.6")
 RUNS = 300
 """Cases of each kind in a run of the suite."""
 
-OPTIONS = {
-    "max_sim_time_ms": "stop_ms",
-    "sla_ttft_ms": "slo_ttft_ms",
-    "sla_itl_ms": "slo_itl_ms",
-    "sla_e2e_ms": "slo_e2e_ms",
-}
+OPTIONS = {"max_sim_time_ms": "stop_ms"}
+LIMITS = {"sla_ttft_ms": "ttft_ms", "sla_itl_ms": "itl_ms", "sla_e2e_ms": "e2e_ms"}
 OF_THE_HOST = {"processed_tokens_per_s", "processed_output_tokens_per_s", "wall_time_ms"}
 BACKENDS = {"vllm": "vllm", "sglang": "mocker_sglang_1_6", "trtllm": "vllm"}
 
@@ -66,6 +64,7 @@ def play(case, make=MockEngine):
             settings.get("arrival_speedup_ratio", 1.0),
             trace_block_size=settings["trace_block_size"],
             **{ours: settings[theirs] for theirs, ours in OPTIONS.items() if theirs in settings},
+            slo=Objectives(**{ours: settings[theirs] for theirs, ours in LIMITS.items() if theirs in settings}),
         )
     except EngineStalled:
         return None

@@ -14,8 +14,8 @@ from peer import dynamo_core, play_routed
 from replay_cases import routed_case
 from test_replay_live import OF_THE_FLEET, OF_THE_HOST, SEMANTICS, is_equal
 
-from pytest_kvmock import OutOfBlocks
-from pytest_kvmock.fleet import EngineStalled, Fleet, MockEngine
+from pytest_kvmock import Fleet, MockEngine, OutOfBlocks
+from pytest_kvmock.clock import EngineStalled
 from pytest_kvmock.schedulers.args import MockEngineArgs
 from pytest_kvmock.traces import TraceRequest
 

@@ -14,8 +14,8 @@ from peer import dynamo_core, play_chosen
 from replay_cases_1_6 import random_case
 from test_replay_live_1_6 import BACKENDS, OF_THE_HOST, is_equal
 
-from pytest_kvmock import EngineStalled, MockEngine, MockEngineArgs, OutOfBlocks
-from pytest_kvmock.fleet import Fleet
+from pytest_kvmock import Fleet, MockEngine, MockEngineArgs, OutOfBlocks
+from pytest_kvmock.clock import EngineStalled
 from pytest_kvmock.router.selection import DynamoRouter
 from pytest_kvmock.traces import TraceRequest
 

@@ -26,6 +26,8 @@ LIGHT = {
     "pytest_kvmock.contrib",
     "pytest_kvmock.contrib.block_managers",
     "pytest_kvmock.contrib.block_managers.plugin",
+    "pytest_kvmock.contrib.lab",
+    "pytest_kvmock.contrib.lab.plugin",
     "pytest_kvmock.plugin",
     "pytest_kvmock.plugin.fixtures",
     "pytest_kvmock.plugin.hooks",
@@ -99,7 +101,7 @@ def test_the_hooks_that_run_for_every_test_are_these():
         name
         for module in pytest_kvmock.plugin.pytest_plugins
         for name in dir(importlib.import_module(module))
-        if name.startswith("pytest_")
+        if name.startswith("pytest_") and not name.startswith("pytest_kvmock")
     }
     once = {
         "pytest_addhooks",
@@ -139,7 +141,6 @@ def test_no_fixture_is_autouse(nested):
             [
                 "_kvmock_case",
                 "_kvmock_matrix",
-                "_kvmock_scheduler_case",
                 "kv_backend",
                 "kv_base_profile",
                 "kv_engine",

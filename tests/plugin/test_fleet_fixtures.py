@@ -1,7 +1,8 @@
 """`kv_router`, `kv_fleet` and `make_kv_fleet` in a test: verdict, matrix, faults, and the reproduction of what fails."""
 
 TRACE = """
-from pytest_kvmock.fleet import Fleet, Report
+from pytest_kvmock import Fleet
+from pytest_kvmock.report import Report
 from pytest_kvmock.router import DynamoRouter, RadixIndex, RoundRobin
 from pytest_kvmock.traces import synthetic_trace
 

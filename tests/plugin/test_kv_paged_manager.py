@@ -4,7 +4,7 @@
 def test_it_has_the_sizes_of_the_tests_profile(nested):
     result = nested(
         """
-        from pytest_kvmock import PagedCacheManager
+        from pytest_kvmock.cache import PagedCacheManager
         from pytest_kvmock.cache import PagedRequest
 
         def test_default(kv_paged_manager, kv_profile):

@@ -15,7 +15,8 @@ profiles:
 def test_a_marker_gives_workers_a_host(nested):
     result = nested(
         """
-        from pytest_kvmock import StorageTier, Tiers
+        from pytest_kvmock import StorageTier
+        from pytest_kvmock.tiers import Tiers
 
         @pytest.mark.kvmock(num_blocks=8, block_size=4, tiers={"host": 64, "gbps": 1.0, "bytes_per_token": 250_000})
         class Test:

@@ -4,7 +4,7 @@
 def test_frames_of_ours_are_left_out_where_a_call_was_refused(nested):
     result = nested(
         """
-        from pytest_kvmock.fleet import Fleet, MockEngine
+        from pytest_kvmock import Fleet, MockEngine
         from pytest_kvmock.traces import synthetic_trace
 
         class Broken:

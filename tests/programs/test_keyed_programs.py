@@ -13,12 +13,12 @@ from pytest_kvmock import (
     RouterHarness,
     Stored,
     block_hashes,
-    reproduce,
     sequence_hashes,
 )
 from pytest_kvmock.programs.interpreter import Interpreter, calls
 from pytest_kvmock.programs.operations import Finish, Prefill, Program, Run, Serve, Submit
 from pytest_kvmock.prompt_keys import PromptKeys
+from pytest_kvmock.reduce import reproduce
 from pytest_kvmock.scenarios import ScenarioFailure, load_scenarios, play
 from pytest_kvmock.scenarios.writing import scenario_text
 from pytest_kvmock.strict_yaml import YamlError

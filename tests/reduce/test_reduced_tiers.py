@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_kvmock import EngineProfile, EventRulesBroken, RadixIndex, RouterHarness, Tiers, backends
+from pytest_kvmock import EngineProfile, EventRulesBroken, RadixIndex, RouterHarness, backends
 from pytest_kvmock.backends import BACKENDS
 from pytest_kvmock.engine import WouldWait
 from pytest_kvmock.events import Removed, StorageTier, Stored
@@ -13,6 +13,7 @@ from pytest_kvmock.programs.operations import Finish, Prefill, Tick
 from pytest_kvmock.reduce import reproduce
 from pytest_kvmock.scenarios import load_scenarios, play
 from pytest_kvmock.scenarios.writing import scenario_text
+from pytest_kvmock.tiers import Tiers
 
 HOST = StorageTier.HOST_PINNED
 TIERS = {"host": 9, "gbps": 1.0, "bytes_per_token": 250_000}

@@ -19,7 +19,6 @@ from pytest_kvmock import (
     RouterHarness,
     StorageTier,
     Stored,
-    reproduce,
 )
 from pytest_kvmock.cache.dynamo.eviction.lru import LruPolicy
 from pytest_kvmock.cache.dynamo.logical import LogicalManager
@@ -38,7 +37,7 @@ from pytest_kvmock.programs.operations import (
     Resume,
     Serve,
 )
-from pytest_kvmock.reduce import Breach, Reproduction
+from pytest_kvmock.reduce import Breach, Reproduction, reproduce
 from pytest_kvmock.reduce.program import SinkKind
 from pytest_kvmock.scenarios import load_scenarios, play
 from pytest_kvmock.scenarios.writing import scenario_text

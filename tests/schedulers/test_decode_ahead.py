@@ -6,7 +6,7 @@ from random import Random
 import pytest
 from depth import seeds
 
-from pytest_kvmock.fleet import MockEngine
+from pytest_kvmock import MockEngine
 from pytest_kvmock.schedulers.args import MockEngineArgs
 from pytest_kvmock.schedulers.decode_ahead import DecodeTimes
 from pytest_kvmock.schedulers.performance import PolynomialModel, rounded_ms

@@ -7,9 +7,9 @@ from depth import examples, few
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_kvmock import EngineProfile, Prompt, RouterHarness
+from pytest_kvmock import EngineProfile, MockEngine, Prompt, RouterHarness
 from pytest_kvmock.backends import BACKENDS
-from pytest_kvmock.fleet import EngineStalled, MockEngine
+from pytest_kvmock.clock import EngineStalled
 from pytest_kvmock.schedulers.args import MockEngineArgs
 from pytest_kvmock.sinks import CapturingSink
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pytest_kvmock.fleet import MockEngine
+from pytest_kvmock import MockEngine
 from pytest_kvmock.schedulers.args import MockEngineArgs
 
 

@@ -192,7 +192,7 @@ def fuzz(count, seed, dialect):
     profile = EngineProfile(block_size=16, num_blocks=64, workers=2)
     with (
         RouterHarness(profile, speaker_of(find_dialect(dialect))) as kv,
-        KvServer(kv, dialect, control_port=0, adapters=["lora"]) as server,
+        KvServer(kv, dialect, ports={"control": 0}, adapters=["lora"]) as server,
     ):
         for number in range(count):
             is_control = rng.random() < 0.5

@@ -13,7 +13,7 @@ from pytest_kvmock.wire import find_dialect
 def server():
     with (
         RouterHarness(EngineProfile(num_blocks=400), "vllm_gpt_oss") as kv,
-        KvServer(kv, control_port=0) as server,
+        KvServer(kv, ports={"control": 0}) as server,
     ):
         yield server
 

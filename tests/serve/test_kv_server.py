@@ -33,7 +33,7 @@ def kv():
 
 @pytest.fixture
 def server(kv):
-    with KvServer(kv, control_port=0) as server:
+    with KvServer(kv, ports={"control": 0}) as server:
         yield server
 
 
@@ -479,7 +479,7 @@ def test_an_engine_that_raises_is_broken_for_all_to_see(dialect, capsys):
     def bad_pass(_now_ms):
         raise ZeroDivisionError("a text\nof two lines")
 
-    with harness(2, dialect, dp_size=2) as kv, KvServer(kv, dialect, control_port=0) as server:
+    with harness(2, dialect, dp_size=2) as kv, KvServer(kv, dialect, ports={"control": 0}) as server:
         url, control = server.url(0), server.control_url
         kv.engine(0, 1).start_pass = bad_pass
         server.hold()
@@ -611,7 +611,7 @@ def test_what_is_open_is_cut_and_never_ends_properly(server, method):
     [("wait_requests", {"open": 3, "timeout": 600}), ("wait_subscribed", {"timeout": 600})],
 )
 def test_who_waits_for_a_server_that_is_closed_waits_no_longer(kv, method, arguments):
-    server = KvServer(kv, control_port=0)
+    server = KvServer(kv, ports={"control": 0})
     ends, asked = [], threading.Event()
 
     def wait():
@@ -769,7 +769,7 @@ def test_the_next_harness_serves_behind_the_same_sockets(dialect):
 
 
 def test_only_so_many_requests_are_remembered():
-    with harness(1) as kv, KvServer(kv, log=2, control_port=0) as server:
+    with harness(1) as kv, KvServer(kv, log=2, ports={"control": 0}) as server:
         for text in "abc":
             complete(server.url(0), text)
         assert [each.number for each in server.requests] == [1, 2]
@@ -804,7 +804,7 @@ def test_of_a_request_one_of_whose_prompts_never_fits_nothing_stays_open():
 
 
 def test_what_is_remembered_no_more_is_dropped():
-    with harness(1) as kv, KvServer(kv, log=2, control_port=0) as server:
+    with harness(1) as kv, KvServer(kv, log=2, ports={"control": 0}) as server:
         for _ in range(300):
             complete(server.url(0), server.text(2))
         assert call(server.control_url, "/verdict")[1]["history_is_cut"]
@@ -841,7 +841,9 @@ def test_assertions_name_the_worst_request(server):
         ({"time_scale": -1}, ValueError, "time_scale"),
         ({"max_queued": 0}, ValueError, "max_queued"),
         ({"max_model_len": 1}, ValueError, "max_model_len"),
-        ({"http_port": 65_536}, ValueError, "http_port must leave room for 2 ports"),
+        ({"ports": {"http": 65_536}}, ValueError, "ports['http'] must leave room for 2 ports"),
+        ({"ports": {"control": -1}}, ValueError, "ports['control'] must be an integer of at least 0, got -1"),
+        ({"ports": {"event": 0}}, ValueError, "unknown ports 'event'"),
         ({"model": ""}, ValueError, "model must be a name, got ''"),
         ({"topic": "kv@{name}"}, ValueError, "topic must be a text in which {host}, {port} and {model} are filled in"),
         ({"topic": "kv@{host"}, ValueError, "topic must be a text in which"),
@@ -889,13 +891,13 @@ def test_a_port_that_is_taken_is_named(kv, server):
         harness() as other,
         pytest.raises(EndpointError, match=f"port {port} of 127.0.0.1 cannot be bound: Address already in use"),
     ):
-        KvServer(other, http_port=port)
+        KvServer(other, ports={"http": port})
 
 
 def test_ports_and_topics_can_be_fixed(kv):
     for port in range(21_000, 32_000, 97):  # below those that the system picks
         try:
-            server = KvServer(kv, http_port=port, topic="kv@{host}:{port}@{model}")
+            server = KvServer(kv, ports={"http": port}, topic="kv@{host}:{port}@{model}")
         except EndpointError:
             continue
         break
@@ -929,7 +931,7 @@ def test_odd_bytes_are_answered_and_never_an_error_of_ours(dialect):
         "tokens": [1],
         "text": half,
     }
-    with harness(1, dialect) as kv, KvServer(kv, dialect, control_port=0) as server:
+    with harness(1, dialect) as kv, KvServer(kv, dialect, ports={"control": 0}) as server:
         url = server.url(0)
         for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
             for more in ({}, {"model": half}, {"cache_salt": half}, {"data_parallel_rank": half}, {"n": 10**9}):

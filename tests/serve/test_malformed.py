@@ -17,14 +17,14 @@ DIALECTS = ["vllm-0.33", "sglang-0.5.23"]
 
 @pytest.fixture(params=DIALECTS)
 def server(request):
-    with harness(1, request.param) as kv, KvServer(kv, request.param, control_port=0) as server:
+    with harness(1, request.param) as kv, KvServer(kv, request.param, ports={"control": 0}) as server:
         yield server
 
 
 @pytest.fixture
 def vllm():
     """Where both faces do the same, and it takes a while."""
-    with harness(1) as kv, KvServer(kv, control_port=0) as server:
+    with harness(1) as kv, KvServer(kv, ports={"control": 0}) as server:
         yield server
 
 

@@ -54,7 +54,7 @@ def refuses(host, port):
 def test_all_ports_are_bound_there_and_nowhere_else(dialect):
     with (
         harness_of(2, dialect, dp_size=2) as kv,
-        KvServer(kv, dialect, host="127.0.0.2", control_port=0, topic="kv@{host}:{port}") as server,
+        KvServer(kv, dialect, host="127.0.0.2", ports={"control": 0}, topic="kv@{host}:{port}") as server,
     ):
         ready = server.ready_line()
         assert hosts_of(ready) == {"127.0.0.2"}
@@ -88,7 +88,7 @@ def test_all_ports_are_bound_there_and_nowhere_else(dialect):
 
 @needs_ipv6
 def test_an_address_of_ipv6_is_in_brackets():
-    with harness_of(1) as kv, KvServer(kv, host="::1", control_port=0, topic="kv@{host}") as server:
+    with harness_of(1) as kv, KvServer(kv, host="::1", ports={"control": 0}, topic="kv@{host}") as server:
         ready = server.ready_line()
         assert hosts_of(ready) == {"::1"}
         assert ready["workers"][0]["topic"] == "kv@::1"
@@ -99,14 +99,14 @@ def test_an_address_of_ipv6_is_in_brackets():
 
 
 def test_a_name_is_what_others_are_given():
-    with harness_of(1) as kv, KvServer(kv, advertise_host="localhost", control_port=0, topic="{host}") as server:
+    with harness_of(1) as kv, KvServer(kv, advertise_host="localhost", ports={"control": 0}, topic="{host}") as server:
         ready = server.ready_line()
         assert hosts_of(ready) == {"localhost"}
         assert [server.url(0)] == server.urls == [ready["workers"][0]["http"]]
         assert ready["workers"][0]["topic"] == "localhost"
         assert complete(server.url(0), "abc")
         assert call(server.control_url, "/ready")[1] == ready
-    with harness_of(1) as kv, KvServer(kv, advertise_host="Kv_Engines.test", control_port=0) as server:
+    with harness_of(1) as kv, KvServer(kv, advertise_host="Kv_Engines.test", ports={"control": 0}) as server:
         port = urlsplit(server.control_url).port
         assert server.control_url == f"http://Kv_Engines.test:{port}"
         assert call(f"http://127.0.0.1:{port}", "/ready", headers={"Host": f"kv_engines.test:{port}"})[0] == 200
@@ -115,7 +115,7 @@ def test_a_name_is_what_others_are_given():
 def test_every_address_needs_a_token_and_a_name_that_clients_use():
     with (
         harness_of(1) as kv,
-        KvServer(kv, host="0.0.0.0", advertise_host="127.0.0.1", control_port=0) as server,
+        KvServer(kv, host="0.0.0.0", advertise_host="127.0.0.1", ports={"control": 0}) as server,
     ):
         ready = server.ready_line()
         assert hosts_of(ready) == {"127.0.0.1"}
@@ -139,7 +139,7 @@ def test_every_address_needs_a_token_and_a_name_that_clients_use():
 
 
 def test_a_token_is_asked_for_on_the_loopback_too():
-    with harness_of(1) as kv, KvServer(kv, token=TOKEN, allowed_hosts=["kv.test"], control_port=0) as server:
+    with harness_of(1) as kv, KvServer(kv, token=TOKEN, allowed_hosts=["kv.test"], ports={"control": 0}) as server:
         assert server.ready_line()["token"] is None  # who gave it has it
         assert call(server.control_url, "/ready")[0] == 401
         assert call(server.control_url, "/ready", headers=BEARER)[0] == 200
@@ -170,7 +170,7 @@ def test_secrets_are_compared_in_constant_time(monkeypatch):
     ],
 )  # fmt: skip
 def test_a_key_guards_what_the_engine_guards_with_it(dialect, guarded, free):
-    with harness_of(1, dialect) as kv, KvServer(kv, dialect, api_key="sk-1", control_port=0) as server:
+    with harness_of(1, dialect) as kv, KvServer(kv, dialect, api_key="sk-1", ports={"control": 0}) as server:
         url = server.url(0)
         for path in guarded:
             for headers in ({}, {"Authorization": "Bearer sk-2"}, {"Authorization": "sk-1"}):
@@ -209,7 +209,7 @@ def test_a_key_guards_what_the_engine_guards_with_it(dialect, guarded, free):
 def test_what_cannot_be_bound_or_named_is_one_line(options, text):
     with harness_of(1) as kv:
         with pytest.raises(ValueError, match=text):
-            KvServer(kv, control_port=0, **options)
+            KvServer(kv, ports={"control": 0}, **options)
         assert kv.engine(0).driver is None
 
 

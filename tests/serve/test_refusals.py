@@ -24,7 +24,7 @@ def server(dialect):
     profile = EngineProfile(block_size=16, num_blocks=64, workers=2)
     with (
         RouterHarness(profile, speaker_of(find_dialect(dialect))) as kv,
-        KvServer(kv, dialect, control_port=0) as server,
+        KvServer(kv, dialect, ports={"control": 0}) as server,
     ):
         yield server
 

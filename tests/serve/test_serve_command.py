@@ -201,11 +201,11 @@ def test_a_hybrid_model_is_served_with_its_cache_groups():
             "serve: KvServer: topic must be a text in which {host}, {port} and {model} are filled in",
         ),
         (["--block-size", "0"], "serve: block_size must be"),
-        (["--control-port", "70000"], "serve: KvServer: control_port must be at most 65535, got 70000"),
-        (["--http-port", "65536"], "serve: KvServer: http_port must be at most 65535, got 65536"),
+        (["--control-port", "70000"], "serve: KvServer: ports['control'] must be at most 65535, got 70000"),
+        (["--http-port", "65536"], "serve: KvServer: ports['http'] must be at most 65535, got 65536"),
         (
             ["--http-port", "65535", "--workers", "2"],
-            "serve: KvServer: http_port must leave room for 2 ports, at most 65534",
+            "serve: KvServer: ports['http'] must leave room for 2 ports, at most 65534",
         ),
         (["--host-blocks", "0"], "serve: tiers: host must be an integer of at least 1 (blocks), got 0"),
         (["--self-describing"], "serve: --self-describing is about the events of a host; give --host-blocks, too"),
@@ -271,7 +271,7 @@ def test_no_more_descriptors_are_open_than_were_asked_for(workers, ranks):
     before = count()
     with (
         RouterHarness(EngineProfile(workers=workers, dp_size=ranks, num_blocks=64), "vllm") as kv,
-        KvServer(kv, control_port=0),
+        KvServer(kv, ports={"control": 0}),
     ):
         opened = count() - before
     assert 0 <= opened - workers * (WORKER_DESCRIPTORS + ranks * RANK_DESCRIPTORS) <= SPARE_DESCRIPTORS // 2

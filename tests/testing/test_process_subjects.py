@@ -228,15 +228,13 @@ def free_ports(count):
 @pytest.fixture
 def running():
     """A contract of a process that was started before, and is told where its engines will be."""
-    ports = {name: free_ports(2) for name in ("http_port", "event_port", "replay_port")}
+    ports = {name: free_ports(2) for name in ("http", "events", "replay")}
 
     def at(name, worker):
         return f"tcp://127.0.0.1:{ports[name] + worker}"
 
     engines = [
-        ServedEngine(
-            each, f"http://127.0.0.1:{ports['http_port'] + each}", (at("event_port", each),), (at("replay_port", each),)
-        )
+        ServedEngine(each, f"http://127.0.0.1:{ports['http'] + each}", (at("events", each),), (at("replay", each),))
         for each in range(2)
     ]
     command = [sys.executable, PLAIN, "16", *map(source_of, engines)]

@@ -6,9 +6,17 @@ import pytest
 from contract_runs import failure_of
 from depth import few, seeds
 
-from pytest_kvmock import KvCacheEvent, RadixIndex, RouterEvent, RouterHarness, Stored
+from pytest_kvmock import (
+    Fleet,
+    KvCacheEvent,
+    MockEngine,
+    MockEngineArgs,
+    RadixIndex,
+    RouterEvent,
+    RouterHarness,
+    Stored,
+)
 from pytest_kvmock.backends import BACKENDS, EngineProfile
-from pytest_kvmock.fleet import Fleet, MockEngine, MockEngineArgs
 from pytest_kvmock.fleet.noticed_restarts import NoticedRestarts
 from pytest_kvmock.router import RoundRobin
 from pytest_kvmock.testing import RightRouter, RouterContract

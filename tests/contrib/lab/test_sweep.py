@@ -1,5 +1,6 @@
 """Many replays: all combinations of traces, backends and routers, here and in other processes."""
 
+import gc
 import json
 import os
 import signal
@@ -7,11 +8,13 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import ClassVar
 
 import pytest
 
 from pytest_kvmock.__main__ import main
-from pytest_kvmock.fleet import sweep
+from pytest_kvmock.contrib.lab import sweep
+from pytest_kvmock.long_runs import RAISED
 from pytest_kvmock.router import RoundRobin
 from pytest_kvmock.traces import synthetic_trace
 
@@ -270,3 +273,20 @@ def test_ctrl_c_ends_the_processes_of_a_pool(trace):
     assert ended.returncode == 130
     assert ended.stderr.splitlines()[-1].endswith("of 2 runs were made")
     assert "Traceback" not in ended.stderr
+
+
+class Told(RoundRobin):
+    """Notes what it is told, and how often Python looks for cycles."""
+
+    calls: ClassVar = []
+
+    def started(self, workers):
+        self.calls.append((list(workers), gc.get_threshold()[0]))
+
+
+def test_the_routers_of_a_sweep_are_told_which_workers_there_are_in_a_long_run():
+    before = gc.get_threshold()
+    found = sweep({"small": SMALL[:3]}, ["lineage"], [Told], workers=3)
+    assert [""] == [run.error for run in found.runs]
+    assert [([0, 1, 2], RAISED)] == Told.calls
+    assert before == gc.get_threshold()

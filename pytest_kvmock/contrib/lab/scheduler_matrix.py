@@ -1,6 +1,6 @@
-"""The scheduler matrix of a test: `@pytest.mark.kv_scheduler_matrix`, over the cases of `fleet.scheduler_cases`.
+"""The scheduler matrix of a test: `@pytest.mark.kv_scheduler_matrix`, over the cases of `scheduler_cases.py`.
 
-All fixtures of an engine depend on a private one, `_kvmock_scheduler_case`, which is parametrised here: so a test needs
+A private fixture, `_kvmock_scheduler_case`, is parametrised here, whether the test asks for it or not: so it needs
 to name `kv_scheduler_case` only where it looks at it. The case sets the sizes of the test's profile, above its base and
 below its markers, and the fields of the engine below those of the markers; what makes it this case, nobody may set.
 """
@@ -13,15 +13,18 @@ from typing import Final
 
 import pytest
 
-from pytest_kvmock.fleet.scheduler_cases import SCHEDULER_CASES, SchedulerCase
+from pytest_kvmock.contrib.lab import CASE_OF_MATRIX, SCHEDULER_MATRIX
+from pytest_kvmock.contrib.lab.scheduler_cases import SCHEDULER_CASES, SchedulerCase
 from pytest_kvmock.plugin.markers import show_mark
-from pytest_kvmock.plugin.matrix import CASE_OF_MATRIX, is_parametrised_by_mark
-from pytest_kvmock.plugin.options import SCHEDULER_MATRIX
+from pytest_kvmock.plugin.matrix import is_parametrised_by_mark
 
 PARAMETER: Final = "_kvmock_scheduler_case"
 
 _PARAMETRISED: Final = f"{CASE_OF_MATRIX} gets its values from @pytest.mark.{SCHEDULER_MATRIX}; do not parametrise it"
 _ENGINES: Final = frozenset({"kv_engine", "make_kv_engine"})
+_NO_ARGUMENTS: Final = (
+    "takes no arguments; fields of the engine are those of kvmock(engine={...}), backends those of kv_backends"
+)
 _SET_BY_CASE: Final = ("enable_prefix_caching", "enable_chunked_prefill")
 
 
@@ -35,7 +38,7 @@ def generate_cases(metafunc: pytest.Metafunc) -> None:
     has_marker = definition.get_closest_marker(SCHEDULER_MATRIX) is not None
     if is_parametrised_by_mark(definition, CASE_OF_MATRIX):
         wrong: str | None = _PARAMETRISED
-    elif has_marker and (PARAMETER not in names or _ENGINES.isdisjoint(names)):
+    elif has_marker and _ENGINES.isdisjoint(names):
         if not any(mark.name == SCHEDULER_MATRIX for mark in definition.own_markers):
             return  # the marker of its class or module, which has no effect on a test that needs no engine
         wrong = f"{SCHEDULER_MATRIX} is for tests that take kv_engine or make_kv_engine; this one takes neither"
@@ -44,11 +47,16 @@ def generate_cases(metafunc: pytest.Metafunc) -> None:
     if wrong is not None:
         raise pytest.Collector.CollectError(f"{definition.nodeid}: {wrong}")
     if has_marker:
+        if PARAMETER not in names:
+            names.append(PARAMETER)
         metafunc.parametrize(PARAMETER, SCHEDULER_CASES, ids=[case.id for case in SCHEDULER_CASES], indirect=True)
 
 
 def _wrong_beside(item: pytest.Item) -> str | None:
-    """Return which `kvmock` marker of a test sets what the cases set; None: none does."""
+    """Return which marker of a test is wrong, or sets what the cases set; None: none does."""
+    for mark in item.iter_markers(SCHEDULER_MATRIX):
+        if mark.args or mark.kwargs:
+            return f"{show_mark(mark)}: {_NO_ARGUMENTS}"
     for mark in item.iter_markers("kvmock"):
         engine = mark.kwargs.get("engine")
         fields = engine if isinstance(engine, Mapping) else {}  # what is no mapping is reported with all wrong markers
@@ -91,3 +99,16 @@ def case_of(item: pytest.Item) -> SchedulerCase | None:
     else:
         why = "the marker came after collection"
     raise ValueError(f"this test has {SCHEDULER_MATRIX} and cannot be run over its cases: {why}")
+
+
+def scheduler_case(item: pytest.Item) -> SchedulerCase | None:
+    """Return the case of the scheduler matrix that a test is; None: it is none.
+
+    Raises:
+        ValueError: it has the marker, and was not run over the matrix.
+    """
+    callspec = getattr(item, "callspec", None)
+    has_marker = SCHEDULER_MATRIX in item.keywords and item.get_closest_marker(SCHEDULER_MATRIX) is not None
+    if not has_marker and (callspec is None or CASE_OF_MATRIX not in callspec.params):
+        return None
+    return case_of(item)

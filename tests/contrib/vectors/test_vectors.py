@@ -9,8 +9,9 @@ import pytest
 from depth import few
 
 from pytest_kvmock import RadixIndex, Removed, Stored
-from pytest_kvmock.capture import CaptureError, check_file, write_vectors
+from pytest_kvmock.capture import CaptureError, check_file
 from pytest_kvmock.capture.payload_file import split_payloads
+from pytest_kvmock.contrib.vectors import write_vectors
 from pytest_kvmock.tokens import Prompt, block_hashes
 from pytest_kvmock.wire import DIALECTS, decode
 

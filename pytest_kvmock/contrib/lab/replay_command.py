@@ -13,9 +13,10 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, Final
 
+from pytest_kvmock.contrib.lab.named_routers import ROUTERS
+from pytest_kvmock.contrib.lab.sweeps import Sweep, SweepRun, SweepSettings, run_cases, sweep_cases
 from pytest_kvmock.fleet.fleet import Fleet
-from pytest_kvmock.fleet.named_routers import ROUTERS
-from pytest_kvmock.fleet.sweep import Sweep, SweepRun, SweepSettings, run_cases, sweep_cases
+from pytest_kvmock.report.rows import Objectives
 from pytest_kvmock.traces import MOONCAKE_BLOCK_SIZE, synthetic_trace
 from pytest_kvmock.traces.synthetic import ARRIVALS
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator, Sequence
 
-    from pytest_kvmock.fleet.sweep import SweepCase, Trace
+    from pytest_kvmock.contrib.lab.sweeps import SweepCase, Trace
 
 SYNTHETIC: Final = "synthetic"
 """What stands for a trace that is made up."""
@@ -108,9 +109,7 @@ def _settings(given: argparse.Namespace) -> SweepSettings:
     fleet = {
         "concurrency": given.concurrency,
         "arrival_speedup": given.speedup,
-        "slo_ttft_ms": given.slo_ttft_ms,
-        "slo_itl_ms": given.slo_itl_ms,
-        "slo_e2e_ms": given.slo_e2e_ms,
+        "slo": Objectives(given.slo_ttft_ms, given.slo_itl_ms, given.slo_e2e_ms),
     }
     return SweepSettings(
         given.workers,

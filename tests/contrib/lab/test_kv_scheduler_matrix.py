@@ -7,7 +7,7 @@ import re
 import pytest
 from depth import takes_long
 
-from pytest_kvmock.fleet.scheduler_cases import SCHEDULER_CASES
+from pytest_kvmock.contrib.lab.scheduler_cases import SCHEDULER_CASES
 
 BACKENDS = ["lineage", "lru", "multi_lru"]
 CASES = [
@@ -109,7 +109,7 @@ def test_an_engine_that_is_closed_leaks_nothing(nested):
 def test_an_engine_that_stalls_is_an_error_of_the_body(nested):
     result = nested(
         """
-        from pytest_kvmock.fleet import EngineStalled
+        from pytest_kvmock.clock import EngineStalled
 
         @pytest.mark.kvmock(num_blocks=6, block_size=4, engine={"enable_chunked_prefill": False,
                                                                 "max_num_batched_tokens": 8})

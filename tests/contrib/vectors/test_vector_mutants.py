@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from depth import few
 
-from pytest_kvmock.capture import write_vectors
+from pytest_kvmock.contrib.vectors import write_vectors
 from pytest_kvmock.programs.near_hashes import TRUNCATIONS, truncated
 from pytest_kvmock.tokens import block_hashes
 from pytest_kvmock.wire import DIALECTS

@@ -7,9 +7,8 @@ from random import Random
 import pytest
 from depth import DEEP
 
-from pytest_kvmock import CapturingSink, Cleared, Removed, RouterHarness, Stored
-from pytest_kvmock.fleet import MockEngine
-from pytest_kvmock.fleet.scheduler_cases import SchedulerCase, make_scheduler_requests
+from pytest_kvmock import CapturingSink, Cleared, MockEngine, Removed, RouterHarness, Stored
+from pytest_kvmock.contrib.lab.scheduler_cases import SchedulerCase, make_scheduler_requests
 from pytest_kvmock.schedulers.args import MockEngineArgs
 
 ENGINES_OWN = ("wrong_hash", "evicted_and_restored")

@@ -28,11 +28,11 @@ from typing import Any, Final
 from pytest_kvmock.backends import BackendSpec, EngineProfile, speaker_of
 from pytest_kvmock.capture.capture_file import CaptureFile
 from pytest_kvmock.capture.capturing_journal import CapturingJournal
-from pytest_kvmock.capture.hybrid_vectors import PROFILE as HYBRID_PROFILE
-from pytest_kvmock.capture.hybrid_vectors import about_engine, hybrid_engines, hybrid_steps
 from pytest_kvmock.capture.lines import CaptureError, header, version
-from pytest_kvmock.capture.near_vectors import NamedBlocks, near_steps
 from pytest_kvmock.capture.payload_file import write_payloads
+from pytest_kvmock.contrib.vectors.hybrid_vectors import PROFILE as HYBRID_PROFILE
+from pytest_kvmock.contrib.vectors.hybrid_vectors import about_engine, hybrid_engines, hybrid_steps
+from pytest_kvmock.contrib.vectors.near_vectors import NamedBlocks, near_steps
 from pytest_kvmock.engine.worker import KvWorker
 from pytest_kvmock.events import BlockTokens, KvCacheEvent, RouterEvent, StorageTier
 from pytest_kvmock.harness.router_harness import RouterHarness

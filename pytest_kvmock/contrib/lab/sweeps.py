@@ -16,9 +16,9 @@ from pytest_kvmock.backends import backend_spec
 from pytest_kvmock.checks import check_integer
 from pytest_kvmock.clock.engine_state import EngineStalled
 from pytest_kvmock.clock.mock_engine import MockEngine
+from pytest_kvmock.contrib.lab.named_routers import MakeRouter, make_router
 from pytest_kvmock.engine.worker import OutOfBlocks
 from pytest_kvmock.fleet.fleet import Fleet
-from pytest_kvmock.fleet.named_routers import MakeRouter, make_router
 from pytest_kvmock.fleet.router_calls import RouterError, RouterStalled
 from pytest_kvmock.long_runs import long_run
 from pytest_kvmock.report.comparison import Compared, Comparison
@@ -347,7 +347,7 @@ def sweep(
         limit: how many requests of each trace are served; None: all.
         seed: of generated tokens, and of Dynamo's router.
         engine: fields of `MockEngineArgs`: `num_gpu_blocks`, `block_size`, `semantics` ...
-        **fleet: options of a `Fleet`: `concurrency`, `arrival_speedup`, `stop_ms`, `slo_ttft_ms` ...
+        **fleet: options of a `Fleet`: `concurrency`, `arrival_speedup`, `stop_ms`, `slo` ...
 
     Returns:
         What came of all; a run whose router or engine failed has an `error`.

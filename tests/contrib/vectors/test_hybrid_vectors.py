@@ -19,8 +19,8 @@ from hybrid_readers import (
 )
 
 from pytest_kvmock import RadixIndex
-from pytest_kvmock.capture import write_vectors
-from pytest_kvmock.capture.hybrid_vectors import hybrid_engines
+from pytest_kvmock.contrib.vectors import write_vectors
+from pytest_kvmock.contrib.vectors.hybrid_vectors import hybrid_engines
 from pytest_kvmock.wire import DIALECTS, decode
 
 SIZE = 4
