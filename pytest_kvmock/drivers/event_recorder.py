@@ -3,57 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar
 
-from pytest_kvmock.events import BlockTokens, Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
+from pytest_kvmock.events import (
+    BlockTokens,
+    Cleared,
+    KvCacheEvent,
+    Removed,
+    RemovedRow,
+    RouterEvent,
+    StorageTier,
+    Stored,
+)
 from pytest_kvmock.prompt_keys import is_attention_group
 
 if TYPE_CHECKING:
-    from pytest_kvmock.events import StreamKey
     from pytest_kvmock.prompt_keys import EventExtra
     from pytest_kvmock.sinks import EventSink
-
-
-class RemovedRow(NamedTuple):
-    """Events of one worker that follow on each other, each a Removed of one block on the device: most of all events.
-
-    A sink takes them in a row, if it has `takes_row()` and says so then, by `publish_row(row)`.
-
-    Attributes:
-        worker_id: the worker.
-        dp_rank: its rank.
-        first_id: the id of the first event.
-        blocks: the block of each.
-        chained: as `RouterEvent`.
-    """
-
-    worker_id: int
-    dp_rank: int
-    first_id: int
-    blocks: tuple[int, ...]
-    chained: bool
-
-    @property
-    def key(self) -> StreamKey:
-        """Worker and rank."""
-        return self.worker_id, self.dp_rank
-
-    def events(self) -> list[RouterEvent]:
-        """Make the events."""
-        worker_id, dp_rank, first_id, blocks, chained = self
-        new, device = object.__new__, StorageTier.DEVICE
-        events = []
-        for event_id, block in enumerate(blocks, first_id):
-            # The same as their constructors do, of which the calls would take half of the time here.
-            data = new(Removed)
-            data.block_hashes = (block,)
-            event = new(KvCacheEvent)
-            event.event_id, event.data, event.dp_rank = event_id, data, dp_rank
-            named = new(RouterEvent)
-            named.worker_id, named.event, named.storage_tier = worker_id, event, device
-            named.token_ids, named.extra, named.chained = None, None, chained
-            events.append(named)
-        return events
 
 
 class EventRecorder:

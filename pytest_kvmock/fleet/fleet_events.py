@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from pytest_kvmock.checks import check_number
 from pytest_kvmock.clock.mock_engine import MockEngine
-from pytest_kvmock.drivers.event_recorder import RemovedRow
-from pytest_kvmock.events import RouterEvent
+from pytest_kvmock.events import RemovedRow, RouterEvent
 from pytest_kvmock.router.index import KvEventError, RadixIndex
 from pytest_kvmock.router.routing import NameForms, id_of, stream_of
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from threading import RLock
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from pytest_kvmock.events import KvCacheEvent, RouterEvent, Stored, StreamKey
+from pytest_kvmock.events import KvCacheEvent, RemovedRow, RouterEvent, Stored, StreamKey
 from pytest_kvmock.faults.injector import FaultInjector
 from pytest_kvmock.harness.judge import Judge
 from pytest_kvmock.harness.recovery import Recovery
@@ -17,7 +17,6 @@ from pytest_kvmock.hygiene.story import removal_of
 from pytest_kvmock.sinks import EventSink, GivenSink, event_sink, given_sink, sink_text
 
 if TYPE_CHECKING:
-    from pytest_kvmock.drivers.event_recorder import RemovedRow
     from pytest_kvmock.hygiene.injection import Injection
     from pytest_kvmock.wire.receiver import LostBatches
 
