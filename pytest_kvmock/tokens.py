@@ -355,7 +355,7 @@ class TokenRuns:
         return self.cut(0, self._length)
 
     def repeats(self, block_size: int) -> tuple[Sequence[int], int] | None:
-        """Return the ids as tokens, and how many blocks each of them fills; None where blocks do not end with the ids."""
+        """Return the ids as tokens, and how many blocks each fills; None where blocks do not end with the ids."""
         blocks, over = divmod(self._times, block_size)
         return None if over else ([each & _TOKEN for each in self._ids], blocks)
 

@@ -252,7 +252,7 @@ class Knowledge(KnownCaches, ABC, Generic[_T]):
 
     @abstractmethod
     def _receive(self, thing: _T) -> tuple[RouterEvent, bool] | None:
-        """Deliver an event to the indexes; whether the router may raise on it, as the reference index does. None: it is not for routers."""
+        """Deliver an event to the indexes; whether the router may raise on it, as they do. None: it is not for routers."""
 
     def _story(self, event: RouterEvent) -> str:  # noqa: ARG002 - nobody keeps one
         """What became of the block that an event goes on from, for messages."""

@@ -169,7 +169,7 @@ class Rows:
         return (counted, rates), (Sketch(*counted), Sketch(*rates))
 
     def _gap_statistics(self) -> dict[str, dict[str, float]]:
-        """Return the statistics of the gaps between tokens, and of their rates; those of each worker are counted by themselves."""
+        """Return the statistics of the gaps between tokens, and of their rates, which are counted by worker."""
         gaps, rates = [], []
         for each in self.parts or (self,):
             counted, each.gap_sketches = each._count_gaps()  # noqa: SLF001 - its own kind
@@ -280,8 +280,8 @@ class Rows:
 def leading_blocks(prompts: Sequence[Prompt], size: int) -> Iterator[int]:
     """Yield of each prompt how many of its leading blocks were among those of the prompts before.
 
-    What a trace has by ids is looked up id by id, of which each fills several blocks; where one prompt has none, or other ones, all
-    are looked up by sequence hash.
+    What a trace has by ids is looked up id by id, of which each fills several blocks; where one prompt has none, or
+    other ones, all are looked up by sequence hash.
     """
     runs = [prompt.repeats(size) for prompt in prompts]
     if None not in runs and len({each and each[1] for each in runs}) < 2:
@@ -298,7 +298,7 @@ def leading_blocks(prompts: Sequence[Prompt], size: int) -> Iterator[int]:
 
 
 def _leading_by_ids(prompts: Iterable[tuple[Sequence[int], int, int]]) -> Iterator[int]:
-    """Likewise of prompts of ids, the blocks that each of these fills, and the blocks of the prompt: in a tree of ids."""
+    """Likewise of (ids of a prompt, blocks that each of these fills, blocks of the prompt): in a tree of ids."""
     places: dict[tuple[int, int], int] = {}  # by the place before, and the id, as a token
     blocks = [0]  # of each place, the most that any prompt had there
     for ids, each_fills, length in prompts:

@@ -33,7 +33,7 @@ def statistics(
     Args:
         values: the values, in their order.
         counted: with a sketch, what `few_values` returns of them.
-        sketch: of these values: its percentiles, in place of exact ones; mean and deviation, least and greatest value are not sketched.
+        sketch: of these values: its percentiles, in place of exact ones; all else is exact.
     """
     count = len(values)
     if not count:
@@ -53,7 +53,7 @@ def statistics(
 
 
 def few_values(parts: Sequence[Counted]) -> Mapping[float, int] | None:
-    """Return how often each value is there, of all parts together; None: they are so many that nothing is gained by it."""
+    """Return how often each value is there, of all parts together; None: they are too many for a gain."""
     known: set[float] = set()
     for values, _ in parts:
         known.update(values)
@@ -98,7 +98,7 @@ _LEAST: Final = 1e-300
 
 
 class Sketch:
-    """Percentiles of values of at least 0, by how many fall into each bucket; those of several are those of all their values.
+    """Percentiles of values of at least 0, by how many fall into each bucket; sketches add up.
 
     Args:
         values: the values.

@@ -290,7 +290,7 @@ class RadixIndex:
             )
 
     def remove(self, worker_id: int, dp_rank: int, blocks: Sequence[int]) -> None:
-        """Apply a Removed of the device for each of these blocks, all at once; those that a rank does not hold are passed over."""
+        """Apply a Removed of the device for each of these blocks; those that the rank does not hold are passed over."""
         key = (worker_id, dp_rank)
         if self._has_names or key in self._groups:
             for block in blocks:

@@ -314,7 +314,7 @@ class VllmHasher:
         return out
 
     def digests_of_runs(self, ids: Sequence[int], times: int, blocks: int, block_size: int) -> list[bytes] | None:
-        """As `digests` from the root, of tokens that are each there again and again, as a trace has them; None: they are to be made.
+        """As `digests` from the root, of tokens that repeat, as a trace has them; None: they are to be made.
 
         Args:
             ids: the tokens.
