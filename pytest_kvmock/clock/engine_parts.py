@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def make_worker(args: MockEngineArgs, spec: BackendSpec, sink: GivenSink | None, rng: Random) -> KvWorker:
-    """Make a worker of the sizes that `args` have, over a backend.
+    """Make a worker of the sizes that `args` have, over a backend; half of a handoff has a KV connector.
 
     Raises:
         ValueError: they have a host, and the backend takes none.
@@ -40,6 +40,8 @@ def make_worker(args: MockEngineArgs, spec: BackendSpec, sink: GivenSink | None,
                     f"another; make the worker with tiers={{'host': {args.num_g2_blocks}}}"
                 )
             manager.attach_offload(host)
+        if args.worker_type != "aggregated" and hasattr(manager, "attach_connector"):  # of vLLM
+            manager.attach_connector()
         return manager
 
     return KvWorker(
@@ -112,6 +114,12 @@ def check_worker(args: MockEngineArgs, worker: KvWorker) -> None:
     for name, has, asked in zip(names, of_worker, wanted, strict=True):
         if has != asked:
             raise ValueError(f"{name}={asked!r}, and {worker!r} was made with {has!r}; they must be equal")
+    draft: Any = getattr(manager, "speculative", None)
+    if args.worker_type != "aggregated" and getattr(draft, "reads_ahead", False) and not draft.connector:
+        raise ValueError(
+            f"worker_type={args.worker_type!r} hands prompts over, which makes a KV connector, and {worker!r} was made "
+            "without one: make its backend with speculative=Speculative(..., connector=True)"
+        )
     tiers = worker.tiers
     host = None if tiers is None else tiers.num_blocks
     # By itself it makes no host, in the original neither; beside a worker that has one it says how large that is.

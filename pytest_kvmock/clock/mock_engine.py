@@ -119,8 +119,6 @@ class MockEngine:
             ValueError: there is a draft model by the arguments, and one of the backend.
         """
         self.scheduler.accept_drafts(accepted_drafts(self.args, self.worker, number))
-        if self.args.aic_nextn is not None and hasattr(self._driver, "drops_last"):
-            self._driver.drops_last = True
 
     def worker_restarted(self) -> None:
         """Begin anew, as the worker did: nothing runs, waits or arrives, and a pass under way is lost. Time and figures stay."""

@@ -239,7 +239,9 @@ class PoolSchedulerDriver(SchedulerDriver, Protocol):
     the most of one pass; `begin_pass()` and `end_pass()`, which are called before a pass schedules and after; `end_iteration()`,
     which is called when it is over, with what it generated; `chunk_tokens(request, most)`, the tokens of the next chunk,
     0 where the request has to wait; `blocks_alone(request)`, the blocks of a prompt that shares none, where they are not one a block
-    of tokens, and `alone(chunk, capped=)`, what requests of any length need there; `decodes_ahead = False`, where blocks do other than open and fill at multiples of one size.
+    of tokens, and `alone(chunk, capped=)`, what requests of any length need there; `reserve_burst(request, tokens)`,
+    whether it gets blocks for tokens that drafts may add, before any is drawn, and `release_burst(request)` for what is
+    over; `decodes_ahead = False`, where blocks do other than open and fill at multiples of one size.
     """
 
     def step_inside(self, request: Any, upto: int) -> bool:
@@ -305,7 +307,11 @@ class RadixSchedulerDriver(GeneratingDriver, Protocol):
 
 
 class PagedSchedulerDriver(RadixSchedulerDriver, Protocol):
-    """Of a cache whose requests take whole pages, and whose last token is computed whatever is cached (1.6.1)."""
+    """Of a cache whose requests take whole pages, and whose last token is computed whatever is cached (1.6.1).
+
+    It may have `burst_pages(requests, bursts)` and `make_burst_room(requests, bursts)` besides: as `step_tokens`, in
+    pages, and `make_room`, where each may generate so many tokens in a pass.
+    """
 
     def needs_no_output(self, request: Any) -> None:
         """Note that a request asks for no output: all of its prompt may be cached, its last token included."""

@@ -298,7 +298,10 @@ class Request:
 def _runs(steps: Sequence[int], accepted: tuple[int, ...], drafts: int, worker: KvWorker) -> list[Sequence[int]]:
     """The tokens of each step, by how many drafts it accepts."""
     if not drafts:
-        raise ValueError(f"decode: accepted is for an engine with a draft model, and {worker!r} has none")
+        has = "none"
+        if getattr(worker.manager, "speculative", None) is not None:
+            has = "one over a host, with which no drafts in flight were recorded"
+        raise ValueError(f"decode: accepted is for an engine with a draft model, and {worker!r} has {has}")
     if not all(is_integer(count, 0) and count <= drafts for count in accepted):
         raise ValueError(
             f"decode: accepted must be integers from 0 to {drafts}, the drafts of a step, got {accepted!r:.80}"

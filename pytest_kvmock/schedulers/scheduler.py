@@ -221,8 +221,11 @@ class ForwardPass:
 
     def note_times(self) -> None:
         """Note when tokens came, once its end is known."""
+        end_ms, bursts = self.end_ms, self.bursts
         for request in self.generated:
-            request.token_ms += [self.end_ms] * self.bursts.get(request, 1)
+            request.token_ms.append(end_ms)
+            if bursts:
+                request.token_ms += [end_ms] * (bursts.get(request, 1) - 1)
 
     @property
     def did_something(self) -> bool:
@@ -432,9 +435,9 @@ class Scheduler(ABC):
 
     def _next_tokens(self, request: ScheduledRequest) -> list[int]:
         """The tokens that a request generates in this pass."""
-        count = 1
-        if self._accepted is not None:
-            count = min(1 + self._accepted.draw(), request.max_output_tokens - request.generated_tokens)
+        if self._accepted is None:
+            return [request.next_token()]
+        count = min(1 + self._accepted.draw(), request.max_output_tokens - request.generated_tokens)
         return [request.next_token() for _ in range(count)]
 
     @property

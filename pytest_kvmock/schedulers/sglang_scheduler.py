@@ -251,7 +251,7 @@ class SglangScheduler(Scheduler):
         """Retract running requests until the others can generate, or one is left."""
         running, driver = self._running, self._driver
         while len(running) > 1:
-            if driver.unheld() >= driver.step_tokens([request.state for request in running]):
+            if driver.unheld() >= self._step_tokens():
                 return
             victim = min(running, key=lambda request: request.generated_tokens)
             running.remove(victim)
@@ -261,12 +261,33 @@ class SglangScheduler(Scheduler):
             victim.preemptions += 1
             done.preempted.append(victim)
 
+    def _bursts(self) -> list[int] | None:
+        """The most tokens that each running request may generate in a pass; None: room is made for one each."""
+        if self._accepted is None or not hasattr(self._driver, "burst_pages"):
+            return None
+        most = 1 + self._accepted.drafts
+        return [min(most, request.max_output_tokens - request.generated_tokens) for request in self._running]
+
+    def _step_tokens(self) -> int:
+        """Count the tokens that must be unheld for the next pass of the running requests."""
+        driver: Any = self._driver
+        states, bursts = [request.state for request in self._running], self._bursts()
+        found: int = driver.step_tokens(states) if bursts is None else driver.burst_pages(states, bursts) * self._page
+        return found
+
+    def _make_room(self) -> bool:
+        """Evict until there is room for the next pass of the running requests; False if not all have."""
+        driver: Any = self._driver
+        states, bursts = [request.state for request in self._running], self._bursts()
+        is_made: bool = driver.make_room(states) if bursts is None else driver.make_burst_room(states, bursts)
+        return is_made
+
     def _decode(self, done: ForwardPass) -> None:
         """Let each running request generate a token, or nobody where pages run short."""
         running, driver = self._running, self._driver
         prefilled = {each.request for each in done.scheduled if each.prompt_tokens}
         done.decode_lengths = [len(request) for request in running if request not in prefilled]
-        if not running or not driver.make_room([request.state for request in running]):
+        if not running or not self._make_room():
             return
         done.active_blocks = driver.manager.num_active_blocks
         done.decode_ms = self._decode_ms(sum(map(len, running)), len(running))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 from pytest_kvmock.schedulers.vllm_scheduler import VllmScheduler
 
@@ -27,6 +27,8 @@ class TrtllmScheduler(VllmScheduler):
         args: budgets, modes, times and speedups of the engine, and the release that it follows.
         tiers: the time of the tiers below the device; None: there are none.
     """
+
+    drops_last: ClassVar[bool] = False
 
     def __init__(self, driver: SchedulerDriver, args: SchedulerArgs, tiers: HostTime | None = None) -> None:
         super().__init__(driver, args, tiers)

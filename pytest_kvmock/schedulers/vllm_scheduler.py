@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, ClassVar, Final, cast
 
 from pytest_kvmock.schedulers.decode_ahead import DecodeTimes, decode_ahead, passes_that_fit
 from pytest_kvmock.schedulers.performance import PolynomialModel, moments, rounded_ms
@@ -16,6 +16,7 @@ from pytest_kvmock.schedulers.scheduler import ForwardPass, ScheduledRequest, Sc
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pytest_kvmock.acceptance import AcceptedDrafts
     from pytest_kvmock.drivers.driver import PoolSchedulerDriver, SchedulerDriver
     from pytest_kvmock.schedulers.host_time import HostTime
     from pytest_kvmock.schedulers.scheduler import SchedulerArgs
@@ -56,8 +57,12 @@ class VllmScheduler(Scheduler):
         driver: brings its requests to the block manager.
         args: budgets, modes, times and speedups of the engine, and the release that it follows.
         tiers: the time of the tiers below the device; None: there are none.
+
+    Attributes:
+        drops_last: with drafts, the last block of a hit is computed again.
     """
 
+    drops_last: ClassVar[bool] = True
     _driver: SchedulerDriver
 
     def __init__(
@@ -96,6 +101,8 @@ class VllmScheduler(Scheduler):
             limit_passes(args.max_num_batched_tokens)
         self._begin_pass: Callable[[], None] | None = getattr(driver, "begin_pass", None)
         self._end_pass: Callable[[], None] | None = getattr(driver, "end_pass", None)
+        self._reserve_burst: Callable[[object, int], bool] | None = getattr(driver, "reserve_burst", None)
+        self._release_burst: Callable[[object], None] | None = getattr(driver, "release_burst", None)
         self._end_iteration: Callable[[], None] | None = getattr(driver, "end_iteration", None)
         self._blocks_alone: Callable[[object], int] | None = getattr(driver, "blocks_alone", None)
         self._chunk_tokens: Callable[[object, int], int] | None = getattr(driver, "chunk_tokens", None)
@@ -428,6 +435,8 @@ class VllmScheduler(Scheduler):
 
     def _decode(self) -> None:
         done, running, driver = self._pass, self._running, self._driver
+        if self._accepted is not None and self._reserve_burst is not None:
+            self._reserve_bursts(self._reserve_burst, self._accepted.drafts)
         ready: list[ScheduledRequest] = []
         lengths: list[int] = []
         for request in running:
@@ -459,29 +468,55 @@ class VllmScheduler(Scheduler):
             tokens = self._next_tokens(request)
             if self._generate_run is not None:
                 self._generate_run(request.state, tokens)
-                request.computed_tokens += len(tokens) - 1
             else:
                 tokens = self._generate(request, tokens)
             if tokens:
+                request.computed_tokens += len(tokens) - 1  # drafts were computed as they were tried
                 done.note_tokens(request, tokens)
                 if request.generated_tokens == request.max_output_tokens:
                     self._finish(request)
+        if self._accepted is not None and self._release_burst is not None:
+            for request in ready:
+                if request.status == "running":
+                    self._release_burst(request.state)
         if done.generated:
             done.decode_ms = decode_ms
         done.decode_lengths = [
             length for request, length in zip(ready, lengths, strict=True) if request not in prefilled
         ]
 
+    def accept_drafts(self, accepted: AcceptedDrafts | None) -> None:
+        """As `Scheduler.accept_drafts`; Dynamo's mock of vLLM drops the last block of a hit then."""
+        super().accept_drafts(accepted)
+        if accepted is not None and hasattr(self._driver, "drops_last"):
+            self._driver.drops_last = self.drops_last
+
+    def _reserve_bursts(self, reserve: Callable[[object, int], bool], drafts: int) -> None:
+        """Take blocks for the most that each request may generate, before drafts are drawn; who lacks some preempts.
+
+        What is not generated is given back as the pass ends (1.6.1, by its recorded replays).
+        """
+        for request in list(self._running):
+            left = request.max_output_tokens - request.generated_tokens
+            if not left or request.computed_tokens < request.prompt_tokens + request.generated_tokens:
+                continue
+            while request.status == "running" and not reserve(request.state, min(1 + drafts, left)):
+                self._preempt_one()
+
     def _generate(self, request: ScheduledRequest, tokens: list[int]) -> list[int]:
         """Append tokens to a request, each with the block that it needs; returns those that found room."""
         for at, token in enumerate(tokens):
             while not self._driver.generate(request.state, token):
-                victim = self._victim()
-                assert victim is not None  # it runs itself
-                self._preempt(victim)
-                if victim is request:
+                self._preempt_one()
+                if request.status != "running":
                     return tokens[:at]
         return tokens
+
+    def _preempt_one(self) -> None:
+        """Preempt the one whose turn it is, for one that runs."""
+        victim = self._victim()
+        assert victim is not None  # that one runs itself
+        self._preempt(victim)
 
     def _finish(self, request: ScheduledRequest) -> None:
         if not request.keeps_blocks:

@@ -5,6 +5,7 @@ from contextlib import suppress
 from threading import Event, current_thread, main_thread
 from typing import ClassVar
 
+import draft_readers
 import hybrid_readers
 from bounded_indexes import BoundedIndex, HangsUnderTheRootWhatItForgot, RemovesNothingOnceItIsFull
 from contract_runs import Mutants
@@ -1375,6 +1376,44 @@ class LeavesOutWindowsAlone(IndexContract):
 @INDEXES.breaks("test_a_prompts_tail_is_no_block")
 class TakesTailsForBlocks(MisreadsGroups):
     Reader = hybrid_readers.TakesTailsForBlocks
+
+
+# ------------------------------------------------------------------------------------------------- draft models
+
+
+class MisreadsDrafts(IndexContract):
+    """The contract over a naive reader of engines with a draft model."""
+
+    reads_drafts = True
+
+    def make_index(self):
+        return self.Reader()
+
+
+@INDEXES.breaks(
+    "test_a_block_that_looks_ahead_is_found_with_its_next_tokens",
+    "test_a_twin_is_another_block",
+    "test_a_page_of_pairs_is_found_with_its_next_token",
+    "test_workers_look_ahead_each_in_its_own_way",
+)
+class TakesWindowsForBlocks(MisreadsDrafts):
+    Reader = draft_readers.PlainHashes
+
+
+@INDEXES.breaks("test_a_block_that_looks_ahead_is_found_with_its_next_tokens", "test_a_twin_is_another_block")
+class KnowsBlocksByTheirOwnTokens(MisreadsDrafts):
+    Reader = draft_readers.ByTokens
+
+
+@INDEXES.breaks("test_a_twin_is_another_block")
+class HasOneEntryForTwins(MisreadsDrafts):
+    def make_index(self):
+        return draft_readers.ByTokens(counts=False)
+
+
+@INDEXES.breaks("test_workers_look_ahead_each_in_its_own_way")
+class AsksWindowsOfEveryStream(MisreadsDrafts):
+    Reader = draft_readers.Flagged
 
 
 # ------------------------------------------------------------------------------------------------- TensorRT-LLM

@@ -403,6 +403,15 @@ def test_a_size_that_is_too_small_is_refused(given):
         )
 
 
+@pytest.mark.parametrize("name", ["threads", "reads_groups", "reads_drafts"])
+@pytest.mark.parametrize("given", ["yes", 1, None])
+def test_what_an_index_declares_is_true_or_false(name, given):
+    contract = subject(IndexContract, make_index=lambda self: RadixIndex(), **{name: given})
+    assert failure_of(contract, "test_a_new_index_is_empty") == (
+        f"Failed: TestMine: {name} must be True or False, got {given!r}"
+    )
+
+
 def test_a_bound_that_nobody_declares_is_told_of_with_what_is_found():
     class Stops(RadixIndex):
         stored = 0
