@@ -135,6 +135,11 @@ class RequestRow(NamedTuple):
         since = self.request.arrival_ms if self.last is None else self.last.ms
         return None if admitted is None else admitted - since
 
+    def lateness(self) -> float:
+        """Return the time to the first token; infinite where there was none."""
+        found = self.request.ttft_ms
+        return float("inf") if found is None else found
+
     def __str__(self) -> str:
         request, times = self.request, "no token came out"
         if request.token_ms:
