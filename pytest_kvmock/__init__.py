@@ -3,7 +3,7 @@
 The names that most tests need are here; they are loaded when they are first used (PEP 562), so that a test suite that has
 the plugin installed and does not use it pays for none of them. The others are in their modules: `moves`, `sinks`, `tokens`,
 `plh`, `traces`, `profiles`, `engine`, `clock`, `report`, `fleet`, `cache`, `block_manager`, `tiers`, `router`, `harness`,
-`wire`, `wire.zmq`, `reduce`, `scenarios` and `testing`.
+`wire`, `wire.zmq`, `reduce`, `testing` and the folders of `contrib`.
 """
 
 from __future__ import annotations

@@ -227,7 +227,7 @@ class BackendSpec:
         prefix_closed: bool = True,
         in_matrix: bool = True,
     ) -> BackendSpec:
-        """A backend that is the logical manager (Dynamo's newer one) with an order of eviction of one's own.
+        """Make a backend of Dynamo's newer manager with your own eviction policy.
 
         Args:
             name: as above.
@@ -666,6 +666,18 @@ class EngineProfile:
         elif type(size) is _NotGiven:
             size = spec.default_block_size
         return self if size == self.block_size else self.replace(block_size=size)
+
+    def traits(self, backend: str | BackendSpec) -> Traits:
+        """Return the traits of a backend's engines at these sizes, and over these tiers where it takes any: for a harness made by hand.
+
+        Args:
+            backend: name of the workers' backend, or a `BackendSpec`.
+
+        Raises:
+            ValueError: there is no backend of this name, or it refuses these sizes or tiers.
+        """
+        spec = backend_spec(backend)
+        return spec.traits_at(self.sized_for(spec).block_size, self.tiers)
 
     def replace(self, **fields: Any) -> EngineProfile:
         """Return the same profile with some fields changed.

@@ -222,7 +222,7 @@ class SparseStored(Stored):
 
 @dataclass(slots=True, unsafe_hash=True, repr=False)
 class Removed:
-    """Blocks are cached no more, in the order in which they were evicted."""
+    """Blocks left the cache, in the order in which they were evicted."""
 
     kind: ClassVar[str] = "removed"
 
@@ -237,7 +237,7 @@ class Removed:
 
 @dataclass(slots=True, unsafe_hash=True, repr=False)
 class Located:
-    """Blocks that are known, or will be, are in a tier now, too: a placeholder, which says nothing of them but their names.
+    """A placeholder: these blocks, known now or later, are also in a tier. It has their names alone.
 
     vLLM's offloading publishes one for what it has copied to the host. It makes no block known, and none the child of another:
     a tier-aware index notes the place, and any other leaves it out.
@@ -283,7 +283,7 @@ class Updated:
 
 @dataclass(slots=True, unsafe_hash=True)
 class Cleared:
-    """Nothing is cached any more."""
+    """The whole cache was dropped."""
 
     kind: ClassVar[str] = "cleared"
 
@@ -377,7 +377,7 @@ class RouterEvent:
 
     @property
     def key(self) -> StreamKey:
-        """Worker and rank: who counts ids and holds blocks by itself."""
+        """Worker and rank, which count ids and hold blocks by themselves."""
         return self.worker_id, self.event.dp_rank
 
     def __repr__(self) -> str:

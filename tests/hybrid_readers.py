@@ -1,4 +1,4 @@
-"""Readers of the events of hybrid models, as a router has them: two right ones, and seven that misread cache groups.
+"""Readers of the events of hybrid models, as a router has them: two right ones, and eight that misread cache groups.
 
 Each reads events of one worker as vLLM writes them, and answers how many leading blocks of a prompt there are. `UnderTest` makes
 an index of a harness from one.
@@ -176,6 +176,15 @@ class TakesGroupZero(Dense):
         return self.leading(0, tokens)
 
 
+class RemovesOfAnyGroup(Dense):
+    """Takes what any group removes from the attention group, too."""
+
+    def removed(self, group, names):
+        super().removed(group, names)
+        if group != self.attention:
+            super().removed(self.attention, names)
+
+
 class TakesTailsForBlocks(Dense):
     """Counts a prompt's tail in the attention group as one block more."""
 
@@ -197,6 +206,7 @@ NAIVE = (
     DividesTheSpanByItsHashes,
     LooksUpParentsAcrossGroups,
     TakesGroupZero,
+    RemovesOfAnyGroup,
     TakesTailsForBlocks,
 )
 

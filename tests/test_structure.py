@@ -28,6 +28,8 @@ MODULES = {
 MOST_LINES = 400
 MOST_OF_ONE_SUBJECT = 800
 LEAST_LINES = 60
+MOST_COLUMNS = 120
+LONG_LINES = 1659  # outside tables; it falls, and does not rise
 MOST_FILES = 17  # in each of the rooms around engines, `__init__.py` counted
 
 SHORT_ON_PURPOSE = {
@@ -203,6 +205,12 @@ def test_two_modules_of_one_name_are_told_apart_by_their_folders():
     assert set() == {name for name, count in names.items() if count > 1} - TOLD_APART_BY_FOLDERS
 
 
+def test_no_more_lines_are_too_long_to_read_than_there_were():
+    lines = [line for path in MODULES.values() for line in path.read_text(encoding="utf-8").splitlines()]
+    too_long = [line for line in lines if len(line) > MOST_COLUMNS and not line.lstrip().startswith("|")]
+    assert len(too_long) <= LONG_LINES, "break what you wrote; where you broke older lines, lower the number"
+
+
 @pytest.mark.parametrize("room", ["engine", "drivers", "schedulers"])
 def test_a_room_around_engines_is_small_enough_to_look_over(room):
     files = sorted(path.name for path in (HOME / room).iterdir() if path.suffix == ".py")
@@ -263,7 +271,7 @@ STOREYS = {
             "drivers/hybrid*.py",
             "testing/hybrid*.py",
         ),
-        0,
+        2_600,
     ),
     "tiers": (
         (
@@ -278,15 +286,15 @@ STOREYS = {
             "router/lower_tier.py",
             "router/locations.py",
         ),
-        0,
+        3_750,
     ),
-    "contrib": (("contrib/*", "block_manager/*"), 0),
-    "pytest": (("plugin/*",), 0),
-    "for authors": (("testing/*", "reduce/*"), 0),
-    "bytes and servers": (("wire/*", "capture/*", "serve/*"), 0),
-    "pages and command": (("pages/*", "__main__.py", "scenarios/*", "programs/*", "strict_yaml.py", "profiles.py"), 0),
-    "engines in time": (("clock/*", "schedulers/*", "fleet/*", "report/*", "traces/*", "long_runs.py"), 0),
-    "core": (("*",), 0),
+    "contrib": (("contrib/*", "block_manager/*"), 4_650),
+    "pytest": (("plugin/*",), 2_250),
+    "for authors": (("testing/*", "reduce/*"), 7_450),
+    "bytes and servers": (("wire/*", "capture/*", "serve/*"), 8_750),
+    "pages and command": (("pages/*", "__main__.py", "scenarios/*", "programs/*", "strict_yaml.py", "profiles.py"), 1_350),
+    "engines in time": (("clock/*", "schedulers/*", "fleet/*", "report/*", "traces/*", "long_runs.py"), 8_500),
+    "core": (("*",), 19_500),
 }
 """What a storey is made of, and its budget in lines of code. The first that has a module is its storey.
 
@@ -371,15 +379,15 @@ WITHOUT_TESTS: dict[str, str] = {}
 
 
 COUNTS = {
-    "names of the root": (lambda: len(pytest_kvmock.__all__) - 1, 0),
-    "members of RouterHarness": (lambda: len(members(pytest_kvmock.RouterHarness)), 0),
-    "members of Report": (lambda: len(members(Report)), 0),
-    "members of KvServer": (lambda: len(members(KvServer)), 0),
-    "arguments of Fleet": (lambda: len(inspect.signature(pytest_kvmock.Fleet).parameters), 0),
-    "arguments of KvServer": (lambda: len(inspect.signature(KvServer).parameters), 0),
-    "fixtures": (lambda: len(FIXTURES), 0),
-    "keys of the marker": (lambda: len(KVMOCK_KEYS), 0),
-    "options of the command line": (lambda: len(OPTIONS), 0),
+    "names of the root": (lambda: len(pytest_kvmock.__all__) - 1, 30),
+    "members of RouterHarness": (lambda: len(members(pytest_kvmock.RouterHarness)), 36),
+    "members of Report": (lambda: len(members(Report)), 55),
+    "members of KvServer": (lambda: len(members(KvServer)), 38),
+    "arguments of Fleet": (lambda: len(inspect.signature(pytest_kvmock.Fleet).parameters), 18),
+    "arguments of KvServer": (lambda: len(inspect.signature(KvServer).parameters), 19),
+    "fixtures": (lambda: len(FIXTURES), 33),
+    "keys of the marker": (lambda: len(KVMOCK_KEYS), 19),
+    "options of the command line": (lambda: len(OPTIONS), 48),
 }
 """What a user must learn, and how much of it there is. It may fall."""
 

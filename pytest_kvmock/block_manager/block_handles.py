@@ -310,7 +310,7 @@ class MutableBlock(BlockHandle):
         return checked[room:]
 
     def pop_token(self) -> None:
-        """Take the last token of a Partial block back.
+        """Remove and return the last token of a Partial block.
 
         Raises:
             BlockStateInvalid: the block is not Partial.
@@ -322,7 +322,7 @@ class MutableBlock(BlockHandle):
         partial.tokens.pop()
 
     def pop_tokens(self, count: int) -> None:
-        """Take the last `count` tokens of a Partial block back.
+        """Remove and return the last `count` tokens of a Partial block.
 
         Raises:
             BlockStateInvalid: the block is not Partial.

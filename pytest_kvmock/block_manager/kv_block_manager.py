@@ -91,11 +91,11 @@ class KvBlockManager:
         return self.config.runtime.worker_id
 
     def device(self) -> TierPool | None:
-        """Return the pool in GPU memory; None where there is no device layout."""
+        """Return the pool in GPU memory; None without a device layout."""
         return self._device
 
     def host(self) -> TierPool | None:
-        """Return the pool in page-locked host memory; None where there is no host layout."""
+        """Return the pool in page-locked host memory; None without a host layout."""
         return self._host
 
     @property
@@ -173,7 +173,7 @@ class KvBlockManager:
         return self._agent.export_local_blockset()
 
     def import_remote_blockset(self, block_set: NixlBlockSet | bytes) -> None:
-        """Take in the block set of another worker, or the bytes of one.
+        """Import the block set of another worker, or its bytes.
 
         Pools that are neither in host nor in GPU memory are skipped, with a warning in the log.
 

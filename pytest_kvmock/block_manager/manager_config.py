@@ -71,7 +71,7 @@ class NixlOptions(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KvManagerRuntimeConfig:
-    """Who the manager is, and what stops it.
+    """The worker id of a manager, and the token that stops it.
 
     Attributes:
         worker_id: number of the worker, u64; no two managers that exchange blocks have the same.
@@ -95,7 +95,7 @@ class KvManagerRuntimeConfig:
 
 @dataclass(frozen=True, slots=True)
 class KvManagerModelConfig:
-    """What a block holds: keys and values of `page_size` tokens in each layer.
+    """The size of a block: keys and values of `page_size` tokens in each layer.
 
     Attributes:
         num_layers: layers of the model, at least 1.
@@ -171,7 +171,7 @@ class KvManagerLayoutConfig:
 
 @dataclass(frozen=True, slots=True)
 class KvBlockManagerConfig:
-    """All of a block manager.
+    """The whole configuration of a block manager.
 
     Attributes:
         runtime: who the manager is.

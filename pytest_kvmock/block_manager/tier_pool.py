@@ -37,7 +37,7 @@ _new: Final = object.__new__
 
 
 class PoolCounts(NamedTuple):
-    """How many blocks of a pool are where; they add up to `total`."""
+    """Counts of a pool's blocks by state; they add up to `total`."""
 
     total: int
     free: int
@@ -299,7 +299,7 @@ class TierPool:
     # ------------------------------------------------------------------------------------------------- in here
 
     def check_running(self, request: str) -> None:
-        """Return if the pool is not stopped.
+        """Return if the pool is running; raise if it was stopped.
 
         Raises:
             ProgressEngineShutdown: it is; the message names the request.

@@ -234,7 +234,7 @@ class ManagerBase:
 
 
 class RequestLevel(ManagerBase):
-    """Base of managers that take requests, not moves, as vLLM's and SGLang's do.
+    """Base of managers that take requests instead of moves, such as vLLM's and SGLang's.
 
     It refuses moves. A subclass has the queries of `KvManager`, and methods of its own for requests, named after the
     original's.

@@ -108,7 +108,7 @@ class PagedCacheManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that nobody has."""
+        """Number of free blocks."""
         return self._untouched + len(self._returned)
 
     @property

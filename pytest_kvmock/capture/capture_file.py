@@ -69,7 +69,7 @@ class CaptureFile:
         self.events += "event" in line
 
     def close(self) -> None:
-        """Write the last line, and close the file. Twice is no error."""
+        """Write the last line and close the file. Calling it twice is no error."""
         if self._file.closed:
             return
         self.write({"end": {"events": self.events}})

@@ -85,7 +85,7 @@ class CapturingJournal(Journal):
             self.file.write({"result": {**who((problem.worker_id, problem.dp_rank)), "of": number, **what}})
 
     def publishes(self, worker_id: int, publisher: FaultyPublisher) -> None:
-        """Take note of a publisher of a worker: batches that consumers lose by its faults are then no problem of the stream."""
+        """Register a publisher of a worker, so that batches that consumers lose by its faults are no problem of the stream."""
         self._publishers.add(worker_id, publisher)
 
     def injected_on_wire(self) -> None:

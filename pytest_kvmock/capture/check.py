@@ -299,6 +299,7 @@ class _Replay:
         source = None if naming == (None, None) else EventNames(hashers(NEWEST, *naming), is_given=None not in naming)
         self._names = _Names(checked, self._ledger, source)
         self._unchained: set[StreamKey] = set()  # by what rule their hashes are chained is not known
+        self._uncomputed: set[int] = set()  # positions of Stored events that do not say that their hashes are chained
         self._injected = InjectedFaults(checked.log, checked.faults)
 
     def read(self, file: BinaryIO) -> None:
@@ -328,6 +329,10 @@ class _Replay:
             raise CaptureError(f"{checked.path}: the file is empty; a capture has a header")
         self._injected.attribute()
         self._names.close()
+        if count := len(self._uncomputed):
+            checked.notes.append(
+                f"{count:,} Stored without `chained`: whether their hashes are those of their blocks was not computed"
+            )
 
     def _begin(self, header: Mapping[str, Any]) -> None:
         if header[HEADER] != VERSION or isinstance(header[HEADER], bool):
@@ -351,6 +356,7 @@ class _Replay:
         elif kind == "hashes_of":
             entry = log[check_integer(kind, value, 0)]
             log.note(ledger.take(entries.HashesChained(entry.event, entry.position)))
+            self._uncomputed.discard(entry.position)
         elif kind == "full":
             log.note(ledger.take(entries.Counted()))
         elif kind == "end":
@@ -389,6 +395,9 @@ class _Replay:
             ledger.take(entries.Unpublished(key, frozenset(_blocks(line["unpublished"]))))
         event.chained = event.chained and key not in self._unchained
         self._names.take(event)
+        on_device = isinstance(event.event.data, Stored) and event.storage_tier is StorageTier.DEVICE
+        if on_device and not event.chained and key not in self._unchained:
+            self._uncomputed.add(self._log.total - 1)
 
     def _take_stream(self, key: StreamKey, value: dict[str, Any]) -> None:
         about = {name: value[name] for name in _ABOUT if name in value}

@@ -73,7 +73,7 @@ def record(
     overwrite: bool = False,
     progress: Callable[[Recorded], object] | None = None,
 ) -> Recorded:
-    """Record what an engine publishes, until there is enough or a KeyboardInterrupt; that ends it, and is not raised.
+    """Record what an engine publishes, until there is enough or Ctrl-C ends it; KeyboardInterrupt is not raised.
 
     Args:
         endpoint: where the engine is bound; other ranks are on the ports after it. Of TensorRT-LLM its HTTP address: it is asked

@@ -133,7 +133,7 @@ class MockEngine:
 
     @property
     def metrics(self) -> EngineMetrics:
-        """What it is doing now."""
+        """What the engine is doing now."""
         manager = self.worker.manager
         return EngineMetrics(
             running=len(self.scheduler.running),
@@ -146,7 +146,7 @@ class MockEngine:
 
     @property
     def report(self) -> Report:
-        """What it served so far."""
+        """A report of what the engine served so far."""
         facts = RunFacts(self.args.block_size, sketches=self.args.release.reports_workers)
         return Report(tuple(self.requests), facts, (self.row,))
 
@@ -195,7 +195,7 @@ class MockEngine:
         abort_after_ms: float | None = None,
         abort_after_tokens: int | None = None,
     ) -> EngineRequest:
-        """Give it a request.
+        """Submit a request to the engine.
 
         Args:
             prompt: tokens, or hashes.
@@ -398,7 +398,7 @@ class MockEngine:
             raise ValueError(f"priority is for engines whose policy has priorities (backend sglang); this is {self!r}")
 
     def abort(self, request: EngineRequest) -> None:
-        """Call an open request off, as its client is gone; `EngineRequest.abort` calls it.
+        """Call off an open request whose client is gone; `EngineRequest.abort` calls it.
 
         Between two passes it leaves the engine at once: its blocks are freed, nothing more of it is published, and what is cached stays so.
         While a pass is under way that happens at its end, before tokens are handed out: it gets none of that pass, be it its last one.
@@ -515,7 +515,7 @@ class MockEngine:
     # -------------------------------------------------------------------------------------------------- time
 
     def step(self) -> ForwardPass:
-        """Run one forward pass; where nothing runs or waits, first wait for the next arrival.
+        """Run one forward pass; if nothing runs or waits, first wait for the next arrival.
 
         Returns:
             What the pass did; a pass of no time that did nothing where no request is open.

@@ -101,7 +101,7 @@ def checked_manager(manager: KvManager, kind: type, driver: str) -> Any:
 
 
 class WouldWait(RuntimeError):  # noqa: N818 - named for what it says, as BlockingIOError is
-    """A request would have to wait, and must not. It holds nothing; what it has set going goes on.
+    """A request would have to wait and may not. It holds nothing; transfers that it started go on.
 
     Attributes:
         deadline: when the next transfer is done, in ms: tick the worker to then and try again.
@@ -118,7 +118,7 @@ class WouldWait(RuntimeError):  # noqa: N818 - named for what it says, as Blocki
 
 
 class SlotsLost(RuntimeError):  # noqa: N818 - as above
-    """A request waits for blocks of the device that nothing will ever free; nothing is under way."""
+    """A request waits for device blocks that nothing will ever free: no transfer is under way."""
 
 
 class Driver(Protocol):

@@ -161,7 +161,7 @@ class Request:
         return list(self._state.blocks)
 
     def decode(self, tokens: int | Sequence[int] = 1, accepted: Sequence[int] | None = None) -> None:
-        """Generate: so many one-token steps, or these tokens.
+        """Generate tokens: a number of one-token steps, or given tokens.
 
         When a block that they fill is published is the engine's nature: `KvWorker.traits.stores_when`.
 
@@ -419,7 +419,7 @@ class KvWorker:
         return WorkerStorage(cast("HiCacheManager", self.manager))
 
     def tick(self, now: float) -> None:
-        """Move the worker's time forward to `now` (ms): transfers between tiers end, and their events are published.
+        """Move the worker's time forward to `now` (ms); transfers between tiers that end by then publish their events.
 
         Raises:
             ValueError: the worker has no tiers below the device; or the time is no finite number of at least 0, or
@@ -442,7 +442,7 @@ class KvWorker:
 
     @property
     def is_heard(self) -> bool:
-        """Whether anybody receives its events now."""
+        """Whether anything receives its events now."""
         recorder = self._recorder if self.publishes else self._watch
         return recorder is not None and recorder.is_heard
 
@@ -499,7 +499,7 @@ class KvWorker:
         return Served(request.cached_tokens, tuple(stored))
 
     def cached_tokens(self, prompt: Prompt | TokenIds, tier: StorageTier | str = StorageTier.DEVICE) -> int:
-        """Tokens of the prompt that are cached now. Looks, and touches nothing.
+        """Return how many tokens of the prompt are cached now. Changes nothing.
 
         Args:
             prompt: which.
@@ -513,7 +513,7 @@ class KvWorker:
         return self._driver.lookup(self._driver.open(self.accept(prompt), to_look=True))
 
     def lacking(self, prompt: Prompt | TokenIds) -> tuple[str, ...]:
-        """The caches of a hybrid model that lack what full attention has of a prompt, so that less of it is reused. Changes nothing.
+        """Return the caches of a hybrid model that lack what full attention holds of a prompt, so that less is reused. Changes nothing.
 
         Each is named by kind, tokens a block and window, such as "sliding_window 16 (window 128)".
 
@@ -537,7 +537,7 @@ class KvWorker:
         return prompt
 
     def clear(self) -> bool:
-        """Drop all that is cached, and publish Cleared. False, and no event, while requests are open.
+        """Drop all that is cached and publish Cleared. Returns False, without an event, while requests are open.
 
         Transfers between tiers are cancelled, and further tiers are emptied too, but for vLLM's (`Traits.clears_below`).
         """
@@ -557,7 +557,7 @@ class KvWorker:
         return () if self._host_time is None else self._host_time.unpublished(tier)
 
     def restart(self, *, announced: bool = False) -> None:
-        """Begin anew, as after a crash: empty, open requests lost, event ids from 0.
+        """Restart the engine, as after a crash: empty cache, open requests lost, event ids from 0.
 
         A `KvPublisher` that has the events of this worker alone, as the fixture `kv_publisher` has, begins anew with it.
 

@@ -39,7 +39,7 @@ LOADS: Final = ("router", "engine")
 
 
 class Fleet:
-    """Mock engines behind a router: a trace is served in virtual time, and the router says by whom.
+    """Mock engines behind a router, which picks who serves each request of a trace, in virtual time.
 
     Its own clock begins at the time of the engine that is furthest. The events of the engines reach index and router at once, as they
     are published. Bare engines have no verdict.
@@ -178,7 +178,7 @@ class Fleet:
         return Moment(ms, self._plan_incident, self._plan_abort)
 
     def abort_share(self, share: float, seed: int = 0, within_ms: float = 1000.0) -> Self:
-        """Have a share of the requests of each run called off, as their clients go away, but for those that say when themselves.
+        """Call off a share of the requests of each run, as if their clients left, except those that set a time themselves.
 
         Half of them go after a time, which is drawn from 0 to `within_ms`, the others after a part of their output: as they wait, as
         their prompts are computed, as they decode.

@@ -94,7 +94,7 @@ class Incidents:
 
 
 class Moment:
-    """What happens to a fleet at a moment; see `Fleet.at`.
+    """Events of a fleet at a moment; see `Fleet.at`.
 
     Args:
         ms: when, in virtual milliseconds from the start of a run.
@@ -113,7 +113,7 @@ class Moment:
         self._plan_abort = plan_abort
 
     def abort(self, request: int | RouterRequest) -> None:
-        """Call a request off, as its client goes away, wherever it is; one that is over by then, or has not arrived, is `missed` in the report.
+        """Call off a request, wherever it is, as if its client left. If it is over by then, or has not arrived, it is `missed` in the report.
 
         Args:
             request: its place in the order of arrival, from 0; in a hook of a router also the request that it was given.
@@ -124,7 +124,7 @@ class Moment:
         self._plan_abort(self._ms, request)
 
     def crash(self, worker: int, lost: Lost = "resubmit", notice_ms: float = 0.0) -> None:
-        """Lose a worker for good: the pass under way is lost, and so are its requests, which leave the books at once.
+        """Lose a worker for good, with the pass under way and its requests, which leave the books at once.
 
         Args:
             worker: its id; all its ranks.
@@ -157,7 +157,7 @@ class Moment:
         self._plan(Incident(self._ms, "restart", worker, lost, announced=announced))
 
     def leave(self, worker: int) -> None:
-        """Have a worker leave: it gets no further request, ends those that it has, and then what it holds is forgotten.
+        """Have a worker leave: it gets no more requests, finishes those that it has, and then its blocks are forgotten.
 
         Raises:
             ValueError: there is no such worker then.
@@ -165,7 +165,7 @@ class Moment:
         self._plan(Incident(self._ms, "leave", worker))
 
     def cordon(self, worker: int) -> None:
-        """Have a worker be no candidate, as one that is unhealthy, or is drained by hand: it serves what it has, and the router is not told.
+        """Stop offering a worker as candidate, as if unhealthy or drained by hand. It serves what it has, and the router is not told.
 
         It stays so after a restart, and in later runs of the fleet; of a worker that is cordoned nothing changes.
 
@@ -178,7 +178,7 @@ class Moment:
         self._plan(Incident(self._ms, "cordon", worker))
 
     def uncordon(self, worker: int) -> None:
-        """Have a worker be a candidate again; of one that is not cordoned nothing changes.
+        """Offer a worker as candidate again; nothing changes if it is not cordoned.
 
         Raises:
             ValueError: there is no such worker then.
@@ -186,7 +186,7 @@ class Moment:
         self._plan(Incident(self._ms, "uncordon", worker))
 
     def join(self, worker: int | None = None, *, engine: MockEngine | None = None, after_ms: float = 0.0) -> Worker:
-        """Have one more worker join.
+        """Add a worker.
 
         Args:
             worker: its id, which no other has or had; None: the next one.

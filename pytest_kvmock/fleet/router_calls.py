@@ -32,7 +32,7 @@ _NOBODY: Final = (
 
 
 class RouterError(RuntimeError):
-    """The router under test did what a router must not; what it raised is the cause.
+    """The router under test raised, or did what no router may; an error that it raised is the cause.
 
     Attributes:
         now_ms: when, in virtual milliseconds.
@@ -56,7 +56,7 @@ class RouterError(RuntimeError):
 
 
 class RouterStalled(RuntimeError):  # noqa: N818 - what happened to it, as EngineStalled
-    """Requests wait in the router, which picks no worker for them though nothing runs any more.
+    """Requests wait in the router, which picks no worker for them although nothing runs.
 
     Attributes:
         now_ms: when, in virtual milliseconds.

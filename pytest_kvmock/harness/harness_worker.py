@@ -11,9 +11,9 @@ from pytest_kvmock.cache.manager import KvManager, protocol_mismatch
 from pytest_kvmock.engine.worker import KvWorker
 from pytest_kvmock.harness.publisher import Publisher
 from pytest_kvmock.harness.recording import Recording
-from pytest_kvmock.harness.under_test import question
 
 if TYPE_CHECKING:
+    from pytest_kvmock.harness.under_test import IndexMethod
     from pytest_kvmock.sinks import Sink
     from pytest_kvmock.tokens import Prompt, TokenIds
 
@@ -32,7 +32,7 @@ class HarnessWorker(KvWorker):
         publisher: where it publishes.
         recording: records the operations on it.
         rng: source of generated tokens and of the names of partial blocks.
-        takes_tokens: whether the index under test is asked by tokens.
+        by_tokens: the method by which the index under test is asked by tokens; None: it is not.
 
     Raises:
         ValueError: the backend refused, raised, or made what is no manager or one of another backend.
@@ -51,10 +51,10 @@ class HarnessWorker(KvWorker):
         publisher: Publisher,
         recording: Recording,
         rng: Random,
-        takes_tokens: bool = False,
+        by_tokens: IndexMethod | None = None,
     ) -> None:
         self.spec = spec
-        self._takes_tokens = takes_tokens
+        self._by_tokens = by_tokens
         self._publisher = publisher
         super().__init__(
             partial(_make_manager, spec, profile, dp_rank),
@@ -75,8 +75,8 @@ class HarnessWorker(KvWorker):
         What the worker published for it would be one failure of the index an event.
         """
         accepted = super().accept(prompt)
-        if self._takes_tokens and self.publishes:
-            question((), accepted.tokens, takes_tokens=True)
+        if self._by_tokens is not None and self.publishes:
+            self._by_tokens.question((), accepted.tokens)
         return accepted
 
     @property

@@ -11,14 +11,14 @@ outside of that is listed under `orphaned_child`, but not one that counts what i
 Of a hybrid model any answer is right from what the engine would reuse (`harness.reuse`) up to what its attention group holds. The
 engine is asked at rest: what an event leaves open is looked up again then.
 
-An index that has `find_tiered` tells tiers apart. As soon as an event has named a tier below the device, it is asked for
+An index that has `find_tiered` or `match_tiered` tells tiers apart. As soon as an event has named a tier below the device, it is asked for
 those too.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from random import Random
 from typing import Any, Final, Literal, TypeAlias
 
@@ -30,6 +30,7 @@ from pytest_kvmock.harness.survival import SurvivalOracle
 from pytest_kvmock.harness.under_test import (
     Call,
     Findings,
+    IndexMethod,
     IndexUnderTest,
     Scores,
     TierScores,
@@ -40,7 +41,6 @@ from pytest_kvmock.harness.under_test import (
     first_difference,
     forms_of,
     of_each_form,
-    question,
     raised_at,
 )
 from pytest_kvmock.hygiene.folding import fold
@@ -100,7 +100,7 @@ class IndexComparison:
         self.survival: SurvivalOracle | None = None
         self._reference = reference
         self._ledger = self._arrived = ledger
-        self._chains = Chains(rng, with_tokens=under_test.takes_tokens, by_tier=under_test.find_tiered is not None)
+        self._chains = Chains(rng, with_tokens=under_test.by_tokens is not None, by_tier=under_test.tiered is not None)
         self._rng = rng
         self._sync = sync
         self._after_flush = after_flush
@@ -114,7 +114,7 @@ class IndexComparison:
         self._desyncs: dict[StreamKey, Desync] = {}
         self._recovered: dict[StreamKey, int] = {}
         self._reported: set[tuple[int, int, int, StorageTier]] = set()
-        self._asking = under_test.asked
+        self._asking = under_test.plain.name
         self._reuse, self._at_rest, self._is_open = reuse, True, False
         self._open: dict[tuple[StreamKey, int], tuple[QueriedChain, QueuedEvent]] = {}  # to be looked up again at rest
         self._warned: dict[Problem, Problem] = {}  # of problems not reported yet, the warning that they follow from
@@ -244,13 +244,15 @@ class IndexComparison:
         self._after_flush()
         answer, local = tiers.get(StorageTier.DEVICE, {}), tuple(asked.prompt.block_hashes(asked.block_size))
         exactly = self._under_test.answers_reusable and self.survival is None
-        plainly = not asked.by_tier and self._under_test.asked != "find_tiered"
+        plainly = not asked.by_tier and not self._under_test.plain.by_tier
         if not exactly and plainly and agree(answer, self._reference.find_matches(local).scores):
             return []  # nearly always, and without the names of blocks
         chain = self._chains.of_prompt(asked, self._ledger.streams)
         ignored = None if self.survival is None else self.survival.affected.keys()
-        self._asking = "find_tiered" if asked.by_tier else self._under_test.asked
-        wrong = self._wrong_in(tiers, chain, ignored, self._asking, by_tier=asked.by_tier)
+        lookup = self._under_test.tiered if asked.by_tier else None
+        lookup = lookup or self._under_test.plain
+        self._asking = lookup.name
+        wrong = self._wrong_in(tiers, chain, ignored, lookup, by_tier=asked.by_tier)
         if wrong is None:
             return []
         for count in range(1, len(local)):
@@ -518,51 +520,48 @@ class IndexComparison:
     ) -> Generator[Call, Any, WrongAnswer | None]:
         """Look up a chain in the index under test; return what is wrong with its answers, if anything is."""
         under_test = self._under_test
-        self._asking = asked = under_test.asked
-        returned = yield self._question(chain)
+        asked, tiered = under_test.plain, under_test.tiered
+        returned = yield self._question(chain, asked)
         answer = under_test.read(returned)
-        wrong = self._wrong(answer, chain, ignored, by_tier=asked == "find_tiered")
+        wrong = self._wrong(answer, chain, ignored, asked)
         if wrong is not None:
-            return WrongAnswer(asked, answer, StorageTier.DEVICE, *wrong)
-        if under_test.find_tiered is None or all(len(stream.tiers) == 1 for stream in self._ledger.streams.values()):
+            return WrongAnswer(asked.name, answer, StorageTier.DEVICE, *wrong)
+        if tiered is None or all(len(stream.tiers) == 1 for stream in self._ledger.streams.values()):
             return None
-        if asked != "find_tiered":
-            self._asking = "find_tiered"
-            returned = yield under_test.find_tiered, list(chain.local)
-        return self._wrong_in(under_test.read_tiered(returned), chain, ignored, "find_tiered", by_tier=True)
+        if asked.name != tiered.name:
+            returned = yield self._question(chain, tiered)
+        return self._wrong_in(under_test.read_tiered(returned), chain, ignored, tiered, by_tier=True)
 
     def _wrong_in(
         self,
         tiers: TierScores,
         chain: QueriedChain,
         ignored: Collection[StreamKey] | None,
-        asked: str,
+        asked: IndexMethod,
         *,
         by_tier: bool,
     ) -> WrongAnswer | None:
         """What is wrong with the answers for a chain, tier by tier, or with that of the device alone."""
         answer = tiers.get(StorageTier.DEVICE, {})
-        wrong = self._wrong(answer, chain, ignored, by_tier=asked == "find_tiered")
+        wrong = self._wrong(answer, chain, ignored, asked)
         if wrong is not None or not by_tier:
-            return None if wrong is None else WrongAnswer(asked, answer, StorageTier.DEVICE, *wrong)
+            return None if wrong is None else WrongAnswer(asked.name, answer, StorageTier.DEVICE, *wrong)
         free = () if self.survival is None else self.survival.unjudged_below(ignored)
-        due = self._reference.find_tiered(chain.local, updated=self._under_test.takes_updates)
-        below = difference_below(tiers, due, free, forgets=self._under_test.may_forget)
-        return None if below is None else WrongAnswer(asked, answer, *below)
+        below = difference_below(tiers, self._held_by_tier(chain, asked), free, forgets=self._under_test.may_forget)
+        return None if below is None else WrongAnswer(asked.name, answer, *below)
 
     def _wrong(
         self,
         answer: Scores | WorkerScores,
         chain: QueriedChain,
         ignored: Collection[StreamKey] | None,
-        *,
-        by_tier: bool = False,
+        asked: IndexMethod,
     ) -> tuple[int, int, int, range] | None:
         """The first worker for which an answer is wrong: (worker_id, dp_rank, blocks returned, blocks expected)."""
-        if self.survival is None and by_tier and self._under_test.takes_updates:
-            expected = self._reference.find_tiered(chain.local).get(StorageTier.DEVICE, {})
+        if self.survival is None and asked.by_tier and self._under_test.takes_updates:
+            expected = self._held_by_tier(chain, asked).get(StorageTier.DEVICE, {})
         elif self.survival is None:
-            expected = self._held(chain)
+            expected = self._held(chain, asked)
         else:
             expected = self.survival.expected(answer, chain.local, ignored)
         exactly = self._under_test.answers_reusable and self.survival is None
@@ -584,27 +583,40 @@ class IndexComparison:
         self._is_open = not self._at_rest and not agree(answer, most if exactly else expected)
         return first_difference(answer, {} if self._under_test.may_forget else least, most)
 
-    def _held(self, chain: QueriedChain) -> Scores:
-        """What each worker holds of a chain; one that is asked for by tokens, by the hashes that its own names have."""
-        found = self._reference.find_matches(chain.local).scores
-        forms = forms_of(self._ledger.streams)
-        tokens = chain.asked_tokens
-        if len(forms) == 1 or not self._under_test.takes_tokens or tokens is None:
-            return found
-        options = {} if chain.extra is None else hash_options(chain.extra)
-        answers = {
-            ahead: self._reference.find_matches(
-                block_hashes(tokens, chain.block_size, lookahead=ahead, **options)
-            ).scores
-            for ahead in forms
-        }
+    def _held(self, chain: QueriedChain, asked: IndexMethod) -> Scores:
+        """What the device of each worker holds of a chain."""
+        hashes = self._hashes_by_form(chain, asked)
+        if hashes is None:
+            return self._reference.find_matches(chain.local).scores
+        answers = {ahead: self._reference.find_matches(local).scores for ahead, local in hashes.items()}
         held: Scores = of_each_form(answers, self._ledger.streams)
         return held
 
-    def _question(self, chain: QueriedChain) -> Call:
-        takes_tokens = self._under_test.takes_tokens
-        asked = question(list(chain.local), chain.asked_tokens, takes_tokens=takes_tokens, of_events=True)
-        return self._under_test.asking(chain.extra), asked
+    def _held_by_tier(self, chain: QueriedChain, asked: IndexMethod) -> Mapping[StorageTier, Scores]:
+        """What each worker holds of a chain, tier by tier."""
+        updated, hashes = self._under_test.takes_updates, self._hashes_by_form(chain, asked)
+        if hashes is None:
+            return self._reference.find_tiered(chain.local, updated=updated)
+        answers = {ahead: self._reference.find_tiered(local, updated=updated) for ahead, local in hashes.items()}
+        return {
+            tier: of_each_form({ahead: found.get(tier, {}) for ahead, found in answers.items()}, self._ledger.streams)
+            for tier in StorageTier
+        }
+
+    def _hashes_by_form(self, chain: QueriedChain, asked: IndexMethod) -> dict[int, Sequence[int]] | None:
+        """The local hashes of a chain that is asked for by tokens, by how many of the next ones they look at.
+
+        None where its own are those of every worker's names, or of all that it is compared with.
+        """
+        forms, tokens = forms_of(self._ledger.streams), chain.asked_tokens
+        if len(forms) == 1 or not asked.takes_tokens or tokens is None:
+            return None
+        options = {} if chain.extra is None else hash_options(chain.extra)
+        return {ahead: block_hashes(tokens, chain.block_size, lookahead=ahead, **options) for ahead in forms}
+
+    def _question(self, chain: QueriedChain, asked: IndexMethod) -> Call:
+        self._asking = asked.name
+        return asked.asking(chain.extra), asked.question(list(chain.local), chain.asked_tokens, of_events=True)
 
     def _failure(
         self, what: str, error: Exception, key: StreamKey, queued: QueuedEvent | None = None, position: int = -1

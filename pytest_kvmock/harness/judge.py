@@ -294,7 +294,7 @@ class Judge:
         One of the device alone is given no location, and one that does not ask for them no update.
         """
         data, under_test = queued.event.event.data, self.under_test
-        if isinstance(data, Located) and under_test and under_test.find_tiered is None:
+        if isinstance(data, Located) and under_test and under_test.tiered is None:
             return
         if isinstance(data, Updated) and under_test and not under_test.takes_updates:
             return

@@ -240,7 +240,7 @@ class RouterHarness:
         engine: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> Fleet:
-        """Put a router before the engines of this harness; their events are judged, and its index answers overlaps.
+        """Put a router in front of this harness's engines; their events are judged, and its index answers overlaps.
 
         Args:
             router: see `Fleet`; None: Dynamo's, seeded by the name of the harness.
@@ -274,7 +274,7 @@ class RouterHarness:
         hash: str | None = None,  # noqa: A002 - the user's word
         seed: str | None = None,
     ) -> KvSink:
-        """Make a sink where a block manager of the user's own publishes; each is a worker of its own.
+        """Make a sink for your own block manager to publish to; each sink is a worker.
 
         Args:
             chained: whether its hashes must be Dynamo's chain (`wrong_hash`); None: that is detected from
@@ -366,7 +366,7 @@ class RouterHarness:
 
     @contextmanager
     def burst(self) -> Iterator[None]:
-        """Give the index under test events without a flush and a lookup in between, while the context lasts.
+        """Within the context, give the index under test events without a flush or look-up in between.
 
         After it, after 10,000 events, and at each lookup or check, the index is flushed once and compared for the chains that
         the events changed (sync="end": at the end). So a queue that overflows shows; an async index waits for `aflush` anyway.
@@ -436,7 +436,7 @@ class RouterHarness:
                 recovery.keep(event)
 
     def forget_history(self, *, events: int) -> None:
-        """Drop what happened before the last events, for who runs a harness for hours: what is held, and was wrong, is kept.
+        """Drop what happened before the last events, for a harness that runs for hours. What is held and what was wrong is kept.
 
         Messages then have less to tell of a block, and nothing is reproduced.
 
@@ -452,7 +452,7 @@ class RouterHarness:
     # ------------------------------------------------------------------------------------------ comparisons
 
     def flush(self) -> None:
-        """Compare what can be compared by now: ids with what was published, the stream with the engines.
+        """Compare all that can be compared now: ids with what was published, the stream with the engines.
 
         An async index is flushed by `aflush`, in the test's own loop.
         """
@@ -462,7 +462,7 @@ class RouterHarness:
             self._engines.flush(self.publisher.next_ids, self._workers.by_key.values())
 
     async def aflush(self) -> None:
-        """As `flush`, for an async index: give it the events that wait, and compare it with the reference.
+        """Flush an async index: give it the waiting events, and compare it with the reference.
 
         Raises:
             TypeError: the index is not async.
@@ -484,7 +484,7 @@ class RouterHarness:
     def overlap(
         self, prompt: Prompt | TokenIds, tier: StorageTier | str | None = StorageTier.DEVICE
     ) -> Overlap | dict[StorageTier, Overlap]:
-        """How many leading blocks of a prompt each worker holds, by the index; workers without any are absent.
+        """Ask the index how many leading blocks of a prompt each worker holds; workers without a match are left out.
 
         Args:
             prompt: the prompt.
@@ -509,18 +509,18 @@ class RouterHarness:
     async def aoverlap(
         self, prompt: Prompt | TokenIds, tier: StorageTier | str | None = StorageTier.DEVICE
     ) -> Overlap | dict[StorageTier, Overlap]:
-        """As `overlap`, for an async index, as far as it was flushed."""
+        """Ask an async index as `overlap` does, as far as it was flushed."""
         __tracebackhide__ = True
         if tier is None:
             return await self._lookups.arun("aoverlap", self._lookups.by_tier(prompt))
         return await self._lookups.arun("aoverlap", self._lookups.of_tier(prompt, tier))
 
     def overlap_for_hashes(self, local_hashes: Iterable[int]) -> Overlap:
-        """As `overlap`, for a prompt known by its local hashes."""
+        """Ask as `overlap` does, for a prompt known by its local hashes."""
         return self.overlap(Prompt(hashes=local_hashes))
 
     def reusable(self, prompt: Prompt | TokenIds, tier: StorageTier | str = StorageTier.DEVICE) -> dict[WorkerKey, int]:
-        """Tokens of a prompt that each engine would reuse, at most those of `overlap`. Changes nothing; who has none is absent.
+        """Return how many tokens of a prompt each engine would reuse, at most those of `overlap`; workers without any are left out. Changes nothing.
 
         Args:
             prompt: which.

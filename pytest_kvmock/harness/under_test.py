@@ -105,30 +105,122 @@ class UnreadableAnswer(ValueError):  # noqa: N818 - named for what it is
     """Raised where the index under test returned no mapping of workers to numbers of blocks."""
 
 
-_BY_TOKENS: Final = "match_tokens"
+_OF_HASHES: Final = {"match_tokens": "find_matches", "match_tiered": "find_tiered"}
+"""The methods that take tokens, each with the one that takes local hashes in its place."""
+
+_TIERED: Final = ("find_tiered", "match_tiered")
+"""The methods that answer tier by tier; one that takes hashes comes first, as everywhere."""
 
 
-def _asked_by(index: object) -> str | None:
-    """The method by which an index is asked; None where it has none."""
-    methods = ("find_matches", _BY_TOKENS, "find_tiered")
-    return next((method for method in methods if callable(getattr(index, method, None))), None)
+class IndexMethod:
+    """A method by which an index is asked.
+
+    Args:
+        index: the user's object.
+        name: of the method.
+
+    Attributes:
+        name: as above.
+        call: the method.
+        by_tier: whether it answers tier by tier.
+        takes_tokens: whether it takes tokens, and not local hashes.
+    """
+
+    def __init__(self, index: object, name: str) -> None:
+        self.name = name
+        self.call: Callable[..., Any] = getattr(index, name)
+        self.by_tier = name in _TIERED
+        self.takes_tokens = name in _OF_HASHES
+        self._index = type(index).__name__
+        self._extra_kind = parameter_kind(self.call, "extra") if self.takes_tokens else None
+
+    @classmethod
+    def first(cls, index: object, names: Iterable[str]) -> Self | None:
+        """The first of these methods that an index has; None where it has none."""
+        return next((cls(index, name) for name in names if callable(getattr(index, name, None))), None)
+
+    @property
+    def takes_extra(self) -> bool:
+        """Whether it can be asked for prompts that carry more than tokens: by tokens, it has a parameter `extra`."""
+        return not self.takes_tokens or self._extra_kind is not None
+
+    def asking(self, extra: EventExtra | None) -> Callable[[Any], Any]:
+        """The function that asks for a prompt, by what it carries beside its tokens; local hashes have that in them.
+
+        One that has a parameter `extra` is given it always: None for a prompt of tokens alone. A request has the name of its adapter
+        alone: the number that one engine has for it is in events, and in no question.
+
+        Raises:
+            ValueError: it takes tokens alone, and blocks of the prompt are named by more.
+        """
+        __tracebackhide__ = True
+        ask = self.call
+        if not self.takes_tokens:
+            return ask
+        if extra is not None and extra.get("lora_name"):
+            extra = {name: value for name, value in extra.items() if name != "lora_id"}
+        if self._extra_kind is not None:
+            by_place = self._extra_kind == Parameter.POSITIONAL_ONLY
+            return (lambda tokens: ask(tokens, extra)) if by_place else partial(ask, extra=extra)
+        if extra is not None and names_blocks(extra):
+            given = [key for key in ("lora_name", "cache_salt") if extra.get(key)]
+            raise ValueError(
+                f"the index under test ({self._index}) takes tokens alone, {self.name}(tokens), and this prompt has "
+                f"{' and '.join(given) or 'multimodal items'}: give it {self.name}(tokens, extra)"
+            )
+        return ask
+
+    def question(
+        self, hashes: Sequence[int], tokens: Sequence[int] | None, *, of_events: bool = False
+    ) -> Sequence[int]:
+        """The argument of a look-up: the local hashes, or the tokens.
+
+        Args:
+            hashes: the local hashes.
+            tokens: the tokens; None where they are not known.
+            of_events: the blocks are known by events, and not by a prompt.
+
+        Raises:
+            ValueError: it takes tokens, and there are none.
+        """
+        __tracebackhide__ = True
+        if not self.takes_tokens:
+            return hashes
+        if tokens is not None:
+            return tokens
+        instead = f"give the index a {_OF_HASHES[self.name]}(local_hashes)"
+        if of_events:
+            raise ValueError(
+                f"the index under test takes tokens ({self.name}), and a Stored of these blocks had no token_ids for each: "
+                f"give them with the event, {_WITH_TOKENS}, or {instead}"
+            )
+        raise ValueError(
+            f"the index under test takes tokens ({self.name}), and this prompt has only hashes; give a prompt of tokens "
+            f"(of a trace: request.prompt(tokens=True), @pytest.mark.kvmock(trace_tokens=True) or --kv-trace-tokens), or {instead}"
+        )
+
+
+def _asked_by(index: object) -> IndexMethod | None:
+    """The method by which an index is asked for what the device has; None where it has none."""
+    return IndexMethod.first(index, ("find_matches", "match_tokens", *_TIERED))
 
 
 def asked_by_tokens(index: object) -> bool:
     """Whether an index is asked by tokens, and not by local hashes."""
-    return _asked_by(index) == _BY_TOKENS
+    asked = _asked_by(index)
+    return asked is not None and asked.takes_tokens
 
 
 class IndexUnderTest:
     """Wraps a user's index in one interface.
 
     The index has `apply(event)`, which takes a `RouterEvent`, and one of `find_matches(local_hashes)`,
-    `match_tokens(tokens)` (or `match_tokens(tokens, extra)`, by which prompts are asked for that carry more than tokens) and
-    `find_tiered(local_hashes)`; `flush`, `dump_events`, `remove_worker` and
-    `remove_worker_dp_rank` are used where it has them. Where it has `find_tiered` it tells tiers apart; else it is asked
-    for the device alone. Any of them may be a coroutine function; then the test awaits it (`aflush`, `aoverlap`).
+    `match_tokens(tokens)` (or `match_tokens(tokens, extra)`, by which prompts are asked for that carry more than tokens),
+    `find_tiered(local_hashes)` and `match_tiered(tokens, extra)`; `flush`, `dump_events`, `remove_worker` and
+    `remove_worker_dp_rank` are used where it has them. Where it has `find_tiered` or `match_tiered` it tells tiers apart; else it is
+    asked for the device alone. What has a method for hashes and one for tokens is asked by hashes. Any of them may be a coroutine function; then the test awaits it (`aflush`, `aoverlap`).
 
-    Where it has an attribute `takes_updates` that is True it is given Updated too, and its `find_tiered` must tell the levels
+    Where it has an attribute `takes_updates` that is True it is given Updated too, and its answer by tier must tell the levels
     that these name apart; else it is compared with what its events say without them, as all known readers ignore them.
 
     Args:
@@ -136,6 +228,9 @@ class IndexUnderTest:
         bounded: how many blocks it keeps at least, if it forgets what is stored beyond that; None: it forgets nothing.
 
     Attributes:
+        plain: the method by which it is asked for what the device has.
+        tiered: that by which it is asked tier by tier; None: it does not tell them apart.
+        by_tokens: that of the two which takes tokens; None: neither does.
         answers_reusable: whether it answers exactly what the engine of a hybrid model would reuse, by its attribute `answers`:
             "reusable". By default, "held", any answer is right from that up to what the attention group holds.
 
@@ -157,8 +252,8 @@ class IndexUnderTest:
         asked = _asked_by(index)
         if asked is None:
             raise TypeError(
-                f"the index under test ({name}) has none of find_matches(local_hashes), match_tokens(tokens) and "
-                "find_tiered(local_hashes)"
+                f"the index under test ({name}) has none of find_matches(local_hashes), match_tokens(tokens), "
+                "find_tiered(local_hashes) and match_tiered(tokens, extra)"
             )
         answers = getattr(index, "answers", "held")
         if isinstance(answers, str) and answers not in (
@@ -171,17 +266,15 @@ class IndexUnderTest:
         self.answers_reusable = answers == "reusable"
         self._bounded, self._stored = bounded, 0
         self.apply: Callable[[RouterEvent], Any] = apply
-        self.asked: str = asked
-        self.takes_tokens = asked == _BY_TOKENS
+        self.plain, self.tiered = asked, IndexMethod.first(index, _TIERED)
+        self.by_tokens = next((each for each in (asked, self.tiered) if each is not None and each.takes_tokens), None)
         self.takes_updates = getattr(index, "takes_updates", False) is True
-        self.ask: Callable[[Any], Any] = getattr(index, asked)
-        self._extra_kind = parameter_kind(self.ask, "extra") if self.takes_tokens else None
-        self.find_tiered = self._method("find_tiered")
         self.flush = self._method("flush")
         self.remove_worker = self._method("remove_worker")
         self.remove_rank = self._method("remove_worker_dp_rank")
         dump = self._method("dump_events")
-        called = (self.apply, self.ask, self.find_tiered, self.flush, self.remove_worker, self.remove_rank)
+        tiered = None if self.tiered is None else self.tiered.call
+        called = (self.apply, asked.call, tiered, self.flush, self.remove_worker, self.remove_rank)
         self.is_async = any(call is not None and iscoroutinefunction(call) for call in called)
         if bounded is not None:
             self.apply = partial(self._apply_counted, apply)
@@ -256,90 +349,54 @@ class IndexUnderTest:
             streams: those of the workers; None: no names look ahead.
 
         Raises:
-            ValueError: it takes tokens, and the prompt has none; or it is asked for tiers, and has no `find_tiered`.
+            ValueError: it takes tokens, and the prompt has none; or it is asked for tiers, and does not tell them apart.
             UnreadableAnswer: the answer is no mapping of workers to blocks, or of tiers to such.
         """
         __tracebackhide__ = True
-        find_tiered = self._telling_tiers() if by_tier else None
+        asked = self._telling_tiers() if by_tier else self.plain
         flush = self.flush
         if flush is not None and not self.is_async:
             yield lambda _: flush(), None
         forms = forms_of(streams or {}, prompt)
+        once = len(forms) == 1 or asked.takes_tokens
         tiers: dict[StorageTier, dict[int, Scores | WorkerScores]] = {}
-        for ahead in forms if not self.takes_tokens or find_tiered is not None else forms[:1]:
-            if find_tiered is not None:
-                read = self.read_tiered((yield find_tiered, list(prompt.block_hashes(block_size, ahead))))
-            else:
-                answer = yield self.asking(extra), self._question(prompt, block_size, ahead)
-                read = {StorageTier.DEVICE: self.read(answer)}
+        for ahead in forms[:1] if once else forms:
+            hashes = () if asked.takes_tokens else list(prompt.block_hashes(block_size, ahead))
+            answer = yield asked.asking(extra), asked.question(hashes, prompt.tokens)
+            read = self.read_tiered(answer) if by_tier else {StorageTier.DEVICE: self.read(answer)}
             for tier, scores in read.items():
                 tiers.setdefault(tier, {})[ahead] = scores
-        if len(forms) == 1 or (self.takes_tokens and find_tiered is None):
+        if once:
             return {tier: answers[forms[0]] for tier, answers in tiers.items()}
         return {tier: of_each_form(answers, streams or {}) for tier, answers in tiers.items()}
 
-    def _telling_tiers(self) -> Callable[..., Any]:
+    def _telling_tiers(self) -> IndexMethod:
         __tracebackhide__ = True
-        if self.find_tiered is None:
+        if self.tiered is None:
             raise ValueError(
-                f"the index under test ({self.name}) does not tell tiers apart: it has no find_tiered(local_hashes), "
-                "which returns {tier: {(worker_id, dp_rank): blocks}}"
+                f"the index under test ({self.name}) does not tell tiers apart: it has no find_tiered(local_hashes), nor "
+                "match_tiered(tokens, extra), which return {tier: {(worker_id, dp_rank): blocks}}"
             )
-        return self.find_tiered
-
-    @property
-    def takes_extra(self) -> bool:
-        """Whether it can be asked for prompts that carry more than tokens: by tokens, it has a parameter `extra`."""
-        return not self.takes_tokens or self._extra_kind is not None
-
-    def asking(self, extra: EventExtra | None) -> Callable[[Any], Any]:
-        """The function that asks for a prompt, by what it carries beside its tokens; local hashes have that in them.
-
-        One that has a parameter `extra` is given it always: None for a prompt of tokens alone. A request has the name of its adapter
-        alone: the number that one engine has for it is in events, and in no question.
-
-        Raises:
-            ValueError: it takes tokens alone, and blocks of the prompt are named by more.
-        """
-        __tracebackhide__ = True
-        if not self.takes_tokens:
-            return self.ask
-        ask: Any = self.ask
-        if extra is not None and extra.get("lora_name"):
-            extra = {name: value for name, value in extra.items() if name != "lora_id"}
-        if self._extra_kind is not None:
-            by_place = self._extra_kind == Parameter.POSITIONAL_ONLY
-            return (lambda tokens: ask(tokens, extra)) if by_place else partial(ask, extra=extra)
-        if extra is not None and names_blocks(extra):
-            given = [key for key in ("lora_name", "cache_salt") if extra.get(key)]
-            raise ValueError(
-                f"the index under test ({self.name}) takes tokens alone, match_tokens(tokens), and this prompt has "
-                f"{' and '.join(given) or 'multimodal items'}: give it match_tokens(tokens, extra)"
-            )
-        return self.ask
+        return self.tiered
 
     def want_of_tokens(self, event: RouterEvent, block_size: int | None) -> str:
         """What an event lacks for an index that takes tokens, to end a message; "" where it lacks nothing."""
         data = event.event.data
-        if not self.takes_tokens or not isinstance(data, Stored):
+        if self.by_tokens is None or not isinstance(data, Stored):
             return ""
         if event.token_ids is not None and sparse(event, data, block_size) is None:
             return ""
         return f"; the event had no token_ids for each block: {_WITH_TOKENS}"
 
-    def _question(self, prompt: Prompt, block_size: int, lookahead: int = 0) -> Sequence[int]:
-        __tracebackhide__ = True
-        hashes = () if self.takes_tokens else list(prompt.block_hashes(block_size, lookahead))
-        return question(hashes, prompt.tokens, takes_tokens=self.takes_tokens)
-
     def read_tiered(self, answer: Any) -> TierScores:
-        """Read an answer of `find_tiered` into one shape: what has no blocks is dropped.
+        """Read an answer by tier into one shape: what has no blocks is dropped.
 
         Raises:
             UnreadableAnswer: it is no mapping of tiers to mappings of workers to numbers of blocks.
         """
+        asked = self._telling_tiers().name
         if not isinstance(answer, Mapping):
-            raise UnreadableAnswer(f"find_tiered() of {self.name} returned {answer!r:.120}; {_BY_TIER}")
+            raise UnreadableAnswer(f"{asked}() of {self.name} returned {answer!r:.120}; {_BY_TIER}")
         out: TierScores = {}
         for tier, scores in answer.items():
             try:
@@ -348,8 +405,8 @@ class IndexUnderTest:
                 what = (
                     f"the {error}" if isinstance(tier, str) else f"the key {tier!r:.80} in place of a tier; {_BY_TIER}"
                 )
-                raise UnreadableAnswer(f"find_tiered() of {self.name} returned {what}") from None
-            if found := self._read_scores(scores, "find_tiered", f" in {known}"):
+                raise UnreadableAnswer(f"{asked}() of {self.name} returned {what}") from None
+            if found := self._read_scores(scores, asked, f" in {known}"):
                 out[known] = found
         return out
 
@@ -359,9 +416,9 @@ class IndexUnderTest:
         Raises:
             UnreadableAnswer: it is no mapping of workers to numbers of blocks.
         """
-        if self.asked == "find_tiered":
+        if self.plain.by_tier:
             return self.read_tiered(answer).get(StorageTier.DEVICE, {})
-        return self._read_scores(answer, self.asked)
+        return self._read_scores(answer, self.plain.name)
 
     def _read_scores(self, answer: Any, asked: str, where: str = "") -> Scores | WorkerScores:
         """Read what a method has returned of one tier.
@@ -469,7 +526,7 @@ def difference_below(
     *,
     forgets: bool = False,
 ) -> tuple[StorageTier, int, int, int, range] | None:
-    """The first tier below the device, and the first worker in it, for which an answer of `find_tiered` is wrong.
+    """The first tier below the device, and the first worker in it, for which an answer by tier is wrong.
 
     A tier goes on where the faster ones end. So what the answer has of a worker below a tier in which it differs is not
     looked at: on the device it may differ, and be right.
@@ -510,34 +567,3 @@ def _score(scores: Scores | WorkerScores, name: Any) -> int:
     if isinstance(name, tuple):
         return blocks.get(name[0], 0)
     return max((count for key, count in blocks.items() if isinstance(key, tuple) and key[0] == name), default=0)
-
-
-def question(
-    hashes: Sequence[int], tokens: Sequence[int] | None, *, takes_tokens: bool, of_events: bool = False
-) -> Sequence[int]:
-    """The argument of a lookup: the local hashes, or the tokens.
-
-    Args:
-        hashes: the local hashes.
-        tokens: the tokens; None where they are not known.
-        takes_tokens: whether the index takes tokens.
-        of_events: the blocks are known by events, and not by a prompt.
-
-    Raises:
-        ValueError: it takes tokens, and there are none.
-    """
-    __tracebackhide__ = True
-    if not takes_tokens:
-        return hashes
-    if tokens is None and of_events:
-        raise ValueError(
-            "the index under test takes tokens (match_tokens), and a Stored of these blocks had no token_ids for each: "
-            f"give them with the event, {_WITH_TOKENS}, or give the index a find_matches(local_hashes)"
-        )
-    if tokens is None:
-        raise ValueError(
-            "the index under test takes tokens (match_tokens), and this prompt has only hashes; give a prompt of tokens "
-            "(of a trace: request.prompt(tokens=True), @pytest.mark.kvmock(trace_tokens=True) or --kv-trace-tokens), or "
-            "give the index a find_matches(local_hashes)"
-        )
-    return tokens

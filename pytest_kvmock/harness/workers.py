@@ -253,7 +253,7 @@ class Workers:
             publisher=self._publisher,
             recording=self._recording,
             rng=rng,
-            takes_tokens=under_test is not None and under_test.takes_tokens,
+            by_tokens=None if under_test is None else under_test.by_tokens,
         )
         self._workers[self.key(worker_id, dp_rank)] = worker
         self._recording.backends[spec.name] = spec

@@ -147,7 +147,8 @@ class EventLog:
     def _entries(self) -> list[LogEntry]:
         lines, end = self._lines, len(self._lines)
         for at in range(self._made, end):
-            lines[at] = LogEntry(self._first + at, lines[at])
+            event = lines[at]
+            lines[at] = LogEntry(self._first + at, event, has_groups=self.group_of_blocks(event.key) is not None)
         self._made = end
         return lines
 

@@ -25,13 +25,15 @@ class LogEntry:
         position: its number in the log, from 0.
         event: the event, with worker, tier and token ids.
         problems: what is wrong with it, causes before consequences; empty when nothing is.
+        has_groups: whether its worker has cache groups.
     """
 
-    __slots__ = ("event", "position", "problems")
+    __slots__ = ("event", "has_groups", "position", "problems")
 
-    def __init__(self, position: int, event: RouterEvent) -> None:
+    def __init__(self, position: int, event: RouterEvent, *, has_groups: bool = False) -> None:
         self.position = position
         self.event = event
+        self.has_groups = has_groups
         self.problems: Sequence[Problem] = ()
 
     def __repr__(self) -> str:
@@ -98,7 +100,7 @@ def entry_line(entry: LogEntry, around: Problem | None = None) -> str:
     named = [block for problem in problems for block in problem.named_blocks]
     counts = Counter(map(_mark, entry.problems))
     marks = "".join(f"  {mark}" + f" ({count} times)" * (count > 1) for mark, count in counts.items())
-    return f"{entry.position:>5}  {event_text(entry.event, named)}{marks}"
+    return f"{entry.position:>5}  {event_text(entry.event, named, has_groups=entry.has_groups)}{marks}"
 
 
 def _mark(problem: Problem) -> str:

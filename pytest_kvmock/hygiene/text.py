@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from pytest_kvmock.events import KvCacheEvent, RouterEvent, SparseStored, StorageTier, Stored, block_text
-from pytest_kvmock.prompt_keys import block_keys, group_of
+from pytest_kvmock.events import Cleared, KvCacheEvent, RouterEvent, SparseStored, StorageTier, Stored, block_text
+from pytest_kvmock.prompt_keys import block_keys, group_of, is_of_group
 
 if TYPE_CHECKING:
     from pytest_kvmock.events import EventData
@@ -105,18 +105,21 @@ def beside_text(extra: EventExtra | None) -> str:
     return f" ({', '.join(parts)})" if parts else ""
 
 
-def event_text(event: RouterEvent, named: Iterable[int] = (), restarts: Sequence[str] = ()) -> str:
+def event_text(
+    event: RouterEvent, named: Iterable[int] = (), restarts: Sequence[str] = (), *, has_groups: bool = False
+) -> str:
     """An event, in one line.
 
     Args:
         event: the event.
         named: blocks that are shown in any case, if the event is about them.
         restarts: why the ids of its worker had begun anew before it, each time; keys of `EVENTS_BEGAN_ANEW`.
+        has_groups: whether its worker has cache groups: then a Removed that says none is of group 0.
     """
     inner: KvCacheEvent = event.event
     tier = "" if event.storage_tier is StorageTier.DEVICE else f" ({event.storage_tier})"
-    if group := group_of(event.extra):
-        tier += f" (cache group {group})"
+    if is_of_group(event.extra) or (has_groups and not isinstance(inner.data, Cleared)):
+        tier += f" (cache group {group_of(event.extra)})"
     tier += beside_text(event.extra)
     who = worker_text(event.worker_id, inner.dp_rank)
     hashes = getattr(inner.data, "block_hashes", ())

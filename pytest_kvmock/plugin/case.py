@@ -151,7 +151,7 @@ def backend_name(
 def traits_of(item: pytest.Item, spec: BackendSpec, profile: EngineProfile) -> Traits:
     """The traits of a test's backend, at the sizes of its profile."""
     try:
-        return spec.traits_at(profile.sized_for(spec).block_size, profile.tiers)
+        return profile.traits(spec)
     except ValueError as error:
         fail_in_one_line(item, f"backend {spec.name}: {error} ({_place(item, 'block_size')})")
 

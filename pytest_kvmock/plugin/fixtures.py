@@ -148,8 +148,8 @@ def _of_matrix(request: pytest.FixtureRequest, axis: Axis) -> Any:
 def kv_index() -> Any:
     """The router index under test. Override this fixture to plug in your own.
 
-    An index has `apply(event)` and one of `find_matches(local_hashes)`, `match_tokens(tokens)` and
-    `find_tiered(local_hashes)`, by which it tells tiers apart. By default it is None: then the reference index
+    An index has `apply(event)` and one of `find_matches(local_hashes)`, `match_tokens(tokens)`, and
+    `find_tiered(local_hashes)` or `match_tiered(tokens, extra)`, by which it tells tiers apart. By default it is None: then the reference index
     stands in.
     """
     return None

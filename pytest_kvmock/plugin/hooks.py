@@ -18,7 +18,7 @@ from pytest_kvmock.plugin.fixtures import (
     expect_lookup_errors,
 )
 from pytest_kvmock.plugin.matrix import AXIS, CASE_FIXTURE, DIALECT_AXIS, deselect, generate
-from pytest_kvmock.plugin.options import MARKERS, add_options, check_flags
+from pytest_kvmock.plugin.options import LISTS, MARKERS, OPTIONS, add_options, check_flags
 from pytest_kvmock.plugin.settings import SETTINGS, UNJUDGED, read_settings
 
 EVENTS: Final = "kvmock.events"
@@ -29,7 +29,10 @@ _REGISTERED_BY: Final = pytest.StashKey[Mapping[str, str]]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Register options and ini options."""
-    add_options(parser)
+    add_options(parser, OPTIONS)
+    group = parser.getgroup("kvmock")
+    for flag, what in LISTS.items():
+        group.addoption(flag, action="store_true", default=False, help=what)
 
 
 def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
@@ -91,11 +94,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", line)
     register_of_others(config)
     config.pluginmanager.register(Latecomers(config), "kvmock-latecomers")
-    settings = config.stash[SETTINGS] = read_settings(config)
-    if "scenarios" in settings.ini:
-        from pytest_kvmock.plugin.scenario_items import ScenarioCollector
-
-        config.pluginmanager.register(ScenarioCollector(settings.ini["scenarios"]), "kvmock-scenarios")
+    config.stash[SETTINGS] = read_settings(config)
 
 
 def pytest_cmdline_main(config: pytest.Config) -> int | None:

@@ -13,6 +13,7 @@ import pytest
 if TYPE_CHECKING:
     from pytest_kvmock.backends import BackendSpec
     from pytest_kvmock.hygiene.problem import Problem
+    from pytest_kvmock.reduce import Reproduction
     from pytest_kvmock.wire.table import Dialect
 
 
@@ -64,4 +65,16 @@ def pytest_kvmock_defaults(item: pytest.Item) -> Mapping[str, Any] | None:
 
     Raises:
         ValueError: the test cannot run; it fails with this line.
+    """
+
+
+@pytest.hookspec
+def pytest_kvmock_reproduction(item: pytest.Item, reproduction: Reproduction) -> str | None:
+    """Take the smallest reproduction of a failure, and return a line for its section of the report, if there is one to add.
+
+    It is called once for each failure that is reduced. Where a plugin has it, failures of a few requests are reduced, too.
+
+    Args:
+        item: the test.
+        reproduction: its steps, `as_test()`, what broke.
     """

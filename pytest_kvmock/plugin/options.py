@@ -361,13 +361,6 @@ OPTIONS: Final = (
         ini="kvmock_reduce",
     ),
     Option(
-        "save_scenario",
-        str,
-        "write the smallest reproduction of each failure into this directory, as a scenario file",
-        flag="--kv-save-scenario",
-        metavar="DIR",
-    ),
-    Option(
         "capture",
         str,
         "write the events of each test into this directory, a file a test, to be checked again or elsewhere; files of earlier "
@@ -418,13 +411,6 @@ OPTIONS: Final = (
         ini_type="bool",
     ),
     Option(
-        "scenarios",
-        names,
-        "globs of scenario files (*.kv.yaml) to collect as tests, relative to the root directory (default: none)",
-        ini="kvmock_scenarios",
-        ini_type="args",
-    ),
-    Option(
         "profiles",
         names,
         "YAML files of named engine profiles, paths or globs, relative to the ini file",
@@ -471,10 +457,10 @@ LISTS: Final = {
 """The options that list something, each with its help."""
 
 
-def add_options(parser: pytest.Parser) -> None:
-    """Register all options."""
+def add_options(parser: pytest.Parser, options: Iterable[Option]) -> None:
+    """Register options."""
     group = parser.getgroup("kvmock", "KV-cache mocks (pytest-kvmock)")
-    for option in OPTIONS:
+    for option in options:
         if option.flag and not option.metavar:
             group.addoption(option.flag, action="store_true", dest=dest_of(option), default=None, help=option.help)
         elif option.flag:
@@ -489,8 +475,6 @@ def add_options(parser: pytest.Parser) -> None:
         if option.ini:
             # A default of None is no value that can be given.
             parser.addini(option.ini, option.help, type=option.ini_type, default=None)  # type: ignore[arg-type]  # a type by a name that pytest knows
-    for flag, what in LISTS.items():
-        group.addoption(flag, action="store_true", default=False, help=what)
 
 
 def check_flags(args: list[str], parser: pytest.Parser) -> None:
@@ -501,7 +485,7 @@ def check_flags(args: list[str], parser: pytest.Parser) -> None:
     """
     from pytest_kvmock.checks import nearest, unknown_text
 
-    flags = [*(option.flag for option in OPTIONS if option.flag), *LISTS]
+    flags = [name for option in parser.getgroup("kvmock").options for name in option.names()]
     for arg in parser.parse_known_and_unknown_args(args)[1]:
         flag = arg.partition("=")[0]
         if flag.startswith("--kv") and nearest(flag, flags):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from inspect import iscoroutinefunction
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -19,7 +17,6 @@ from pytest_kvmock.plugin.settings import SETTINGS, UNJUDGED, Settings
 if TYPE_CHECKING:
     from pytest_kvmock.hygiene.problem import Problem
     from pytest_kvmock.plugin.case import Case
-    from pytest_kvmock.reduce import Reproduction
 
 
 def header(config: pytest.Config) -> str:
@@ -120,13 +117,14 @@ _SCREEN_REQUESTS: Final = 3
 def add_reproduction(case: Case, phase: str, problem: Problem) -> str | None:
     """Attach the smallest reproduction of a failure, or in a line why there is none, and return it; None: none was wanted.
 
-    One whose traffic is less than a screen needs none, unless it is to be saved, or stands in a page.
+    One whose traffic is less than a screen needs none, unless a plugin takes it, or it stands in a page.
     """
     config, kv = case.item.config, case.harness
     settings = config.stash[SETTINGS]
     seconds = settings.get("reduce", REDUCE_SECONDS)
     is_short = kv.events.total <= _SCREEN_EVENTS and kv.recording.requests <= _SCREEN_REQUESTS
-    if not seconds or (is_short and settings.get("save_scenario") is None and settings.get("html") is None):
+    is_wanted = settings.get("html") is not None or config.hook.pytest_kvmock_reproduction.get_hookimpls()
+    if not seconds or (is_short and not is_wanted):
         return None
     spent = config.stash.get(_SPENT, 0.0)
     if spent >= _SESSION * seconds:
@@ -148,7 +146,8 @@ def _reproduction(case: Case, problem: Problem, seconds: float, until: float) ->
         return f"none: {reason} (--kv-reduce={seconds:g})"
     except Exception as error:  # noqa: BLE001 - a user's index or backend, replayed; the verdict must be reported all the same
         return f"none: the search ended in {type(error).__name__}: {error}"
-    saved = _save(case, found)
+    lines = case.item.ihook.pytest_kvmock_reproduction(item=case.item, reproduction=found)
+    saved = "".join(f"\n# {line}" for line in lines)
     text = found.as_test(awaited_by=_awaited_by(case.item))
     more = "" if found.complete else f"; perhaps not the smallest, because --kv-reduce={seconds:g} ended the search"
     return f"# cut from {found.cut_from:,} {found.level} to {found.size:,}{more}{saved}\n{text.rstrip()}"
@@ -184,36 +183,6 @@ def _awaited_by(item: pytest.Item) -> str | None:
         if item.get_closest_marker(marker) is not None:
             return marker
     return "" if iscoroutinefunction(getattr(item, "function", None)) else None
-
-
-def _save(case: Case, found: Reproduction) -> str:
-    """Write a reproduction as a scenario file, where that is wanted; returns the line about it."""
-    wanted = case.item.config.stash[SETTINGS].get("save_scenario")
-    if wanted is None:
-        return ""
-    from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
-    from pytest_kvmock.hygiene.rules import RULES
-    from pytest_kvmock.scenarios.writing import scenario_text
-
-    if RULES[found.rule].at_end and not found.breach.is_error:
-        return f"\n# not saved: {found.rule} is known only when a test is over"
-    if any(getattr(step, "worker", 0) >= FIRST_SINK_WORKER for step in found.operations):
-        return f"\n# not saved: in a scenario file, the ids of engines end at {FIRST_SINK_WORKER - 1}"
-    if found.aflush is not None:
-        return "\n# not saved: a scenario cannot await an async index"
-    if found.sync != "auto":
-        return f"\n# not saved: a scenario flushes the index after each step, and this needs sync={found.sync!r}"
-    if found.index_semantics is not None:
-        return f"\n# not saved: a scenario file cannot set index_semantics, and this needs {found.index_semantics!r}"
-    # A test has one file, whoever runs it: the workers of pytest-xdist do not meet.
-    path = Path(wanted, re.sub(r"[^\w.-]+", "-", case.item.nodeid).strip("-") + ".kv.yaml")
-    target = case.item.config.invocation_params.dir / path
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(scenario_text(found, case.item.name), encoding="utf-8")
-    except OSError as error:
-        return f"\n# not saved as {path}: {error.strerror or error}"
-    return f"\n# saved as {path}"
 
 
 def passed_logs(reporter: pytest.TerminalReporter) -> None:

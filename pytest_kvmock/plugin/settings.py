@@ -7,7 +7,7 @@ so that 0, False and "" count as given. `precedence.py` decides what wins.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from glob import glob
 from pathlib import Path
 from types import MappingProxyType
@@ -52,9 +52,25 @@ def read_settings(config: pytest.Config) -> Settings:
     Raises:
         pytest.UsageError: a bad value. It names what was given, what is allowed and where it stands.
     """
+    command_line, ini = read_options(config, OPTIONS)
+    _check_ini_names(config)
+    settings = Settings(command_line, ini, _named_profiles(config, ini))
+    _check_profile(config, settings)
+    _check_trace(config, settings)
+    check_directory(config, settings.get("capture"), "--kv-capture")
+    check_directory(config, settings.get("html"), "--kv-html")
+    return settings
+
+
+def read_options(config: pytest.Config, options: Iterable[Option]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read and check what the command line and the ini file say of these options, by their keys.
+
+    Raises:
+        pytest.UsageError: as `read_settings`.
+    """
     command_line: dict[str, Any] = {}
     ini: dict[str, Any] = {}
-    for option in OPTIONS:
+    for option in options:
         if option.flag:
             value = config.getoption(dest_of(option))
             if value is not None:
@@ -64,17 +80,10 @@ def read_settings(config: pytest.Config) -> Settings:
                 value = config.getini(option.ini)
             except (TypeError, ValueError, pytest.UsageError) as error:  # 8.4 to 9.1 raise the first two
                 expected = {"int": "an integer", "bool": "true or false"}.get(option.ini_type, "a string")
-                raise pytest.UsageError(f"{_ini_place(config, option)}: {expected} is expected: {error}") from None
+                raise pytest.UsageError(f"{ini_place(config, option)}: {expected} is expected: {error}") from None
             if value is not None:
-                ini[option.key] = _checked(option, value, _ini_place(config, option))
-    _check_ini_names(config)
-    settings = Settings(command_line, ini, _named_profiles(config, ini))
-    _check_profile(config, settings)
-    _check_trace(config, settings)
-    _check_directory(config, settings, "capture", "--kv-capture")
-    _check_directory(config, settings, "html", "--kv-html")
-    _check_save_scenario(config, settings)
-    return settings
+                ini[option.key] = _checked(option, value, ini_place(config, option))
+    return command_line, ini
 
 
 def _check_ini_names(config: pytest.Config) -> None:
@@ -119,7 +128,8 @@ def _checked(option: Option, value: object, place: str) -> Any:
         raise pytest.UsageError(f"{place}: {error}") from None
 
 
-def _ini_place(config: pytest.Config, option: Option) -> str:
+def ini_place(config: pytest.Config, option: Option) -> str:
+    """Return where the ini setting of an option stands, for messages."""
     overrides = config.getoption("override_ini", None) or ()
     if any(str(text).startswith(f"{option.ini}=") for text in overrides):
         return f"-o {option.ini}"
@@ -138,7 +148,7 @@ def _named_profiles(config: pytest.Config, ini: Mapping[str, Any]) -> Mapping[st
         found = sorted(glob(os.path.join(home, pattern), recursive=True))  # noqa: PTH118, PTH207 - an absolute pattern too
         if not found:
             option = next(option for option in OPTIONS if option.key == "profiles")
-            raise pytest.UsageError(f"{_ini_place(config, option)}: no such file: {pattern!r}")
+            raise pytest.UsageError(f"{ini_place(config, option)}: no such file: {pattern!r}")
         for path in map(Path, found):
             files[path] = str(path.relative_to(home)) if path.is_relative_to(home) else str(path)
     try:
@@ -174,48 +184,35 @@ def _check_profile(config: pytest.Config, settings: Settings) -> None:
             try:
                 profile_name(ini["profile"], settings.profiles)
             except ValueError as error:
-                raise pytest.UsageError(f"{_ini_place(config, option)}: {error}") from None
+                raise pytest.UsageError(f"{ini_place(config, option)}: {error}") from None
         if option.ini and option.key in PROFILE_KEYS and option.key in ini:
             try:
                 profile_of({option.key: ini[option.key]})
             except ValueError as error:
-                raise pytest.UsageError(f"{_ini_place(config, option)}: {error}") from None
+                raise pytest.UsageError(f"{ini_place(config, option)}: {error}") from None
     for option in OPTIONS:
         if option.key in ("workers", "dp_size") and option.key in ini:  # each can be right, and both too much
             try:
                 base_profile(settings)
             except ValueError as error:
-                raise pytest.UsageError(f"{_ini_place(config, option)}: {error}") from None
+                raise pytest.UsageError(f"{ini_place(config, option)}: {error}") from None
 
 
 def _check_trace(config: pytest.Config, settings: Settings) -> None:
     path = trace_path(config, settings)
     if path is not None and not path.is_file():
         option = next(option for option in OPTIONS if option.key == "trace")
-        place = option.flag if "trace" in settings.command_line else _ini_place(config, option)
+        place = option.flag if "trace" in settings.command_line else ini_place(config, option)
         raise pytest.UsageError(f"{place}: no such file: {os.fspath(path)!r}")
 
 
-def _check_directory(config: pytest.Config, settings: Settings, key: str, flag: str) -> bool:
-    """Check the directory into which files are to be written; return whether there is one."""
-    wanted = settings.get(key)
+def check_directory(config: pytest.Config, wanted: str | None, flag: str) -> None:
+    """Check the directory into which files are to be written; None: none are."""
     if wanted is None:
-        return False
+        return
     path = Path(config.invocation_params.dir, wanted)
     if not wanted or any(part.exists() and not part.is_dir() for part in (path, *path.parents)):
         raise pytest.UsageError(f"{flag}: got {wanted!r}; allowed: a directory, which need not exist yet")
-    return True
-
-
-def _check_save_scenario(config: pytest.Config, settings: Settings) -> None:
-    if not _check_directory(config, settings, "save_scenario", "--kv-save-scenario"):
-        return
-    if settings.get("reduce") == 0:
-        option = next(option for option in OPTIONS if option.key == "reduce")
-        place = option.flag if "reduce" in settings.command_line else _ini_place(config, option)
-        raise pytest.UsageError(
-            f"--kv-save-scenario: there is nothing to save with {place}=off; allowed: one of the two"
-        )
 
 
 def trace_path(config: pytest.Config, settings: Settings) -> Path | None:

@@ -31,7 +31,7 @@ Argument: TypeAlias = Literal[
     "ms",
     "ms or null",
 ]
-"""What an argument of a scenario file may be; `scenarios.fields.ARGUMENTS` reads it."""
+"""What an argument of a scenario file may be; `contrib.scenarios.fields.ARGUMENTS` reads it."""
 
 
 class Harness(Protocol):

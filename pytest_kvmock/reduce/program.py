@@ -269,7 +269,7 @@ def _tiers_of(program: Reproduction) -> list[str]:
 def _traits(program: Reproduction) -> Traits:
     """What is special of the engine; of one that is not registered nothing is known."""
     spec = known_backends().get(program.backend)
-    return Traits() if spec is None else spec.traits_at(program.profile.block_size, program.profile.tiers)
+    return Traits() if spec is None else program.profile.traits(spec)
 
 
 def _publishers(program: Reproduction) -> set[int]:

@@ -15,7 +15,7 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from pytest_kvmock.events import Removed, RouterEvent, StorageTier, Stored, block_text
-from pytest_kvmock.harness.under_test import IndexUnderTest, by_worker, question
+from pytest_kvmock.harness.under_test import IndexUnderTest, by_worker
 from pytest_kvmock.hygiene import entries
 from pytest_kvmock.hygiene.ledger import Ledger
 from pytest_kvmock.long_runs import long_run
@@ -270,8 +270,8 @@ class _Replay:
             if index.flush is not None:
                 self._call(index.flush)
             try:
-                asked = question(chain.local_hashes, chain.tokens, takes_tokens=index.takes_tokens, of_events=True)
-                answer = index.read(self._call(index.ask, asked))
+                asked = index.plain.question(chain.local_hashes, chain.tokens, of_events=True)
+                answer = index.read(self._call(index.plain.asking(stream.extra_of(chain.blocks)), asked))
             except ValueError as error:
                 out["index"] = str(error)
             else:

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Report:
-    """What was served, by one engine, by several on one clock, or by a fleet, and where its router sent it.
+    """What one engine, several on one clock, or a fleet served, and where its router sent each request.
 
     Printed, it is a table: a row for all, and one a worker.
 
@@ -173,7 +173,7 @@ class Report:
 
     @property
     def aborted(self) -> int:
-        """How many requests were called off, those included that were never dispatched; of a replay also what its stop left open."""
+        """Number of requests that were called off, dispatched or not; of a replay also those that its stop left open."""
         return self._rows().aborted
 
     @property
@@ -197,7 +197,7 @@ class Report:
 
     @property
     def duration_ms(self) -> float:
-        """From the first arrival, be it of a request that is rejected, to the last token of those that completed; 0 without one.
+        """Time from the first arrival, even of a rejected request, to the last token of a completed one; 0 without one.
 
         Of a replay or a fleet from 1.6.1 on: when the last request that completed ended, from the start of the clock.
         """
@@ -257,7 +257,7 @@ class Report:
         }
 
     def per_request(self) -> list[dict[str, Any]]:
-        """Return a row a request, by the keys of Dynamo's report of its release, those of its handoff included; what did not happen is None.
+        """Return a row for each request, with the keys of Dynamo's report of its release and handoff; None for what did not happen.
 
         `uuid`, which is random in 1.6.1, is left out; `onboarded_input_tokens` is ours. In a fleet a row has what its last pick was:
         `number` (by the order of arrival), `worker`, `status`, `attempts`, `picked_ms`, `router_wait_ms`, `engine_wait_ms`,
@@ -334,7 +334,7 @@ class Report:
         return {worker: self.row(worker) for worker in (None, *self.workers)}
 
     def figure(self, name: str, worker: Worker | None = None) -> float | None:
-        """Return one figure, of a worker or of all; None: it has no value, as there was nothing to count.
+        """Return one figure of a worker or of all; None if there was nothing to count.
 
         Raises:
             ValueError: no figure has this name, or there is no such worker.
@@ -720,7 +720,7 @@ class Report:
             )
 
     def assert_ties_shared(self, selector: Any) -> None:
-        """Require that workers which tie for the least cost share the picks, by a selector on true loads and true caches.
+        """Require that workers that tie for the least cost share the picks, by a selector on true loads and caches.
 
         A worker's due is the sum of 1/n over the picks in which it was one of n that tied; with a due of at least 8 it must have had
         from a third of it to 2.5 times it. Of 7,738 workers of right routers, two to eight on four costs, in 30 seeds of 18 traces, none
@@ -739,7 +739,7 @@ class Report:
         assert_ties_shared(*self._recorded("assert_ties_shared", selector), stale_note("ties are", self.loads_every_ms))
 
     def assert_no_drift(self) -> None:
-        """Require that what the router believes of loads, overlaps and workers is what it was told, at each pick.
+        """Require that, at each pick, the router's beliefs about loads, overlaps and workers agree with what it was told.
 
         In a fleet of a harness the test fails by itself (`load_drift`, `overlap_drift`, `worker_drift`). Right routers never failed it.
 
@@ -760,7 +760,7 @@ class Report:
             raise AssertionError("\n".join(map(str, beliefs)))
 
     def assert_no_event_errors(self) -> None:
-        """Require that the verdict has nothing against the events of this run; what injected faults explain does not count.
+        """Require that the events of this run have no errors, except those that injected faults explain.
 
         Right routers never failed it: it is about engines and index.
 

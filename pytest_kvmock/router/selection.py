@@ -173,7 +173,7 @@ class DynamoRouter:
     # ------------------------------------------------------------------------------------------------- pick
 
     def pick(self, request: RouterRequest, candidates: Sequence[Candidate]) -> Worker | None:
-        """Pick a worker for a request; None: it waits, as all are busy, or nobody is there."""
+        """Pick a worker for a request, or None to let it wait, if all are busy or there is none."""
         self._refused = None
         if all(map(self.is_busy, candidates)):
             self._refused = request
@@ -275,7 +275,7 @@ class DynamoRouter:
     # ------------------------------------------------------------------------------------------------- queue
 
     def next_waiting(self, requests: Sequence[RouterRequest]) -> RouterRequest | None:
-        """Return who is asked for next of those that wait; None: nobody, as all workers are busy."""
+        """Return the waiting request to ask for next; None if all workers are busy."""
         if (
             self._refused is not None and self._refused not in requests
         ):  # asked for in this round: no other fares better
@@ -318,7 +318,7 @@ class RoundRobin:
         return _name(self)
 
     def pick(self, request: RouterRequest, candidates: Sequence[Candidate]) -> Worker | None:  # noqa: ARG002 - a router's method
-        """Pick the next worker; None: nobody is there."""
+        """Pick the next worker; None if there is none."""
         if not candidates:
             return None
         chosen = candidates[self._next % len(candidates)].worker
@@ -333,7 +333,7 @@ class LeastLoaded:
         return _name(self)
 
     def pick(self, request: RouterRequest, candidates: Sequence[Candidate]) -> Worker | None:  # noqa: ARG002 - a router's method
-        """Pick the least loaded worker; None: nobody is there."""
+        """Pick the least loaded worker; None if there is none."""
         if not candidates:
             return None
         return min(candidates, key=lambda each: (each.prefill_tokens, each.decode_blocks, each.active_requests)).worker
@@ -350,7 +350,7 @@ class MostCached:
         return _name(self)
 
     def pick(self, request: RouterRequest, candidates: Sequence[Candidate]) -> Worker | None:  # noqa: ARG002 - a router's method
-        """Pick the worker that holds most; None: nobody is there."""
+        """Pick the worker that holds most; None if there is none."""
         if not candidates:
             return None
         return max(candidates, key=lambda each: (each.overlap, -each.active_requests)).worker

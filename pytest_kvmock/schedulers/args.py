@@ -27,7 +27,6 @@ from pytest_kvmock.schedulers.nested_args import (
     MOST_COUNT,
     ReasoningConfig,
     SglangArgs,
-    SizedProfile,
     check_choice,
     check_integer_range,
     check_optional_integer,
@@ -379,7 +378,7 @@ class MockEngineArgs:
 
     @property
     def release(self) -> Release:
-        """What that release does that others do otherwise."""
+        """What that release does differently from others."""
         return self.scheduler.releases[self.scheduler_semantics]
 
     @property
@@ -550,9 +549,7 @@ class MockEngineArgs:
         return cls(**_arguments(without_json_only({**values, **additions}), JSON_ONLY))
 
     @classmethod
-    def from_profile(
-        cls, profile: SizedProfile, *, explicit: Collection[str] | None = None, **engine: Any
-    ) -> MockEngineArgs:
+    def from_profile(cls, profile: Any, *, explicit: Collection[str] | None = None, **engine: Any) -> MockEngineArgs:
         """Make the arguments of an engine of a profile's size.
 
         Of the profile come `num_gpu_blocks` (its `num_blocks`), `block_size`, `enable_prefix_caching` (its
@@ -560,7 +557,7 @@ class MockEngineArgs:
         vllm, `sglang.chunked_prefill_size` for sglang.
 
         Args:
-            profile: an `EngineProfile`, or what has its fields.
+            profile: an `EngineProfile`, or what has its fields; engines do not import theirs.
             explicit: names of fields that the profile sets explicitly; by default those that differ from their default.
                 One that `engine` sets too must be equal; what else the profile has gives way to `engine`.
             **engine: fields of the arguments. A `block_size` of 0 is as none.

@@ -166,27 +166,3 @@ class ReasoningConfig:
         if position == 0:
             return self.start_thinking_token_id
         return self.end_thinking_token_id if position == count - 1 else None
-
-
-class SizedProfile(Protocol):
-    """What an engine takes of a profile: the fields of `EngineProfile` of these names."""
-
-    @property
-    def block_size(self) -> int:
-        """Tokens a block."""
-
-    @property
-    def num_blocks(self) -> int:
-        """Capacity of one worker (of each rank), in blocks."""
-
-    @property
-    def dp_size(self) -> int:
-        """Data-parallel ranks of each worker."""
-
-    @property
-    def prefix_caching(self) -> bool:
-        """Whether blocks are reused and published."""
-
-    @property
-    def chunk(self) -> int | None:
-        """Prefill in chunks of this many tokens; None: in one go."""

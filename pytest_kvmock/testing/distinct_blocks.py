@@ -69,6 +69,7 @@ class DistinctBlocks(OverIndex):
 
     def test_blocks_of_nearly_the_same_tokens_are_told_apart(self) -> None:
         """Blocks are two that have their tokens in another order, as often, in other digits, or of other high bits."""
+        self._specs()  # they allow blocks of this size
         for first, second in _near_tokens(self.block_size):
             index = self._start()
             index.near_tokens(first, second)
@@ -99,6 +100,7 @@ class DistinctBlocks(OverIndex):
 
     def test_several_multimodal_items_are_told_apart(self) -> None:
         """Two images in one block count both, and one over two blocks counts in both."""
+        self._specs()
         one, other, third = *_IMAGES, "3e" * 32
         size = self.block_size
         if size >= 2:
@@ -146,9 +148,9 @@ class DistinctBlocks(OverIndex):
         The test is skipped for an index that is asked by tokens alone, and where no engine names blocks by that.
         """
         index = self._start()
-        if not index.index.takes_extra:
+        if not index.index.plain.takes_extra:
             pytest.skip(
-                f"match_tokens(tokens) of {index.index.name} takes no `extra`: prompts with an adapter, a salt or multimodal "
+                f"{index.index.plain.name}(tokens) of {index.index.name} takes no `extra`: prompts with an adapter, a salt or multimodal "
                 "items were not checked"
             )
         specs = self._specs()
@@ -158,7 +160,7 @@ class DistinctBlocks(OverIndex):
             pytest.skip(
                 f"no engine of backends ({names}) names blocks by {', '.join(keys)}: prompts with it were not checked"
             )
-        for form in forms if index.index.takes_tokens else list(forms)[:1]:
+        for form in forms if index.index.plain.takes_tokens else list(forms)[:1]:
             index = self._start()
             index.carries = form
             yield index

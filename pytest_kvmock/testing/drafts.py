@@ -31,6 +31,7 @@ from pytest_kvmock.programs.operations import (
     Step,
     Tick,
 )
+from pytest_kvmock.prompt_keys import PromptKeys
 from pytest_kvmock.testing.shrinking import MOST_EVENTS, SHRINKING
 
 
@@ -115,6 +116,7 @@ class Draft:
         of: which token is decoded.
         rank: as worker.
         wait: for a prefill, whether it waits.
+        keys: for a prefill, what its prompt carries beside its tokens.
     """
 
     kind: Kind
@@ -125,6 +127,7 @@ class Draft:
     of: int = 0
     rank: int = 0
     wait: bool = True
+    keys: PromptKeys | None = None
 
 
 _ON_REQUESTS: Final = {each.kind: each for each in OPERATIONS if issubclass(each, OnRequest)}
@@ -151,7 +154,7 @@ def resolve(drafts: Iterable[Draft], most_steps: int | None = None) -> Program:
             name = f"r{len(admitted)}"
             if kind != "again":
                 tail = draft.tokens if draft.blocks else draft.tokens or 1
-                prefill = Prefill(name, draft.blocks, tail, draft.worker, draft.rank, wait=draft.wait)
+                prefill = Prefill(name, draft.blocks, tail, draft.worker, draft.rank, wait=draft.wait, keys=draft.keys)
             else:
                 whole = [step for step in admitted if step.blocks]
                 if not whole:

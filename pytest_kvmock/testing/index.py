@@ -45,19 +45,19 @@ class IndexContract(DistinctBlocks, HybridStreams, PartialStreams, TiersBelow, W
                 return MyIndex(count_copies=self.traits.copies)
 
     An async index needs a loop of yours to run in: `run`. Where the index has a method `size()`, its number of entries
-    must stay bounded over any number of events. Where it has `find_tiered`, it tells tiers apart, and is asked for each: below
+    must stay bounded over any number of events. Where it has `find_tiered`, or `match_tiered`, it tells tiers apart, and is asked for each: below
     engines of `backends` that can have a host, over a host of each kind that they can have. One that is told of vLLM's reads how
     large a chunk is, which no event says, and what a Cleared empties::
 
         return MyIndex(count_copies=self.traits.copies, chunk=self.traits.chunk, clears_below=self.traits.clears_below)
 
-    Where it has `takes_updates = True` and `find_tiered`, it is given TensorRT-LLM's Updated too, and must tell levels apart.
+    Where it has `takes_updates = True` and tells tiers apart, it is given TensorRT-LLM's Updated too, and must tell levels apart.
 
     Where it has `match_tokens(tokens, extra)`, for prompts with adapters, salts and multimodal items. A test of what the index
     does not have is skipped, and says what was not checked.
 
     Attributes:
-        block_size: tokens a block.
+        block_size: tokens a block; where a class does not set it the least that all of `backends` allow, 4 or more.
         tells_ranks_apart: whether the index keeps the data-parallel ranks of a worker apart. If it does not, no worker
             of the contract has more than one.
         backends: whose traffic the index must follow, by name or as `BackendSpec`s; None: those of the default matrix.

@@ -35,7 +35,6 @@ from pytest_kvmock.harness.under_test import (
     agree,
     difference_below,
     first_difference,
-    question,
 )
 from pytest_kvmock.programs.near_hashes import TRUNCATIONS, hash_pair, token_pair
 from pytest_kvmock.prompt_keys import EventExtra, LoraIds, group_extra
@@ -112,7 +111,7 @@ class IndexDriver:
             what: which of their hashes: of their tokens, or the names of blocks.
             kept: the part; a name of `TRUNCATIONS`.
         """
-        if not self.index.takes_tokens:
+        if not self.index.plain.takes_tokens:
             self._hashes = dict(zip("pq", hash_pair(kept), strict=True))
         elif what == "local":
             self._tokens = dict(zip("pq", token_pair(self._size, kept), strict=True))
@@ -175,6 +174,15 @@ class IndexDriver:
         if group is not None:
             extra, what = group_extra(*group, extra), what + _of_group(group)
         self._apply(worker, rank, data, what, tokens, tier=tier, extra=extra, may_be_refused=may_be_refused)
+
+    def store_each(self, letters: str, *, after: str) -> None:
+        """Apply a Stored for each of these blocks to worker 0, one after the other, as a prompt is stored that is decoded."""
+        start, size = len(after), self._size
+        prompt, blocks = self._prompt(after + letters), self._names(after + letters)
+        local = prompt.block_hashes(size)
+        for at, letter in enumerate(letters, start):
+            data = Stored(blocks[at - 1] if at else None, (blocks[at],), (local[at],))
+            self._apply(0, 0, data, "stored one more block of a chain", [[ord(letter)] * size])
 
     def remove(
         self,
@@ -416,25 +424,25 @@ class IndexDriver:
         )
 
     def expect_tiers(self, letters: str, expected: dict[str, dict[int, int]]) -> None:
-        """Look up a prompt of these letters tier by tier, where the index has `find_tiered`, and compare the answer.
+        """Look up a prompt of these letters tier by tier, where the index tells tiers apart, and compare the answer.
 
         Args:
             letters: the blocks.
             expected: blocks by worker (of rank 0), by the name of the tier; without what is empty.
         """
         __tracebackhide__ = True
-        find_tiered = self.index.find_tiered
-        if find_tiered is None:
+        tiered = self.index.tiered
+        if tiered is None:
             return
         self._flush()
+        prompt = prompt_of(letters, self._size)
+        asked = tiered.question(list(prompt.block_hashes(self._size)), prompt.tokens)
         try:
-            answer = self.index.read_tiered(
-                self._do(find_tiered, list(prompt_of(letters, self._size).block_hashes(self._size)))
-            )
+            answer = self.index.read_tiered(self._do(tiered.asking(None), asked))
         except UnreadableAnswer as error:
             raise AssertionError(f"{error}\n{self._story()}") from error
         except Exception as error:
-            raise AssertionError(f"find_tiered raised {type(error).__name__}: {error}\n{self._story()}") from error
+            raise AssertionError(f"{tiered.name} raised {type(error).__name__}: {error}\n{self._story()}") from error
         by_tier = {
             tier: {(worker, 0): blocks for worker, blocks in expected.get(tier, {}).items()} for tier in StorageTier
         }
@@ -457,15 +465,15 @@ class IndexDriver:
         under_test = self.index
         prompt = self._prompt(letters, tail, keys)
         extra = None if prompt.keys is None else self._published(prompt.keys.carried(0, len(letters), self._size))
-        asked = question(list(prompt.block_hashes(self._size)), prompt.tokens, takes_tokens=under_test.takes_tokens)
+        asked = under_test.plain.question(list(prompt.block_hashes(self._size)), prompt.tokens)
         self._flush()
         try:
-            return under_test.read(self._do(under_test.asking(extra), asked))
+            return under_test.read(self._do(under_test.plain.asking(extra), asked))
         except UnreadableAnswer as error:
             raise AssertionError(f"{error}\n{self._story()}") from error
         except Exception as error:
             raise AssertionError(
-                f"{under_test.asked} raised {type(error).__name__}: {error}\n{self._story()}"
+                f"{under_test.plain.name} raised {type(error).__name__}: {error}\n{self._story()}"
             ) from error
 
     def expect_the_last_of(self, chains: Sequence[str], worker: int) -> Sequence[str]:
@@ -503,7 +511,8 @@ class IndexDriver:
         """
         __tracebackhide__ = True
         under_test, prompt = self.index, self._prompt(letters)
-        asked = question(list(prompt.block_hashes(self._size)), prompt.tokens, takes_tokens=under_test.takes_tokens)
+        asked = under_test.plain.question(list(prompt.block_hashes(self._size)), prompt.tokens)
+        ask = under_test.plain.asking(None)
         started, done = Barrier(_THREADS + 1), Event()
         wrong: list[str] = []
 
@@ -511,9 +520,9 @@ class IndexDriver:
             started.wait()
             while not done.is_set() and not wrong:
                 try:
-                    answer = under_test.read(under_test.ask(asked))
+                    answer = under_test.read(ask(asked))
                 except Exception as error:  # noqa: BLE001 - of the user's index, in a thread
-                    wrong.append(f"{under_test.asked} raised {type(error).__name__}: {error}")
+                    wrong.append(f"{under_test.plain.name} raised {type(error).__name__}: {error}")
                     return
                 found = {key[0] if isinstance(key, tuple) else key: blocks for key, blocks in answer.items()}
                 if any(found.get(each, 0) not in expected.get(each, range(1)) for each in {*found, *expected}):

@@ -15,7 +15,16 @@ from pytest_kvmock.reduce import NotReduced, reproduce
 from pytest_kvmock.reduce.program import profile_text
 from pytest_kvmock.testing.drafts import Player
 from pytest_kvmock.testing.index_driver import IndexDriver
-from pytest_kvmock.testing.subject import call_with, check_backends, refuse, room_for, takes_argument
+from pytest_kvmock.testing.subject import (
+    LEAST_OF_BACKENDS,
+    SaysUnjudged,
+    call_with,
+    check_backends,
+    refuse,
+    room_for,
+    takes_argument,
+    unjudged_text,
+)
 
 _REDUCED: Final = 20_000
 """How many steps are replayed at most to cut a failure in live traffic down."""
@@ -27,10 +36,14 @@ SURVIVED: Final = {"double": "an event that is delivered twice", "restart": "a w
 """The faults that a contract may ask an index to survive, and each in words."""
 
 
-class OverIndex:
+_KEYS: Final = {"lora_name": "LoRA adapters", "cache_salt": "cache salts", "multimodal": "images"}
+"""What a prompt may carry, in words."""
+
+
+class OverIndex(SaysUnjudged):
     """What the tests of an index share; see `IndexContract` for its attributes."""
 
-    block_size: ClassVar[int] = 4
+    block_size: ClassVar[int] = LEAST_OF_BACKENDS
     tells_ranks_apart: ClassVar[bool] = True
     backends: ClassVar[Sequence[str | BackendSpec] | None] = None
     index_semantics: ClassVar[Literal["e1"] | None] = None
@@ -78,7 +91,7 @@ class OverIndex:
     def _world(self, spec: BackendSpec, profile: EngineProfile) -> RouterHarness:
         """A world of a backend, of any profile, with an index made for it."""
         __tracebackhide__ = True
-        self.traits = spec.traits_at(profile.block_size, profile.tiers)
+        self.traits = profile.traits(spec)
         return RouterHarness(profile, spec, self._under_test(), sync="every", index_semantics=self.index_semantics)
 
     def _follow(self, spec: BackendSpec, profile: EngineProfile, program: Program, seed: int) -> None:
@@ -167,4 +180,33 @@ class OverIndex:
             wrong = str(error)
         if wrong is not None:
             refuse(self, f"make_index gave {index!r:.80}: {wrong}")
+        if self._properties is not None:
+            self._note_unjudged(unjudged_text(self._lets(under_test)))
         return IndexDriver(under_test, self.block_size, self.run)
+
+    def _lets(self, index: IndexUnderTest) -> dict[str, bool]:
+        """Whether each thing is judged that is not of every index, with what would let it."""
+        specs = self._specs()
+        traits = [spec.traits_at(self.block_size) for spec in specs]
+        keys = {key for spec in specs for key in spec.prompt_keys}
+        lacking = " and ".join(words for key, words in _KEYS.items() if key not in keys)
+        tells_tiers = index.tiered is not None
+        return {
+            "copies of a block (vllm in backends)": any(each.copies for each in traits),
+            "cache groups (a hybrid model in backends, or reads_groups = True)": self.reads_groups
+            or any(each.publishes_groups for each in traits),
+            "partial blocks (trtllm in backends)": any(each.partial_blocks for each in traits),
+            "tiers below the device (find_tiered(local_hashes) or match_tiered(tokens, extra))": tells_tiers,
+            "native offload (vllm in backends)": not tells_tiers
+            or any("tiers" in spec.options and each.copies for spec, each in zip(specs, traits, strict=True)),
+            "adapters, salts and images (match_tokens(tokens, extra))": index.plain.takes_extra,
+            f"{lacking} (a backend that names blocks by them)": not (lacking and index.plain.takes_extra),
+            "whether it grows (size())": callable(getattr(index.index, "size", None)),
+            "workers that go (remove_worker(worker_id))": index.remove_worker is not None,
+            "ranks (tells_ranks_apart = True)": self.tells_ranks_apart,
+            "a rank that goes (remove_worker_dp_rank(worker_id, dp_rank))": index.remove_rank is not None
+            or not self.tells_ranks_apart,
+            "calls from threads (threads = True)": self.threads,
+            "an event twice, an unannounced restart (survives)": set(SURVIVED) <= set(self.survives),
+            "an index that forgets (bounded, bounded_at_most)": self.bounded is not None,
+        }

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 _FRESH: Final = 16
 """So many prompts of which nobody holds a block show whether a fleet is shared: by chance one of two gets none in 1 of 32,768."""
 
+_ENDED: Final = 30
+"""Requests that end well on one worker: who counts them for ever sends it none of `_FRESH` more."""
+
 _PICTURE: Final = "data:image/png;base64,iVBORw0KGgo="
 
 _fleet = pytest.mark.kvmock(workers=2, num_blocks=4096)
@@ -539,6 +542,31 @@ class ProcessContract(ProcessJudge):
                 world.send(prompt, stream=True, max_tokens=6)
                 world.server.start(worker)
             where = f"11 requests of worker {worker} ended badly, and nothing is open"
+            picks = Counter(world.picked(where, world.text(2)) for _ in range(_FRESH))
+            if not picks[worker]:
+                world.fail(
+                    f"{where}: of {_FRESH} prompts that nobody holds it got none; expected some: what ended is counted as load still"
+                )
+
+    @_fleet
+    def test_what_ended_well_is_no_load(self, make_kv_server: Callable[..., KvServer]) -> None:
+        """A worker alone serves many requests to their end: when the other one is back, it is as idle as that."""
+        self._needs_open("whether what ended well counts as load")
+        with self._world(make_kv_server) as world:
+            prompt = world.text(8)
+            worker = self._known_at(world, prompt)
+            other = 1 - worker
+            world.server.stop(other)
+            ended = 0
+            for number in range(
+                2 * _ENDED
+            ):  # some may be refused, where it has yet to notice that the other one is gone
+                _, asked = world.send(prompt, stream=number % 2 == 0, max_tokens=2)
+                ended += bool(asked) and asked[-1].status == 200
+                if ended == _ENDED:
+                    break
+            world.server.start(other)
+            where = f"{ended} requests of worker {worker} ended well, and nothing is open"
             picks = Counter(world.picked(where, world.text(2)) for _ in range(_FRESH))
             if not picks[worker]:
                 world.fail(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 import pytest
 
 from pytest_kvmock.testing.process_client import openai_completion
-from pytest_kvmock.testing.subject import UNJUDGED, refuse
+from pytest_kvmock.testing.subject import UNJUDGED, refuse, unjudged_text
 
 if TYPE_CHECKING:
     from pytest_kvmock.testing.router_process import RouterProcess, ServedEngines
@@ -121,8 +121,7 @@ class ProcessSubject:
             "a worker under a new address (moved(engines))": getattr(self, "moved", None) is not None,
             "how it starts and ends (command(engines))": self.is_started,
         }
-        parts = [what for what, is_there in lets.items() if not is_there]
-        return f"not judged: {', '.join(parts)}" if parts else ""
+        return unjudged_text(lets)
 
     def skip(self, why: str, what: str, lets: str) -> NoReturn:
         """Skip the rest of a test, in one line: the same for each test that is skipped for the same, which the summary counts."""

@@ -23,6 +23,11 @@ LATER_MS: Final = 3000.0
 _BURST: Final = 90
 """Requests of one moment, thirty a worker: who counts those of one worker for ever sends it none of what comes later."""
 
+_CALLED_OFF: Final = (
+    ": all that was there was called off and is over, so the router counts it as open still. It is told by finished(request), whose status "
+    "is 'aborted', and of one that was not dispatched by withdrawn(request); with loads() the request at which it parts is named"
+)
+
 
 class RouterAborts:
     """Scenes of clients that go away; a part of `RouterContract`, which plays them."""
@@ -85,7 +90,7 @@ class RouterAborts:
         rows = [*self._leaving(lambda _: {}, 2, count=_BURST, apart_ms=0.0), *later]
         report = self._played(happens, rows=rows)
         self._judge(where, report)
-        self._each_is_picked(where, report, range(3), lambda pick: pick.ms >= LATER_MS)
+        self._each_is_picked(where, report, range(3), lambda pick: pick.ms >= LATER_MS, hint=_CALLED_OFF)
 
     # ------------------------------------------------------------------------------------------------ the means
 
@@ -129,6 +134,12 @@ class RouterAborts:
         raise NotImplementedError
 
     def _each_is_picked(
-        self, where: str, report: Report, workers: Sequence[Worker], of: Callable[[Pick], bool] = ...
+        self,
+        where: str,
+        report: Report,
+        workers: Sequence[Worker],
+        of: Callable[[Pick], bool] = ...,
+        *,
+        hint: str = ...,
     ) -> None:
         raise NotImplementedError

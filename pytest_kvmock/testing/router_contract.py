@@ -25,7 +25,7 @@ from pytest_kvmock.schedulers.args import MockEngineArgs
 from pytest_kvmock.testing.router_aborts import RouterAborts
 from pytest_kvmock.testing.router_absence import RouterAbsence
 from pytest_kvmock.testing.router_load import EverydayLoad
-from pytest_kvmock.testing.subject import UNJUDGED, call_with, check_backends, refuse
+from pytest_kvmock.testing.subject import SaysUnjudged, call_with, check_backends, refuse
 from pytest_kvmock.tokens import Prompt
 from pytest_kvmock.traces import TraceRequest, synthetic_trace
 
@@ -61,7 +61,7 @@ def _call_text(method: str) -> str:
     return f"{method}({', '.join(BELIEFS[method])})"
 
 
-class RouterContract(RouterAborts, RouterAbsence, EverydayLoad):
+class RouterContract(RouterAborts, RouterAbsence, EverydayLoad, SaysUnjudged):
     """Tests that hold for every router of a `Fleet`.
 
     A subclass defines `make_router`::
@@ -97,12 +97,6 @@ class RouterContract(RouterAborts, RouterAbsence, EverydayLoad):
     first_of_equals: ClassVar[bool] = False
     follows_prefix: ClassVar[bool] = False
     survives: ClassVar[Sequence[str]] = ()
-
-    _properties: list[tuple[str, object]] | None = None
-
-    @pytest.fixture(autouse=True)
-    def _kvmock_properties(self, request: pytest.FixtureRequest) -> None:
-        self._properties, self._class_id = request.node.user_properties, request.node.nodeid.rpartition("::")[0]
 
     def make_router(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002 - for those who define it
         """Make a new router; to be defined by a subclass, with the workers that are there from the start as argument or with none."""
@@ -375,9 +369,7 @@ class RouterContract(RouterAborts, RouterAbsence, EverydayLoad):
             problem = str(error)
         if problem is not None:
             refuse(self, f"make_router gave {router!r:.80}: {problem}")
-        unjudged = _unjudged_text(router)
-        if unjudged and self._properties is not None:
-            self._properties.append((UNJUDGED, f"{self._class_id}: {unjudged}"))
+        self._note_unjudged(_unjudged_text(router))
         if happens is not None:
             happens(fleet)
         trace = self._rows() if rows is None else rows
@@ -422,8 +414,10 @@ class RouterContract(RouterAborts, RouterAbsence, EverydayLoad):
         report: Report,
         workers: Sequence[Worker],
         of: Callable[[Pick], bool] = lambda _: True,
+        *,
+        hint: str = "",
     ) -> None:
-        """Fail unless each of these workers was picked, of the picks that are asked for."""
+        """Fail unless each of these workers was picked, of the picks that are asked for; `hint` says what may be the cause."""
         __tracebackhide__ = True
         if self.packs:
             pytest.skip(f"{type(self).__name__}.packs is True: {where}: whether each worker gets some was not checked")
@@ -431,7 +425,9 @@ class RouterContract(RouterAborts, RouterAbsence, EverydayLoad):
         unused = [worker for worker in workers if worker not in picked]
         if unused:
             counts = ", ".join(f"worker {worker!r}: {picked.count(worker)}" for worker in report.workers)
-            self._fail(f"{where}: worker {unused[0]!r} got none of {len(picked)} requests ({counts}); expected some")
+            self._fail(
+                f"{where}: worker {unused[0]!r} got none of {len(picked)} requests ({counts}); expected some{hint}"
+            )
 
     def _fail(self, text: str) -> NoReturn:
         __tracebackhide__ = True

@@ -17,6 +17,7 @@ from pytest_kvmock.tokens import Prompt
 from pytest_kvmock.traces import TraceRequest
 
 if TYPE_CHECKING:
+    from pytest_kvmock.report.rows import Pick
     from pytest_kvmock.router.routing import Candidate, RouterRequest, Worker
 
 _WORKERS: Final = 4
@@ -25,6 +26,17 @@ _REQUESTS: Final = 200
 
 _EVERY_MS: Final = 500.0
 """How old polled loads may be: a burst of one moment sees them once."""
+
+_ENDED_WELL: Final = 30
+"""Requests that a lone worker serves: who counts them for ever sends it none of a burst of 36, of which two others take 18 each."""
+
+_LATER_MS: Final = 3000.0
+"""When they are long over."""
+
+_SERVED: Final = (
+    ": all that it had was served and is over, so the router counts it as open still. It is told by finished(request); with loads() the "
+    "request at which it parts is named"
+)
 
 _CHANCES: Final = 40
 """Random routers that say what chance gives. One more is below all of them in one trace of 41, and in all of four in one of 3 million."""
@@ -53,11 +65,21 @@ class EverydayLoad:
 
         def _played(self, happens: Callable[[Fleet], object] | None = None, **options: Any) -> Report: ...
 
+        def _burst(self, ms: float, apart_ms: float = 0.0) -> list[TraceRequest]: ...
+
         def _engine(self, num_blocks: int = 400, ranks: int = 1) -> MockEngine: ...
 
         def _judge(self, where: str, report: Report) -> None: ...
 
-        def _each_is_picked(self, where: str, report: Report, workers: Sequence[Worker]) -> None: ...
+        def _each_is_picked(
+            self,
+            where: str,
+            report: Report,
+            workers: Sequence[Worker],
+            of: Callable[[Pick], bool] = ...,
+            *,
+            hint: str = ...,
+        ) -> None: ...
 
         def _check_selector(self) -> None: ...
 
@@ -83,6 +105,20 @@ class EverydayLoad:
         self._excuse(where, "packs")
         self._require(where, report.assert_balanced)
         self._each_is_picked(where, report, range(_WORKERS))
+
+    def test_what_ended_well_is_no_load(self) -> None:
+        """A lone worker has served many requests when others join; of many new prompts after that it gets some, too."""
+
+        def happens(fleet: Fleet) -> None:
+            for _ in range(2):
+                fleet.at(_LATER_MS / 2).join(engine=self._engine())
+
+        prompt = range(2 * self.block_size)  # one, so that the worker does not hold more than the others do soon
+        rows = [FleetRequest(prompt, 4, 20.0 * at) for at in range(_ENDED_WELL)]
+        where = f"{_ENDED_WELL} requests ended well on worker 0, workers 1 and 2 join, and a burst of new prompts comes"
+        report = self._played(happens, workers=1, rows=[*rows, *self._burst(_LATER_MS)])
+        self._judge(where, report)
+        self._each_is_picked(where, report, [0], lambda pick: pick.ms >= _LATER_MS, hint=_SERVED)
 
     def test_a_burst_is_shared_where_all_hold_its_prefix(self) -> None:
         """Loads are polled, and a burst of one moment finds workers alike: all idle, all with the prefix."""

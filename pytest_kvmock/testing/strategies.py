@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 from hypothesis import strategies as st
 
 from pytest_kvmock.checks import check_integer
 from pytest_kvmock.programs.near_hashes import TRUNCATIONS
 from pytest_kvmock.programs.operations import Program
+from pytest_kvmock.prompt_keys import PromptKeys
 from pytest_kvmock.testing.drafts import Draft, resolve
 
 if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn, SearchStrategy
+
+
+_KEYS: Final[Mapping[str, tuple[Any, Any]]] = {
+    "lora_name": ("a", "b"),
+    "cache_salt": ("a", "b"),  # the names of adapters, too: who joins both names finds one in place of the other
+    "multimodal": ((("1c" * 32, 0, 1),), (("2d" * 32, 0, 1),)),
+}
+"""What a prompt may carry, in two values each."""
+
+
+def _beside(keys: Sequence[str]) -> list[PromptKeys | None]:
+    """What prompts carry beside their tokens: nothing, each of these keys alone, and all of them."""
+    alone = [PromptKeys(**{key: value}) for key in keys for value in _KEYS[key]]
+    both = [PromptKeys(**{key: _KEYS[key][at] for key in keys}) for at in range(2)] if len(keys) > 1 else []
+    return [None, *alone, *both]
 
 
 def traffic(
@@ -26,6 +43,7 @@ def traffic(
     most_in_a_burst: int = 100,
     tiers: bool = False,
     near_hashes: bool = True,
+    keys: Sequence[str] = (),
 ) -> SearchStrategy[Program]:
     """Any mix of requests: prefill, decode, finish, preempt, resume and clear, on some workers, sharing prefixes.
 
@@ -46,9 +64,12 @@ def traffic(
         tiers: whether time passes too, for workers with host memory below the device: with a `Tick` now and then, and
             prefills that do not wait for what is under way.
         near_hashes: whether there are now and then hashes that agree in a part (`ServeNear`), of one more worker.
+        keys: what prompts may carry beside their tokens, alone and together: "lora_name", "cache_salt", "multimodal" (an image over
+            the first token); of those that the engine has (`BackendSpec.prompt_keys`), as it refuses the others.
 
     Raises:
-        ValueError: a count below 1, or below 0 where none is allowed; or `tiers` or `near_hashes` is no truth value.
+        ValueError: a count below 1, or below 0 where none is allowed; `tiers` or `near_hashes` is no truth value; or `keys` has
+            another name.
     """
     for name, value, least in (
         ("workers", workers, 1),
@@ -63,20 +84,23 @@ def traffic(
     for name, flag in (("tiers", tiers), ("near_hashes", near_hashes)):
         if not isinstance(flag, bool):
             raise ValueError(f"traffic: {name} must be True or False, got {flag!r:.80}")  # noqa: TRY004 - one error
+    if isinstance(keys, str) or any(key not in _KEYS for key in keys):
+        raise ValueError(f"traffic: keys must be a tuple or list of {', '.join(map(repr, _KEYS))}, got {keys!r:.80}")
     # At most five choices a step, that of going on counted: Hypothesis deletes runs of up to five when it shrinks.
     number, which = st.integers(0, numbers - 1), st.integers(0, 7)
     worker = st.integers(0, workers - 1) if workers > 1 else st.just(0)
     rank = st.integers(0, ranks - 1) if ranks > 1 else st.just(0)
     blocks = st.lists(number, max_size=most_blocks).map(tuple)
     tail, tokens = st.integers(0, most_tokens), st.integers(1, most_tokens)
+    beside = st.sampled_from(_beside(keys)) if keys else st.none()
     drafts = [
-        st.builds(Draft, st.just("prefill"), worker=worker, rank=rank, blocks=blocks, tokens=tail),
+        st.builds(Draft, st.just("prefill"), worker=worker, rank=rank, blocks=blocks, tokens=tail, keys=beside),
         st.builds(Draft, st.just("decode"), which, tokens=tokens, of=number),
         st.builds(Draft, st.just("finish"), which),
         st.builds(Draft, st.just("preempt"), which),
         st.builds(Draft, st.just("resume"), which),
         st.builds(Draft, st.just("clear"), worker=worker, rank=rank),
-        st.builds(Draft, st.just("serve"), worker=worker, rank=rank, blocks=blocks, tokens=tail),
+        st.builds(Draft, st.just("serve"), worker=worker, rank=rank, blocks=blocks, tokens=tail, keys=beside),
         st.builds(Draft, st.just("again"), which),
     ]
     if most_in_a_burst:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NoReturn, TypeVar
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NoReturn, TypeVar, cast
 
 import pytest
 
@@ -24,6 +25,31 @@ T = TypeVar("T")
 
 UNJUDGED: Final = "kvmock.unjudged"
 """The property of a test's report in which the plugin finds what a contract cannot judge of its class, for the end of the run."""
+
+
+class SaysUnjudged:
+    """What the contracts share that say at the end of a run what no test of theirs could judge of a class."""
+
+    _properties: list[tuple[str, object]] | None = None
+
+    @pytest.fixture(autouse=True)
+    def _kvmock_properties(self, request: pytest.FixtureRequest) -> None:
+        self._properties, self._class_id = request.node.user_properties, request.node.nodeid.rpartition("::")[0]
+
+    def _note_unjudged(self, text: str) -> None:
+        """Have the summary of the run say that; "" for nothing."""
+        if text and self._properties is not None:
+            self._properties.append((UNJUDGED, f"{self._class_id}: {text}"))
+
+
+def unjudged_text(lets: Mapping[str, bool]) -> str:
+    """Return a line of what was not judged, each with what would let it; "" where all was.
+
+    Args:
+        lets: of each of these, whether it is judged.
+    """
+    parts = [what for what, is_judged in lets.items() if not is_judged]
+    return f"not judged: {', '.join(parts)}" if parts else ""
 
 
 def refuse(contract: object, why: str) -> NoReturn:
@@ -75,25 +101,91 @@ def check_backends(contract: object, backends: object, block_size: int) -> list[
     Args:
         contract: whose test it is.
         backends: by name or as `BackendSpec`s; None for those of the default matrix.
-        block_size: tokens a block.
+        block_size: tokens a block, as its attribute of this name has them.
     """
     __tracebackhide__ = True
-    if backends is None:
-        backends = [spec for spec in known_backends().values() if spec.in_matrix]
-    if not isinstance(backends, (list, tuple)) or not all(isinstance(each, (str, BackendSpec)) for each in backends):
+    if not is_integer(block_size, 1):
+        refuse(contract, f"block_size must be {integer_text(1)}, got {block_size!r:.80}")
+    if backends is not None and (
+        not isinstance(backends, (list, tuple)) or not all(isinstance(each, (str, BackendSpec)) for each in backends)
+    ):
         refuse(contract, f"backends must be a tuple or list of backends, got {backends!r:.80}")
     specs = []
-    for backend in backends:
+    for backend in _default_matrix() if backends is None else backends:
         wrong = None
         try:
             spec = backend_spec(backend)
-            spec.make(num_blocks=8, block_size=block_size, dp_rank=0, sink=None)
         except ValueError as error:
             wrong = str(error)
         if wrong is not None:
             refuse(contract, f"backends has {getattr(backend, 'name', backend)!r}: {wrong}")
         specs.append(spec)
+    for spec in specs:
+        wrong = _refusal(spec.make, block_size)
+        if wrong is None:
+            continue
+        least = least_block_size(specs)
+        if least is None or least == block_size:
+            refuse(contract, f"backends has {spec.name!r}: {wrong}")
+        refuse(
+            contract,
+            f"block_size = {block_size} is not for backend {spec.name!r}: {wrong}; blocks of {least} are for all backends of the contract",
+        )
     return specs
+
+
+LEAST_BLOCK: Final = 4
+"""Tokens of the blocks of a contract, where its backends allow them: fewer do not show what an index confuses."""
+
+_MOST_TRIED: Final = 1024
+
+
+def _default_matrix() -> list[BackendSpec]:
+    return [spec for spec in known_backends().values() if spec.in_matrix]
+
+
+def _refusal(make: Callable[..., KvManager], block_size: int) -> str | None:
+    """Why a backend refuses blocks of so many tokens; None where it does not."""
+    try:
+        make(num_blocks=8, block_size=block_size, dp_rank=0, sink=None)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def least_block_size(backends: Sequence[str | BackendSpec] | None) -> int | None:
+    """The least tokens a block, from `LEAST_BLOCK` on, that all of these backends allow; None where there is none up to 1,024.
+
+    Args:
+        backends: by name or as `BackendSpec`s; None for those of the default matrix.
+
+    Raises:
+        ValueError: there is no backend of a name.
+    """
+    specs = _default_matrix() if backends is None else [backend_spec(each) for each in backends]
+    return _least_allowed(tuple(spec.make for spec in specs))
+
+
+@lru_cache(maxsize=64)
+def _least_allowed(makes: tuple[Callable[..., KvManager], ...]) -> int | None:
+    sizes = range(LEAST_BLOCK, _MOST_TRIED + 1)
+    return next((size for size in sizes if all(_refusal(make, size) is None for make in makes)), None)
+
+
+class _LeastOfBackends:
+    """The `block_size` of a contract that does not set it: the least that all of its `backends` allow."""
+
+    def __get__(self, contract: object, owner: type) -> int:
+        """Return it; where there is none, or `backends` are none, that with which the contract refuses them."""
+        backends = getattr(owner if contract is None else contract, "backends", None)
+        try:
+            return least_block_size(backends) or LEAST_BLOCK
+        except (TypeError, ValueError):
+            return LEAST_BLOCK
+
+
+LEAST_OF_BACKENDS: Final = cast("int", _LeastOfBackends())
+"""That, as the default of an attribute: a class, and each object of it, has an integer."""
 
 
 def call_with(contract: object, make: Callable[..., T], made_by: str, argument: object) -> T:

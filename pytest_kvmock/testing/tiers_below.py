@@ -77,8 +77,11 @@ class TiersBelow(OverIndex):
             traits = next((each for each in kinds if each.chunk is None), kinds[0] if kinds else Traits())
         self.traits = traits
         index = self._start()
-        if index.index.find_tiered is None:
-            pytest.skip(f"{index.index.name} has no find_tiered(local_hashes): tiers below the device were not checked")
+        if index.index.tiered is None:
+            pytest.skip(
+                f"{index.index.name} has neither find_tiered(local_hashes) nor match_tiered(tokens, extra): tiers below the device "
+                "were not checked"
+            )
         return index
 
     def _start_native(self, chunk: int = 1) -> IndexDriver:

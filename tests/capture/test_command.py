@@ -1,5 +1,6 @@
 """The command: `python -m pytest_kvmock`, by its main function, and once as a program."""
 
+import json
 import os
 import re
 import signal
@@ -48,10 +49,23 @@ def test_a_clean_capture_is_said_to_be_clean(clean, capsys):
     assert "" == err
 
 
+def test_a_capture_that_does_not_say_that_hashes_are_chained_says_what_was_not_computed(clean, capsys):
+    lines = [json.loads(line) for line in clean.read_text().splitlines()]
+    stored = [line for line in lines if line.pop("chained", False)]
+    clean.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert 0 == main(["check", str(clean)])
+    note = (
+        f"note: {len(stored)} Stored without `chained`: whether their hashes are those of their blocks was not computed"
+    )
+    assert stored
+    assert capsys.readouterr().out.endswith(f" 2 streams\n{note}\nclean\n")
+
+
 def test_problems_are_reported(broken, capsys):
     assert 1 == main(["check", str(broken)])
     assert (
         f"""{broken}: 3 events, 1 stream
+note: 2 Stored without `chained`: whether their hashes are those of their blocks was not computed
 1 KV event error: block_not_found (worker 65536, event 2)
 
   event 2  worker 65536  Removed block 7

@@ -49,9 +49,9 @@ from pytest_kvmock import (  # noqa: E402 - as above
 )
 from pytest_kvmock.backends import registered  # noqa: E402 - as above
 from pytest_kvmock.clock import EngineStalled  # noqa: E402 - as above
+from pytest_kvmock.contrib.scenarios.writing import scenario_text  # noqa: E402 - as above
 from pytest_kvmock.contrib.vectors.vectors import write_vectors  # noqa: E402 - as above
 from pytest_kvmock.reduce import NotReduced, reproduce  # noqa: E402 - as above
-from pytest_kvmock.scenarios.writing import scenario_text  # noqa: E402 - as above
 from pytest_kvmock.schedulers.args import MockEngineArgs  # noqa: E402 - as above
 from pytest_kvmock.testing.drafts import play, random_traffic  # noqa: E402 - as above
 from pytest_kvmock.testing.manager_checks import MoveTraffic  # noqa: E402 - as above

@@ -151,6 +151,7 @@ NAIVE = {  # over which model traffic finds it
     hybrid_readers.DividesTheSpanByItsHashes: FULL_FIRST,  # elsewhere the attention group mostly corrects it at once
     hybrid_readers.LooksUpParentsAcrossGroups: "vllm_kimi_k3",
     hybrid_readers.TakesGroupZero: "vllm_qwen3_next",
+    hybrid_readers.RemovesOfAnyGroup: "vllm_gpt_oss",
     hybrid_readers.TakesTailsForBlocks: "vllm_deepseek_v4",  # prompts' tails have names there
 }
 
@@ -163,6 +164,17 @@ def test_traffic_finds_naive_indexes_within_200_examples(kind):
     @given(traffic(near_hashes=False))
     def drive(program):
         with read_by(kind, model, num_blocks=640 if model == "vllm_deepseek_v4" else 16) as kv:
+            play(kv, program)
+
+    with pytest.raises(EventRulesBroken, match="index_drift"):
+        drive()
+
+
+def test_traffic_finds_what_any_group_removes_at_the_sizes_of_the_documentation():
+    @settings(max_examples=200, derandomize=True, database=None, phases=[Phase.generate])
+    @given(traffic(workers=2))
+    def drive(program):
+        with read_by(hybrid_readers.RemovesOfAnyGroup, "vllm_gpt_oss", num_blocks=8, workers=2) as kv:
             play(kv, program)
 
     with pytest.raises(EventRulesBroken, match="index_drift"):
@@ -185,3 +197,14 @@ def test_a_wrong_parent_in_the_attention_group_is_an_error_as_of_any_engine(back
         kv.worker(0).serve(kv.prompt(2))
         errors = [problem.rule for problem in kv.judge().errors]
         assert ["wrong_hash"] == errors
+
+
+def test_the_log_shows_of_each_removed_which_group_it_is_of():
+    """The engines leave group 0 out, which is the window here; a plain engine has no groups, and none is shown."""
+    of_groups = {" (cache group 0)", " (cache group 1)"}
+    for backend, num_blocks, expected in (("vllm_gpt_oss", 24, of_groups), ("vllm", 8, {""})):
+        with harness_of(backend, num_blocks=num_blocks) as kv:
+            for _ in range(4):
+                kv.worker(0).serve(kv.prompt(6))
+            shown = [repr(entry) for entry in kv.events if entry.kind == "removed"]
+        assert expected == {text.partition("worker 0")[2].partition("  Removed")[0] for text in shown}

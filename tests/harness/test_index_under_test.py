@@ -330,7 +330,7 @@ class NotCallable(Sound):
         (NotCallable(), r"\(NotCallable\) has no apply\(event\)"),
         (
             NoQuestion(),
-            r"\(NoQuestion\) has none of find_matches\(local_hashes\), match_tokens\(tokens\) and find_tiered",
+            r"\(NoQuestion\) has none of find_matches\(local_hashes\), match_tokens\(tokens\), find_tiered",
         ),
         (Sound, "is a class, Sound; it must be an object, Sound"),
         (object(), r"\(object\) has no apply"),

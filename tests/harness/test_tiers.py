@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from pytest_kvmock import Prompt, RadixIndex, RouterHarness
+from pytest_kvmock import EngineProfile, Prompt, RadixIndex, RouterHarness, block_hashes
 from pytest_kvmock.events import Cleared, KvCacheEvent, Located, Removed, RouterEvent, StorageTier, Stored
 from pytest_kvmock.harness.under_test import difference_below
 from pytest_kvmock.hygiene.entries import Opened
@@ -202,7 +202,7 @@ def test_an_index_must_answer_in_some_way():
     class Silent:
         def apply(self, event): ...
 
-    with pytest.raises(TypeError, match=r"match_tokens\(tokens\) and find_tiered\(local_hashes\)"):
+    with pytest.raises(TypeError, match=r"match_tokens\(tokens\), find_tiered\(local_hashes\) and match_tiered"):
         harness(Silent())
 
 
@@ -485,3 +485,84 @@ def test_a_worker_is_compared_in_each_tier_that_is_known_of_it():
     assert problem.observed.startswith(
         "the engine does not hold block 1 in host_pinned; block 1 was stored in host_pinned"
     )
+
+
+# ------------------------------------------------------------------------------------------- asked by tokens
+
+
+class OfTokens:
+    """An index of tokens that tells tiers apart, of adapters too."""
+
+    def __init__(self):
+        self.tree = RadixIndex()
+
+    def apply(self, event):
+        self.tree.apply(event)
+
+    def match_tiered(self, tokens, extra):
+        lora = (extra or {}).get("lora_name")
+        return self.tree.find_tiered(block_hashes(tokens, 4, lora_name=lora))
+
+
+class OfTokensAndHashes(OfTokens):
+    def find_tiered(self, local_hashes):
+        return self.tree.find_tiered(local_hashes)
+
+    def match_tiered(self, tokens, extra):
+        raise AssertionError("it is asked by hashes")
+
+
+class PlainByHashes(OfTokens):
+    def find_matches(self, local_hashes):
+        return self.tree.find_matches(local_hashes).scores
+
+
+class ForgetsTheHost(OfTokens):
+    def match_tiered(self, tokens, extra):
+        return {DEVICE: super().match_tiered(tokens, extra).get(DEVICE, {})}
+
+
+def serve_over_a_host(kv):
+    asked = kv.prompt(3, lora_name="tenant")
+    kv.worker(0).serve(asked)
+    for _ in range(4):
+        kv.worker(0).serve(kv.prompt(3))
+    kv.flush()
+    return asked
+
+
+@pytest.mark.parametrize("index", [OfTokens, OfTokensAndHashes, PlainByHashes])
+def test_an_index_of_tokens_may_tell_tiers_apart(index):
+    profile = EngineProfile(block_size=4, num_blocks=6, tiers={"host": 32})
+    with RouterHarness(profile, "lru", index()) as kv:
+        asked = serve_over_a_host(kv)
+        assert {HOST: {0: 3}} == kv.overlap(asked, tier=None)
+        assert {} == kv.overlap(Prompt(asked.tokens), tier=None)
+
+
+def test_an_index_of_tokens_is_compared_tier_by_tier():
+    profile = EngineProfile(block_size=4, num_blocks=6, tiers={"host": 32})
+    kv = RouterHarness(profile, "lru", ForgetsTheHost())
+    serve_over_a_host(kv)
+    problem = kv.judge().errors[0]
+    assert ("index_drift", HOST) == (problem.rule, problem.storage_tier)
+    assert problem.observed.startswith("match_tiered() of your index (ForgetsTheHost) returned 0 in host_pinned")
+
+
+@pytest.mark.parametrize("index", [OfTokens, PlainByHashes])
+def test_an_index_that_tells_tiers_apart_by_tokens_is_served_no_prompt_of_hashes(index):
+    kv = RouterHarness(EngineProfile(block_size=4), "lru", index())
+    with pytest.raises(
+        ValueError, match=r"takes tokens \(match_tiered\), .* or give the index a find_tiered\(local_hashes\)"
+    ):
+        kv.worker(0).serve(Prompt(hashes=[1, 2]))
+
+
+def test_a_harness_made_by_hand_has_traits_in_one_call():
+    profile = EngineProfile(block_size=4, tiers={"host": 64, "chunk": 2})
+    traits = profile.traits("vllm")
+    assert (True, 2, False) == (traits.copies, traits.chunk, traits.clears_below)
+    assert traits == RouterHarness(profile, "vllm").worker(0).traits
+    assert EngineProfile().traits("vllm_deepseek_v4").publishes_groups
+    with pytest.raises(ValueError, match="unknown backend 'vlm'"):
+        profile.traits("vlm")

@@ -8,12 +8,13 @@ from fnmatch import fnmatchcase
 
 import pytest
 from depth import takes_long
+from plugin_parts import OPTIONS as EVERY_OPTION
 
 from pytest_kvmock.backends import BACKENDS
 from pytest_kvmock.hygiene.rules import RULES
 from pytest_kvmock.plugin.markers import KVMOCK_KEYS
+from pytest_kvmock.plugin.options import LISTS, SYNCS
 from pytest_kvmock.plugin.options import OPTIONS as OPTIONS_OF_KVMOCK
-from pytest_kvmock.plugin.options import SYNCS
 
 KNOWN = ", ".join(BACKENDS)
 
@@ -97,7 +98,8 @@ def test_values_of_pyproject_are_typed(nested):
     result.assert_outcomes(passed=2)
 
 
-FLAGS = [*(option.flag for option in OPTIONS_OF_KVMOCK if option.flag), "--kv-list-backends", "--kv-list-profiles"]
+OF_CONTRIB = [option.flag for option in EVERY_OPTION if option not in OPTIONS_OF_KVMOCK and option.flag]
+FLAGS = [*(option.flag for option in OPTIONS_OF_KVMOCK if option.flag), *LISTS, *OF_CONTRIB]
 SETTINGS = [option.ini for option in OPTIONS_OF_KVMOCK if option.ini]
 
 

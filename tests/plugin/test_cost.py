@@ -23,11 +23,6 @@ print(json.dumps(sorted(name for name in set(sys.modules) - before if name != "i
 
 LIGHT = {
     "pytest_kvmock",
-    "pytest_kvmock.contrib",
-    "pytest_kvmock.contrib.block_managers",
-    "pytest_kvmock.contrib.block_managers.plugin",
-    "pytest_kvmock.contrib.lab",
-    "pytest_kvmock.contrib.lab.plugin",
     "pytest_kvmock.plugin",
     "pytest_kvmock.plugin.fixtures",
     "pytest_kvmock.plugin.hooks",
@@ -36,6 +31,10 @@ LIGHT = {
     "pytest_kvmock.plugin.options",
     "pytest_kvmock.plugin.settings",
 }
+
+for _name in pytest_kvmock.plugin.pytest_plugins:
+    if ".contrib." in _name:
+        LIGHT |= {_name, _name.removesuffix(".plugin"), "pytest_kvmock.contrib"}
 
 
 def in_a_new_process(code, *args):

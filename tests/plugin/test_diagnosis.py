@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from depth import whole_trace
+from scenario_files import need_scenario_files
 
 SECTION = "*Captured kvmock smallest reproduction call*"
 
@@ -357,6 +358,7 @@ def kv_index():
 
 
 def test_what_is_compared_at_the_end_is_pasted_so(nested):
+    need_scenario_files()
     test = """
 @pytest.mark.kvmock(sync="end")
 def test(kv_sink):
@@ -448,6 +450,7 @@ async def test(kv_harness, kv_sink):
     ids=["none", "anyio", "asyncio", "asyncio, auto", "fails by itself"],
 )
 def test_an_async_index_is_pasted_as_its_test_is_awaited(nested, test, begins, plugins, args):
+    need_scenario_files()
     test = '@pytest.mark.kv_backends("lru")\n' + test.lstrip()
     result = nested(AWAITED + test, "--kv-save-scenario=saved", "--kv-reduce=60", *args, plugins=plugins)
     result.assert_outcomes(failed=1)

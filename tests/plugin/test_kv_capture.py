@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from scenario_files import need_scenario_files
 
 from pytest_kvmock.capture import check_file
 from pytest_kvmock.plugin.captures import file_name
@@ -216,6 +217,7 @@ def test_a_stream_in_another_dialect_fails_its_test_and_is_not_clean(nested, pyt
 
 
 def test_a_scenario_file_has_one_too(nested, pytester):
+    need_scenario_files()
     scenario = """
 scenarios:
   serves:

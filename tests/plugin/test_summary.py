@@ -6,6 +6,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 from depth import few
+from scenario_files import need_scenario_files
 
 FAIL = "(--kv-event-warnings=fail makes them fail)"
 
@@ -254,6 +255,7 @@ def test_a_rerun_does_not_count_twice(nested, args):
 
 
 def test_scenario_files_count_too(nested):
+    need_scenario_files()
     files = {
         "pytest.ini": "[pytest]\nkvmock_scenarios = *.kv.yaml\n",
         "a.kv.yaml": "backends: [lru, multi_lru]\nsteps: [{event: {stored: [1]}}, {event: {stored: [1]}}]\n",

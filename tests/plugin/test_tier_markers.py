@@ -1,6 +1,7 @@
 """Tiers in a run: the marker, profiles, what refuses them, and what they are for."""
 
 import pytest
+from scenario_files import need_scenario_files
 
 ABLE = "lineage, lru, multi_lru, vllm, sglang and some of vLLM's hybrid models do"
 PROFILES = """\
@@ -132,6 +133,7 @@ def test_a_wrong_profile_is_one_line_with_its_place(nested, tiers, why):
 
 
 def test_a_scenario_moves_time(nested):
+    need_scenario_files()
     scenario = """\
 profile: {block_size: 4, num_blocks: 8, tiers: {host: 64, gbps: 1.0, bytes_per_token: 250000}}
 scenarios:

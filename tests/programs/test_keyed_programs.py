@@ -1,6 +1,7 @@
 """Programs, scenario files and reproductions with prompts that carry more than tokens."""
 
 import pytest
+from scenario_files import load_scenarios, play, scenario_failure, scenario_text
 
 from pytest_kvmock import (
     BACKENDS,
@@ -19,8 +20,6 @@ from pytest_kvmock.programs.interpreter import Interpreter, calls
 from pytest_kvmock.programs.operations import Finish, Prefill, Program, Run, Serve, Submit
 from pytest_kvmock.prompt_keys import PromptKeys
 from pytest_kvmock.reduce import reproduce
-from pytest_kvmock.scenarios import ScenarioFailure, load_scenarios, play
-from pytest_kvmock.scenarios.writing import scenario_text
 from pytest_kvmock.strict_yaml import YamlError
 
 KEYS = PromptKeys("a", "s", (("cat", 2, 4),), "x")
@@ -166,7 +165,7 @@ def test_a_reproduction_has_what_prompts_carry_where_it_matters(load, level):
     assert "session_id" not in found.as_test()
     assert "index_drift" in failure_of(found, IgnoresAdapters())
     (scenario,) = load(scenario_text(found, "cut"))
-    with pytest.raises(ScenarioFailure, match="index_drift"):
+    with pytest.raises(scenario_failure(), match="index_drift"):
         play(RouterHarness(found.profile, "lineage", IgnoresAdapters()), scenario)
 
 

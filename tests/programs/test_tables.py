@@ -4,6 +4,7 @@ import dataclasses
 from types import MappingProxyType
 
 import pytest
+from scenario_files import load_scenarios, play, scenario_text
 
 from pytest_kvmock import EngineProfile, Prompt, RouterHarness, Stored
 from pytest_kvmock.programs import operations
@@ -29,8 +30,6 @@ from pytest_kvmock.programs.operations import (
     Tick,
 )
 from pytest_kvmock.reduce import Breach, Reproduction
-from pytest_kvmock.scenarios import load_scenarios, play
-from pytest_kvmock.scenarios.writing import scenario_text
 from pytest_kvmock.testing.drafts import Player
 
 TIERED = EngineProfile(

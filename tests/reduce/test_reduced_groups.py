@@ -3,13 +3,12 @@
 from dataclasses import replace
 
 import pytest
+from scenario_files import load_scenarios, play, scenario_text
 
 from pytest_kvmock import RadixIndex, RouterHarness
 from pytest_kvmock.events import Located, Removed, SparseStored, Stored
 from pytest_kvmock.prompt_keys import group_extra
 from pytest_kvmock.reduce import reproduce
-from pytest_kvmock.scenarios import load_scenarios, play
-from pytest_kvmock.scenarios.writing import scenario_text
 
 FULL = group_extra(1)
 WINDOW = group_extra(0, "sliding_window", 8)

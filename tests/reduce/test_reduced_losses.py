@@ -1,13 +1,11 @@
 """Batches that a wire lost, as a subscriber reports them, are part of what a failing stream is cut to."""
 
 import pytest
+from scenario_files import load_scenarios, play, scenario_failure, scenario_text
 
 from pytest_kvmock import Removed, RouterHarness, Stored
 from pytest_kvmock.hygiene.entries import BatchesLost
 from pytest_kvmock.reduce import reproduce
-from pytest_kvmock.scenarios import load_scenarios, play
-from pytest_kvmock.scenarios.player import ScenarioFailure
-from pytest_kvmock.scenarios.writing import scenario_text
 
 LOSS = "batches 4 to 6 did not arrive, and a replay had no such batches any more"
 
@@ -79,7 +77,7 @@ def test_a_scenario_file_has_the_loss(tmp_path, to_sink, residency):
 
     (scenario,) = load_scenarios(path)
     harness = RouterHarness(backend="lineage")
-    with pytest.raises(ScenarioFailure, match="batches 4 to 6 did not arrive, and a replay had no such"):
+    with pytest.raises(scenario_failure(), match="batches 4 to 6 did not arrive, and a replay had no such"):
         play(harness, scenario)
 
     (problem,) = harness.events.errors

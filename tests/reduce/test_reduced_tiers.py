@@ -4,6 +4,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
+from scenario_files import load_scenarios, play, scenario_text
 
 from pytest_kvmock import EngineProfile, EventRulesBroken, RadixIndex, RouterHarness, backends
 from pytest_kvmock.backends import BACKENDS
@@ -11,8 +12,6 @@ from pytest_kvmock.engine import WouldWait
 from pytest_kvmock.events import Removed, StorageTier, Stored
 from pytest_kvmock.programs.operations import Finish, Prefill, Tick
 from pytest_kvmock.reduce import reproduce
-from pytest_kvmock.scenarios import load_scenarios, play
-from pytest_kvmock.scenarios.writing import scenario_text
 from pytest_kvmock.tiers import Tiers
 
 HOST = StorageTier.HOST_PINNED

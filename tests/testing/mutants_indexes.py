@@ -798,6 +798,43 @@ class Scans(Tree):
         return super().find_matches(known)
 
 
+@INDEXES.breaks("test_a_look_up_costs_no_more_than_its_share")
+class WalksFromTheRootAtEachDepth(IndexContract):
+    size_blocks = 20_000  # it is as slow as that
+
+    def make_index(self):
+        return Walks()
+
+
+class Walks(Tree):
+    """Has a node for what an event stored, and walks from the root, node by node, at each depth of a prompt."""
+
+    def __init__(self):
+        super().__init__()
+        self.nodes, self.of = [], {}
+
+    def apply(self, event):
+        super().apply(event)
+        data = event.event.data
+        if isinstance(data, Stored):
+            self.of.update(dict.fromkeys(data.block_hashes, len(self.nodes)))
+            self.nodes.append((self.of.get(data.parent_hash), len(data.block_hashes)))
+
+    def find_matches(self, local_hashes):
+        found = super().find_matches(local_hashes)
+        path, node = [], len(self.nodes) - 1
+        while node is not None and node >= 0:
+            path.append(self.nodes[node][1])
+            node = self.nodes[node][0]
+        for depth in range(len(local_hashes)):
+            blocks = 0
+            for count in reversed(path):
+                blocks += count
+                if blocks > depth:
+                    break
+        return found
+
+
 @INDEXES.breaks("test_local_hashes_are_compared_whole")
 class KeepsLocalHashesAsFloats(IndexContract):
     def make_index(self):
@@ -1274,6 +1311,11 @@ class DividesTheSpanByItsHashes(MisreadsGroups):
 @INDEXES.breaks("test_parents_are_those_of_the_same_group")
 class LooksUpParentsAcrossGroups(MisreadsGroups):
     Reader = hybrid_readers.LooksUpParentsAcrossGroups
+
+
+@INDEXES.breaks("test_what_a_sparse_group_removes_stays_with_the_attention_group")
+class RemovesOfAnyGroup(MisreadsGroups):
+    Reader = hybrid_readers.RemovesOfAnyGroup
 
 
 @INDEXES.breaks("test_the_attention_group_may_have_any_number")

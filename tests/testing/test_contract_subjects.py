@@ -107,7 +107,14 @@ CASES = [
     ),
     (
         subject(IndexContract, make_index=lambda self: RadixIndex(), block_size=3),
-        "backends has 'lineage': block_size must be a power of two from 2 to 1024 (tokens a block), got 3",
+        (
+            "block_size = 3 is not for backend 'lineage': block_size must be a power of two from 2 to 1024 (tokens a block), got 3; blocks "
+            "of 4 are for all backends of the contract"
+        ),
+    ),
+    (
+        subject(IndexContract, make_index=lambda self: RadixIndex(), block_size="x"),
+        "block_size must be an integer of at least 1, got 'x'",
     ),
     (
         subject(IndexContract, make_index=lambda self: RadixIndex(), index_semantics="e2"),
@@ -169,7 +176,10 @@ def test_every_test_fails_in_one_line_that_says_what_is_wrong(contract, line):
     [
         (
             NoFind,
-            "the index under test (NoFind) has none of find_matches(local_hashes), match_tokens(tokens) and find_tiered(local_hashes)",
+            (
+                "the index under test (NoFind) has none of find_matches(local_hashes), match_tokens(tokens), "
+                "find_tiered(local_hashes) and match_tiered(tokens, extra)"
+            ),
         ),
         (
             Full,
@@ -312,7 +322,7 @@ def test_a_fault_in_live_traffic_that_cannot_be_reproduced_is_told_why():
         ("test_a_removed_worker_has_nothing", "Plain has no remove_worker(worker_id): what it leaves was not checked"),
         (
             "test_offloaded_blocks_need_no_parent",
-            "Plain has no find_tiered(local_hashes): tiers below the device were not checked",
+            "Plain has neither find_tiered(local_hashes) nor match_tiered(tokens, extra): tiers below the device were not checked",
         ),
         (
             "test_salts_are_told_apart",
@@ -510,3 +520,57 @@ def test_a_long_chain_is_its_number_of_blocks():
     assert failure.startswith(f"AssertionError: {text}")
     assert "worker 0 stored 1,500 blocks\n" in f"{failure}\n"
     assert failure.isascii()
+
+
+@pytest.mark.parametrize(
+    ("backends", "least"), [(None, 4), (("lru", "vllm_gemma4"), 4), (("vllm", "vllm_deepseek_v4"), 64)]
+)
+def test_the_blocks_of_an_index_are_the_least_that_all_backends_allow(backends, least):
+    contract = subject(IndexContract, make_index=lambda self: RadixIndex(), backends=backends)
+    assert least == contract.block_size == contract().block_size
+    contract().test_a_stored_prompt_is_found_whole()
+
+
+def test_no_block_size_may_fit_all_backends():
+    def make(**sizes):
+        if sizes["block_size"] != 3:
+            raise ValueError(f"block_size must be 3, got {sizes['block_size']}")
+        return BACKENDS["vllm"].make(**sizes)
+
+    contract = subject(IndexContract, make_index=lambda self: RadixIndex(), backends=(BackendSpec("three", "x", make),))
+    with pytest.raises(pytest.fail.Exception, match="backends has 'three': block_size must be 3, got 4"):
+        contract().test_a_new_index_is_empty()
+
+
+NOT_JUDGED = (
+    "kvmock: test_mine.py::TestMine: not judged: copies of a block (vllm in backends), cache groups (a hybrid model in backends, or reads_groups = "
+    "True), partial blocks (trtllm in backends), tiers below the device (find_tiered(local_hashes) or match_tiered(tokens, extra)), whether it "
+    "grows (size()), workers that go (remove_worker(worker_id)), a rank that goes (remove_worker_dp_rank(worker_id, dp_rank)), calls from threads "
+    "(threads = True), an event twice, an unannounced restart (survives), an index that forgets (bounded, bounded_at_most)"
+)
+
+
+@pytest.mark.parametrize("options", [[], ["-n2"]], ids=["plain", "xdist"])
+def test_what_an_index_was_not_judged_by_is_one_line_at_the_end(pytester, options):
+    pytester.makepyfile(
+        test_mine="""
+        from pytest_kvmock import RadixIndex
+        from pytest_kvmock.testing import IndexContract
+
+        class Mine:
+            def __init__(self):
+                self.tree = RadixIndex()
+
+            def apply(self, event):
+                self.tree.apply(event)
+
+            def find_matches(self, local_hashes):
+                return self.tree.find_matches(local_hashes)
+
+        class TestMine(IndexContract):
+            def make_index(self):
+                return Mine()
+        """
+    )
+    result = pytester.runpytest_subprocess(*options, "-k", "stored_prompt or size or threads")
+    assert [NOT_JUDGED] == [line for line in result.outlines if line.startswith("kvmock: ")]

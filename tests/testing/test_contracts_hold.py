@@ -229,8 +229,7 @@ class TestRadixIndex(IndexContract):
 
 
 class TestRadixIndexOfLargeBlocks(TestRadixIndex):
-    backends = ("vllm_deepseek_v4",)
-    block_size = 64
+    backends = ("vllm_deepseek_v4",)  # whose blocks have 64 tokens at least, which is that of a class that sets none
 
 
 class ExactIndex:

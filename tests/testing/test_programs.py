@@ -10,7 +10,8 @@ from depth import examples, takes_long
 from hypothesis import Phase, find, given, seed, settings
 from mutants_indexes import IgnoresRemoved, Queued
 
-from pytest_kvmock import EngineProfile, EventRulesBroken, RadixIndex, RouterHarness
+from pytest_kvmock import EngineProfile, EventRulesBroken, RadixIndex, Removed, RouterHarness, Stored, block_hashes
+from pytest_kvmock.prompt_keys import hash_options
 from pytest_kvmock.testing import (
     Burst,
     Clear,
@@ -369,3 +370,70 @@ def test_without_hypothesis_the_contracts_work():
         "from pytest_kvmock.testing import EvictionContract, IndexContract, ManagerContract, WorkerContract, play\n"
     )
     assert (0, "") == (result.returncode, result.stderr)
+
+
+ALL_KEYS = ("lora_name", "cache_salt", "multimodal")
+
+
+class WithoutKey:
+    """An index that looks prompts up by their tokens and what they carry, but for one thing."""
+
+    def __init__(self, ignored=None):
+        self.ignored, self.held = ignored, {}
+
+    def path(self, tokens, extra):
+        options = hash_options(extra)
+        known = {"lora_name": "lora_name", "cache_salt": "cache_namespace", "multimodal": "mm_hashes"}
+        options.pop(known.get(self.ignored), None)
+        return block_hashes(tokens, 4, **options)
+
+    def apply(self, event):
+        data, key = event.event.data, (event.worker_id, event.event.dp_rank)
+        blocks = self.held.setdefault(key, {})
+        if isinstance(data, Stored):
+            flat = [token for block in event.token_ids for token in block]
+            before = blocks.get(data.parent_hash, ((), None))[0]
+            local = self.path(flat, event.extra)
+            for at, block in enumerate(data.block_hashes):
+                blocks[block] = ((*before, *local[: at + 1]), block)
+        elif isinstance(data, Removed):
+            for block in data.block_hashes:
+                blocks.pop(block, None)
+        else:
+            blocks.clear()
+
+    def match_tokens(self, tokens, extra):
+        asked, found = self.path(tokens, extra), {}
+        for key, blocks in self.held.items():
+            paths = {path for path, _ in blocks.values()}
+            found[key] = next((n for n in range(len(asked)) if tuple(asked[: n + 1]) not in paths), len(asked))
+        return found
+
+
+def play_keyed(ignored, keys):
+    @settings(max_examples=100, derandomize=True, database=None, phases=[Phase.generate], deadline=None)
+    @given(traffic(workers=2, keys=keys, near_hashes=False))
+    def drive(program):
+        with RouterHarness(EngineProfile(block_size=4, num_blocks=8, workers=2), "lru", WithoutKey(ignored)) as kv:
+            play(kv, program)
+
+    drive()
+
+
+def test_traffic_with_keys_raises_no_alarm_of_a_right_index():
+    play_keyed(None, ALL_KEYS)
+
+
+@pytest.mark.parametrize("keys", [None, ALL_KEYS], ids=["alone", "beside others"])
+@pytest.mark.parametrize("ignored", ALL_KEYS)
+def test_traffic_with_keys_finds_who_ignores_one(ignored, keys):
+    with pytest.raises(EventRulesBroken, match="index_drift"):
+        play_keyed(ignored, keys or (ignored,))
+
+
+@pytest.mark.parametrize("keys", ["lora_name", ("lora",)])
+def test_traffic_has_no_other_keys(keys):
+    with pytest.raises(
+        ValueError, match=r"^traffic: keys must be a tuple or list of 'lora_name', 'cache_salt', 'multimodal', got"
+    ):
+        traffic(keys=keys)

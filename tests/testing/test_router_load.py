@@ -8,6 +8,7 @@ from random import Random
 import pytest
 from contract_runs import failure_of
 from depth import DEEP, few
+from test_router_aborts import Fewest
 
 from pytest_kvmock.report import report
 from pytest_kvmock.report.routing_figures import assert_balanced, max_to_mean
@@ -31,6 +32,10 @@ SHARED = (TEMPLATE, SHORT, ALL_HOLD, SOME_HOLD)
 
 def contract(make, **traits):
     return type("OfX", (RouterContract,), {"make_router": lambda self: make(), **traits})
+
+
+def of_workers(make, **traits):
+    return type("OfX", (RouterContract,), {"make_router": lambda self, workers: make(workers), **traits})
 
 
 def skip_of(contract, name):
@@ -304,5 +309,43 @@ def test_there_is_nothing_shorter_than_a_block_of_one_token():
 @pytest.mark.parametrize("block_size", [2, 128])
 @pytest.mark.parametrize("name", [name for name in dir(EverydayLoad) if name.startswith("test_")])
 def test_blocks_may_be_of_any_size(name, block_size):
-    right = contract(lambda: RightRouter(range(4)), block_size=block_size, selector=DynamoRouter("1.2.1"))
+    right = of_workers(RightRouter, block_size=block_size, selector=DynamoRouter("1.2.1"))
     assert failure_of(right, name) is None
+
+
+# ------------------------------------------------------------------------------------------------ what has ended
+
+ENDED_WELL = "test_what_ended_well_is_no_load"
+
+
+class NeverFrees(Fewest):
+    def finished(self, request):
+        pass
+
+
+@pytest.mark.parametrize("backend", few([None, "vllm", "sglang", "vllm_gpt_oss"]))
+@pytest.mark.parametrize(
+    "make",
+    [
+        Fewest,
+        RightRouter,
+        lambda _: DynamoRouter("1.6.1", rng=Random(1)),
+        lambda _: RoundRobin(),
+        lambda _: LeastLoaded(),
+        lambda _: MostCached(),
+        lambda _: TwoChoices(1),
+        lambda _: Scorers(1),
+    ],
+    ids=["counting", "right", "dynamo", "turns", "least", "cached", "two choices", "llm-d"],
+)
+def test_a_worker_that_has_served_much_is_used_again(make, backend):
+    assert None is failure_of(of_workers(make, backend=backend), ENDED_WELL)
+
+
+def test_one_that_never_frees_what_it_served_is_found_without_loads():
+    text = failure_of(of_workers(NeverFrees), ENDED_WELL)
+    assert (
+        "worker 0 got none of 36 requests (worker 0: 0, worker 1: 18, worker 2: 18); expected some: all that it had was "
+        in text
+    )
+    assert "so the router counts it as open still. It is told by finished(request)" in text

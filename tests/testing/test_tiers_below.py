@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 from contract_runs import failure_of
-from tiered_indexes import FOUND_BY, BlocksForChunks, HostIndex, contract_of
+from tiered_indexes import FOUND_BY, BlocksForChunks, HashesTokens, HostIndex, contract_of
 
 from pytest_kvmock.backends import backend_spec
 from pytest_kvmock.hygiene.problem import EventRulesBroken
@@ -14,6 +14,10 @@ from pytest_kvmock.tiers.config import Tiers
 
 
 class TestARightIndex(contract_of(HostIndex)):
+    pass
+
+
+class TestARightIndexOfTokens(contract_of(HashesTokens)):
     pass
 
 
@@ -71,7 +75,9 @@ def test_an_index_of_the_device_alone_is_not_asked():
             index.find_tiered = None
             return index
 
-    with pytest.raises(pytest.skip.Exception, match=r"has no find_tiered\(local_hashes\)"):
+    with pytest.raises(
+        pytest.skip.Exception, match=r"has neither find_tiered\(local_hashes\) nor match_tiered\(tokens, extra\)"
+    ):
         Device().test_it_follows_traffic_over_a_host()
 
 

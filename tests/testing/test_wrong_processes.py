@@ -157,6 +157,10 @@ FOUND = {
         "a_stream_that_is_cut_is_not_finished",
         "after everything it counts 1 requests as open",
     ),
+    "counts_those_that_ended_well": (
+        "what_ended_well_is_no_load",
+        "30 requests of worker 0 ended well, and nothing is open: of 16 prompts that nobody holds it got none",
+    ),
     "drops_the_salt": (
         "what_a_client_sends_reaches_the_engine",
         "cache_salt came to an engine as None; 'tenant-a' was sent",

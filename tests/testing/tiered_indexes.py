@@ -2,8 +2,9 @@
 
 from collections import Counter
 
-from pytest_kvmock import Removed, StorageTier, Stored
+from pytest_kvmock import Removed, StorageTier, Stored, block_hashes
 from pytest_kvmock.events import Located
+from pytest_kvmock.prompt_keys import hash_options
 from pytest_kvmock.testing import IndexContract
 
 DEVICE = StorageTier.DEVICE
@@ -194,6 +195,42 @@ class ClearsAllTiers(HostIndex):
         self.clears_below = True
 
 
+class HashesTokens:
+    """The index above, asked by tokens alone.
+
+    Args:
+        traits: of the engine.
+        block_size: tokens a block.
+    """
+
+    def __init__(self, traits, block_size):
+        self.by_hashes, self.size = HostIndex(traits), block_size
+
+    def apply(self, event):
+        self.by_hashes.apply(event)
+
+    def match_tiered(self, tokens, extra):
+        return self.by_hashes.find_tiered(block_hashes(tokens, self.size, **hash_options(extra)))
+
+    def remove_worker(self, worker_id):
+        self.by_hashes.remove_worker(worker_id)
+
+
+class CountsTheDeviceTwice(HashesTokens):
+    """It answers of the host the blocks that the device has, too."""
+
+    def match_tiered(self, tokens, extra):
+        found = super().match_tiered(tokens, extra)
+        host = found[StorageTier.HOST_PINNED]
+        found[StorageTier.HOST_PINNED] = {key: found[DEVICE][key] + blocks for key, blocks in host.items() if blocks}
+        return found
+
+
+class KnowsNoAdapters(HashesTokens):
+    def match_tiered(self, tokens, extra):
+        return super().match_tiered(tokens, None)
+
+
 FOUND_BY = {
     SubtreeRemoved: ("test_a_host_keeps_what_stands_below_a_copy_that_it_gives_up",),
     RemovedIsRemovedEverywhere: (
@@ -215,6 +252,8 @@ FOUND_BY = {
     BlocksForChunks: ("test_part_of_a_chunk_is_worth_nothing",),
     ClearsTheDeviceOnly: ("test_a_cleared_or_removed_worker_has_nothing_in_any_tier",),
     ClearsAllTiers: ("test_a_cleared_leaves_a_host_that_is_a_copy",),
+    CountsTheDeviceTwice: ("test_a_tier_goes_on_where_the_faster_ones_end", "test_it_follows_traffic_over_a_host"),
+    KnowsNoAdapters: ("test_adapters_are_told_apart",),
 }
 """Each wrong one, with the tests of the contract that are about its fault."""
 
@@ -225,8 +264,8 @@ def contract_of(subject):
     class Tiered(IndexContract):
         backends = ("lru", "vllm")
 
-        def make_index(self):
-            return subject(self.traits)
+        def make_index(self, block_size):
+            return subject(self.traits, block_size) if issubclass(subject, HashesTokens) else subject(self.traits)
 
     Tiered.__name__ = subject.__name__
     return Tiered

@@ -631,6 +631,12 @@ def counts_those_that_were_cut():
     leaking(lambda status, error: status == "cut")
 
 
+@bug
+def counts_those_that_ended_well():
+    """A request that was served to its end counts as open for ever."""
+    leaking(lambda status, error: status == 200)
+
+
 def sending(change):
     """Change what is sent to a worker: its headers, and its body as an object."""
     send = Router.send

@@ -14,6 +14,7 @@ from hybrid_readers import (
     LooksUpParentsAcrossGroups,
     MinimumOverGroups,
     OneMap,
+    RemovesOfAnyGroup,
     TakesGroupZero,
     TakesTailsForBlocks,
 )
@@ -51,6 +52,7 @@ FOUND_IN = {
     DividesTheSpanByItsHashes: "full_first",  # elsewhere the attention group corrects it at once
     LooksUpParentsAcrossGroups: "vllm_qwen3_next",
     TakesGroupZero: "vllm_gpt_oss",
+    RemovesOfAnyGroup: "vllm_gpt_oss",
     TakesTailsForBlocks: "vllm_kimi_k3",  # the others have none
 }
 

@@ -124,7 +124,7 @@ def test_ids_and_outcomes_are_the_same_under_xdist(nested):
 
 def test_a_scenario_runs_in_a_test_of_ones_own(nested):
     source = """
-    from pytest_kvmock.scenarios import load_scenarios, play
+    from pytest_kvmock.contrib.scenarios import load_scenarios, play
 
     @pytest.mark.parametrize("scenario", load_scenarios("a.kv.yaml"), ids=lambda scenario: scenario.name)
     @pytest.mark.kv_backends("lru")
@@ -180,7 +180,7 @@ def test_a_saved_scenario_about_an_index_is_skipped_and_says_where_it_is_played(
     again.assert_outcomes(skipped=1)
     again.stdout.fnmatch_lines(["SKIPPED*it needs the index under test: play(kv_harness, load_scenarios(path)[[]0])*"])
     played = """
-    from pytest_kvmock.scenarios import load_scenarios, play
+    from pytest_kvmock.contrib.scenarios import load_scenarios, play
 
     def test_saved(kv_harness):
         play(kv_harness, load_scenarios("saved/test_it.py-test_it.kv.yaml")[0])

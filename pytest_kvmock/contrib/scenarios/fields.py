@@ -11,13 +11,13 @@ from itertools import chain
 from typing import Any, Final
 
 from pytest_kvmock.checks import is_integer, not_allowed_text
+from pytest_kvmock.contrib.scenarios.values import Numbers, WorkerName
 from pytest_kvmock.events import TIER_NAMES, SparseStored, StorageTier
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
 from pytest_kvmock.hygiene.stream_spec import RESIDENCIES, Residency
 from pytest_kvmock.programs.forms import Argument, Operation
 from pytest_kvmock.programs.operations import OPERATIONS
 from pytest_kvmock.prompt_keys import PromptKeys
-from pytest_kvmock.scenarios.values import Numbers, WorkerName
 from pytest_kvmock.strict_yaml import YamlNode, boolean, integer, list_of, nullable, number, plain, string
 
 MOST_TOKENS: Final = 1_000_000

@@ -7,7 +7,7 @@ from itertools import chain
 
 import pytest
 
-from pytest_kvmock.scenarios import load_scenarios
+from pytest_kvmock.contrib.scenarios import load_scenarios
 from pytest_kvmock.strict_yaml import YamlError
 
 STEPS = "steps: [{use: [1]}]"

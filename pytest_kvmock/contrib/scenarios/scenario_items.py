@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 
 from pytest_kvmock.checks import unknown_text
+from pytest_kvmock.contrib.scenarios import Scenario, ScenarioFailure, load_scenarios, play
 from pytest_kvmock.harness import RouterHarness
 from pytest_kvmock.plugin.case import Case, let_waive
 from pytest_kvmock.plugin.fixtures import CASE
@@ -20,7 +21,6 @@ from pytest_kvmock.plugin.matrix import matrix_of
 from pytest_kvmock.plugin.options import default_backends, known_backends
 from pytest_kvmock.plugin.precedence import resolve_matrix, resolve_policy, resolve_profile
 from pytest_kvmock.plugin.settings import SETTINGS, base_profile, profile_name
-from pytest_kvmock.scenarios import Scenario, ScenarioFailure, load_scenarios, play
 from pytest_kvmock.strict_yaml import Place, YamlError
 
 if TYPE_CHECKING:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from pytest_kvmock import EngineProfile, EventRulesBroken, RouterHarness
+from pytest_kvmock.contrib.scenarios import ScenarioFailure, load_scenarios, play
+from pytest_kvmock.contrib.scenarios.writing import scenario_text
 from pytest_kvmock.programs.interpreter import Interpreter
 from pytest_kvmock.programs.operations import Abort, Clear, Prefill, Restart, Run, RunPasses, Submit
 from pytest_kvmock.reduce import Breach, Reproduction, reproduce
-from pytest_kvmock.scenarios import ScenarioFailure, load_scenarios, play
-from pytest_kvmock.scenarios.writing import scenario_text
 from pytest_kvmock.strict_yaml import YamlError
 
 PROFILE = EngineProfile(block_size=4, num_blocks=6, workers=2)

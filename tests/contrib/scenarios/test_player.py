@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pytest_kvmock import EngineProfile, EventRulesBroken, RadixIndex, Removed, RouterHarness
-from pytest_kvmock.scenarios import ScenarioFailure, load_scenarios, play
+from pytest_kvmock.contrib.scenarios import ScenarioFailure, load_scenarios, play
 
 PROFILE = EngineProfile(block_size=4, num_blocks=4, workers=2)
 

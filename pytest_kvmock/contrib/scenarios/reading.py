@@ -8,11 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pytest_kvmock.checks import not_allowed_text
-from pytest_kvmock.faults.kinds import check_fault
-from pytest_kvmock.hygiene.rules import check_rule
-from pytest_kvmock.profiles import FIELDS
-from pytest_kvmock.programs.forms import Operation
-from pytest_kvmock.scenarios.fields import (
+from pytest_kvmock.contrib.scenarios.fields import (
     ARGUMENTS,
     IN_FILES,
     OF_A_SINK,
@@ -36,7 +32,19 @@ from pytest_kvmock.scenarios.fields import (
     read_true,
     read_worker,
 )
-from pytest_kvmock.scenarios.values import METRICS, REQUEST_COUNTS, STATUSES, Expected, Scenario, Step, WorkerName
+from pytest_kvmock.contrib.scenarios.values import (
+    METRICS,
+    REQUEST_COUNTS,
+    STATUSES,
+    Expected,
+    Scenario,
+    Step,
+    WorkerName,
+)
+from pytest_kvmock.faults.kinds import check_fault
+from pytest_kvmock.hygiene.rules import check_rule
+from pytest_kvmock.profiles import FIELDS
+from pytest_kvmock.programs.forms import Operation
 from pytest_kvmock.strict_yaml import YamlNode, boolean, integer, list_of, nullable, plain, read_yaml, string
 
 Reader = Callable[[YamlNode], Any]

@@ -22,6 +22,8 @@ from pytest_kvmock import (
 )
 from pytest_kvmock.cache.dynamo.eviction.lru import LruPolicy
 from pytest_kvmock.cache.dynamo.logical import LogicalManager
+from pytest_kvmock.contrib.scenarios import load_scenarios, play
+from pytest_kvmock.contrib.scenarios.writing import scenario_text
 from pytest_kvmock.hygiene.entries import BatchesLost, WorkerRemoved
 from pytest_kvmock.programs.interpreter import Interpreter
 from pytest_kvmock.programs.operations import (
@@ -39,8 +41,6 @@ from pytest_kvmock.programs.operations import (
 )
 from pytest_kvmock.reduce import Breach, Reproduction, reproduce
 from pytest_kvmock.reduce.program import SinkKind
-from pytest_kvmock.scenarios import load_scenarios, play
-from pytest_kvmock.scenarios.writing import scenario_text
 from pytest_kvmock.strict_yaml import YamlError
 
 

@@ -11,6 +11,7 @@ from uuid import UUID
 
 from pytest_kvmock.checks import did_you_mean
 from pytest_kvmock.clock.engine_state import EngineStalled
+from pytest_kvmock.contrib.scenarios.fields import IN_FILES, OF_A_SINK, PROMPT_KEYS
 from pytest_kvmock.drivers.driver import SlotsLost, WouldWait
 from pytest_kvmock.engine.worker import OutOfBlocks, RequestError
 from pytest_kvmock.events import (
@@ -32,7 +33,6 @@ from pytest_kvmock.plh import lineage_hash
 from pytest_kvmock.programs.forms import OnRequest, OnWorker, Operation, WithPrompt
 from pytest_kvmock.programs.interpreter import Interpreter
 from pytest_kvmock.programs.operations import Abort, Clear, RemoveWorker
-from pytest_kvmock.scenarios.fields import IN_FILES, OF_A_SINK, PROMPT_KEYS
 from pytest_kvmock.tokens import Prompt
 
 if TYPE_CHECKING:
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 
     from pytest_kvmock.cache.manager import KvManager
     from pytest_kvmock.clock.mock_engine import MockEngine
+    from pytest_kvmock.contrib.scenarios.values import Numbers, Scenario, Step, WorkerName
     from pytest_kvmock.engine.worker import KvWorker
     from pytest_kvmock.harness import RouterHarness
     from pytest_kvmock.moves import Block
-    from pytest_kvmock.scenarios.values import Numbers, Scenario, Step, WorkerName
     from pytest_kvmock.strict_yaml import Place
 
 REFUSALS: Final = (OutOfBlocks, RequestError, EngineStalled, WouldWait, SlotsLost, ValueError, TypeError)
