@@ -12,7 +12,7 @@ from hybrid_sizes import EACH, block_size_of, blocks_a_block
 
 from pytest_kvmock import Fleet, MockEngine, MockEngineArgs, Prompt, replay
 from pytest_kvmock.backends import BACKENDS
-from pytest_kvmock.clock import FleetRequest
+from pytest_kvmock.fleet import FleetRequest
 from pytest_kvmock.router import DynamoRouter, RoundRobin
 from pytest_kvmock.traces import TraceRequest
 

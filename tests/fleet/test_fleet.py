@@ -23,8 +23,8 @@ from pytest_kvmock import (
     replay,
 )
 from pytest_kvmock.backends import BACKENDS
-from pytest_kvmock.clock import EngineStalled, FleetRequest
-from pytest_kvmock.fleet import RouterError, RouterStalled
+from pytest_kvmock.clock import EngineStalled
+from pytest_kvmock.fleet import FleetRequest, RouterError, RouterStalled
 from pytest_kvmock.report.statistics import statistics
 from pytest_kvmock.router import Candidate, DynamoRouter, LeastLoaded, MostCached, RoundRobin, RouterRequest
 from pytest_kvmock.traces import TraceRequest, synthetic_trace

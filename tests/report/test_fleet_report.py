@@ -9,7 +9,7 @@ import pytest
 from depth import few, seeds
 
 from pytest_kvmock import EngineProfile, Fleet, MockEngine, MockEngineArgs, Prompt, RouterHarness, replay
-from pytest_kvmock.clock import FleetRequest
+from pytest_kvmock.fleet import FleetRequest
 from pytest_kvmock.report import Objectives, Report
 from pytest_kvmock.report.figures import FIGURES, MOST_WIDE, PRINTED, folded, leading_blocks, names_of
 from pytest_kvmock.report.routing_figures import Choice, assert_balanced, jain, max_to_mean, of_best
