@@ -286,15 +286,15 @@ STOREYS = {
             "router/lower_tier.py",
             "router/locations.py",
         ),
-        3_750,
+        3_950,
     ),
     "contrib": (("contrib/*", "block_manager/*"), 4_650),
     "pytest": (("plugin/*",), 2_250),
-    "for authors": (("testing/*", "reduce/*"), 7_450),
-    "bytes and servers": (("wire/*", "capture/*", "serve/*"), 8_750),
+    "for authors": (("testing/*", "reduce/*"), 7_550),
+    "bytes and servers": (("wire/*", "capture/*", "serve/*"), 8_900),
     "pages and command": (("pages/*", "__main__.py", "programs/*", "strict_yaml.py", "profiles.py"), 1_350),
-    "engines in time": (("clock/*", "schedulers/*", "fleet/*", "report/*", "traces/*", "long_runs.py"), 8_500),
-    "core": (("*",), 19_500),
+    "engines in time": (("clock/*", "schedulers/*", "fleet/*", "report/*", "traces/*", "long_runs.py"), 9_150),
+    "core": (("*",), 19_700),
 }
 """What a storey is made of, and its budget in lines of code. The first that has a module is its storey.
 
@@ -389,10 +389,10 @@ WITHOUT_TESTS = {
 COUNTS = {
     "names of the root": (lambda: len(pytest_kvmock.__all__) - 1, 30),
     "members of RouterHarness": (lambda: len(members(pytest_kvmock.RouterHarness)), 36),
-    "members of Report": (lambda: len(members(Report)), 55),
+    "members of Report": (lambda: len(members(Report)), 43),
     "members of KvServer": (lambda: len(members(KvServer)), 38),
     "arguments of Fleet": (lambda: len(inspect.signature(pytest_kvmock.Fleet).parameters), 18),
-    "arguments of KvServer": (lambda: len(inspect.signature(KvServer).parameters), 19),
+    "arguments of KvServer": (lambda: len(inspect.signature(KvServer).parameters), 20),
     "fixtures": (lambda: len(FIXTURES), 33),
     "keys of the marker": (lambda: len(KVMOCK_KEYS), 19),
     "options of the command line": (lambda: len(OPTIONS), 48),

@@ -7,10 +7,10 @@ from urllib.request import Request, urlopen
 import pytest
 from trtllm_rule import KvCacheAware
 
-from pytest_kvmock import EngineProfile, Prompt, RouterHarness
+from pytest_kvmock import EngineProfile, Fleet, MockEngine, MockEngineArgs, Prompt, RouterHarness
 from pytest_kvmock.backends import BACKENDS
 from pytest_kvmock.cache.trtllm.hashes import V2Hasher
-from pytest_kvmock.fleet import Fleet, FleetRequest, MockEngine, MockEngineArgs
+from pytest_kvmock.fleet import FleetRequest
 from pytest_kvmock.router import RoundRobin, RouterRequest
 from pytest_kvmock.serve import KvServer
 from pytest_kvmock.wire.trtllm_json import read_events
@@ -52,13 +52,13 @@ def errors(router, report):
 @pytest.mark.parametrize(
     ("backend", "policy"),
     [("trtllm", "guaranteed_no_evict"), ("trtllm", "max_utilization"), (V2_WITH_HOST, "max_utilization")],
-    ids=str,
+    ids=lambda each: getattr(each, "name", each),
 )
 def test_it_serves_all_and_reuses_more_than_turns_do(backend, policy):
     _, report = run(backend, KvCacheAware(), policy)
     _, by_turns = run(backend, RoundRobin(), policy)
     assert 240 == len(report.completed)
-    assert report.reused_ratio > by_turns.reused_ratio
+    assert report.figure("prefix_cache_reused_ratio") > by_turns.figure("prefix_cache_reused_ratio")
 
 
 # Of 240 requests, with more and with fewer blocks believed than reused; then of the newer one, which adds what it routed.

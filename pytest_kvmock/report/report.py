@@ -62,7 +62,7 @@ class Report:
     All times are on the clock of the engines. All sums are over the requests that completed. A percentile is the value at `round((n - 1) * q)` of the n sorted
     ones (half up), a standard deviation that of the population; without a value both are 0 (Dynamo's replay).
 
-    The figures (`figure`, `row`, `rows`), over requests that finished where nothing else is said, times in virtual milliseconds:
+    The figures (`figure`, `rows`), over requests that finished where nothing else is said, times in virtual milliseconds:
 
     - `requests` that arrived (of a worker: that it served last), `completed`; `aborted`: those that were called off, which count in
       `requests`, balance and the blocks of the ideal, and neither among those that completed nor in `goodput`;
@@ -182,56 +182,18 @@ class Report:
         return list(self._rows(by_end=True).done)
 
     @property
-    def rejected(self) -> list[ScheduledRequest]:
-        """The requests that were rejected, as they could never fit."""
-        return [request for request in self.requests if request.status == "rejected"]
-
-    @property
     def aborted(self) -> int:
         """Number of requests that were called off, dispatched or not; of a replay also those that its stop left open."""
         return self._rows().aborted
-
-    @property
-    def reported(self) -> list[ScheduledRequest]:
-        """The requests that have a row in `per_request`: in the long form of Dynamo's report those that have an end."""
-        return [each.request for each in self._reported]
 
     @property
     def _reported(self) -> list[RequestRow]:
         return [each for each in self.served if self.facts.pools is None or each.request.status in STATUS]
 
     @property
-    def preemptions(self) -> int:
-        """How often a request was preempted."""
-        return sum(request.preemptions for request in self.requests)
-
-    @property
     def passes(self) -> int:
         """How many forward passes were run, by all engines together."""
         return sum(each.passes for each in self.services)
-
-    @property
-    def duration_ms(self) -> float:
-        """Time from the first arrival, even of a rejected request, to the last token of a completed one; 0 without one.
-
-        Of a replay or a fleet from 1.6.1 on: when the last request that completed ended, from the start of the clock.
-        """
-        return self._rows().duration_ms
-
-    @property
-    def reused_ratio(self) -> float:
-        """Share of the prompts' tokens that were cached, of each request the most that one admission found."""
-        return self._rows().of_prompts("reused_tokens")
-
-    @property
-    def onboarded_tokens(self) -> int:
-        """Tokens that came back from the host for these requests."""
-        return self._rows().total("onboarded_tokens")
-
-    @property
-    def onboarded_ratio(self) -> float:
-        """The same as a share of the prompts' tokens; it is a part of `reused_ratio`."""
-        return self._rows().of_prompts("onboarded_tokens")
 
     def to_json(self) -> dict[str, Any]:
         """Return all figures as JSON: those of Dynamo's replay by its keys, times in milliseconds; of a fleet "fleet" has those of routing.
@@ -250,8 +212,8 @@ class Report:
                 "router": self.router,
                 "trace": self.facts.trace,
                 "trace_digest": self.trace_digest,
-                "picks_digest": self.picks_digest,
-                "held_before": self.held_before,
+                "picks_digest": self._picks_digest,
+                "held_before": self.facts.held_before,
                 "all": self._rows().figures(names_of("all", "worker")),
                 "workers": [
                     {
@@ -263,7 +225,7 @@ class Report:
                     for each in self.services
                 ],
                 **({"lacking": lacking} if (lacking := self.lacking()) else {}),
-                **({} if self.nobody_from_ms is None else {"nobody_from_ms": self.nobody_from_ms}),
+                **({} if self.facts.nobody_from_ms is None else {"nobody_from_ms": self.facts.nobody_from_ms}),
                 **({"aborted": aborted} if (aborted := self.aborted) else {}),
                 "incidents": [each._asdict() for each in self.incidents],
                 "event_errors": None if self.event_errors is None else len(self.event_errors),
@@ -307,37 +269,14 @@ class Report:
         return self.facts.trace or f"trace {self.trace_digest} of {len(self.facts.turns or self.requests)} requests"
 
     @property
-    def picks_digest(self) -> str:
+    def _picks_digest(self) -> str:
         """Eight digits that two runs share if the router picked the same."""
         return digest_of([(pick.number, pick.worker) for pick in self.picks])
-
-    @property
-    def held_before(self) -> int:
-        """Blocks that the engines held as the run began: the router found them there, and `ideal_hit_ratio` knows none of them."""
-        return self.facts.held_before
-
-    @property
-    def loads_every_ms(self) -> float | None:
-        """How old the loads of engines were at most that the router was shown; None: it was shown those of the load book."""
-        return self.facts.loads_every_ms
-
-    @property
-    def nobody_from_ms(self) -> float | None:
-        """From when on no worker was there for the requests that are unfinished, in virtual milliseconds; None: all were served, or there was one."""
-        return self.facts.nobody_from_ms
 
     @property
     def workers(self) -> list[Worker]:
         """The workers, in the order in which they came."""
         return [each.worker for each in self.services]
-
-    def row(self, worker: Worker | None = None) -> Figures:
-        """Return the figures of a worker by name; None: of all together.
-
-        Raises:
-            ValueError: there is no such worker.
-        """
-        return self._figures(worker)
 
     def _figures(self, worker: Worker | None = None, *, has_gaps: bool = True) -> Figures:
         """The figures of a worker, or of all; without those of gaps between tokens, which are millions, where these are not wanted."""
@@ -346,7 +285,7 @@ class Report:
 
     def rows(self) -> dict[Worker | None, Figures]:
         """Return the figures of all together, under None, and of each worker."""
-        return {worker: self.row(worker) for worker in (None, *self.workers)}
+        return {worker: self._figures(worker) for worker in (None, *self.workers)}
 
     def printed_rows(self) -> dict[Worker | None, Figures]:
         """Return of these rows what is printed."""
@@ -428,7 +367,7 @@ class Report:
         workers = ["worker", *("all" if worker is None else str(worker) for worker in rows)]
         return folded([workers], figure_columns(list(rows.values()), PRINTED))
 
-    def table_row(self, worker: Worker | None) -> str:
+    def _table_row(self, worker: Worker | None) -> str:
         """Return the row of a worker, or of all, below what is in its columns."""
         return self.table({worker: self._rows(worker).figures(PRINTED)})
 
@@ -449,8 +388,14 @@ class Report:
     @property
     def compared(self) -> Compared:
         """What a comparison needs of it."""
-        facts = self.router or "no router", self.trace_name, self.trace_digest, self.picks_digest, self.held_before
-        return Compared(*facts, figure=self.figure, figures=self.row)
+        facts = (
+            self.router or "no router",
+            self.trace_name,
+            self.trace_digest,
+            self._picks_digest,
+            self.facts.held_before,
+        )
+        return Compared(*facts, figure=self.figure, figures=self._figures)
 
     def to_html(
         self,
@@ -598,7 +543,7 @@ class Report:
         for name, least in wanted.items():
             value = self.figure(name)
             if value is None or value < least:
-                assert_at_least(name, value, least, f"{self.table_row(None)}\n{self._worst_pick()}")
+                assert_at_least(name, value, least, f"{self._table_row(None)}\n{self._worst_pick()}")
         if times is not None:
             if not isinstance(times, tuple) or len(times) != 2:
                 raise TypeError(f"assert_hit_ratio: times must be (factor, report), got {times!r:.80}")
@@ -608,7 +553,9 @@ class Report:
             least = factor * (theirs or 0.0)
             if value is None or value < least:
                 what = f"hit_ratio, which is {theirs or 0.0:.4g} with {other.router},"
-                assert_at_least(what, value, least, f"{self._start(other)}{self.table_row(None)}\n{self._worst_pick()}")
+                assert_at_least(
+                    what, value, least, f"{self._start(other)}{self._table_row(None)}\n{self._worst_pick()}"
+                )
 
     def assert_balanced(self, within: float | None = None, of: str = "requests") -> None:
         """Require that no worker has more than so many times the mean, by the share of the picks at which each was a candidate.
@@ -637,7 +584,7 @@ class Report:
 
         def row(worker: Worker) -> str:
             called_off = called_off_text(self.figure("aborted", worker), of)
-            return f"{called_off}{self.table_row(worker)}\n{self._worst_pick()}"
+            return f"{called_off}{self._table_row(worker)}\n{self._worst_pick()}"
 
         counts, there = self.counts(of)
         assert_balanced(of.replace("_", " "), counts, within, there, row)
@@ -696,7 +643,7 @@ class Report:
             number = max((each for each in self.served if each.request.token_ms), key=RequestRow.lateness).number
         raise AssertionError(
             f"{name} is {value:.4g}, must be {must} {factor:g} times {best:.4g}, that of {other.router}\n"
-            f"{self._start(other)}{self.table_row(None)}\n{self._worst_pick(number)}"
+            f"{self._start(other)}{self._table_row(None)}\n{self._worst_pick(number)}"
         )
 
     def _start(self, other: Compared) -> str:
@@ -738,7 +685,7 @@ class Report:
         regret = self.regret(selector)
         if regret.share > at_most:
             raise AssertionError(
-                f"the share of picks with regret must be at most {at_most:.2%}: {regret}{stale_note('regret is', self.loads_every_ms)}"
+                f"the share of picks with regret must be at most {at_most:.2%}: {regret}{stale_note('regret is', self.facts.loads_every_ms)}"
             )
 
     def assert_ties_shared(self, selector: Any) -> None:
@@ -758,7 +705,9 @@ class Report:
         """
         __tracebackhide__ = True
         self._need_requests("assert_ties_shared")
-        assert_ties_shared(*self._recorded("assert_ties_shared", selector), stale_note("ties are", self.loads_every_ms))
+        assert_ties_shared(
+            *self._recorded("assert_ties_shared", selector), stale_note("ties are", self.facts.loads_every_ms)
+        )
 
     def assert_no_drift(self) -> None:
         """Require that, at each pick, the router's beliefs about loads, overlaps and workers agree with what it was told.

@@ -97,7 +97,7 @@ def test_a_report_says_what_came_from_device_host_and_storage():
         engine.submit(prompts[user], 1, arrival_ms=at)
     report = engine.run()
     assert (40, 40, 40) == tuple(report.figure(f"{tier}_tokens") for tier in ("device", "host", "storage"))
-    assert report.figure("device_tokens") + report.onboarded_tokens == sum(
+    assert report.figure("device_tokens") + report.figure("onboarded_input_tokens") == sum(
         r.first_reused_tokens for r in report.requests
     )
     kv.assert_in_sync()

@@ -140,7 +140,7 @@ def test_figures_by_hand():
     """Three requests with one prefix of two blocks: the second goes elsewhere, the third back to what the first left."""
     rows = [request(0, [1, 2, 3]), request(500, [1, 2, 4]), request(1000, [1, 2, 5])]
     report = fleet(Fixed(0, 1, 0)).run(rows)
-    whole, first, second = report.row(), report.row(0), report.row(1)
+    whole, first, second = report.rows()[None], report.rows()[0], report.rows()[1]
     assert (3, 2, 1) == (whole["requests"], first["requests"], second["requests"])
     assert (2 / 9, 2 / 6, 0.0) == (whole["hit_ratio"], first["hit_ratio"], second["hit_ratio"])
     assert (4 / 9, 0.5) == (whole["ideal_hit_ratio"], whole["of_ideal"])
@@ -272,7 +272,7 @@ def test_an_engine_by_itself_has_the_percentiles_of_its_release():
 
 def test_every_figure_has_a_value_by_its_name():
     report = fleet(slo=Objectives(ttft_ms=100)).run(trace())
-    row = report.row()
+    row = report.rows()[None]
     assert set(names_of("all", "worker", "latency")) == set(row)
     assert row == {name: report.figure(name) for name in row}
     assert {each.name for each in FIGURES.values() if each.shown == "asked"}.isdisjoint(row)
@@ -525,7 +525,7 @@ def test_overlaps_of_one_that_waited_are_those_of_its_arrival_as_1_6_1_reports_t
         )
     # What was given away, and what was promised, is by what was held when it was picked for.
     assert (2, 2) == (row["promised_blocks"], row["found_blocks"])
-    whole = report.row()
+    whole = report.rows()[None]
     assert (2, 4, 0.5) == (whole["overlap_selected"], whole["overlap_best"], whole["of_best"])
     assert 2 / 3 == whole["overlap_regret"]
     assert (0, 0) == (whole["promised_not_found"], whole["found_not_promised"])
@@ -621,11 +621,11 @@ def test_two_runs_of_a_router_that_draws_are_noted():
 def test_caches_that_an_earlier_run_filled_are_noted():
     served = fleet(RoundRobin())
     first, second = served.run(trace()), served.run(trace())
-    assert 0 == first.held_before < second.held_before
-    note = f"RoundRobin began with 0 blocks in its engines, RoundRobin with {second.held_before}"
+    assert 0 == first.facts.held_before < second.facts.held_before
+    note = f"RoundRobin began with 0 blocks in its engines, RoundRobin with {second.facts.held_before}"
     assert note in str(first.compare(second))
     assert note in str(first.compare(json.loads(json.dumps(second.to_json()))))
-    assert f"the engines held {second.held_before} blocks before this run" in str(second)
+    assert f"the engines held {second.facts.held_before} blocks before this run" in str(second)
     assert "before this run" not in str(first)
     for require in (
         lambda: first.assert_hit_ratio(times=(1.0, second)),
@@ -861,7 +861,7 @@ def test_nor_in_a_harness():
         (lambda r: r.figure("hits"), r"unknown figure 'hits'"),
         (lambda r: r.figure(["hit_ratio"]), r"unknown figure \['hit_ratio'\]"),
         (lambda r: r.assert_regret(DynamoRouter()), r"regret needs the candidates of each pick: .* record=True"),
-        (lambda r: r.row(7), r"there is no worker 7; there are 0, 1"),
+        (lambda r: r.figure("hit_ratio", 7), r"there is no worker 7; there are 0, 1"),
         (
             lambda r: r.counts("request"),
             r"unknown count 'request'; did you mean 'requests' .*known: requests, prompt_tokens",

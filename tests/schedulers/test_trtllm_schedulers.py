@@ -2,9 +2,8 @@
 
 import pytest
 
-from pytest_kvmock import MockEngine, MockEngineArgs, Prompt
+from pytest_kvmock import Fleet, MockEngine, MockEngineArgs, Prompt
 from pytest_kvmock.backends import BACKENDS
-from pytest_kvmock.fleet import Fleet
 from pytest_kvmock.router import RoundRobin
 from pytest_kvmock.traces import TraceRequest
 
@@ -253,7 +252,7 @@ def test_a_pass_is_sorted_by_adapter():
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("backend", [V1, V2, V2_WITH_HOST], ids=str)
+@pytest.mark.parametrize("backend", [V1, V2, V2_WITH_HOST], ids=[V1, V2, V2_WITH_HOST.name])
 def test_a_fleet_serves_a_trace(policy, backend):
     trace = [TraceRequest(7.0 * turn, 64, 24, (turn % 3, 3 + turn % 7, 100 + turn, 200 + turn)) for turn in range(30)]
     engines = [made(policy, backend, blocks=12, block_size=16) for _ in range(2)]
