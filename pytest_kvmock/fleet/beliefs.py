@@ -298,7 +298,11 @@ class Beliefs:
 
 
 def _load(load: tuple[Any, ...]) -> str:
-    return ", ".join(f"{part} {name}" for part, name in zip(load, _PARTS, strict=True) if part is not None)
+    return ", ".join(
+        f"{part} {name.removesuffix('s') if part == 1 else name}"
+        for part, name in zip(load, _PARTS, strict=True)
+        if part is not None
+    )
 
 
 def _is_pair(name: object) -> bool:

@@ -164,7 +164,7 @@ def test_a_right_router_holds_it_over_any_engine(backend, name):
 def test_one_that_leaks_or_frees_twice_is_named_by_the_request_at_which_it_parted(make, name):
     text = failure_of(contract_of(make), name)
     wanted = (
-        rf"^Failed: OfOne: .*: load_drift: {make.__name__}.loads\(\) says .* requests of worker . before the pick for "
+        rf"^Failed: OfOne: .*: load_drift: {make.__name__}.loads\(\) says .* requests? of worker . before the pick for "
     )
     assert re.search(wanted, text, re.DOTALL)
     assert re.search(r"they differ since finished\(request \d+\)", text)
