@@ -62,9 +62,9 @@ class NextTokenLeftOut(FirstTokens):
 
 
 def test_a_name_that_covers_the_next_token_is_said_to():
-    with pytest.raises(EventRulesBroken) as failed:
-        with RouterHarness(EngineProfile(block_size=4, num_blocks=8), "vllm_mtp", NextTokenLeftOut()) as kv:
-            kv.worker(0).prefill([0, 1, 2, 3, *range(8)])
+    profile = EngineProfile(block_size=4, num_blocks=8)
+    with pytest.raises(EventRulesBroken) as failed, RouterHarness(profile, "vllm_mtp", NextTokenLeftOut()) as kv:
+        kv.worker(0).prefill([0, 1, 2, 3, *range(8)])
     assert (
         "without the blocks before it: no stored prefix begins so and has the same next token, which this worker's names cover"
     ) in str(failed.value)
