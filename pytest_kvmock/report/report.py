@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvmock.checks import check_number, unknown_text
@@ -73,6 +73,8 @@ class Report:
       `of_best`: the one as a share of the other; `overlap_regret`: the difference, in blocks a pick;
     - `promised_not_found`: blocks that the index promised at the pick and the first admission did not find; `found_not_promised`;
     - `believed_not_found`: likewise what the router's `believed(request)` said of the worker that it picked; None: it has none;
+    - `device_tokens`, `host_tokens`, `storage_tokens`: tokens of prompts that the first admission found there; what a
+      storage had is not counted as the host's, through which it comes. None without a host;
     - `prompt_tokens_computed` (what was computed again too), `blocks_evicted` (on the device), `preemptions`;
     - `router_wait_ms` until the first pick, `engine_wait_ms` from the last pick to the first admission: means;
     - `ttft`, `itl`, `tpot`, `e2e`, each with `_mean`, `_p50`, `_p75`, `_p90`, `_p95`, `_p99`, `_max`;
@@ -150,15 +152,28 @@ class Report:
         """The rows of a worker, or of all; `by_end`: in the order in which the long form of Dynamo's report sums them up."""
         if worker is not None and worker not in self.workers:
             raise ValueError(f"there is no worker {worker!r:.80}; there are {', '.join(map(repr, self.workers))}")
-        served = self.served
-        if by_end and self.facts.sketches:
+        by_end = by_end and self.facts.sketches
+        known = self._known_rows.get((worker, by_end))
+        if known is None:
+            known = self._make_rows(worker, by_end=by_end)
+            if self.facts.turns:  # a trace that was served; an engine by itself may go on
+                self._known_rows[worker, by_end] = known
+        return known
+
+    @cached_property
+    def _known_rows(self) -> dict[tuple[Worker | None, bool], Rows]:
+        return {}
+
+    def _make_rows(self, worker: Worker | None, *, by_end: bool) -> Rows:
+        served, picks, services, arrived = self.served, self.picks, self.services, self.arrived
+        if by_end:
             served = sorted(served, key=lambda each: each.request.ended_ms or 0.0)
         if worker is None:
-            withdrawn = self.facts.withdrawn
-            return Rows(self.facts, served, self.picks, self.services, arrived=self.arrived, withdrawn=withdrawn)
+            withdrawn, parts = self.facts.withdrawn, partial(map, self._rows, dict.fromkeys(self.workers))
+            return Rows(self.facts, served, picks, services, arrived=arrived, withdrawn=withdrawn, parts=parts)
         served = [each for each in served if each.worker == worker]
-        picks = [pick for pick in self.picks if pick.worker == worker]
-        services = [each for each in self.services if each.worker == worker]
+        picks = [pick for pick in picks if pick.worker == worker]
+        services = [each for each in services if each.worker == worker]
         return Rows(self.facts, served, picks, services, arrived=len(served))
 
     @property
@@ -279,7 +294,7 @@ class Report:
         """The class of the router, by name; "": there was none."""
         return self.facts.router
 
-    @property
+    @cached_property
     def trace_digest(self) -> str:
         """Eight digits that two traces share if they ask for the same; without a trace, two runs of requests of the same lengths."""
         if self.facts.turns:
@@ -332,6 +347,13 @@ class Report:
     def rows(self) -> dict[Worker | None, Figures]:
         """Return the figures of all together, under None, and of each worker."""
         return {worker: self.row(worker) for worker in (None, *self.workers)}
+
+    def printed_rows(self) -> dict[Worker | None, Figures]:
+        """Return of these rows what is printed."""
+        whole = (*PRINTED, *names_of("all"))
+        return {
+            each: self._rows(each).figures(PRINTED if each in self.workers else whole) for each in (None, *self.workers)
+        }
 
     def figure(self, name: str, worker: Worker | None = None) -> float | None:
         """Return one figure of a worker or of all; None if there was nothing to count.
@@ -408,7 +430,7 @@ class Report:
 
     def table_row(self, worker: Worker | None) -> str:
         """Return the row of a worker, or of all, below what is in its columns."""
-        return self.table({worker: self.row(worker)})
+        return self.table({worker: self._rows(worker).figures(PRINTED)})
 
     def __str__(self) -> str:
         return report_text(self, f"{self.router} on {self.trace_name}" if self.router else self._finished_text)
@@ -537,7 +559,7 @@ class Report:
         text = f"{good} of {arrived} requests ({good / arrived:.1%}) keep {kept}, must be {at:.1%}"
         if not bad:
             raise AssertionError(f"{text}; {self.facts.nobody_text or 'the others never left the router'}")
-        worst = max(bad, key=_lateness)
+        worst = max(bad, key=RequestRow.lateness)
         raise AssertionError(f"{text}. The worst:\n{worst}\n{self._worst_pick(worst.number)}")
 
     def assert_hit_ratio(
@@ -671,7 +693,7 @@ class Report:
         must = "at least" if sign > 0 else "at most"
         number = None
         if name.startswith("ttft"):
-            number = max((each for each in self.served if each.request.token_ms), key=_lateness).number
+            number = max((each for each in self.served if each.request.token_ms), key=RequestRow.lateness).number
         raise AssertionError(
             f"{name} is {value:.4g}, must be {must} {factor:g} times {best:.4g}, that of {other.router}\n"
             f"{self._start(other)}{self.table_row(None)}\n{self._worst_pick(number)}"
@@ -778,9 +800,3 @@ class Report:
         if errors:
             more = f"\nand {len(errors) - 5} more" if len(errors) > 5 else ""
             raise AssertionError(f"errors of events: {len(errors)}\n" + "\n".join(map(str, errors[:5])) + more)
-
-
-def _lateness(row: RequestRow) -> float:
-    """The time to the first token; infinite where there was none."""
-    found = row.request.ttft_ms
-    return float("inf") if found is None else found

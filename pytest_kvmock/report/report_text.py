@@ -34,7 +34,7 @@ def report_text(report: Any, about: str) -> str:
         report: the report.
         about: what it is of, for the first line.
     """
-    rows = report.rows()
+    rows = report.printed_rows()
     text = {name: figure_text(value) for name, value in rows[None].items()}
     parts = [f"{type(report).__name__}: {about}", report.table(rows)]
     if report.router:

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from pytest_kvmock import Fleet, MockEngine, MockEngineArgs
 from pytest_kvmock.backends import EngineProfile
-from pytest_kvmock.clock import FleetRequest
-from pytest_kvmock.fleet import RouterError
+from pytest_kvmock.fleet import FleetRequest, RouterError
 from pytest_kvmock.harness import RouterHarness
 from pytest_kvmock.report import Objectives
 from pytest_kvmock.router import DynamoRouter

@@ -17,13 +17,14 @@ from pytest_kvmock import (
     MockEngineArgs,
     OutOfBlocks,
     Prompt,
+    Removed,
     RouterHarness,
     Stored,
     replay,
 )
 from pytest_kvmock.backends import BACKENDS
-from pytest_kvmock.clock import EngineStalled, FleetRequest
-from pytest_kvmock.fleet import RouterError, RouterStalled
+from pytest_kvmock.clock import EngineStalled
+from pytest_kvmock.fleet import FleetRequest, RouterError, RouterStalled
 from pytest_kvmock.report.statistics import statistics
 from pytest_kvmock.router import Candidate, DynamoRouter, LeastLoaded, MostCached, RoundRobin, RouterRequest
 from pytest_kvmock.traces import TraceRequest, synthetic_trace
@@ -68,6 +69,47 @@ class Listening(RoundRobin):
 
     def finished(self, request):
         self.calls.append(("finished", request.number, request.status))
+
+
+class Hearing(RoundRobin):
+    """Notes the events that it is told."""
+
+    def __init__(self):
+        super().__init__()
+        self.heard = []
+
+    def apply(self, event):
+        self.heard.append(event)
+
+
+@pytest.mark.parametrize("backend", ["vllm", "vllm_0_19", "lineage"])
+def test_a_router_that_hears_no_events_is_served_as_one_that_does(backend):
+    """Where nobody looks at events one by one, blocks that are removed come in a row: ids, caches and figures are the same."""
+    hearing, heard = Hearing(), []
+    listened = engines(3, backend=backend)
+
+    class Listener:
+        def publish(self, event):
+            heard.append(event)
+
+    listened[1].worker.publish_to(Listener())
+    plain, told, watched = (
+        Fleet(engines(3, backend=backend), RoundRobin()),
+        Fleet(engines(3, backend=backend), hearing),
+        Fleet(listened, RoundRobin()),
+    )
+    expected = plain.run(trace(120))
+    for fleet in (told, watched):
+        report = fleet.run(trace(120))
+        assert (expected.picks, expected.per_request()) == (report.picks, report.per_request())
+        assert expected.rows() == report.rows()
+    assert any(isinstance(each.data, Removed) for each in hearing.heard)
+    for worker in range(3):
+        ids = [each.event_id for each in hearing.heard if each.worker_id == worker]
+        assert list(range(len(ids))) == ids
+    assert [(each.event_id, each.data) for each in hearing.heard if each.worker_id == 1] == [
+        (each.event_id, each.data) for each in heard
+    ]
 
 
 def test_hooks_are_called_in_order_and_one_token_has_no_first():

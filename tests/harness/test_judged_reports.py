@@ -80,7 +80,7 @@ def test_ranks_have_rows_of_their_own():
 
 
 def test_prompts_that_differ_by_adapter_share_nothing_in_the_ideal():
-    from pytest_kvmock.clock import FleetRequest
+    from pytest_kvmock.fleet import FleetRequest
 
     rows = [FleetRequest(Prompt(range(24), lora_name=name), 2, 100.0 * at) for at, name in enumerate("abab")]
     report = harness().fleet().run(rows)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pytest_kvmock import EngineProfile, Fleet, MockEngine, MockEngineArgs, Removed, RouterHarness, replay
-from pytest_kvmock.clock import FleetRequest
+from pytest_kvmock.fleet import FleetRequest
 from pytest_kvmock.report import Objectives, page_data
 from pytest_kvmock.report.routing_figures import got_nothing
 from pytest_kvmock.router import DynamoRouter, MostCached, RadixIndex, RoundRobin
