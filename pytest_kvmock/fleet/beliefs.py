@@ -165,7 +165,7 @@ class Beliefs:
                     if removed is not None and removed not in hook:
                         hook += f", and before that {removed}: what it held until then is gone"
                 else:
-                    hook = "" if after is None else f"; they part after {after}"
+                    hook = "" if after is None else f"; they differ since {after}"
                 where = f"before the pick for request {request.number} at {request.now_ms:g} ms"
                 belief = Belief(
                     rule, request.now_ms, request.number, worker, f"{observed} {where}{hook}", expected, follows
@@ -298,7 +298,11 @@ class Beliefs:
 
 
 def _load(load: tuple[Any, ...]) -> str:
-    return ", ".join(f"{part} {name}" for part, name in zip(load, _PARTS, strict=True) if part is not None)
+    return ", ".join(
+        f"{part} {name.removesuffix('s') if part == 1 else name}"
+        for part, name in zip(load, _PARTS, strict=True)
+        if part is not None
+    )
 
 
 def _is_pair(name: object) -> bool:

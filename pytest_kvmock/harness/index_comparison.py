@@ -451,7 +451,10 @@ class IndexComparison:
         first, last, count = block_text(chain.blocks[0]), block_text(chain.blocks[-1]), len(chain.local)
         if chain.negative == "tail":
             what = f"block {last} alone" if count == 1 else f"the {count} blocks from {first} to {last}"
-            return f"{what}, without the blocks before {'it' if count == 1 else 'them'}: no stored prefix begins so"
+            text = f"{what}, without the blocks before {'it' if count == 1 else 'them'}: no stored prefix begins so"
+            if stream is None or not stream.lookahead:
+                return text
+            return f"{text} and has the same next token, which this worker's names cover"
         made = f"{first} with one token changed" if chain.tokens is not None else f"another in place of {first}"
         if count > 1:
             return f"{last} behind a block that nobody stored: {made}; what stands before a block is part of it"

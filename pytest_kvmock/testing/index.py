@@ -325,6 +325,14 @@ class IndexContract(
                 for letter in "aabcde":
                     harness.worker(0).serve(prompt_of(letter, self.block_size))
                     self._check(harness)
+            # A repeated prompt makes no copy over a draft model, and over a hybrid one all copies may go at once.
+            index = self._start()
+            index.store("abc")
+            index.store("abc")
+            index.remove("abc", "ab", "a")
+            index.expect("abc", {0: 3})
+            index.remove("abc", "ab", "a")
+            index.expect("abc", {})
 
     # -------------------------------------------------------------------------------------------- all the while
 

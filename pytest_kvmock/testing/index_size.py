@@ -112,10 +112,11 @@ class AtSize(OverIndex):
         wrong = first_difference(answer, {} if index.index.may_forget else due, due)
         if wrong is not None:
             whose, of, found, right = wrong
+            due_here = right.stop - 1
+            hint = ". An index that forgets declares how much it keeps at least: bounded" if found < due_here else ""
             raise AssertionError(
                 f"with {self.size_blocks:,} blocks (size_blocks) over {_WORKERS} workers of {ranks} ranks, a look-up of "
-                f"{len(letters):,} blocks finds {found:,} of {worker_text(whose, of)}; expected {right.stop - 1:,}. "
-                "An index that forgets declares how much it keeps at least: bounded"
+                f"{len(letters):,} blocks finds {found:,} of {worker_text(whose, of)}; expected {due_here:,}{hint}"
             )
 
     def _seconds(self, blocks: int) -> float:

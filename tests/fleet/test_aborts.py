@@ -638,7 +638,7 @@ def test_a_router_that_leaks_on_aborted_is_found():
     report = Fleet(engines(), Leaks()).run(requests(_1={"abort_after_tokens": 2}))
     (belief,) = report.beliefs
     assert "load_drift" == belief.rule
-    assert "they part after finished(request 1)" in belief.observed
+    assert "they differ since finished(request 1)" in belief.observed
 
 
 def test_what_a_router_raises_as_a_request_is_withdrawn_is_its_error():

@@ -307,7 +307,7 @@ def test_the_hook_after_which_they_part_is_named():
     (belief, *_) = bare(NeverFreed).beliefs
     text = (
         r"NeverFreed\.loads\(\) says \d+ prefill tokens, \d+ blocks, \d+ requests of worker \d before the pick for request \d+ at "
-        r"[\d.]+ ms; they part after finished\(request 6\) at [\d.]+ ms"
+        r"[\d.]+ ms; they differ since finished\(request 6\) at [\d.]+ ms"
     )
     assert re.fullmatch(text, belief.observed)
     assert "9 prefill tokens, 17 blocks, 3 requests" == belief.expected
@@ -321,7 +321,7 @@ def test_a_hook_that_the_router_does_not_have_is_named_too():
     assert (
         belief.observed
         == f"Deaf.workers() does not know worker 3 before the pick for request {belief.number} at {belief.ms:g} ms; "
-        "they part after worker_added(3) at 200 ms, which it does not have"
+        "they differ since worker_added(3) at 200 ms, which it does not have"
     )
     assert "the workers 0, 1, 2, 3" == belief.expected
 

@@ -694,7 +694,7 @@ def test_who_did_not_listen_is_said():
     (belief,) = Fleet(engines(), Deaf()).run(trace()).beliefs
     assert "worker_drift" == belief.rule
     assert belief.observed.startswith("Deaf.workers() does not know worker 0 before the pick for request 0 at 0 ms; ")
-    assert belief.observed.endswith("they part after started([0, 1]) at 0 ms")
+    assert belief.observed.endswith("they differ since started([0, 1]) at 0 ms")
 
 
 def test_the_router_of_a_harness_is_told_too():

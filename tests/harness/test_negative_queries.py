@@ -2,7 +2,7 @@
 
 import pytest
 
-from pytest_kvmock import EngineProfile, RadixIndex, RouterHarness
+from pytest_kvmock import EngineProfile, EventRulesBroken, RadixIndex, RouterHarness
 from pytest_kvmock.events import Cleared, Stored
 from pytest_kvmock.tokens import block_hashes
 
@@ -52,6 +52,22 @@ class FirstTokens(RadixIndex):
 
     def match_tokens(self, tokens):
         return RadixIndex.find_matches(self, self.keyed(tokens[: len(tokens) // 4 * 4]))
+
+
+class NextTokenLeftOut(FirstTokens):
+    """Reads the names of a draft model as plain ones."""
+
+    def keyed(self, tokens):
+        return tuple(block_hashes(tokens, 4))
+
+
+def test_a_name_that_covers_the_next_token_is_said_to():
+    profile = EngineProfile(block_size=4, num_blocks=8)
+    with pytest.raises(EventRulesBroken) as failed, RouterHarness(profile, "vllm_mtp", NextTokenLeftOut()) as kv:
+        kv.worker(0).prefill([0, 1, 2, 3, *range(8)])
+    assert (
+        "without the blocks before it: no stored prefix begins so and has the same next token, which this worker's names cover"
+    ) in str(failed.value)
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_the_tests_of_a_page_pass(page_run, page):
     assert set() == {"failed", "errors", "error", "xfailed"} & set(outcomes)
     # A contract skips what an index or a router does not have; nothing else is skipped.
     skipped = re.findall(
-        r"^SKIPPED \[(\d+)\] \S*testing/(?:index|index_load|index_size|tiers_below|hybrid_streams|partial_streams|workers_that_go|distinct_blocks|router_\w+|process_subject)\.py:",
+        r"^SKIPPED \[(\d+)\] \S*testing/(?:index|index_load|index_size|tiers_below|draft_streams|hybrid_streams|partial_streams|workers_that_go|distinct_blocks|router_\w+|process_subject)\.py:",
         result.stdout.str(),
         re.MULTILINE,
     )

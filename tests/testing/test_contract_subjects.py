@@ -1,6 +1,7 @@
 """A contract that is applied to something that is not what it says fails in one clear line, and by no other error."""
 
 import asyncio
+from dataclasses import replace
 from textwrap import dedent
 
 import pytest
@@ -432,6 +433,18 @@ def test_a_bound_that_nobody_declares_is_told_of_with_what_is_found():
     )
 
 
+def test_an_index_that_finds_too_much_is_not_told_of_bounds():
+    class OneRank(RadixIndex):
+        def apply(self, event):
+            super().apply(replace(event, event=replace(event.event, dp_rank=0)))
+
+    contract = subject(IndexContract, make_index=lambda self: OneRank(), size_blocks=1000)
+    assert failure_of(contract, "test_it_holds_what_a_fleet_has") == (
+        "AssertionError: with 1,000 blocks (size_blocks) over 64 workers of 8 ranks, a look-up of 3 blocks finds 3 of worker 0; "
+        "expected 2"
+    )
+
+
 def test_an_async_index_is_not_asked_from_threads():
     contract = subject(
         IndexContract, make_index=lambda self: Async(), threads=True, run=lambda self, call: asyncio.run(call)
@@ -456,6 +469,15 @@ def test_copies_that_no_engine_of_the_backends_publishes_are_skipped():
         contract().test_a_block_is_held_until_its_last_copy_is_removed()
     assert skipped.value.msg == (
         "backends names no engine that publishes copies of a block (vLLM): copies were not checked"
+    )
+
+
+@pytest.mark.parametrize("backend", ["vllm_mtp", "vllm_gpt_oss"])
+def test_copies_are_checked_over_an_engine_whose_repeated_prompt_loses_none(backend):
+    contract = subject(IndexContract, make_index=lambda self: RadixIndex(), backends=(backend,))
+    assert failure_of(contract, "test_a_block_is_held_until_its_last_copy_is_removed") == (
+        "AssertionError: looked up abc: expected {0: 3}, the index answered {}\nthe index was given, in this order:\n"
+        "  worker 0 stored abc\n  worker 0 stored abc\n  worker 0 removed the last block of abc, ab, a"
     )
 
 
