@@ -290,11 +290,11 @@ STOREYS = {
     ),
     "contrib": (("contrib/*", "block_manager/*"), 4_650),
     "pytest": (("plugin/*",), 2_250),
-    "for authors": (("testing/*", "reduce/*"), 7_550),
+    "for authors": (("testing/*", "reduce/*"), 7_600),
     "bytes and servers": (("wire/*", "capture/*", "serve/*"), 8_900),
     "pages and command": (("pages/*", "__main__.py", "programs/*", "strict_yaml.py", "profiles.py"), 1_350),
     "engines in time": (("clock/*", "schedulers/*", "fleet/*", "report/*", "traces/*", "long_runs.py"), 9_150),
-    "core": (("*",), 19_700),
+    "core": (("*",), 19_750),
 }
 """What a storey is made of, and its budget in lines of code. The first that has a module is its storey.
 
@@ -411,3 +411,65 @@ def test_what_must_be_learned_does_not_grow_by_itself(what):
         f"{what}: there are {count()}, and {most} were agreed on: a new one takes another one away, or raises the number in the same "
         "commit, which says why; who takes one away lowers it"
     )
+
+
+# ------------------------------------------------------------------------------- twins, and what skips ahead
+
+REPOSITORY = HOME.parent
+DESIGN = REPOSITORY / "docs" / "design.md"
+
+
+def table_of(heading):
+    """The rows of the table below a heading of the page on design, each with its cells."""
+    text = DESIGN.read_text(encoding="utf-8").partition(f"### {heading}\n")[2].partition("\n#")[0]
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
+    return rows[2:]
+
+
+def functions_of(path):
+    return {
+        node.name for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.FunctionDef)
+    }
+
+
+def test_twins_stand_in_one_list():
+    rows = table_of("Twins")
+    listed = {re.match(r"`([\w/.]+)`", quick)[1] for quick, *_ in rows}
+    quick = {
+        path.relative_to(HOME).as_posix() for name, path in MODULES.items() if "quick form of" in docstring_of(name)
+    }
+    assert quick == listed, (
+        "a module that is the quick form of another says so in its docstring, and has a row in docs/design.md"
+    )
+    results = (REPOSITORY / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
+    for cells in rows:
+        row = re.search(r'"([^"]+)"', cells[-1])
+        assert row, f"{cells[0]} names no row of benchmarks/RESULTS.md"
+        assert f"| {row[1]} |" in results, f"{cells[0]}: benchmarks/RESULTS.md has no row {row[1]!r}"
+        tests = re.findall(r"`(tests/[\w/.]+)`", cells[2])
+        assert tests
+        assert all((REPOSITORY / each).is_file() for each in tests), tests
+
+
+SKIPPING = {"run_plan", "generate_quietly", "quiet_tokens"}
+"""Functions that run several steps in one, or say how many may be."""
+
+
+def test_what_skips_ahead_has_its_property():
+    rows = table_of("What skips ahead")
+    named = " ".join(where for _, where, _ in rows)
+    skipping = {name: functions_of(path) & SKIPPING for name, path in MODULES.items()}
+    rooms = {
+        "clock": "clock/",
+        "schedulers": "plan` of the schedulers",
+        "drivers": "of drivers",
+        "cache": "and managers",
+    }
+    for name, functions in skipping.items():
+        if functions:
+            assert rooms[name.split(".")[1]] in named, (
+                f"{name} skips ahead ({', '.join(functions)}): docs/design.md says by which property it is held"
+            )
+    for what, _, held in rows:
+        (test,) = re.findall(r"`(tests/[\w/.]+)`", held)
+        assert (REPOSITORY / test).is_file(), f"{what}: there is no {test}"

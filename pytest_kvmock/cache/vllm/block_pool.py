@@ -1,4 +1,4 @@
-"""vLLM's block manager: `KVCacheManager` over `BlockPool`, by release.
+"""vLLM's block manager: `KVCacheManager` over `BlockPool`, by release; the quick form of one group of full attention.
 
 One subject: the life of a physical block, from the free queue to a request and back.
 """
