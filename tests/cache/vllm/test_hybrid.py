@@ -1,6 +1,9 @@
 """vLLM's manager of several cache groups: what is refused, worked examples, and that one group is what it was."""
 
+from random import Random
+
 import pytest
+from depth import seeds
 
 from pytest_kvmock import CapturingSink, create_manager
 from pytest_kvmock.cache import CacheGroup
@@ -129,19 +132,36 @@ def test_one_group_of_full_attention_is_the_manager_of_the_block_pool():
     assert type(made((CacheGroup("mla_attention", block_size=4),))) is VllmHybridManager
 
 
-def test_one_full_group_publishes_what_the_block_pool_does():
+def random_prompts(rng, count):
+    """Prompts of a few blocks of 4 tokens, some of which begin as one before them does, or are the same."""
+    prompts = []
+    for _ in range(count):
+        before = rng.choice(prompts) if prompts and rng.random() < 0.7 else []
+        fresh = [rng.randrange(1000) for _ in range(rng.randint(1, 16))]
+        prompts.append([*before[: rng.randint(0, len(before))], *fresh][:29])
+    return prompts
+
+
+@pytest.mark.parametrize("seed", seeds(200))
+def test_one_full_group_answers_and_publishes_what_the_block_pool_does(seed):
+    prompts = random_prompts(Random(seed), 40)
     streams = []
     for make in (BlockPoolManager, VllmHybridManager):
-        sink = CapturingSink()
+        sink, rng, open_requests, answers = CapturingSink(), Random(seed), [], []
         sizes = {"block_size": 4} if make is BlockPoolManager else {"groups": (FULL,)}
-        manager = make(num_blocks=8, sink=sink, **sizes)
-        for prompt in (range(20), range(17), [*range(8), *range(90, 99)], range(200, 229), range(20)):
+        manager = make(num_blocks=12, sink=sink, **sizes)
+        for prompt in prompts:
             request = manager.new_request(prompt)
             hits = manager.get_computed_blocks(request)
             count = hits.num_tokens if make is VllmHybridManager else 4 * len(hits)
-            assert manager.allocate_slots(request, len(request) - count, hits) is not None
-            manager.free(request)
-        streams.append((sink.events, manager.free_queue))
+            fits = manager.allocate_slots(request, len(request) - count, hits) is not None
+            answers.append((count, fits))
+            if fits:
+                open_requests.append(request)
+            while open_requests and (not fits or rng.random() < 0.6):
+                manager.free(open_requests.pop(rng.randrange(len(open_requests))))
+                fits = True
+        streams.append((answers, sink.events, manager.free_queue))
     assert streams[0] == streams[1]
 
 
