@@ -186,24 +186,29 @@ class ProcessWorld:
         self.fail(problem)
 
     def wait_back(self, worker: int) -> None:
-        """Send completions until a worker that is up again gets one: of what it holds, where the process knows that, else of what nobody holds."""
+        """Send completions until a worker that is up again gets one: of what it alone holds, where the process knows that, else of what nobody holds."""
         __tracebackhide__ = True
         contract, deadline, sent = self._contract, Deadline(self._seconds), 0
         by_events = contract.hears_events and contract.goes_by_prefix
-        prompt = self.text(8)
-        if by_events:
-            self.direct(worker, prompt)
-        elif contract.packs or contract.first_of_equals:
+        if not by_events and (contract.packs or contract.first_of_equals):
             return  # it may have no reason to
+        held: list[str] = []  # each is asked for once: who is sent it in place of this worker holds it too
         while True:
-            _, asked = self.send(prompt if by_events else self.text(2))
+            prompt = self.text(2)
+            if by_events:
+                self.direct(worker, prompt)
+                held.append(prompt)
+                if len(held) <= _AHEAD:
+                    continue
+                prompt = held.pop(0)
+            _, asked = self.send(prompt)
             sent += 1
             if asked and asked[-1].worker == worker:
                 return
             if not deadline.left:
                 break
             self.pause()
-        what = "for what it holds" if by_events else "that nobody holds"
+        what = "for what it alone holds" if by_events else "that nobody holds"
         self.fail(
             f"worker {worker} refused connections, and takes them again: of {sent} completions {what} it got none within {self._seconds:g} s"
         )

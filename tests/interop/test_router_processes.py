@@ -3,10 +3,12 @@
 Both are in Rust, and are not ours. Their circuit breakers and health checks have periods of a second here, and not of minutes.
 """
 
+import json
 import shutil
 import socket
 import sys
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 
@@ -16,7 +18,8 @@ from contract_runs import names_of_tests
 from depth import few
 from process_runs import outcome_of
 
-from pytest_kvmock.testing import ProcessContract
+from pytest_kvmock.testing import ProcessContract, ProcessEnded
+from pytest_kvmock.wire.waiting import Deadline
 
 QUICK = [
     *("--cb-timeout-duration-secs", "1", "--cb-success-threshold", "1"),
@@ -64,8 +67,14 @@ class OfSglangRouter(ProcessContract):
 
     def ready(self, process):
         url = f"http://127.0.0.1:{self.engines.port}"
+        # It is ready by its first worker; with the others another one may be the first of equals.
         process.until_healthy(f"{url}/readiness")
-        return url
+        deadline = Deadline(self.timeout_s)
+        while deadline.left and process.wait(0.02) is None:
+            with urlopen(f"{url}/readiness", timeout=self.timeout_s) as answer:
+                if json.load(answer)["healthy_workers"] == len(self.engines):
+                    return url
+        raise ProcessEnded(f"it has not found all of {self.engines.urls}: {process.state_text}")
 
 
 VLLM_MISSES = {

@@ -209,3 +209,8 @@ def test_load_that_leaks_shows_where_requests_go(bug):
     silent = of_bug(bug, tells_open=False)
     text = "ended badly, and nothing is open: of 16 prompts that nobody holds it got none"
     assert text in outcome_of(silent, "test_what_ended_badly_is_no_load")
+
+
+def test_a_process_that_leaves_who_refused_alone_for_a_while_is_no_wrong_one():
+    right = of_bug("rests_who_refused", first_of_equals=True, counts_open=False)
+    assert outcome_of(right, "test_it_lives_without_a_worker") == ""

@@ -1,6 +1,6 @@
 """The plain router of the examples with one mistake, as a process: python wrong_router.py BUG 16 URL=EVENTS+REPLAY...
 
-Each mistake is a function here that changes the router; its docstring says what is wrong.
+Each mistake is a function here that changes the router; its docstring says what is wrong. What right routers may do as well is one, too.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from aiohttp import ClientConnectionError, ClientError, web
 from plain_router import Cache, Rank, Router, Worker, kept
 
 BUGS = {}
+REST_S = 0.3  # how long a worker that refused a connection is left alone
 
 
 def bug(change):
@@ -765,7 +766,34 @@ def never_ends_while_requests_are_open():
     web.AppRunner.cleanup = waits
 
 
+def rests_who_refused():
+    """No mistake: a worker that refused a connection is left alone for a while, and of equals the one that was picked last is picked."""
+    send = Router.send
+    until = {}
+
+    async def notes(self, request, worker, headers, data):
+        try:
+            return await send(self, request, worker, headers, data)
+        except ClientConnectionError:
+            until[worker] = asyncio.get_running_loop().time() + REST_S
+            raise
+
+    def pick(self, root, tokens, tried):
+        now = asyncio.get_running_loop().time()
+        left = [each for each in self.workers.values() if each not in tried and until.get(each, now) <= now]
+        worker = min(left, key=lambda each: (-each.overlap(root, tokens)[0], -each.picked), default=None)
+        if worker is not None:
+            self.picks += 1
+            worker.picked = self.picks
+        return worker
+
+    Router.send, Router.pick = notes, pick
+
+
+RIGHT = {each.__name__: each for each in (rests_who_refused,)}
+
+
 if __name__ == "__main__":
     name, size, *sources = sys.argv[1:]
-    BUGS[name]()
+    (BUGS | RIGHT)[name]()
     asyncio.run(plain_router.main(Router(int(size)), sources))
