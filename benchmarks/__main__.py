@@ -22,6 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks import (
+    as_typed,
     block_manager,
     collector,
     engines,
@@ -57,6 +58,7 @@ GROUPS = {
     "mooncake": (mooncake.whole_blocks, mooncake.as_long_as_they_were),
     "tiers": (tiers.host,),
     "engines": (engines.shared_workload, engines.mooncake, engines.newest),
+    "as_typed": (as_typed.replays,),
     "fleet": (fleet.speed, fleet.memory, fleet.one_test),
     "reduce": (reduce.events, reduce.requests),
     "serve": (serve.ready, serve.traffic),

@@ -62,11 +62,15 @@ class AcceptedDrafts:
         acceptance: as `checked_acceptance` returns it.
         drafts: of a step; one without a rate is not accepted, but tried.
         seed: of the generator.
+
+    Attributes:
+        drafts: as above.
     """
 
-    __slots__ = ("_bounds", "_counts", "_step", "_words")
+    __slots__ = ("_bounds", "_counts", "_step", "_words", "drafts")
 
     def __init__(self, acceptance: Sequence[float] | list[int], drafts: int, seed: int = USUAL_SEED) -> None:
+        self.drafts = drafts
         self._counts = acceptance.copy() if isinstance(acceptance, list) else None
         rates = () if isinstance(acceptance, list) else (*acceptance, *(0.0,) * drafts)[:drafts]
         self._bounds = [None if rate >= 1 else int(rate * 2**64) for rate in rates]

@@ -289,6 +289,29 @@ at the model's own sizes."""
 _RADIX_OPTIONS: Final = ("policy", "protected_threshold", "dynamo_kv_event_format", "speculative")
 
 
+def _vllm(
+    name: str,
+    models: str,
+    make: Callable[..., KvManager],
+    *,
+    options: tuple[str, ...] = _VLLM_OPTIONS,
+    **fields: Any,
+) -> BackendSpec:
+    """A row of vLLM."""
+    return BackendSpec(
+        name,
+        models,
+        make,
+        residency="counted",
+        in_matrix=False,
+        driver=makers.block_pool_driver,
+        chain=makers.hash_chain,
+        options=options,
+        semantics="1.6.1",
+        **fields,
+    )
+
+
 def _sglang_model(name: str, models: str, real_block_size: int) -> BackendSpec:
     """A row of a hybrid model that SGLang serves."""
     return BackendSpec(
@@ -326,52 +349,27 @@ BACKENDS: Final[Mapping[str, BackendSpec]] = MappingProxyType(
                 driver=makers.whole_move_driver,
                 options=("strict",),
             ),
-            BackendSpec(
+            _vllm(
                 "vllm",
                 "vLLM 0.33.0",
                 makers.vllm,
-                residency="counted",
-                in_matrix=False,
-                driver=makers.block_pool_driver,
-                chain=makers.hash_chain,
                 options=("version", *_VLLM_OPTIONS, "groups", *makers.GROUP_SETTINGS, "tiers"),
-                semantics="1.6.1",
             ),
-            BackendSpec(
-                "vllm_0_19",
-                "vLLM 0.19.1",
-                makers.vllm_0_19,
-                residency="counted",
-                in_matrix=False,
-                driver=makers.block_pool_driver,
-                chain=makers.hash_chain,
-                options=_VLLM_OPTIONS,
-                semantics="1.6.1",
-            ),
-            BackendSpec(
+            _vllm("vllm_0_19", "vLLM 0.19.1", makers.vllm_0_19),
+            _vllm(
                 "vllm_mtp",
                 "vLLM 0.33.0 with a draft model (MTP, 3 drafts a step)",
                 makers.vllm_mtp,
-                residency="counted",
-                in_matrix=False,
-                driver=makers.block_pool_driver,
-                chain=makers.hash_chain,
                 options=(*_VLLM_OPTIONS, *makers.STEP_SETTINGS),
-                semantics="1.6.1",
                 group=SPECULATIVE,
             ),
             *(
-                BackendSpec(
+                _vllm(
                     f"vllm_{name}",
                     f"vLLM 0.33.0 with {model}",
                     partial(makers.hybrid_model, name),
-                    residency="counted",
                     prefix_closed=False,
-                    in_matrix=False,
-                    driver=makers.block_pool_driver,
-                    chain=makers.hash_chain,
                     options=(*_VLLM_OPTIONS, *makers.GROUP_SETTINGS, "tiers"),
-                    semantics="1.6.1",
                     default_block_size=default,
                     real_block_size=real,
                     group=HYBRID,
@@ -505,6 +503,8 @@ def speaker_of(dialect: Dialect) -> BackendSpec:
         ValueError: there is no such backend, or not of that release.
     """
     spec = backend_spec(dialect.backend)
+    if dialect.whole_blocks and "hash_algo" in spec.options:
+        return _named_by_sha256(spec)
     return spec if dialect.version is None else _of_release(spec, dialect.version)
 
 
@@ -543,6 +543,12 @@ def recorded_backend(name: str, models: object) -> BackendSpec:
         return _of_release(spec, version)
     except ValueError:
         return spec
+
+
+@lru_cache(maxsize=8)
+def _named_by_sha256(spec: BackendSpec) -> BackendSpec:
+    """The same backend with the names that TensorRT-LLM's stream over ZMQ has."""
+    return spec.variant(spec.name, in_matrix=spec.in_matrix, hash_algo="v2_sha256_64")
 
 
 @lru_cache(maxsize=64)

@@ -74,7 +74,7 @@ def whole_move_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> 
 def vllm(*, groups: Any = None, tiers: Any = None, **options: Any) -> KvManager:
     """Make a `BlockPoolManager`, or a `VllmHybridManager` where there are other groups than one of full attention."""
     if tiers is not None:
-        return _with_native_offload(tiers, vllm(groups=groups, **_behind_a_connector(options)))
+        return _with_native_offload(tiers, vllm(groups=groups, **options))
     settings: dict[str, Any] = {name: options.pop(name) for name in GROUP_SETTINGS if name in options}
     if groups is not None:
         from pytest_kvmock.cache.vllm.hybrid import of_groups
@@ -90,16 +90,6 @@ def vllm(*, groups: Any = None, tiers: Any = None, **options: Any) -> KvManager:
     from pytest_kvmock.cache.vllm.block_pool import BlockPoolManager
 
     return BlockPoolManager(**options)
-
-
-def _behind_a_connector(options: dict[str, Any]) -> dict[str, Any]:
-    """The options of an engine that has a KV connector, which a host is: with it, a draft model makes hits drop a block."""
-    from dataclasses import replace
-
-    from pytest_kvmock.cache.vllm.speculative import Speculative
-
-    draft = options.get("speculative")
-    return {**options, "speculative": replace(draft, connector=True)} if isinstance(draft, Speculative) else options
 
 
 def _with_native_offload(tiers: Any, manager: Any) -> KvManager:
@@ -151,7 +141,7 @@ def hybrid_model(model: str, *, tiers: Any = None, **options: Any) -> KvManager:
 
     if tiers is None:
         return hybrid_manager(model, **options)
-    return _with_native_offload(tiers, hybrid_manager(model, **_behind_a_connector(options)))
+    return _with_native_offload(tiers, hybrid_manager(model, **options))
 
 
 def block_pool_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> Driver:
@@ -228,9 +218,11 @@ def _with_hicache(tiers: Any, options: dict[str, Any]) -> KvManager:
         raise ValueError(
             f"tiers of sglang are for full attention alone: of hybrid models only laws were measured; got {part}"
         )
-    if options.pop("speculative", None) is not None:
+    draft = options.get("speculative")
+    if getattr(draft, "has_pairs", False):
         raise ValueError(
-            "tiers of sglang are for keys of tokens, as no draft model was recorded with them; got speculative"
+            "tiers of sglang are for keys of tokens, as no draft model with pairs was recorded with them; "
+            f"got {draft!r}"
         )
     policy = options.get("policy", "lru")
     if policy in {"priority", "fifo", "filo", "mru"}:

@@ -7,8 +7,6 @@ One subject: the three names of one block, each with its own use (Dynamo, `lib/t
 * the *positional lineage hash* (PLH) is 128 bits of position, parent and own fragment; block managers key on it.
 
 All hashing is XXH3-64 with seed 1337, the seed that Dynamo's mocker and router share.
-
-One subject: tokens and their hashes, of a block, a sequence that grows and a prompt.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from itertools import repeat
-from operator import itemgetter
 from typing import Any, Final, NoReturn, SupportsIndex, TypeAlias, TypeVar, overload
 
 from xxhash import xxh3_64_intdigest
@@ -162,37 +159,6 @@ def _packed_hashes(data: bytes, block_size: int, seed: int = SEED) -> list[int]:
     """As `block_hashes`, of tokens that are words already."""
     chunks = _splitter(4 * block_size, len(data) // (4 * block_size)).unpack_from(data)
     return list(map(xxh3_64_intdigest, chunks, repeat(seed)))
-
-
-class BlockCutter:
-    """Cuts flat token ids of so many whole blocks: what a decoder of events does for each event.
-
-    Args:
-        blocks: how many blocks.
-        block_size: tokens a block, at least 1.
-    """
-
-    __slots__ = ("_cut", "_pack", "_split")
-
-    def __init__(self, blocks: int, block_size: int) -> None:
-        self._pack = struct.Struct(f"<{blocks * block_size}I").pack
-        self._split = struct.Struct(f"{4 * block_size}s" * blocks).unpack
-        cuts = [slice(at, at + block_size) for at in range(0, blocks * block_size, block_size)]
-        self._cut: Callable[[tuple[int, ...]], Iterable[tuple[int, ...]]]
-        self._cut = itemgetter(*cuts) if blocks > 1 else lambda tokens: (tokens,) * blocks
-
-    def __call__(self, tokens: tuple[int, ...], seed: int = SEED) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-        """Return the local hash and the token ids of each block.
-
-        Args:
-            tokens: of all blocks.
-            seed: as `hash_seed`.
-
-        Raises:
-            struct.error: one is no token id, or there are not as many as the blocks have.
-        """
-        chunks = self._split(self._pack(*tokens))
-        return tuple(map(xxh3_64_intdigest, chunks, repeat(seed))), [*self._cut(tokens)]
 
 
 def keyed_block_hashes(
@@ -388,6 +354,11 @@ class TokenRuns:
         """Make the token ids."""
         return self.cut(0, self._length)
 
+    def repeats(self, block_size: int) -> tuple[Sequence[int], int] | None:
+        """Return the ids as tokens, and how many blocks each fills; None where blocks do not end with the ids."""
+        blocks, over = divmod(self._times, block_size)
+        return None if over else ([each & _TOKEN for each in self._ids], blocks)
+
     def cut(self, start: int, end: int) -> tuple[int, ...]:
         """Make the token ids from one place to another, which is no further than the last."""
         times, made = self._times, []
@@ -397,12 +368,12 @@ class TokenRuns:
 
     def block_hashes(self, block_size: int) -> list[int]:
         """Local hashes of the complete blocks; those of an id are hashed once where blocks end with the ids."""
-        blocks, over = divmod(self._times, block_size)
-        if over:
+        repeats = self.repeats(block_size)
+        if repeats is None:
             return block_hashes(self.tokens(), block_size)
         found: list[int] = []
-        for each in self._ids:
-            found += [_hash_of_run(each & _TOKEN, block_size)] * blocks
+        for each in repeats[0]:
+            found += [_hash_of_run(each, block_size)] * repeats[1]
         del found[self._length // block_size :]
         return found
 
@@ -438,7 +409,7 @@ class Prompt:
             prompt; or a name, salt or items beside `hashes`, which have them in them.
     """
 
-    __slots__ = ("_given", "_kept", "_packed", "_runs", "_tokens", "keys", "num_tokens")
+    __slots__ = ("_end", "_given", "_kept", "_packed", "_runs", "_tokens", "keys", "num_tokens")
 
     keys: PromptKeys | None
     """What it carries beside its tokens; None: nothing."""
@@ -464,6 +435,9 @@ class Prompt:
             keys = PromptKeys(lora_name, cache_salt, multimodal, session_id)  # type: ignore[arg-type]  # it makes items of them
             self.keys = keys if keys.given else None
         self._kept: dict[Any, Any] = {}
+        self._end: tuple[int, int] | None = (
+            None  # of a prompt that was released: a block size, and its last sequence hash
+        )
         self._given: list[int] | None = None
         self._packed: bytes | None = None  # the tokens as words, until they are hashed
         self._runs: TokenRuns | None = None  # what tokens are made of, where they can be made again
@@ -612,6 +586,12 @@ class Prompt:
         """Sequence hashes of the complete blocks. Hashed once; do not change the list."""
         return self._hashes(block_size).sequence
 
+    def last_hash(self, block_size: int) -> int | None:
+        """The sequence hash of its last complete block, which is kept beyond `release`; None: it has none."""
+        if self._end is not None and self._end[0] == block_size:
+            return self._end[1]
+        return next(reversed(self.sequence_hashes(block_size)), None)
+
     def lineage_hashes(self, block_size: int) -> LineageHashes:
         """Lineage hashes of the complete blocks. Made once, when somebody looks at them."""
         return self._hashes(block_size).lineage
@@ -622,6 +602,10 @@ class Prompt:
         if found is None:
             found = self._kept[key] = make()
         return found
+
+    def repeats(self, block_size: int) -> tuple[Sequence[int], int] | None:
+        """Of a prompt of a trace that carries nothing, as `TokenRuns.repeats`; else None."""
+        return None if self._runs is None or self.keys is not None else self._runs.repeats(block_size)
 
     def cut(self, start: int, end: int) -> Sequence[int]:
         """Return the tokens from one place to another, which are known; those of a trace are not kept for it."""
@@ -640,6 +624,9 @@ class Prompt:
         if self._runs is None:
             return
         self._tokens = None
+        for key, found in self._kept.items():
+            if isinstance(found, _Hashes) and found.ends:
+                self._end = key, found.sequence[-1]
         self._kept = {}
 
     def _hashes(self, block_size: int) -> _Hashes:
@@ -787,6 +774,10 @@ class _Hashes:
         if self._sequence is None:
             self._sequence = sequence_hashes(self.local)
         return self._sequence
+
+    @property
+    def ends(self) -> bool:
+        return bool(self._sequence)
 
     @property
     def lineage(self) -> LineageHashes:

@@ -419,7 +419,10 @@ def test_a_prompt_of_runs_is_that_of_its_tokens(runs, block_size):
     plain, made = Prompt(tokens), Prompt(TokenRuns(ids, times, length))
     for _ in range(2):  # as it is, and after it was released
         assert plain.block_hashes(block_size) == made.block_hashes(block_size)
+        assert plain.last_hash(block_size) == made.last_hash(block_size)  # also of one that was released
         assert plain.sequence_hashes(block_size) == made.sequence_hashes(block_size)
+        assert next(reversed(plain.sequence_hashes(block_size)), None) == made.last_hash(block_size)
+        assert plain.last_hash(3) == made.last_hash(3)
         assert (tokens, length) == (made.tokens, made.num_tokens)
         made.release()
 

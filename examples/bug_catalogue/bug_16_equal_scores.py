@@ -3,7 +3,7 @@
 import pytest
 
 from pytest_kvmock import Prompt
-from pytest_kvmock.clock import FleetRequest
+from pytest_kvmock.fleet import FleetRequest
 
 
 class BestScore:

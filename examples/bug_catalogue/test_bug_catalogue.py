@@ -31,6 +31,7 @@ BACKENDS = {
     "bug_30_pairs_by_a_flag": "sglang",
     "bug_31_partial_blocks_count": "trtllm",
     "bug_33_stored_twice_counts_twice": "trtllm",
+    "bug_36_the_host_keeps_all": "sglang",
 }
 
 

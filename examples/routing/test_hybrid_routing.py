@@ -46,7 +46,7 @@ def served(backend, router, requests=documents):
     report = fleet.run(requests())
     assert len(report.completed) == 240
     exact = [router.counted[each.prompt.tokens] == each.cached_tokens // BLOCK for each in report.completed]
-    return sum(exact) / len(exact), report.reused_ratio
+    return sum(exact) / len(exact), report.figure("prefix_cache_reused_ratio")
 
 
 @pytest.mark.parametrize("backend", MODELS)

@@ -1,4 +1,4 @@
-"""The seven policies hold what any router must: they use workers that come, leave out those that go, and let nobody wait for ever.
+"""The eight policies hold what any router must: they use workers that come, leave out those that go, and let nobody wait for ever.
 
 SGLang's rule says what it believes of its tree. The others count nothing by themselves, so what the contract asks of beliefs is
 skipped, and says so. Four go where a prefix is though loads speak against it, which `follows_prefix` declares.
@@ -10,6 +10,7 @@ from hash_ring import HashRing
 from llm_d_scorers import Scorers
 from ray_rule import RayRule
 from sglang_rule import CacheAware
+from trtllm_rule import KvCacheAware
 from two_choices import TwoChoices
 
 from pytest_kvmock.router import DynamoRouter
@@ -59,3 +60,10 @@ class TestDynamoCost(RouterContract):
 
     def make_router(self):
         return DynamoCost()
+
+
+class TestKvCacheAware(RouterContract):
+    backend = "trtllm"
+
+    def make_router(self):
+        return KvCacheAware()

@@ -31,6 +31,7 @@ from pytest_kvmock.block_manager.fabric import (
     Transfer,
 )
 from pytest_kvmock.block_manager.kv_block_manager import KvBlockManager
+from pytest_kvmock.block_manager.kv_block_manager import check_not_cancelled as check_not_cancelled
 from pytest_kvmock.block_manager.local_block import BlockState
 from pytest_kvmock.block_manager.manager_config import (
     CancellationToken,

@@ -369,8 +369,12 @@ def _named(prompt: Prompt, block_size: int, hasher: BlockHasher) -> tuple[list[i
     if not prompt.has_tokens:
         chain = prompt.sequence_hashes(block_size)
         return _as_published(chain, hasher), [], chain[-1] if chain else None
-    assert prompt.tokens is not None
-    digests = hasher.digests(prompt.tokens, block_size, 0, None)
+    digests, runs = None, prompt.repeats(block_size)
+    if runs is not None and (of_runs := getattr(hasher, "digests_of_runs", None)) is not None:
+        digests = of_runs(*runs, prompt.length(block_size) // block_size, block_size)
+    if digests is None:
+        assert prompt.tokens is not None
+        digests = hasher.digests(prompt.tokens, block_size, 0, None)
     return list(map(hasher.name, digests)), digests, digests[-1] if digests else None
 
 

@@ -39,10 +39,12 @@ class EngineAborts:
     Args:
         take_out: takes a request out of the engine; whether it is over with that. Its second argument is whether that was planned as
             the request was submitted.
+        wake: brings a request up to date; whether it was not.
     """
 
-    def __init__(self, take_out: Callable[[EngineRequest, bool], bool]) -> None:
+    def __init__(self, take_out: Callable[[EngineRequest, bool], bool], wake: Callable[[EngineRequest], bool]) -> None:
         self._take_out = take_out
+        self._wake = wake
         self._due: list[tuple[float, int, EngineRequest]] = []
         self._count = 0
         self._limited: dict[EngineRequest, None] = {}
@@ -80,6 +82,10 @@ class EngineAborts:
     @property
     def passes_left(self) -> int | None:
         """In how many passes that generate a token of each the first running request has all that it waits for; None: in none."""
+        if not self._limited:
+            return None
+        for request in self._limited:
+            self._wake(request)
         left = [
             limit - len(request.token_ms)
             for request in self._limited
@@ -124,12 +130,12 @@ class EngineAborts:
             if done is not None:
                 done.aborted.append(request)
 
-    @staticmethod
-    def _take_back(request: EngineRequest, done: ForwardPass | None) -> None:
+    def _take_back(self, request: EngineRequest, done: ForwardPass | None) -> None:
         """Take back what the pass did for a request: its token, or that it ended."""
+        generated = self._wake(request)
         if done is None:
             generated = request.status == "running"
-        else:
+        elif not generated:
             generated = request in done.generated
             if generated:
                 at = done.generated.index(request)
@@ -146,6 +152,7 @@ class EngineAborts:
         if not self._limited:
             return
         for request in [*self._limited]:
+            self._wake(request)
             if not request.is_open:
                 del self._limited[request]
             elif len(request.token_ms) >= (request.abort_after_tokens or 0):

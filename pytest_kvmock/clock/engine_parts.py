@@ -14,13 +14,14 @@ from pytest_kvmock.schedulers.scheduler_specs import SCHEDULERS
 
 if TYPE_CHECKING:
     from pytest_kvmock.cache.manager import KvManager
+    from pytest_kvmock.clock.publish_times import PublishTimes
     from pytest_kvmock.schedulers.host_time import HostTime
     from pytest_kvmock.schedulers.scheduler import Scheduler
     from pytest_kvmock.sinks import GivenSink, Sink
 
 
 def make_worker(args: MockEngineArgs, spec: BackendSpec, sink: GivenSink | None, rng: Random) -> KvWorker:
-    """Make a worker of the sizes that `args` have, over a backend.
+    """Make a worker of the sizes that `args` have, over a backend; half of a handoff has a KV connector.
 
     Raises:
         ValueError: they have a host, and the backend takes none.
@@ -40,6 +41,8 @@ def make_worker(args: MockEngineArgs, spec: BackendSpec, sink: GivenSink | None,
                     f"another; make the worker with tiers={{'host': {args.num_g2_blocks}}}"
                 )
             manager.attach_offload(host)
+        if args.worker_type != "aggregated" and hasattr(manager, "attach_connector"):  # of vLLM
+            manager.attach_connector()
         return manager
 
     return KvWorker(
@@ -75,7 +78,7 @@ def make_scheduler(args: MockEngineArgs, driver: Any, tiers: HostTime | None) ->
             name
             for name, each in BACKENDS.items()
             if each.semantics == args.scheduler_semantics and each.scheduler == spec.name
-        ]
+        ] or [name for name, each in BACKENDS.items() if each.scheduler == spec.name]
         raise ValueError(
             f"semantics={args.scheduler_semantics!r} of engine_type {spec.name!r} schedules over {' or '.join(able)}; "
             f"got {driver.manager.backend!r}"
@@ -99,6 +102,19 @@ def accepted_drafts(args: MockEngineArgs, worker: KvWorker, number: int) -> Acce
     return AcceptedDrafts(draft.acceptance, draft.drafts, args.aic_mtp_seed + number)
 
 
+def publish_times(args: MockEngineArgs, worker: KvWorker) -> PublishTimes | None:
+    """When the events that wait in the cache of an engine are published; None: they do not wait.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    if args.publish_every is None:
+        return None
+    from pytest_kvmock.clock.publish_times import PublishTimes
+
+    return PublishTimes(args.publish_every, worker.manager)
+
+
 def check_worker(args: MockEngineArgs, worker: KvWorker) -> None:
     """Compare the worker's sizes and the arguments.
 
@@ -112,6 +128,12 @@ def check_worker(args: MockEngineArgs, worker: KvWorker) -> None:
     for name, has, asked in zip(names, of_worker, wanted, strict=True):
         if has != asked:
             raise ValueError(f"{name}={asked!r}, and {worker!r} was made with {has!r}; they must be equal")
+    draft: Any = getattr(manager, "speculative", None)
+    if args.worker_type != "aggregated" and getattr(draft, "reads_ahead", False) and not draft.connector:
+        raise ValueError(
+            f"worker_type={args.worker_type!r} hands prompts over, which makes a KV connector, and {worker!r} was made "
+            "without one: make its backend with speculative=Speculative(..., connector=True)"
+        )
     tiers = worker.tiers
     host = None if tiers is None else tiers.num_blocks
     # By itself it makes no host, in the original neither; beside a worker that has one it says how large that is.

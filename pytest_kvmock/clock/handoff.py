@@ -493,7 +493,7 @@ class DestinationFirst(ReservingHandoffs):
         """
         if engine in self._queues and done is not None:
             scheduler = engine.scheduler
-            did = done.generated or done.scheduled or done.admitted or done.preempted
+            did = done.has_generated or done.scheduled or done.admitted or done.preempted
             if scheduler.running and done.end_ms == done.start_ms and not did:
                 waiting = (*scheduler.waiting, *scheduler.parked)
                 raise EngineStalled(done.end_ms, tuple(scheduler.running), waiting, 1)

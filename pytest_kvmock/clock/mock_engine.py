@@ -14,7 +14,7 @@ from pytest_kvmock.backends import BACKENDS, BackendSpec, backend_spec
 from pytest_kvmock.cache.manager import protocol_mismatch
 from pytest_kvmock.checks import check_integer, check_number, is_integer
 from pytest_kvmock.clock.engine_aborts import EngineAborts, check_abort
-from pytest_kvmock.clock.engine_parts import accepted_drafts, check_worker, make_scheduler, make_worker
+from pytest_kvmock.clock.engine_parts import accepted_drafts, check_worker, make_scheduler, make_worker, publish_times
 from pytest_kvmock.clock.engine_request import EngineRequest
 from pytest_kvmock.clock.engine_state import EngineMetrics, EngineSize, EngineStalled
 from pytest_kvmock.drivers.driver import ReservingDriver
@@ -55,7 +55,7 @@ class MockEngine:
         worker: its worker: manager, requests, restarts.
         size: what can ever be served here.
         now_ms: its time, in milliseconds from its start.
-        requests: all requests that it was given.
+        requests: all requests that it was given; while a fleet or a replay runs, they are up to date after `catch_up`.
         passes: how many forward passes it ran.
         prefill_tokens: tokens of prompts that it computed, and with them what it computed again.
         log: records the operations on it; None: nothing does.
@@ -95,7 +95,7 @@ class MockEngine:
         self.prefill_tokens = 0
         self._idle_passes = 0
         self._under_way: ForwardPass | None = None
-        self._aborts = EngineAborts(self._take_out)
+        self._aborts = EngineAborts(self._take_out, self._wake)
         self._begin()
         self.size = EngineSize.of(args, self._driver)
 
@@ -108,6 +108,7 @@ class MockEngine:
         try:
             self.scheduler = make_scheduler(self.args, self._driver, self.worker.tiers)
             self.number_drafts(self.worker.worker_id)
+            self._published = publish_times(self.args, self.worker)
         except ValueError:
             self.worker.detach()
             raise
@@ -119,11 +120,10 @@ class MockEngine:
             ValueError: there is a draft model by the arguments, and one of the backend.
         """
         self.scheduler.accept_drafts(accepted_drafts(self.args, self.worker, number))
-        if self.args.aic_nextn is not None and hasattr(self._driver, "drops_last"):
-            self._driver.drops_last = True
 
     def worker_restarted(self) -> None:
         """Begin anew, as the worker did: nothing runs, waits or arrives, and a pass under way is lost. Time and figures stay."""
+        self.catch_up()
         self._arriving.clear()
         self._aborts.clear()
         self._forget_pass()
@@ -147,6 +147,7 @@ class MockEngine:
     @property
     def report(self) -> Report:
         """A report of what the engine served so far."""
+        self.catch_up()
         facts = RunFacts(self.args.block_size, sketches=self.args.release.reports_workers)
         return Report(tuple(self.requests), facts, (self.row,))
 
@@ -162,6 +163,7 @@ class MockEngine:
             blocks_evicted=worker.removed_blocks,
             preemptions=self._preemptions,
             recomputes_last_token=worker.traits.recomputes_last_token,
+            has_host=worker.tiers is not None,
         )
 
     @property
@@ -181,6 +183,7 @@ class MockEngine:
 
     def on_pass(self, listener: Callable[[ForwardPass], None]) -> None:
         """Call a listener after each forward pass; while there is one, no passes are run in one go."""
+        self.catch_up()
         self._listeners.append(listener)
 
     # -------------------------------------------------------------------------------------------- requests
@@ -451,6 +454,7 @@ class MockEngine:
         request.status, request.ended_ms = "aborted", self.now_ms
         self.worker.requests.remove(request)
         request.end()
+        self._look_idle()
         return True
 
     def _is_scheduled(self, request: EngineRequest) -> bool:
@@ -476,6 +480,7 @@ class MockEngine:
         A pass that is under way gives no tokens, and ends no request; events that are held for its end are published. Its
         worker stays, and so do time, `requests` and `report`. To leave the engine as a context manager does this.
         """
+        self.catch_up()
         self.worker.release_events()
         # Each stands at the end of its queue where it is looked for, or at the beginning: there may be thousands.
         order = (*self._arriving, *self.scheduler.waiting, *reversed(self.scheduler.running))
@@ -488,6 +493,7 @@ class MockEngine:
         self._forget_pass()
         self.scheduler.holds_back_prompts = False
         self._idle_passes = 0
+        self._look_idle()
 
     def _forget_pass(self) -> None:
         """Take back what requests and figures have of the pass that is under way, as its end never comes."""
@@ -524,7 +530,20 @@ class MockEngine:
             EngineStalled: its requests can never make progress.
         """
         self._record(RunPasses, 1, self.worker.worker_id, self.worker.dp_rank)
+        self.catch_up()
         return self._step()
+
+    def _wake(self, request: EngineRequest) -> bool:
+        return self.scheduler.wake(request)  # that of now
+
+    def catch_up(self) -> None:
+        """Bring all requests up to date: those that only generate are else, until somebody looks."""
+        woken = self.scheduler.wake_all()
+        done = self._under_way
+        if done is not None and woken:
+            done.generated += cast("list[EngineRequest]", woken)
+            done.tokens += [0] * len(woken)  # nobody listens
+            done.sleepers = 0
 
     def _record(self, operation: type[Operation], *fields: object) -> None:
         if self.log is not None:
@@ -562,19 +581,22 @@ class MockEngine:
         self._check_until(until_ms)
         self._record(Run, until_ms, self.worker.worker_id, self.worker.dp_rank)
         until = math.inf if until_ms is None else until_ms
-        while not self.is_idle and self.now_ms < until:
-            if not self.has_work and self._arriving[0].arrival_ms >= until:
-                break
-            if not self._is_ready():  # who was to be served is called off
-                continue
-            self._step()
-            next_arrival = self._arriving[0].arrival_ms if self._arriving else math.inf
-            ends = self.plan(self.now_ms, min(until, next_arrival, self._aborts.next_ms), ahead=True)
-            if ends:
-                self.run_plan(ends, ahead=True)
-                self._aborts.during_pass(self.now_ms, None)
-                self.end_plan()
-                self._aborts.at(self.now_ms)
+        try:
+            while not self.is_idle and self.now_ms < until:
+                if not self.has_work and self._arriving[0].arrival_ms >= until:
+                    break
+                if not self._is_ready():  # who was to be served is called off
+                    continue
+                self._step()
+                next_arrival = self._arriving[0].arrival_ms if self._arriving else math.inf
+                ends = self.plan(self.now_ms, min(until, next_arrival, self._aborts.next_ms))
+                if ends:
+                    self.run_plan(ends)
+                    self._aborts.during_pass(self.now_ms, None)
+                    self.end_plan()
+                    self._aborts.at(self.now_ms)
+        finally:
+            self.catch_up()
         if until_ms is not None:
             self.now_ms = max(self.now_ms, until_ms)
             tiers = self.worker.tiers
@@ -586,32 +608,34 @@ class MockEngine:
         if until_ms is not None:
             check_number("until_ms", until_ms, unit=" (milliseconds)")
 
-    def plan(self, now_ms: float, until_ms: float = math.inf, *, ahead: bool = False) -> list[float]:
+    def plan(self, now_ms: float, until_ms: float = math.inf) -> list[float]:
         """Return when the passes end that can be run in one go, as nobody could tell them apart; nothing is done yet.
 
         Args:
             now_ms: when the first one starts.
             until_ms: each starts before this moment.
-            ahead: nobody looks at the block manager before they are run. Where nobody receives events either, passes that open
-                and fill blocks are among them.
         """
         if self._listeners:
             return []
-        ends = self.scheduler.plan(now_ms, until_ms, ahead=ahead and not self.worker.is_heard)
-        left = self._aborts.passes_left if ends else None
-        return ends if left is None else ends[:left]
+        left = self._aborts.passes_left  # it wakes those whose tokens count
+        ends = self.scheduler.plan(now_ms, until_ms)
+        ends = ends if left is None else ends[:left]
+        return ends if self._published is None else self._published.passes(ends)
 
-    def run_plan(self, ends: list[float], *, ahead: bool = False) -> None:
+    def run_plan(self, ends: list[float]) -> None:
         """Run passes that were planned, the first of them or all."""
-        self.scheduler.run_plan(ends, ahead=ahead and not self.worker.is_heard)
+        self.scheduler.run_plan(ends)
         self.now_ms = ends[-1]
         self.passes += len(ends)
         self._idle_passes = 0
+        if self._published is not None:
+            self._published.ran(len(ends))
 
     def end_plan(self) -> None:
         """End passes that were planned and run: who was called off in the last of them gets none of it, and is taken out."""
         self._aborts.end_pass(None, self.now_ms, has_last_pass=self.scheduler.has_last_pass)
         self._aborts.reached(None)
+        self._look_idle()
 
     def record_passes(self, count: int) -> None:
         """Record so many passes that somebody else drives, before they begin."""
@@ -638,6 +662,8 @@ class MockEngine:
             self._last_delivered = arriving[0].arrival_ms
             self.scheduler.submit(arriving.popleft())
         worker = self.worker
+        if self._published is not None:
+            self._published.start_pass()
         if self.args.events_visible_at == "pass_end":
             worker.hold_events()
         try:
@@ -684,6 +710,8 @@ class MockEngine:
         self._under_way = None
         self.now_ms = done.end_ms
         self._aborts.end_pass(done, done.end_ms, has_last_pass=self.scheduler.has_last_pass)
+        if self._published is not None:
+            self._published.end_pass(done, is_idle=not self.has_work)
         self.worker.release_events()
         # None come at the very moment, so passes that take no time and go round in a circle count.
         if not blocks_may_come or (done.end_ms == done.start_ms and done.did_something):
@@ -691,11 +719,17 @@ class MockEngine:
         for listener in self._listeners:
             listener(done)
         self._aborts.reached(done)
+        self._look_idle()
         return done
+
+    def _look_idle(self) -> None:
+        """Publish what waits in the cache, if that is since nobody runs or waits any more."""
+        if self._published is not None and self._under_way is None:
+            self._published.look(is_idle=not self.has_work)
 
     def _watch(self, done: ForwardPass) -> None:
         """Raise once so many passes made no progress that none will."""
-        if done.generated or done.rejected or done.aborted or self.is_idle:
+        if done.has_generated or done.rejected or done.aborted or self.is_idle:
             self._idle_passes = 0
             return
         self._idle_passes += 1

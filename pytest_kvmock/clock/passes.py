@@ -8,7 +8,7 @@ none; not one that could do nothing, before something happens to it.
 
 An engine that would only decode plans all its passes up to one that does something else, and the clock jumps to the last one's end:
 nobody can tell these passes apart. Where something happens to the engine before, the plan is cut behind the pass that is under way
-then. The passes of a plan are computed when it ends; where nobody looks at the block manager before, already when it is cut.
+then. The passes of a plan are computed when it ends.
 """
 
 from __future__ import annotations
@@ -155,7 +155,6 @@ class Passes:
         sources: how many seats, the first ones, are those of prefill engines: no other engine starts a pass while one of theirs that takes
             no time is to end.
         plans: whether passes are planned.
-        ahead: nobody looks at a block manager before the end of a plan; see `MockEngine.plan`.
         end_by: no pass ends later that is planned.
     """
 
@@ -167,7 +166,6 @@ class Passes:
         ends_at_once: bool = True,
         sources: int = 0,
         plans: bool = True,
-        ahead: bool = False,
         end_by: float = math.inf,
     ) -> None:
         self._run = run
@@ -175,7 +173,6 @@ class Passes:
         self._ends_at_once = ends_at_once
         self._sources = sources
         self._plans = plans
-        self._ahead = ahead
         self._end_by = end_by
         # (end, number of the start, seat): an entry that was replaced is passed over.
         self._ends: list[tuple[float, int, Seat]] = []
@@ -248,7 +245,7 @@ class Passes:
             done = self._run.finish(seat)
         did_something = done is None or done.did_something
         if did_something:
-            seat.cycles = done is not None and bool(done.preempted) and not done.generated
+            seat.cycles = done is not None and bool(done.preempted) and not done.has_generated
         if did_something or not self._release.instant_passes_first:
             self._idle.add(seat)
         yield from self._run.ended(seat, done)
@@ -258,8 +255,8 @@ class Passes:
         """Compute the passes of a plan, the first of them or all."""
         if not seat.is_cut:
             self._run.record(seat, len(plan))
-        if plan and not (seat.is_cut and self._ahead):
-            cast("MockEngine", seat.driven).run_plan(plan, ahead=self._ahead)  # a worker with ranks plans nothing
+        if plan:
+            cast("MockEngine", seat.driven).run_plan(plan)  # a worker with ranks plans nothing
         seat.plan, seat.is_cut = [], False
 
     def start(self, now_ms: float) -> Calls:
@@ -280,7 +277,7 @@ class Passes:
         run = self._run
         plan: list[float] = []
         if self._plans:
-            plan = seat.driven.plan(now_ms, run.plans_until(seat), ahead=self._ahead)
+            plan = seat.driven.plan(now_ms, run.plans_until(seat))
             # One of no time lets happen what is due at this moment before the next.
             del plan[bisect_right(plan, self._end_by) if plan and plan[0] > now_ms else 0 :]
         seat.plan = plan
@@ -311,8 +308,6 @@ class Passes:
         if kept < len(plan):
             del plan[kept:]
             self._note_end(seat, plan[-1])
-        if self._ahead:
-            cast("MockEngine", seat.driven).run_plan(plan, ahead=True)
         seat.is_cut = True
 
     def lose(self, engine: MockEngine, now_ms: float) -> None:

@@ -34,7 +34,7 @@ class RankedWorker:
         """Whether a request runs or waits."""
         return any(engine.has_work for engine in self.ranks)
 
-    def plan(self, now_ms: float, until_ms: float, *, ahead: bool = False) -> list[float]:  # noqa: ARG002 - as below
+    def plan(self, now_ms: float, until_ms: float) -> list[float]:  # noqa: ARG002 - as below
         """Return no passes that can be run in one go: each may end another one's later."""
         return []
 

@@ -157,9 +157,7 @@ class _Replay(EngineRun):
         named = dict(enumerate(engines)) | {f"prefill {at}": engine for at, engine in enumerate(prefill)}
         self._notes = RunNotes(cast("Any", named), start_ms)
         at_once = release.instant_passes_first
-        self._passes = Passes(
-            self, release, ends_at_once=at_once, sources=len(prefill), ahead=True, end_by=self._stop_ms
-        )
+        self._passes = Passes(self, release, ends_at_once=at_once, sources=len(prefill), end_by=self._stop_ms)
         for ranks in (*zip(prefill, strict=True), *(engines[at : at + size] for at in range(0, len(engines), size))):
             self._passes.add(ranks)
         self._next_engine = cycle(at for rank in range(size) for at in range(rank, len(engines), size))
@@ -193,6 +191,7 @@ class _Replay(EngineRun):
         finally:
             for engine in self._everyone:
                 engine.on_abort = None
+                engine.catch_up()
         if self._due_ms < math.inf:
             self._abort_open()
         else:

@@ -45,9 +45,9 @@ class BlockPoolDriver(PoolDriver):
         return self.manager.missing_blocks(request, upto + len(tokens), self._hits(request))
 
     def step_inside(self, request: PoolRequest, upto: int) -> bool:
-        """Count the tokens up to one as computed, if it lies in a block that is held and is not its last."""
+        """Count the tokens up to one as computed, if it lies inside the block of the last one that is."""
         size = self.manager.block_size
-        if not upto % size or upto > len(request.block_ids) * size:
+        if request.num_computed_tokens // size != upto // size or upto > len(request.block_ids) * size:
             return False
         request.num_computed_tokens = upto
         return True
@@ -80,7 +80,7 @@ class BlockPoolDriver(PoolDriver):
 
     def _found(self, request: PoolRequest) -> list[int]:
         found = self.manager.get_computed_blocks(request)
-        return found[:-1] if self.drops_last else found
+        return found[:-1] if self.drops_last and request.computes_last_token else found
 
     def allocate(self, request: PoolRequest, upto: int) -> int:
         """Allocate for the first `upto` tokens, and count them as computed; all of them, or nothing changes."""
@@ -90,6 +90,14 @@ class BlockPoolDriver(PoolDriver):
         if is_due and manager.allocate_slots(request, new, hits) is None:
             return request.num_computed_tokens
         return upto
+
+    def reserve_burst(self, request: PoolRequest, tokens: int) -> bool:
+        """Take blocks for so many tokens that a pass may add to a request; False: there are too few."""
+        return self.manager.reserve_slots(request, len(request) + tokens)
+
+    def release_burst(self, request: PoolRequest) -> None:
+        """Give back the blocks of tokens that were not generated."""
+        self.manager.release_slots(request)
 
     def reserve(self, request: PoolRequest, upto: int) -> int | None:
         """Take what is cached of the first `upto` tokens, and blocks for the rest, which are not cached before they are claimed."""

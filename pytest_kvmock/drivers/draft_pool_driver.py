@@ -7,7 +7,7 @@ from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING
 
-from pytest_kvmock.drivers.hybrid_pool_driver import HybridPoolDriver
+from pytest_kvmock.drivers.hybrid_pool_driver import HybridPoolDriver, end_step, prefill_steps
 
 if TYPE_CHECKING:
     from pytest_kvmock.cache.manager import KvManager
@@ -95,8 +95,6 @@ class DraftPoolDriver(HybridPoolDriver):
 
     # ------------------------------------------------------------------------------------------ for a scheduler
 
-    decodes_ahead = False
-
     def allocate(self, request: GroupRequest, upto: int) -> int:
         """Schedule a chunk of the first `upto` tokens, or the last token and drafts; all of them, or none."""
         manager, hits = self.manager, self._hits(request)
@@ -128,13 +126,6 @@ class DraftPoolDriver(HybridPoolDriver):
         return True
 
 
-def _end_step(manager: VllmHybridManager, least: list[int] | None) -> None:
-    if least is not None:
-        least.append(manager.num_free_blocks)
-    manager.end_step()
-    manager.new_step_starts()
-
-
 def _scheduled(manager: VllmHybridManager, request: GroupRequest, tokens: int) -> None:
     """Note a step that was allocated; one that samples nothing is answered at once."""
     request.drafts.scheduled(request, tokens)
@@ -152,19 +143,10 @@ def _answered(manager: VllmHybridManager, request: GroupRequest, tokens: Sequenc
 
 def _prefill(manager: VllmHybridManager, request: GroupRequest, upto: int, least: list[int] | None = None) -> None:
     """Compute the first `upto` tokens, as far as chunks may end there; how many blocks are free in each step is added to `least`."""
-    hits = None if request.holds_blocks else manager.get_computed_blocks(request)
-    while True:
-        start = request.num_computed_tokens + (0 if hits is None else hits.num_tokens)
-        tokens = manager.chunk_tokens(request, min(upto - start, manager.max_num_batched_tokens), hits)
-        if tokens <= 0:
-            return
-        if hits is not None and hits.num_tokens and start + 1 == len(request):
-            tokens = _padded(manager, request, hits)
-        taken = manager.allocate_slots(request, tokens, hits)
-        assert taken is not None  # it was asked before
+    for tokens in prefill_steps(manager, request, upto, _padded):
         _scheduled(manager, request, tokens)
-        _end_step(manager, least)
-        hits = None
+        if least is not None:
+            least.append(manager.num_free_blocks)
 
 
 def _padded(manager: VllmHybridManager, request: GroupRequest, hits: ComputedBlocks) -> int:
@@ -200,5 +182,7 @@ def _decode(
     if run:
         scheduled = _schedule(manager, request)
         assert scheduled  # as above
-        _end_step(manager, least)
+        if least is not None:
+            least.append(manager.num_free_blocks)
+        end_step(manager)
         _answered(manager, request, run)

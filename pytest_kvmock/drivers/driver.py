@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias
@@ -239,14 +239,13 @@ class PoolSchedulerDriver(SchedulerDriver, Protocol):
     the most of one pass; `begin_pass()` and `end_pass()`, which are called before a pass schedules and after; `end_iteration()`,
     which is called when it is over, with what it generated; `chunk_tokens(request, most)`, the tokens of the next chunk,
     0 where the request has to wait; `blocks_alone(request)`, the blocks of a prompt that shares none, where they are not one a block
-    of tokens, and `alone(chunk, capped=)`, what requests of any length need there; `decodes_ahead = False`, where blocks do other than open and fill at multiples of one size.
+    of tokens, and `alone(chunk, capped=)`, what requests of any length need there; `reserve_burst(request, tokens)`,
+    whether it gets blocks for tokens that drafts may add, before any is drawn, and `release_burst(request)` for what is
+    over.
     """
 
     def step_inside(self, request: Any, upto: int) -> bool:
         """Count the tokens up to one as computed, if that needs no block and fills none; False: it does."""
-
-    def generate_ahead(self, request: Any, tokens: Sequence[int]) -> None:
-        """Append tokens, which are computed later."""
 
     def needs_no_output(self, request: Any) -> None:
         """Note that a request asks for no output: all of its prompt may be cached, its last token included."""
@@ -257,6 +256,42 @@ class PoolSchedulerDriver(SchedulerDriver, Protocol):
         Each hit that another request holds counts as one block fewer, those behind the last token too, but no more of
         them than may be taken.
         """
+
+
+class CapacityDriver(PoolSchedulerDriver, Protocol):
+    """Of TensorRT-LLM, whose own scheduler asks which requests its cache has room for before it computes any."""
+
+    def adapter(self, request: Any) -> int:
+        """The number of a request's adapter, by which a pass is sorted; -1: it has none."""
+
+    def first_new_block(self, request: Any) -> Hashable | None:
+        """What its scheduler compares of the first full block of a request that is not cached; None: nothing."""
+
+
+class CountingDriver(CapacityDriver, Protocol):
+    """Of V1, whose scheduler counts blocks before it takes any, those of each window by themselves."""
+
+    def free_blocks(self, without: Sequence[Any] = ()) -> list[int]:
+        """Blocks of each window that nobody uses, cached ones included, if these requests let theirs go."""
+
+    def blocks_to_completion(self, request: Any, tokens: int) -> list[int]:
+        """Blocks of each window that a request lacks until it has so many tokens; hits are not subtracted."""
+
+    def blocks_of_step(self, request: Any) -> list[int]:
+        """Blocks of each window that the next step of a request takes; hits are not subtracted."""
+
+
+class SuspendingDriver(CapacityDriver, Protocol):
+    """Of V2, whose scheduler takes pages as it goes, and suspends who is to give way."""
+
+    def place(self, request: Any, upto: int) -> bool:
+        """Allocate for the first `upto` tokens of a prompt; False: no room, and a first chunk holds nothing."""
+
+    def is_suspended(self, request: Any) -> bool:
+        """Whether a request holds pages and does not run."""
+
+    def suspend(self, request: Any) -> bool:
+        """Suspend a request that runs; False: its pages could fall nowhere, and it runs on."""
 
 
 class ReservingDriver(Driver, Protocol):
@@ -305,7 +340,11 @@ class RadixSchedulerDriver(GeneratingDriver, Protocol):
 
 
 class PagedSchedulerDriver(RadixSchedulerDriver, Protocol):
-    """Of a cache whose requests take whole pages, and whose last token is computed whatever is cached (1.6.1)."""
+    """Of a cache whose requests take whole pages, and whose last token is computed whatever is cached (1.6.1).
+
+    It may have `burst_pages(requests, bursts)` and `make_burst_room(requests, bursts)` besides: as `step_tokens`, in
+    pages, and `make_room`, where each may generate so many tokens in a pass.
+    """
 
     def needs_no_output(self, request: Any) -> None:
         """Note that a request asks for no output: all of its prompt may be cached, its last token included."""

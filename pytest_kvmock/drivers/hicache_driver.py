@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from pytest_kvmock.cache.sglang.hicache_cache import HiCacheManager, HiCacheRequest
 from pytest_kvmock.checks import check_integer
-from pytest_kvmock.drivers.driver import checked_manager
+from pytest_kvmock.drivers.driver import SlotsLost, checked_manager
 from pytest_kvmock.drivers.tree_driver import TreeDriver
 from pytest_kvmock.tokens import Prompt, TokenIds
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 _ALL: Final = 1_000_000_000
-"""More than a thread of the storage ever has to do."""
+"""More than the thread of the storage that writes ever has to do."""
 
 
 class WorkerStorage:
@@ -78,6 +78,8 @@ class HiCacheDriver(TreeDriver):
 
     def __init__(self, manager: KvManager, prefix_caching: bool, rng: Random) -> None:
         super().__init__(checked_manager(manager, HiCacheManager, "HiCacheDriver"), prefix_caching, rng)
+        draft = self.manager.speculative
+        self.drafts = 0 if draft is None else draft.drafts
 
     def lookup(self, request: HiCacheRequest) -> int:
         """Tokens of the request that are on the device, without its last one; of an admitted one, all that it reuses."""
@@ -88,13 +90,18 @@ class HiCacheDriver(TreeDriver):
 
     def need(self, request: HiCacheRequest, upto: int, tokens: Sequence[int] = ()) -> int:
         """Pages that no request holds. Changes nothing."""
-        return self.manager.missing(request, upto + len(tokens))
+        return self.need_runs(request, upto, [(token,) for token in tokens])
+
+    def need_runs(self, request: HiCacheRequest, upto: int, runs: Sequence[Sequence[int]] = ()) -> int:
+        """As `need`, of steps that generate so many tokens each: accepted drafts and one more."""
+        draft, count = self.manager.speculative, sum(map(len, runs))
+        if runs and draft is not None:  # the last step needs room ahead of what is committed before it
+            count += draft.ahead(self.manager.block_size) - len(runs[-1])
+        return self.manager.missing(request, upto + count)
 
     def start(self, request: HiCacheRequest, upto: int) -> bool:
         """Match the first tokens of a request, lock, and load what the host has; False where there is no room for it."""
         manager = self.manager
-        if manager.storage is not None and self._prefix_caching:
-            self._prefetch(manager.storage, request)
         manager.find(request, upto if self._prefix_caching else 0)
         manager.admit(request)
         path = request.path
@@ -105,16 +112,21 @@ class HiCacheDriver(TreeDriver):
         if path.pages > path.device_pages and not manager.load(request) and manager.lacking(request, upto):
             manager.withdraw(request)
             return False
+        if manager.storage is not None:
+            request.from_storage = min(manager.storage.take_loaded(request)[0], request.from_host)
+            manager.storage.leave(request)
         return True
 
-    @staticmethod
-    def _prefetch(storage: HostStorage, request: HiCacheRequest) -> None:
-        """Look a request up in the storage, and put what that has on the host; it takes no time."""
-        storage.arrive(request)
-        for _ in range(3):  # the query; the transfer and its reports; what is free again
-            storage.run(_ALL, _ALL, _ALL, _ALL)
-            storage.step()
-        storage.leave(request)
+    @property
+    def storage(self) -> HostStorage | None:
+        """Where prefixes are fetched from; None: there is none, or nothing is reused."""
+        return self.manager.storage if self._prefix_caching else None
+
+    def free(self, request: HiCacheRequest, *, done: bool) -> None:
+        """Free what it has, and what is fetched for it; of a request that is done, after a last checkpoint."""
+        if self.manager.storage is not None and not request.leaves_prefetch:
+            self.manager.storage.leave(request)
+        super().free(request, done=done)
 
     def _start(self, request: HiCacheRequest, upto: int) -> bool:
         return self.start(request, upto)
@@ -129,11 +141,15 @@ class HiCacheDriver(TreeDriver):
         manager = self.manager
         needed = (manager.pages_of(upto) - request.allocated) * manager.block_size
         while manager.storage is not None and manager.available_size() < needed:
-            # What is being written to the storage holds what is above it on the device, which ends a server (`write_back`).
             before = manager.available_size()
             manager.make_room(needed)
-            self.write_storage()
+            self._release_held()
             if manager.available_size() == before:
+                manager.make_room(needed)
+                if manager.available_size() < needed:
+                    raise SlotsLost(
+                        "blocks of the device count as evictable, and what is below them is held on the host"
+                    )
                 break
         manager.prefill([(request, upto)])
 
@@ -143,43 +159,75 @@ class HiCacheDriver(TreeDriver):
 
     def extend(self, request: HiCacheRequest, tokens: Sequence[int]) -> None:
         """Decode steps, one a token."""
-        for token in tokens:
+        self.extend_runs(request, [(token,) for token in tokens])
+
+    def extend_runs(self, request: HiCacheRequest, runs: Sequence[Sequence[int]]) -> None:
+        """Decode steps, each of which commits the last sampled token and accepted drafts."""
+        for run in runs:
             self.make_room((request,))
-            self.manager.end_step(request, token)
+            self.commit(request, run)
+
+    def commit(self, request: HiCacheRequest, run: Sequence[int]) -> None:
+        """End a step, for which `make_room` has made room."""
+        if self.drafts:
+            self.manager.end_verify(request, run)
+        else:
+            self.manager.end_step(request, run[0])
 
     def clear(self) -> bool:
         """Drop all that is cached, on device and host; the storage keeps what it has."""
         self.write_storage()
         return self.manager.clear()
 
+    def _release_held(self) -> None:
+        """Let the storage hold nothing.
+
+        What it writes or fetches holds what is above it on the device, which ends a server (`write_back`).
+        """
+        self.write_storage()
+        if self.manager.storage is not None:
+            self.manager.storage.give_up()
+
     def write_storage(self) -> None:
         """Write what was copied to the host to the storage behind it, if there is one; it takes no time."""
         storage = self.manager.storage
         if storage is not None:
-            storage.run(_ALL, _ALL, _ALL, _ALL)
-            storage.step()
+            storage.run(0, 0, 0, _ALL)
+            storage.see()
 
     # ------------------------------------------------------------------------------------------- a scheduler's
 
+    def step_tokens(self, requests: Sequence[HiCacheRequest]) -> int:
+        """A page for each that needs one, or room for its drafts."""
+        if not self.drafts:
+            return super().step_tokens(requests)
+        return sum(map(self.manager.pages_ahead, requests)) * self.manager.block_size
+
     def make_room(self, requests: Sequence[HiCacheRequest]) -> bool:
-        """Evict until there is a page for each that needs one."""
-        if self.manager.begin_step(requests):
+        """Evict until there is a page for each that needs one, or room for their drafts."""
+        begin = self.manager.begin_verify if self.drafts else self.manager.begin_step
+        if begin(requests):
             return True
-        self.write_storage()  # as in `_compute`
-        return self.manager.begin_step(requests)
+        self._release_held()
+        return begin(requests)
 
     def generate(self, request: HiCacheRequest, token: int) -> bool:
         """Compute one token, for which `make_room` has made room; False, and nothing is computed, where it has not."""
         self.checkpoint(request)  # of the prompt alone: the token is computed in a step of its own
-        if not self.manager.may_step(request):
+        if not (self.drafts or self.manager.may_step(request)):
             return False
-        self.manager.end_step(request, token)
+        self.commit(request, (token,))
         return True
+
+    def generate_run(self, request: HiCacheRequest, tokens: Sequence[int]) -> None:
+        """Commit a step: the last sampled token and accepted drafts."""
+        self.checkpoint(request)
+        self.commit(request, tokens)
 
     def quiet_passes(self, requests: Sequence[HiCacheRequest]) -> int:
         """Passes in which each generates a token, and none needs a page or evicts."""
         manager = self.manager
         short = manager.available_size() < len(requests) * manager.block_size and manager.evictable_size() > 0
-        if short or not self._prefilled.isdisjoint(requests):
+        if self.drafts or short or not self._prefilled.isdisjoint(requests):
             return 0
         return min(request.allocated * manager.block_size - request.computed for request in requests)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING
@@ -41,9 +41,6 @@ class HybridPoolDriver(PoolDriver):
     traits = replace(PoolDriver.traits, promises_more=True, publishes_groups=True)
     chunk: int | None = None
     """Tokens that its worker prefills at once: where chunks end, more states are held for a while; None: the whole prompt."""
-
-    decodes_ahead = False
-    """Blocks are freed within a request, so that passes cannot be run by their numbers alone."""
 
     manager: VllmHybridManager
 
@@ -90,13 +87,13 @@ class HybridPoolDriver(PoolDriver):
         left: list[int] = []
         chunk = self.chunk or max(upto, 1)
         for end in range(chunk, upto + chunk, chunk):
-            left += _prefill(copy, copied, min(end, upto))
+            left += (copy.num_free_blocks for _ in prefill_steps(copy, copied, min(end, upto)))
         left += _decode(copy, copied, tokens)
         return before - min(left, default=before)
 
     def admit(self, request: GroupRequest, upto: int) -> None:
         """Compute the first `upto` tokens, chunk by chunk; what is left of them comes with the next chunk."""
-        for _ in _prefill(self.manager, request, upto):
+        for _ in prefill_steps(self.manager, request, upto):
             pass
 
     def extend(self, request: GroupRequest, tokens: Sequence[int]) -> None:
@@ -118,7 +115,7 @@ class HybridPoolDriver(PoolDriver):
     def end_pass(self) -> None:
         """A step ends: what was copied in it is let go of, and what it cached may be hit."""
         self._in_pass = False
-        _end_step(self.manager)
+        end_step(self.manager)
 
     def chunk_tokens(self, request: GroupRequest, most: int) -> int:
         """Tokens of the next chunk, at most so many; 0: it waits for a pass with more room."""
@@ -168,23 +165,38 @@ class HybridPoolDriver(PoolDriver):
         return None if request.holds_blocks else self.manager.get_computed_blocks(request)
 
 
-def _end_step(manager: VllmHybridManager) -> None:
+def end_step(manager: VllmHybridManager) -> None:
+    """A step ends, and the next one may hit what it cached."""
     manager.end_step()
     manager.new_step_starts()
 
 
-def _prefill(manager: VllmHybridManager, request: GroupRequest, upto: int) -> Iterator[int]:
-    """Compute the first `upto` tokens, as far as chunks may end there; yields how many blocks are free in each step."""
+def prefill_steps(
+    manager: VllmHybridManager,
+    request: GroupRequest,
+    upto: int,
+    padded: Callable[[VllmHybridManager, GroupRequest, ComputedBlocks], int] | None = None,
+) -> Iterator[int]:
+    """Compute the first `upto` tokens, as far as chunks may end there; yields the tokens of each step that has blocks.
+
+    Args:
+        manager: of the request.
+        request: whose tokens.
+        upto: how many.
+        padded: the tokens of a step that would compute the last one of a prompt alone, behind hits; None: one.
+    """
     hits = None if request.holds_blocks else manager.get_computed_blocks(request)
     while True:
         start = request.num_computed_tokens + (0 if hits is None else hits.num_tokens)
         tokens = manager.chunk_tokens(request, min(upto - start, manager.max_num_batched_tokens), hits)
         if tokens <= 0:
             return
+        if padded is not None and hits is not None and hits.num_tokens and start + 1 == len(request):
+            tokens = padded(manager, request, hits)
         taken = manager.allocate_slots(request, tokens, hits)
         assert taken is not None  # it was asked before
-        yield manager.num_free_blocks
-        _end_step(manager)
+        yield tokens
+        end_step(manager)
         hits = None
 
 
@@ -203,4 +215,4 @@ def _decode(manager: VllmHybridManager, request: GroupRequest, tokens: Sequence[
         taken = manager.allocate_slots(request, 1)
         assert taken is not None  # as above
         yield manager.num_free_blocks
-        _end_step(manager)
+        end_step(manager)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -32,8 +32,6 @@ class IterationDriver(Generic[ManagerT]):
     manager: ManagerT
     prompt_keys = ("lora_name", "cache_salt", "session_id")
     admits_whole = True
-    decodes_ahead = False
-    """A token is computed in the step after the one that it comes out of, and is in no block before."""
 
     def __init__(self, manager: ManagerT, windows: Sequence[int | None], *, prefix_caching: bool, rng: Random) -> None:
         self.manager = manager
@@ -64,6 +62,15 @@ class IterationDriver(Generic[ManagerT]):
     def room(self) -> int:
         """Blocks of the device that no request has; the fewest of a window or a pool."""
         return self.manager.num_free_blocks
+
+    def adapter(self, request: Any) -> int:
+        """The number of a request's adapter; -1: it has none."""
+        number: int | None = request.hasher.adapter
+        return -1 if number is None else number
+
+    def first_new_block(self, request: Any) -> Hashable | None:
+        """The first full block of a request that is not cached; V1 compares it without what stands before it."""
+        return self.manager.first_new_block(request)
 
     def clear(self) -> bool:
         """Evict all that is cached."""

@@ -110,6 +110,16 @@ class MockerRadixDriver(TreeDriver):
         """Evict until there is a page for each that needs one."""
         return self.manager.make_room(sum(request.opens_page for request in requests))
 
+    def burst_pages(self, requests: Sequence[MockerRadixRequest], bursts: Sequence[int]) -> int:
+        """Pages that these need for so many tokens each, which drafts may give them in one pass."""
+        size = self.manager.block_size
+        each = zip(requests, bursts, strict=True)
+        return sum(max(-(-(request.computed + burst) // size) - request.allocated, 0) for request, burst in each)
+
+    def make_burst_room(self, requests: Sequence[MockerRadixRequest], bursts: Sequence[int]) -> bool:
+        """As `make_room`, for so many tokens each."""
+        return self.manager.make_room(self.burst_pages(requests, bursts))
+
     def generate(self, request: MockerRadixRequest, token: int) -> bool:
         """Compute one token; False, and nothing is computed, where there is no page and none can be made."""
         if not self.make_room((request,)):

@@ -187,8 +187,6 @@ class OffloadDriver(OffloadNotes, BlockPoolDriver):
     """
 
     manager: BlockPoolManager
-    decodes_ahead = False
-    """Each step may store, and find transfers done."""
 
     def tables(self, request: PoolRequest) -> Sequence[Sequence[int]]:
         """As `OffloadNotes`."""

@@ -60,10 +60,6 @@ class PoolDriver:
         request.tokens.append(token)
         return True
 
-    def generate_ahead(self, request: Any, tokens: Sequence[int]) -> None:
-        """Append tokens, which are computed later."""
-        request.tokens.extend(tokens)
-
     def generate_quietly(self, request: Any, tokens: Sequence[int]) -> None:
         """Compute the last token and append one, as often as there are tokens."""
         request.tokens.extend(tokens)

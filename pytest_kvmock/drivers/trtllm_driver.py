@@ -90,6 +90,22 @@ class TrtllmDriver(IterationDriver[V1Manager]):
 
     # ------------------------------------------------------------------------------------------- a scheduler's
 
+    def free_blocks(self, without: Sequence[V1Request] = ()) -> list[int]:
+        """Blocks of level 0 of each window that nobody uses, if these requests let theirs go."""
+        return self.manager.free_without(without)
+
+    def blocks_to_completion(self, request: V1Request, tokens: int) -> list[int]:
+        """Blocks of each window that a request lacks until it has so many tokens."""
+        return self.manager.blocks_to_completion(request, tokens)
+
+    def blocks_of_step(self, request: V1Request) -> list[int]:
+        """Those of all tokens of a request without any; none for a prompt in progress; else those of a token more."""
+        manager = self.manager
+        if request not in manager.requests:
+            return manager.blocks_to_completion(request, len(request))
+        count = int(request.length < len(request) and manager.takes_block(request))
+        return [count for _ in manager.windows]
+
     def need_whole(self, request: V1Request) -> int:
         """Blocks of all tokens of a request without any, less those that others have which it hits."""
         return self.manager.blocks_needed(request)
@@ -130,9 +146,4 @@ class TrtllmDriver(IterationDriver[V1Manager]):
         """Compute the last token and append one, as often as there are tokens."""
         for token in tokens:
             self.manager.add_token(request)
-            self.manager.new_token(request, token)
-
-    def generate_ahead(self, request: V1Request, tokens: Sequence[int]) -> None:
-        """Append tokens, which are computed later."""
-        for token in tokens:
             self.manager.new_token(request, token)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # that runs, all tokens but the last one of output have room.
 #
 # A preempted request is closed, and comes back as a prompt of all its tokens: what it had generated is a prompt then, and
-# is stored. (V2's own scheduler suspends requests instead; a worker has no room for what is suspended and held.)
+# is stored. (V2's own scheduler suspends requests, `suspend`; a worker has no room for what is suspended and held.)
 #
 # A worker's operation is an iteration of its own, at whose end its events come out; a scheduler's pass is one.
 
@@ -84,17 +84,19 @@ class TrtllmV2Driver(IterationDriver[V2Manager]):
     def free(self, request: V2Request, *, done: bool) -> None:
         """Let its pages go; a preempted request comes back as a prompt of all its tokens."""
         if request in self.manager.requests:
-            self._store()
+            self._store(request)
             self.manager.close(request)
             if not done:
                 request.num_prompt_tokens = len(request)
             self._operation_over()
 
-    def _store(self) -> None:
-        """Store what was computed of prompts."""
+    def _store(self, only: V2Request | None = None) -> None:
+        """Store what was computed of prompts, of one or of all."""
         computed, self._computed = self._computed, []
         for request, upto in computed:
-            if request in self.manager.requests:
+            if only is not None and request is not only:
+                self._computed.append((request, upto))
+            elif request in self.manager.requests:
                 self.manager.update_context(request, upto)
 
     # ------------------------------------------------------------------------------------------- a scheduler's
@@ -117,6 +119,29 @@ class TrtllmV2Driver(IterationDriver[V2Manager]):
         self._computed.append((request, upto))
         return upto
 
+    def place(self, request: V2Request, upto: int) -> bool:
+        """Allocate for the first tokens of a prompt; a first chunk without room lets all go again (the newest V2)."""
+        manager = self.manager
+        is_first = request not in manager.requests
+        runs = manager.prepare_context(request)[1] if is_first else request.is_active or manager.resume(request)
+        if runs and manager.resize_context(request, upto, first_chunk=is_first):
+            self._computed.append((request, upto))
+            return True
+        if is_first:
+            manager.close(request)
+        return False
+
+    def is_suspended(self, request: V2Request) -> bool:
+        """Whether it holds pages and does not run."""
+        return request in self.manager.requests and not request.is_active
+
+    def suspend(self, request: V2Request) -> bool:
+        """Suspend a request that runs; without a level below its pages would free nothing."""
+        if not request.is_active or not self.manager.pools.last:
+            return False
+        self.manager.suspend(request)
+        return True
+
     def step_inside(self, request: V2Request, upto: int) -> bool:
         """Count a token as computed, if that takes no page."""
         if upto != request.capacity + 1 or not request.capacity % self.manager.block_size:
@@ -137,7 +162,3 @@ class TrtllmV2Driver(IterationDriver[V2Manager]):
         for token in tokens:
             self._step(request)
             request.tokens.append(token)
-
-    def generate_ahead(self, request: V2Request, tokens: Sequence[int]) -> None:
-        """Append tokens, which are computed later."""
-        request.tokens += tokens

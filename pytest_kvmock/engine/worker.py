@@ -197,11 +197,11 @@ class Request:
 
     def _decode_runs(self, runs: Sequence[Sequence[int]]) -> None:
         """Decode in steps that generate several tokens each."""
-        driver = cast("DraftDriver", self._driver)
-        requested, available = driver.need_runs(self._state, len(self._state), runs), driver.room()
+        driver, host_time = cast("DraftDriver", self._driver), self._worker._host_time
+        requested, available = driver.need_runs(self._state, len(self._state), runs), (host_time or driver).room()
         if requested > available:
             raise OutOfBlocks(requested, available)
-        driver.extend_runs(self._state, runs)
+        (driver.extend_runs if host_time is None else host_time.generate_runs)(self._state, runs)
 
     def lose(self) -> None:
         """Give the request up, as its worker restarts."""
@@ -298,7 +298,10 @@ class Request:
 def _runs(steps: Sequence[int], accepted: tuple[int, ...], drafts: int, worker: KvWorker) -> list[Sequence[int]]:
     """The tokens of each step, by how many drafts it accepts."""
     if not drafts:
-        raise ValueError(f"decode: accepted is for an engine with a draft model, and {worker!r} has none")
+        has = "none"
+        if getattr(worker.manager, "speculative", None) is not None:
+            has = "one over a host, with which no drafts in flight were recorded"
+        raise ValueError(f"decode: accepted is for an engine with a draft model, and {worker!r} has {has}")
     if not all(is_integer(count, 0) and count <= drafts for count in accepted):
         raise ValueError(
             f"decode: accepted must be integers from 0 to {drafts}, the drafts of a step, got {accepted!r:.80}"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from pytest_kvmock.checks import check_number
 from pytest_kvmock.clock.mock_engine import MockEngine
-from pytest_kvmock.events import RouterEvent
+from pytest_kvmock.events import RemovedRow, RouterEvent
 from pytest_kvmock.router.index import KvEventError, RadixIndex
 from pytest_kvmock.router.routing import NameForms, id_of, stream_of
 
@@ -41,7 +41,7 @@ class Late(Generic[_T]):
 
     def __init__(self, delay: EventDelay) -> None:
         self._delay = delay
-        self._new: list[tuple[RouterEvent, _T]] = []
+        self._new: list[tuple[RouterEvent | RemovedRow, _T]] = []
         self._late: list[tuple[float, int, StreamKey, _T]] = []
         self._count = 0
         self._last_due: dict[StreamKey, float] = {}
@@ -51,8 +51,13 @@ class Late(Generic[_T]):
         """When the next one is due."""
         return self._late[0][0] if self._late else math.inf
 
-    def put(self, event: RouterEvent, thing: _T) -> None:
-        """Send something on its way, for an event."""
+    @property
+    def is_at_once(self) -> bool:
+        """Whether nothing is late."""
+        return not self._delay
+
+    def put(self, event: RouterEvent | RemovedRow, thing: _T) -> None:
+        """Send something on its way, for an event; a row of events only where nothing is late."""
         self._new.append((event, thing))
 
     def take(self, now_ms: float) -> list[_T]:
@@ -63,6 +68,7 @@ class Late(Generic[_T]):
             if not self._delay:
                 return [thing for _, thing in new]
             for event, thing in new:
+                assert isinstance(event, RouterEvent)
                 delay = self._delay_of(event) if now_ms < math.inf else 0.0
                 moment = max(now_ms + delay, self._last_due.get(event.key, 0.0))
                 self._last_due[event.key] = moment
@@ -101,13 +107,29 @@ class Tap:
     """Hears one engine, and gives its events the name that its worker has in the fleet.
 
     Args:
-        take: called with each event.
+        take: called with each event, or row of events.
         worker: the worker.
+        takes_row: returns whether events may come in a row now; None: never.
     """
 
-    def __init__(self, take: Callable[[RouterEvent], None], worker: Worker) -> None:
+    def __init__(
+        self,
+        take: Callable[[Any], None],
+        worker: Worker,
+        takes_row: Callable[[], bool] | None = None,
+    ) -> None:
         self._take = take
         self._key = stream_of(worker)
+        self._takes_row = takes_row
+
+    def takes_row(self) -> bool:
+        """Whether events may be published in a row; see `RemovedRow`."""
+        return self._takes_row is not None and self._takes_row()
+
+    def publish_row(self, row: RemovedRow) -> None:
+        """Pass on events in a row."""
+        worker_id, dp_rank = self._key
+        self._take(row._replace(worker_id=worker_id, dp_rank=dp_rank))
 
     def publish(self, event: RouterEvent) -> None:
         """Pass on an event."""
@@ -219,8 +241,9 @@ class Knowledge(KnownCaches, ABC, Generic[_T]):
     def deliver(self, now_ms: float) -> Calls:
         """Deliver the events that were published since, and those that were late, as far as they are due by now."""
         for thing in self._on_the_way.take(now_ms):
-            event, may_be_refused = self._receive(thing)
-            if self._calls is not None and self._calls.wants("apply"):
+            received = self._receive(thing)
+            if received is not None and self._calls is not None and self._calls.wants("apply"):
+                event, may_be_refused = received
                 yield from self._calls.apply(event, now_ms, self._story, may_be_refused=may_be_refused)
         self._delivered(now_ms)
 
@@ -228,8 +251,8 @@ class Knowledge(KnownCaches, ABC, Generic[_T]):
         """Note that all was delivered that is due by now."""
 
     @abstractmethod
-    def _receive(self, thing: _T) -> tuple[RouterEvent, bool]:
-        """Deliver an event to the indexes; whether the router may raise on it, as the reference index does."""
+    def _receive(self, thing: _T) -> tuple[RouterEvent, bool] | None:
+        """Deliver an event to the indexes; whether the router may raise on it, as they do. None: it is not for routers."""
 
     def _story(self, event: RouterEvent) -> str:  # noqa: ARG002 - nobody keeps one
         """What became of the block that an event goes on from, for messages."""
@@ -282,7 +305,7 @@ class Knowledge(KnownCaches, ABC, Generic[_T]):
         """Take one more worker; where no engine is given, one like another."""
 
 
-class Heard(Knowledge[RouterEvent]):
+class Heard(Knowledge["RouterEvent | RemovedRow"]):
     """What index and router were told of the caches of bare engines.
 
     Args:
@@ -318,12 +341,21 @@ class Heard(Knowledge[RouterEvent]):
     def _hear(self, worker: Worker, engine: MockEngine) -> None:
         if self.reference is not self._given:
             self.reference.offloads_in_chunks(*stream_of(worker), engine.worker.traits.chunk)
-        engine.worker.publish_to(Tap(self._put, worker))
+        engine.worker.publish_to(Tap(self._put, worker, self._takes_row))
 
-    def _put(self, event: RouterEvent) -> None:
+    def _put(self, event: RouterEvent | RemovedRow) -> None:
         self._on_the_way.put(event, event)
 
-    def _receive(self, thing: RouterEvent) -> tuple[RouterEvent, bool]:
+    def _takes_row(self) -> bool:
+        """Whether nobody looks at events one by one: neither a router nor an index that was given, and none is late."""
+        if self._calls is None or self._calls.wants("apply"):
+            return False
+        return self._given is None and self._on_the_way.is_at_once
+
+    def _receive(self, thing: RouterEvent | RemovedRow) -> tuple[RouterEvent, bool] | None:
+        if isinstance(thing, RemovedRow):
+            self.reference.remove(*thing.key, thing.blocks)
+            return None
         refused = False
         self.forms.take(thing)
         try:

@@ -590,6 +590,7 @@ class FleetRun(EngineRun):
         """Let engines and ranks run by themselves again."""
         for engine in self.engines.values():
             engine.on_abort = None
+            engine.catch_up()
         self._passes.close()
 
     def _tell(self, hook: str, workers: Sequence[Worker]) -> Calls:

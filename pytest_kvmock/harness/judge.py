@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from random import Random
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
@@ -270,13 +271,16 @@ class Judge:
         while events:
             plain = events[: self.ledger.take_leaves(events)]
             self.log.extend(plain)
-            for event in plain:
+            if plain:
+                *others, last = plain
+                removed = (each.data.block_hashes for each in others if isinstance(each.data, Removed))
+                self.reference.remove(*last.key, [*chain.from_iterable(removed)])
                 refused = False
                 try:
-                    self.reference.apply(event)
+                    self.reference.apply(last)
                 except KvEventError:  # as in `received`
                     refused = True
-                self._last = event, self.log.total - 1, [], refused
+                self._last = last, self.log.total - 1, [], refused
             events = events[len(plain) :]
             if events:
                 self.received(Delivery(events[0]))

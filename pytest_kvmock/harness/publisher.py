@@ -7,7 +7,7 @@ from dataclasses import replace
 from threading import RLock
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from pytest_kvmock.events import KvCacheEvent, RouterEvent, Stored, StreamKey
+from pytest_kvmock.events import KvCacheEvent, RemovedRow, RouterEvent, Stored, StreamKey
 from pytest_kvmock.faults.injector import FaultInjector
 from pytest_kvmock.harness.judge import Judge
 from pytest_kvmock.harness.recovery import Recovery
@@ -179,8 +179,9 @@ class Publisher:
         is_plain = self._injector is None and self._recovery is None and self.transport is None and self.gate is None
         return is_plain and not self._before and not self._after and self._judge.takes_row()
 
-    def publish_row(self, events: Sequence[RouterEvent]) -> None:
+    def publish_row(self, row: RemovedRow) -> None:
         """Publish events of one worker and rank, with ids that follow on each other, at once; see `takes_row`."""
+        events = row.events()
         with self.lock:
             try:
                 self._note_id(events[0])

@@ -465,14 +465,14 @@ def forms_of(streams: Mapping[StreamKey, Stream], prompt: Prompt | None = None) 
     return tuple(sorted({stream.lookahead for stream in streams.values()})) or (0,)
 
 
-def of_each_form(answers: Mapping[int, Scores | WorkerScores], streams: Mapping[StreamKey, Stream]) -> Any:
+def of_each_form(answers: Mapping[int, Scores | WorkerScores], streams: Mapping[StreamKey, Stream | int]) -> Any:
     """Of answers by how many tokens names look at, the workers whose names do.
 
     Args:
         answers: by worker or by rank.
-        streams: those of the workers.
+        streams: those of the workers; or how many tokens their names look at.
     """
-    by_rank = {key: stream.lookahead for key, stream in streams.items()}
+    by_rank = {key: each if isinstance(each, int) else each.lookahead for key, each in streams.items()}
     forms: dict[Any, int] = {**by_rank, **{key[0]: ahead for key, ahead in by_rank.items()}}
     return {
         key: blocks for ahead, scores in answers.items() for key, blocks in scores.items() if forms.get(key, 0) == ahead

@@ -305,12 +305,19 @@ class Stream(History):
         """Remove a block from the device, if one copy of it is held there and no child of it; return whether it was."""
         held = self.device
         child = held.get(block)
-        if child is None or not (child == LAST or (child < LAST and child not in held)):
+        if child is None or (child != LAST and self._has_child(block, child)):
             return False
         if self.copies and block in self.copies.get(StorageTier.DEVICE, ()):
             return False
         del held[block]
+        if child == FORK:
+            self.forks.pop(block, None)
         return True
+
+    def _has_child(self, block: int, child: int) -> bool:
+        """Whether a child of a block is held on the device, and is not gone without a Removed."""
+        children = self.forks.get(block, ()) if child == FORK else (child,)
+        return any(each in self.device and each not in self.gone for each in children)
 
     def remove(self, tier: StorageTier, held: dict[int, int], blocks: tuple[int, ...]) -> tuple[int | None, ...]:
         """Remove blocks from a tier, or one copy of each; return what `held` had of each: None if it was not there."""

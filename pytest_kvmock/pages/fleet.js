@@ -458,6 +458,11 @@ function showWorst() {
   document.getElementById("worst").replaceChildren(el("div", { class: "grid" }, list(`Most regret, by ${DATA.regret_by}`, (row) => at("regret", row)), ...(DATA.regret_by === "blocks of overlap" ? [] : [list("Most blocks of overlap given away", (row) => at("best_overlap", row) - at("overlap", row))]), list("Slowest first tokens", (row) => ttft(row) || 0)));
 }
 
+function below(row) {
+  const host = at("host_tokens", row), storage = at("storage_tokens", row);
+  return host || storage ? ` (${number(host)} of these on the host, ${number(storage)} in its storage)` : "";
+}
+
 function open(row, move) {
   state.row = row;
   if (move) {
@@ -471,7 +476,7 @@ function open(row, move) {
     ["session", at("session", row) || "–"], ["arrived", seconds(at("arrival_ms", row))],
     ...STRETCHES.map(([name, text]) => [name === "router_ms" && at("attempts", row) > 1 ? "until its last pick, on lost workers too" : text, at(name, row) === null ? "did not take place" : `${number(at(name, row))} ms`]),
     ["preempted", at("preempted", row) ? at("preempted", row).map(([start, took]) => `${number(start)} ms after its arrival, for ${number(took)} ms`).join("; ") : "never"],
-    ["tokens", `${number(at("prompt_tokens", row))} of the prompt, ${number(at("cached_tokens", row))} of them found cached; ${number(at("output_tokens", row))} generated`],
+    ["tokens", `${number(at("prompt_tokens", row))} of the prompt, ${number(at("cached_tokens", row))} of them found cached${below(row)}; ${number(at("output_tokens", row))} generated`],
     ["chosen", `worker ${DATA.workers[at("worker", row)]}, which held ${number(at("overlap", row))} blocks of it; the best held ${number(at("best_overlap", row))}`],
     ["promised, not found", quantity(Math.max(0, at("promised_blocks", row) - Math.floor(at("cached_tokens", row) / DATA.block_size)), "block")],
     ["regret", `${number(at("regret", row))}, by ${DATA.regret_by}`],

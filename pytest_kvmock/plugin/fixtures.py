@@ -241,18 +241,28 @@ def kv_worker(kv_backend: str, _kvmock_case: Case) -> KvWorker:
 
 
 @pytest.fixture
+def make_kv_worker(kv_backend: str, _kvmock_case: Case) -> Callable[..., KvWorker]:
+    """Make more workers, `make_kv_worker(backend=None)`: each is the next one of the test's harness."""
+    harness = _kvmock_case.with_backend(kv_backend)
+
+    def make(backend: str | None = None) -> KvWorker:
+        return harness.worker(None, backend=backend)
+
+    return make
+
+
+@pytest.fixture
 def kv_manager(kv_backend: str, _kvmock_case: Case) -> KvManager:
     """The block manager of worker 0, on the test's backend; its events are checked."""
     return _kvmock_case.with_backend(kv_backend).worker(0).manager
 
 
 @pytest.fixture
-def make_kv_manager(kv_backend: str, _kvmock_case: Case) -> Callable[..., KvManager]:
+def make_kv_manager(make_kv_worker: Callable[..., KvWorker]) -> Callable[..., KvManager]:
     """Make more block managers, `make_kv_manager(backend=None)`: each is that of the next worker."""
-    harness = _kvmock_case.with_backend(kv_backend)
 
     def make(backend: str | None = None) -> KvManager:
-        return harness.worker(None, backend=backend).manager
+        return make_kv_worker(backend).manager
 
     return make
 

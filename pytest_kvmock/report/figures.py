@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from hashlib import sha256
 from itertools import chain, islice, repeat
@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 from pytest_kvmock.checks import unknown_text
 from pytest_kvmock.report.routing_figures import aligned, jain, max_to_mean, of_best, share
-from pytest_kvmock.report.statistics import POINTS, sketched_statistics, statistics
+from pytest_kvmock.report.statistics import PERCENTILES, POINTS, Counted, Sketch, few_values, statistics
 
 if TYPE_CHECKING:
     from pytest_kvmock.report.rows import Asked, RequestRow, RunFacts, WorkerRow
     from pytest_kvmock.router.routing import Worker
+    from pytest_kvmock.tokens import Prompt
 
 Figures: TypeAlias = dict[str, "float | None"]
 
@@ -51,6 +52,7 @@ class Rows:
         arrived: how many requests arrived.
         done: those that completed; None: the requests that finished.
         withdrawn: how many of those that arrived were called off before they were dispatched.
+        parts: returns of the rows of all those of each worker; None: these are not known.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Rows:
         arrived: int,
         done: Sequence[Any] | None = None,
         withdrawn: int = 0,
+        parts: Callable[[], Iterable[Rows]] | None = None,
     ) -> None:
         self.facts = facts
         self.requests = requests
@@ -72,6 +75,7 @@ class Rows:
         self.aborted = withdrawn + sum(each.request.status == "aborted" for each in requests)
         finished = (each.request for each in requests if each.request.status == "finished")
         self.done = list(finished) if done is None else done
+        self._make_parts = parts
         self._statistics: dict[str, dict[str, float]] = {}
 
     def total(self, name: str) -> int:
@@ -108,9 +112,9 @@ class Rows:
             seconds = max(seconds, 1e-9)
         return count / seconds if seconds else 0.0
 
-    @cached_property
+    @property
     def gaps(self) -> array[float]:
-        """Milliseconds between tokens."""
+        """Milliseconds between tokens: millions, which are not kept."""
         later = (request.token_ms for request in self.done if len(request.token_ms) > 1)
         gaps = array("d", chain.from_iterable(map(sub, islice(tokens, 1, None), tokens) for tokens in later))
         # After a handoff the second token may come before the first.
@@ -125,7 +129,7 @@ class Rows:
         if what == "itl":
             return self.gaps
         if what == "per_user":
-            return array("d", map(truediv, repeat(1000.0), filter(None, self.gaps)))
+            return _rates(self.gaps)
         if what not in _OF_REQUESTS:
             raise ValueError(unknown_text("distribution", what, (*_OF_REQUESTS, "itl", "per_user")))
         found = map(attrgetter(_OF_REQUESTS[what]), self.done)
@@ -134,24 +138,48 @@ class Rows:
     def statistic(self, what: str, point: str) -> float:
         """Return mean, a percentile or another of `POINTS`; those of gaps are sketched from 1.6.1 on."""
         known = self._statistics.get(what)
-        if known is None:
-            values = self.values(what)
-            if self.facts.sketches and what in ("itl", "per_user"):
-                known = sketched_statistics(values, self.gap_counts[what == "per_user"])
+        if known is None or point not in known:
+            if not self.facts.sketches or what not in ("itl", "per_user"):
+                self._statistics[what] = statistics(self.values(what))
+            elif what == "itl" and point in PERCENTILES:
+                self._statistics[what] = self.gap_sketches[0].percentiles()
             else:
-                known = statistics(values)
-            self._statistics[what] = known
+                self._statistics |= self._gap_statistics()
+            known = self._statistics[what]
         return known[point]
 
     @cached_property
-    def gap_counts(self) -> tuple[Counter[float], Counter[float]]:
-        """How often each gap between tokens is there, and each rate of tokens a second, which is that of a gap: each gap is divided once."""
-        gaps = Counter(self.gaps)
-        per_user: Counter[float] = Counter()
-        for gap, times in gaps.items():
-            if gap:
-                per_user[1000.0 / gap] += times
-        return gaps, per_user
+    def parts(self) -> Sequence[Rows]:
+        """Of the rows of all, those of each worker; none where these are not known, or a request is of none of them."""
+        found = [] if self._make_parts is None else [*self._make_parts()]
+        return found if sum(len(each.done) for each in found) == len(self.done) else ()
+
+    @cached_property
+    def gap_sketches(self) -> tuple[Sketch, Sketch]:
+        """The percentiles of the gaps between tokens, and of the rates of tokens a second that these are."""
+        if self.parts:
+            of_gaps, of_rates = zip(*(each.gap_sketches for each in self.parts), strict=True)
+            return Sketch.of_all(of_gaps), Sketch.of_all(of_rates)
+        return self._count_gaps()[1]
+
+    def _count_gaps(self) -> tuple[tuple[Counted, Counted], tuple[Sketch, Sketch]]:
+        """Return how often each gap and each rate is there, and the sketches of these."""
+        counted = _counted(self.gaps)
+        rates = _rates_of(counted)
+        return (counted, rates), (Sketch(*counted), Sketch(*rates))
+
+    def _gap_statistics(self) -> dict[str, dict[str, float]]:
+        """Return the statistics of the gaps between tokens, and of their rates, which are counted by worker."""
+        gaps, rates = [], []
+        for each in self.parts or (self,):
+            counted, each.gap_sketches = each._count_gaps()  # noqa: SLF001 - its own kind
+            gaps.append(counted[0])
+            rates.append(counted[1])
+        values, (of_gaps, of_rates) = self.gaps, self.gap_sketches
+        return {
+            "itl": statistics(values, few_values(gaps), of_gaps),
+            "per_user": statistics(_rates(values), few_values(rates), of_rates),
+        }
 
     # --------------------------------------------------------------------------------------------------- routing
 
@@ -163,19 +191,15 @@ class Rows:
     @cached_property
     def ideal(self) -> float | None:
         """The hit ratio of one endless cache that sees the requests in order of arrival; None where none finished."""
-        seen: set[int] = set()
         cached = prompts = 0
         size = self.facts.block_size
-        for each in sorted(self.requests, key=attrgetter("number")):
-            if each.asked is None or each.request.status == "rejected":
-                continue
-            blocks = each.asked.prompt.sequence_hashes(size)
-            each.asked.prompt.release()
-            known = next((at for at, block in enumerate(blocks) if block not in seen), len(blocks))
-            seen.update(blocks)
-            if each.request.status == "finished":
-                cached += known * size
-                prompts += each.request.prompt_tokens
+        rows = sorted(self.requests, key=attrgetter("number"))
+        asked = [(each.request, each.asked.prompt) for each in rows if each.asked and each.request.status != "rejected"]
+        known = leading_blocks([prompt for _, prompt in asked], size)
+        for (request, _), blocks in zip(asked, known, strict=True):
+            if request.status == "finished":
+                cached += blocks * size
+                prompts += request.prompt_tokens
         return share(cached, prompts)
 
     @cached_property
@@ -253,6 +277,47 @@ class Rows:
         return out
 
 
+def leading_blocks(prompts: Sequence[Prompt], size: int) -> Iterator[int]:
+    """Yield of each prompt how many of its leading blocks were among those of the prompts before.
+
+    What a trace has by ids is looked up id by id, of which each fills several blocks; where one prompt has none, or
+    other ones, all are looked up by sequence hash.
+    """
+    runs = [prompt.repeats(size) for prompt in prompts]
+    if None not in runs and len({each and each[1] for each in runs}) < 2:
+        yield from _leading_by_ids(
+            [(*each, prompt.length(size) // size) for each, prompt in zip(runs, prompts, strict=True) if each]
+        )
+        return
+    seen: set[int] = set()
+    for prompt in prompts:
+        blocks = prompt.sequence_hashes(size)
+        prompt.release()
+        yield next((at for at, block in enumerate(blocks) if block not in seen), len(blocks))
+        seen.update(blocks)
+
+
+def _leading_by_ids(prompts: Iterable[tuple[Sequence[int], int, int]]) -> Iterator[int]:
+    """Likewise of (ids of a prompt, blocks that each of these fills, blocks of the prompt): in a tree of ids."""
+    places: dict[tuple[int, int], int] = {}  # by the place before, and the id, as a token
+    blocks = [0]  # of each place, the most that any prompt had there
+    for ids, each_fills, length in prompts:
+        place, known, is_known, left = 0, 0, True, length
+        for each in ids:
+            count = min(each_fills, left)
+            if not count:
+                break
+            left -= count
+            place = places.setdefault((place, each), len(blocks))
+            if place == len(blocks):
+                blocks.append(0)
+            if is_known:
+                known += min(count, blocks[place])
+                is_known = count <= blocks[place]
+            blocks[place] = max(blocks[place], count)
+        yield known
+
+
 # ---------------------------------------------------------------------------------------------------------- the table
 
 Shown: TypeAlias = Literal["all", "worker", "latency", "asked"]
@@ -316,6 +381,24 @@ def _points(what: str, metric: str, title: str, better: int = -1) -> Iterable[Fi
         yield Figure(f"{what}_{name}", f"{title} {name}", better, of, shown, f"{point}_{metric}", is_point=True)
 
 
+def _rates(gaps: Iterable[float]) -> array[float]:
+    """The tokens a second of a user that gaps in milliseconds are; one of 0 has none."""
+    return array("d", map(truediv, repeat(1000.0), filter(None, gaps)))
+
+
+def _counted(values: Iterable[float]) -> Counted:
+    counted = Counter(values)
+    return array("d", counted), array("Q", counted.values())
+
+
+def _rates_of(counted: Counted) -> Counted:
+    """The rates that gaps are, of which several may have one."""
+    gaps, times = counted
+    return _rates(gaps), times if all(gaps) else array(
+        "Q", (count for gap, count in zip(gaps, times, strict=True) if gap)
+    )
+
+
 def _processed(rows: Rows) -> int:
     return rows.total("prompt_tokens") + rows.total("generated_tokens")
 
@@ -323,6 +406,11 @@ def _processed(rows: Rows) -> int:
 def _missing(pairs: Iterable[tuple[int, int]]) -> int:
     """What there is less than there should be, over (should, is)."""
     return sum(max(0, should - there) for should, there in pairs)
+
+
+def _of_tier(name: str) -> Callable[[Rows], float | None]:
+    """The tokens of prompts that came from a tier; None without a host."""
+    return lambda rows: rows.total(name) if any(each.has_host for each in rows.workers) else None
 
 
 def _gpus(rows: Rows, kind: str) -> int | None:
@@ -378,6 +466,9 @@ _ALL: Final = (
         key="committed_prefill_tokens",
         is_long=True,
     ),
+    Figure("device_tokens", "device", 0, _of_tier("device_tokens")),
+    Figure("host_tokens", "host", 0, _of_tier("host_tokens")),
+    Figure("storage_tokens", "storage", 0, _of_tier("fetched_tokens")),
     Figure("blocks_evicted", "evicted", -1, lambda rows: rows.of_workers("blocks_evicted")),
     Figure("preemptions", "preempted", -1, lambda rows: rows.of_workers("preemptions")),
     _routed("router_wait_ms", "router ms", -1, Rows.router_wait_ms),
@@ -429,7 +520,16 @@ FIGURES: Final[Mapping[str, Figure]] = {figure.name: figure for figure in _ALL}
 
 PRINTED: Final = (
     *("requests", "hit_ratio", "of_best", "overlap_regret", "promised_not_found", "believed_not_found"),
-    *("prompt_tokens_computed", "blocks_evicted", "preemptions", "router_wait_ms", "engine_wait_ms"),
+    *(
+        "prompt_tokens_computed",
+        "device_tokens",
+        "host_tokens",
+        "storage_tokens",
+        "blocks_evicted",
+        "preemptions",
+        "router_wait_ms",
+        "engine_wait_ms",
+    ),
     *("ttft_p50", "ttft_p95", "itl_p95", "tpot_p50", "e2e_p95", "goodput"),
 )
 """The columns of a printed report, and of its page."""
@@ -501,9 +601,9 @@ def trace_digest(turns: Iterable[Asked], block_size: int) -> str:
     found = sha256()
     for turn in turns:
         asked, prompt = turn.trace, turn.prompt
-        times = asked.timestamp, asked.delay, asked.session_id, asked.priority
+        times, last = (asked.timestamp, asked.delay, asked.session_id, asked.priority), prompt.last_hash(block_size)
         sizes = prompt.length(block_size), asked.output_length
-        found.update(repr((prompt.sequence_hashes(block_size)[-1:], *sizes, *times)).encode())
+        found.update(repr(([] if last is None else [last], *sizes, *times)).encode())
         called_off = getattr(turn, "abort_after_ms", None), getattr(turn, "abort_after_tokens", None)
         if called_off != (None, None):
             found.update(repr(called_off).encode())

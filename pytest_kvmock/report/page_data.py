@@ -152,6 +152,8 @@ def _request(each: RequestRow, place: Mapping[Any, int], at: int | None, regrets
         "prompt_tokens": request.prompt_tokens,
         "output_tokens": request.generated_tokens,
         "cached_tokens": request.first_reused_tokens,
+        "host_tokens": request.host_tokens,
+        "storage_tokens": request.fetched_tokens,
         "promised_blocks": each.promised,
         "overlap": each.held,
         "best_overlap": pick.best_held if pick else 0,

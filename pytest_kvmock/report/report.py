@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvmock.checks import check_number, unknown_text
@@ -62,7 +62,7 @@ class Report:
     All times are on the clock of the engines. All sums are over the requests that completed. A percentile is the value at `round((n - 1) * q)` of the n sorted
     ones (half up), a standard deviation that of the population; without a value both are 0 (Dynamo's replay).
 
-    The figures (`figure`, `row`, `rows`), over requests that finished where nothing else is said, times in virtual milliseconds:
+    The figures (`figure`, `rows`), over requests that finished where nothing else is said, times in virtual milliseconds:
 
     - `requests` that arrived (of a worker: that it served last), `completed`; `aborted`: those that were called off, which count in
       `requests`, balance and the blocks of the ideal, and neither among those that completed nor in `goodput`;
@@ -73,6 +73,8 @@ class Report:
       `of_best`: the one as a share of the other; `overlap_regret`: the difference, in blocks a pick;
     - `promised_not_found`: blocks that the index promised at the pick and the first admission did not find; `found_not_promised`;
     - `believed_not_found`: likewise what the router's `believed(request)` said of the worker that it picked; None: it has none;
+    - `device_tokens`, `host_tokens`, `storage_tokens`: tokens of prompts that the first admission found there; what a
+      storage had is not counted as the host's, through which it comes. None without a host;
     - `prompt_tokens_computed` (what was computed again too), `blocks_evicted` (on the device), `preemptions`;
     - `router_wait_ms` until the first pick, `engine_wait_ms` from the last pick to the first admission: means;
     - `ttft`, `itl`, `tpot`, `e2e`, each with `_mean`, `_p50`, `_p75`, `_p90`, `_p95`, `_p99`, `_max`;
@@ -150,15 +152,28 @@ class Report:
         """The rows of a worker, or of all; `by_end`: in the order in which the long form of Dynamo's report sums them up."""
         if worker is not None and worker not in self.workers:
             raise ValueError(f"there is no worker {worker!r:.80}; there are {', '.join(map(repr, self.workers))}")
-        served = self.served
-        if by_end and self.facts.sketches:
+        by_end = by_end and self.facts.sketches
+        known = self._known_rows.get((worker, by_end))
+        if known is None:
+            known = self._make_rows(worker, by_end=by_end)
+            if self.facts.turns:  # a trace that was served; an engine by itself may go on
+                self._known_rows[worker, by_end] = known
+        return known
+
+    @cached_property
+    def _known_rows(self) -> dict[tuple[Worker | None, bool], Rows]:
+        return {}
+
+    def _make_rows(self, worker: Worker | None, *, by_end: bool) -> Rows:
+        served, picks, services, arrived = self.served, self.picks, self.services, self.arrived
+        if by_end:
             served = sorted(served, key=lambda each: each.request.ended_ms or 0.0)
         if worker is None:
-            withdrawn = self.facts.withdrawn
-            return Rows(self.facts, served, self.picks, self.services, arrived=self.arrived, withdrawn=withdrawn)
+            withdrawn, parts = self.facts.withdrawn, partial(map, self._rows, dict.fromkeys(self.workers))
+            return Rows(self.facts, served, picks, services, arrived=arrived, withdrawn=withdrawn, parts=parts)
         served = [each for each in served if each.worker == worker]
-        picks = [pick for pick in self.picks if pick.worker == worker]
-        services = [each for each in self.services if each.worker == worker]
+        picks = [pick for pick in picks if pick.worker == worker]
+        services = [each for each in services if each.worker == worker]
         return Rows(self.facts, served, picks, services, arrived=len(served))
 
     @property
@@ -167,56 +182,18 @@ class Report:
         return list(self._rows(by_end=True).done)
 
     @property
-    def rejected(self) -> list[ScheduledRequest]:
-        """The requests that were rejected, as they could never fit."""
-        return [request for request in self.requests if request.status == "rejected"]
-
-    @property
     def aborted(self) -> int:
         """Number of requests that were called off, dispatched or not; of a replay also those that its stop left open."""
         return self._rows().aborted
-
-    @property
-    def reported(self) -> list[ScheduledRequest]:
-        """The requests that have a row in `per_request`: in the long form of Dynamo's report those that have an end."""
-        return [each.request for each in self._reported]
 
     @property
     def _reported(self) -> list[RequestRow]:
         return [each for each in self.served if self.facts.pools is None or each.request.status in STATUS]
 
     @property
-    def preemptions(self) -> int:
-        """How often a request was preempted."""
-        return sum(request.preemptions for request in self.requests)
-
-    @property
     def passes(self) -> int:
         """How many forward passes were run, by all engines together."""
         return sum(each.passes for each in self.services)
-
-    @property
-    def duration_ms(self) -> float:
-        """Time from the first arrival, even of a rejected request, to the last token of a completed one; 0 without one.
-
-        Of a replay or a fleet from 1.6.1 on: when the last request that completed ended, from the start of the clock.
-        """
-        return self._rows().duration_ms
-
-    @property
-    def reused_ratio(self) -> float:
-        """Share of the prompts' tokens that were cached, of each request the most that one admission found."""
-        return self._rows().of_prompts("reused_tokens")
-
-    @property
-    def onboarded_tokens(self) -> int:
-        """Tokens that came back from the host for these requests."""
-        return self._rows().total("onboarded_tokens")
-
-    @property
-    def onboarded_ratio(self) -> float:
-        """The same as a share of the prompts' tokens; it is a part of `reused_ratio`."""
-        return self._rows().of_prompts("onboarded_tokens")
 
     def to_json(self) -> dict[str, Any]:
         """Return all figures as JSON: those of Dynamo's replay by its keys, times in milliseconds; of a fleet "fleet" has those of routing.
@@ -235,8 +212,8 @@ class Report:
                 "router": self.router,
                 "trace": self.facts.trace,
                 "trace_digest": self.trace_digest,
-                "picks_digest": self.picks_digest,
-                "held_before": self.held_before,
+                "picks_digest": self._picks_digest,
+                "held_before": self.facts.held_before,
                 "all": self._rows().figures(names_of("all", "worker")),
                 "workers": [
                     {
@@ -248,7 +225,7 @@ class Report:
                     for each in self.services
                 ],
                 **({"lacking": lacking} if (lacking := self.lacking()) else {}),
-                **({} if self.nobody_from_ms is None else {"nobody_from_ms": self.nobody_from_ms}),
+                **({} if self.facts.nobody_from_ms is None else {"nobody_from_ms": self.facts.nobody_from_ms}),
                 **({"aborted": aborted} if (aborted := self.aborted) else {}),
                 "incidents": [each._asdict() for each in self.incidents],
                 "event_errors": None if self.event_errors is None else len(self.event_errors),
@@ -279,7 +256,7 @@ class Report:
         """The class of the router, by name; "": there was none."""
         return self.facts.router
 
-    @property
+    @cached_property
     def trace_digest(self) -> str:
         """Eight digits that two traces share if they ask for the same; without a trace, two runs of requests of the same lengths."""
         if self.facts.turns:
@@ -292,37 +269,14 @@ class Report:
         return self.facts.trace or f"trace {self.trace_digest} of {len(self.facts.turns or self.requests)} requests"
 
     @property
-    def picks_digest(self) -> str:
+    def _picks_digest(self) -> str:
         """Eight digits that two runs share if the router picked the same."""
         return digest_of([(pick.number, pick.worker) for pick in self.picks])
-
-    @property
-    def held_before(self) -> int:
-        """Blocks that the engines held as the run began: the router found them there, and `ideal_hit_ratio` knows none of them."""
-        return self.facts.held_before
-
-    @property
-    def loads_every_ms(self) -> float | None:
-        """How old the loads of engines were at most that the router was shown; None: it was shown those of the load book."""
-        return self.facts.loads_every_ms
-
-    @property
-    def nobody_from_ms(self) -> float | None:
-        """From when on no worker was there for the requests that are unfinished, in virtual milliseconds; None: all were served, or there was one."""
-        return self.facts.nobody_from_ms
 
     @property
     def workers(self) -> list[Worker]:
         """The workers, in the order in which they came."""
         return [each.worker for each in self.services]
-
-    def row(self, worker: Worker | None = None) -> Figures:
-        """Return the figures of a worker by name; None: of all together.
-
-        Raises:
-            ValueError: there is no such worker.
-        """
-        return self._figures(worker)
 
     def _figures(self, worker: Worker | None = None, *, has_gaps: bool = True) -> Figures:
         """The figures of a worker, or of all; without those of gaps between tokens, which are millions, where these are not wanted."""
@@ -331,7 +285,14 @@ class Report:
 
     def rows(self) -> dict[Worker | None, Figures]:
         """Return the figures of all together, under None, and of each worker."""
-        return {worker: self.row(worker) for worker in (None, *self.workers)}
+        return {worker: self._figures(worker) for worker in (None, *self.workers)}
+
+    def printed_rows(self) -> dict[Worker | None, Figures]:
+        """Return of these rows what is printed."""
+        whole = (*PRINTED, *names_of("all"))
+        return {
+            each: self._rows(each).figures(PRINTED if each in self.workers else whole) for each in (None, *self.workers)
+        }
 
     def figure(self, name: str, worker: Worker | None = None) -> float | None:
         """Return one figure of a worker or of all; None if there was nothing to count.
@@ -406,9 +367,9 @@ class Report:
         workers = ["worker", *("all" if worker is None else str(worker) for worker in rows)]
         return folded([workers], figure_columns(list(rows.values()), PRINTED))
 
-    def table_row(self, worker: Worker | None) -> str:
+    def _table_row(self, worker: Worker | None) -> str:
         """Return the row of a worker, or of all, below what is in its columns."""
-        return self.table({worker: self.row(worker)})
+        return self.table({worker: self._rows(worker).figures(PRINTED)})
 
     def __str__(self) -> str:
         return report_text(self, f"{self.router} on {self.trace_name}" if self.router else self._finished_text)
@@ -427,8 +388,14 @@ class Report:
     @property
     def compared(self) -> Compared:
         """What a comparison needs of it."""
-        facts = self.router or "no router", self.trace_name, self.trace_digest, self.picks_digest, self.held_before
-        return Compared(*facts, figure=self.figure, figures=self.row)
+        facts = (
+            self.router or "no router",
+            self.trace_name,
+            self.trace_digest,
+            self._picks_digest,
+            self.facts.held_before,
+        )
+        return Compared(*facts, figure=self.figure, figures=self._figures)
 
     def to_html(
         self,
@@ -537,7 +504,7 @@ class Report:
         text = f"{good} of {arrived} requests ({good / arrived:.1%}) keep {kept}, must be {at:.1%}"
         if not bad:
             raise AssertionError(f"{text}; {self.facts.nobody_text or 'the others never left the router'}")
-        worst = max(bad, key=_lateness)
+        worst = max(bad, key=RequestRow.lateness)
         raise AssertionError(f"{text}. The worst:\n{worst}\n{self._worst_pick(worst.number)}")
 
     def assert_hit_ratio(
@@ -576,7 +543,7 @@ class Report:
         for name, least in wanted.items():
             value = self.figure(name)
             if value is None or value < least:
-                assert_at_least(name, value, least, f"{self.table_row(None)}\n{self._worst_pick()}")
+                assert_at_least(name, value, least, f"{self._table_row(None)}\n{self._worst_pick()}")
         if times is not None:
             if not isinstance(times, tuple) or len(times) != 2:
                 raise TypeError(f"assert_hit_ratio: times must be (factor, report), got {times!r:.80}")
@@ -586,7 +553,9 @@ class Report:
             least = factor * (theirs or 0.0)
             if value is None or value < least:
                 what = f"hit_ratio, which is {theirs or 0.0:.4g} with {other.router},"
-                assert_at_least(what, value, least, f"{self._start(other)}{self.table_row(None)}\n{self._worst_pick()}")
+                assert_at_least(
+                    what, value, least, f"{self._start(other)}{self._table_row(None)}\n{self._worst_pick()}"
+                )
 
     def assert_balanced(self, within: float | None = None, of: str = "requests") -> None:
         """Require that no worker has more than so many times the mean, by the share of the picks at which each was a candidate.
@@ -615,7 +584,7 @@ class Report:
 
         def row(worker: Worker) -> str:
             called_off = called_off_text(self.figure("aborted", worker), of)
-            return f"{called_off}{self.table_row(worker)}\n{self._worst_pick()}"
+            return f"{called_off}{self._table_row(worker)}\n{self._worst_pick()}"
 
         counts, there = self.counts(of)
         assert_balanced(of.replace("_", " "), counts, within, there, row)
@@ -671,10 +640,10 @@ class Report:
         must = "at least" if sign > 0 else "at most"
         number = None
         if name.startswith("ttft"):
-            number = max((each for each in self.served if each.request.token_ms), key=_lateness).number
+            number = max((each for each in self.served if each.request.token_ms), key=RequestRow.lateness).number
         raise AssertionError(
             f"{name} is {value:.4g}, must be {must} {factor:g} times {best:.4g}, that of {other.router}\n"
-            f"{self._start(other)}{self.table_row(None)}\n{self._worst_pick(number)}"
+            f"{self._start(other)}{self._table_row(None)}\n{self._worst_pick(number)}"
         )
 
     def _start(self, other: Compared) -> str:
@@ -716,7 +685,7 @@ class Report:
         regret = self.regret(selector)
         if regret.share > at_most:
             raise AssertionError(
-                f"the share of picks with regret must be at most {at_most:.2%}: {regret}{stale_note('regret is', self.loads_every_ms)}"
+                f"the share of picks with regret must be at most {at_most:.2%}: {regret}{stale_note('regret is', self.facts.loads_every_ms)}"
             )
 
     def assert_ties_shared(self, selector: Any) -> None:
@@ -736,7 +705,9 @@ class Report:
         """
         __tracebackhide__ = True
         self._need_requests("assert_ties_shared")
-        assert_ties_shared(*self._recorded("assert_ties_shared", selector), stale_note("ties are", self.loads_every_ms))
+        assert_ties_shared(
+            *self._recorded("assert_ties_shared", selector), stale_note("ties are", self.facts.loads_every_ms)
+        )
 
     def assert_no_drift(self) -> None:
         """Require that, at each pick, the router's beliefs about loads, overlaps and workers agree with what it was told.
@@ -778,9 +749,3 @@ class Report:
         if errors:
             more = f"\nand {len(errors) - 5} more" if len(errors) > 5 else ""
             raise AssertionError(f"errors of events: {len(errors)}\n" + "\n".join(map(str, errors[:5])) + more)
-
-
-def _lateness(row: RequestRow) -> float:
-    """The time to the first token; infinite where there was none."""
-    found = row.request.ttft_ms
-    return float("inf") if found is None else found

@@ -34,7 +34,7 @@ def report_text(report: Any, about: str) -> str:
         report: the report.
         about: what it is of, for the first line.
     """
-    rows = report.rows()
+    rows = report.printed_rows()
     text = {name: figure_text(value) for name, value in rows[None].items()}
     parts = [f"{type(report).__name__}: {about}", report.table(rows)]
     if report.router:
@@ -47,9 +47,9 @@ def report_text(report: Any, about: str) -> str:
         parts.append(
             f"of {text['promised_not_found']} blocks promised and not found the attention group had {sum(lacking.values())}: {shown}"
         )
-    if report.held_before:
+    if report.facts.held_before:
         parts.append(
-            f"the engines held {report.held_before} blocks before this run: their hits count, and the ideal knows none of them"
+            f"the engines held {report.facts.held_before} blocks before this run: their hits count, and the ideal knows none of them"
         )
     missed = [each for each in report.missed if isinstance(each, MissedAbort)]
     parts += [

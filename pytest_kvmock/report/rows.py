@@ -135,6 +135,11 @@ class RequestRow(NamedTuple):
         since = self.request.arrival_ms if self.last is None else self.last.ms
         return None if admitted is None else admitted - since
 
+    def lateness(self) -> float:
+        """Return the time to the first token; infinite where there was none."""
+        found = self.request.ttft_ms
+        return float("inf") if found is None else found
+
     def __str__(self) -> str:
         request, times = self.request, "no token came out"
         if request.token_ms:
@@ -161,6 +166,7 @@ class WorkerRow(NamedTuple):
         open_requests: its open requests at the picks that it was a candidate of, summed over these.
         picks: how many picks these were.
         recomputes_last_token: whether its engine computes the last token of a prompt though it is cached.
+        has_host: whether there is a host below its device.
     """
 
     worker: Worker
@@ -174,6 +180,7 @@ class WorkerRow(NamedTuple):
     open_requests: int = 0
     picks: int = 0
     recomputes_last_token: bool = False
+    has_host: bool = False
 
 
 class Happened(NamedTuple):

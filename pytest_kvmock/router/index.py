@@ -27,7 +27,8 @@ sent it (`semantics="e1"` brings the older rule back). Its dump does not end on 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NoReturn, TypeAlias
 
@@ -288,6 +289,21 @@ class RadixIndex:
                 f"the data of an event is a Stored, Removed, Located, Updated or Cleared, got {data!r:.200}"
             )
 
+    def remove(self, worker_id: int, dp_rank: int, blocks: Sequence[int]) -> None:
+        """Apply a Removed of the device for each of these blocks; those that the rank does not hold are passed over."""
+        key = (worker_id, dp_rank)
+        if self._has_names or key in self._groups:
+            for block in blocks:
+                with suppress(KvEventError):
+                    self.apply(RouterEvent(worker_id, KvCacheEvent(0, Removed((block,)), dp_rank)))
+            return
+        if self._copies is not None:
+            blocks = self._last_copies((key, StorageTier.DEVICE), blocks)
+        if (rank := self._device.ranks.get(key)) is not None:
+            self._device.remove(rank, blocks)
+            if self._moved:
+                self._moved.get(key, set()).difference_update(blocks)
+
     def _update(self, key: WorkerRank, data: Updated, event: RouterEvent) -> None:
         """Move a block between the device and the host; it stays where it is in the tree."""
         rank = self._device.ranks.get(key)
@@ -342,15 +358,17 @@ class RadixIndex:
                 found.clear()
         self._forget_copies(worker_id, dp_rank, below=below)
 
-    def _last_copies(self, where: tuple[WorkerRank, StorageTier], blocks: tuple[int, ...]) -> tuple[int, ...]:
+    def _last_copies(self, where: tuple[WorkerRank, StorageTier], blocks: Sequence[int]) -> tuple[int, ...]:
         """Drop one copy of each block; return the blocks that have none left, and those that had none."""
         assert self._copies is not None
         copies = self._copies.setdefault(where, Counter())
-        last = []
+        last, count_of = [], copies.get
         for block in blocks:
-            copies[block] -= 1
-            if copies[block] <= 0:
-                del copies[block]
+            count = count_of(block, 0)
+            if count > 1:
+                copies[block] = count - 1
+            else:
+                copies.pop(block, None)
                 last.append(block)
         return tuple(last)
 

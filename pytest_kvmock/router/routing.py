@@ -110,7 +110,7 @@ class RouterRequest:
 
         Of a prompt of hashes there are no others than its own.
         """
-        return self.prompt.block_hashes(self.block_size, lookahead if self.prompt.tokens is not None else 0)
+        return self.prompt.block_hashes(self.block_size, lookahead if self.prompt.has_tokens else 0)
 
     @property
     def lora_name(self) -> str | None:

@@ -48,6 +48,7 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "worker_type": ("aggregated", "prefill", "decode"),
     "preemption_mode": ("lifo", "fifo"),
     "kv_transfer_timing_mode": ("full_prompt", "destination_missing"),
+    "context_chunking_policy": ("first_come_first_served", "equal_progress"),
 }
 _OPTIONAL_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "router_queue_policy": ("fcfs", "lcfs", "wspt"),
@@ -76,6 +77,7 @@ _OPTIONAL_INTEGERS: Final[Mapping[str, tuple[int, int]]] = {
     "offload_batch_size": (1, MOST_COUNT),
     "zmq_kv_events_port": (0, 65535),
     "zmq_replay_port": (0, 65535),
+    "publish_every": (1, MOST_COUNT),
 }
 _NUMBERS: Final = ("speedup_ratio", "decode_speedup_ratio")
 _OPTIONAL_NUMBERS: Final[Mapping[str, str]] = {
@@ -87,7 +89,7 @@ _OPTIONAL_NUMBERS: Final[Mapping[str, str]] = {
 _BOOLEANS: Final = ("enable_prefix_caching", "enable_chunked_prefill", "enable_local_indexer")
 _STRINGS: Final = ("aic_backend", "aic_system", "aic_backend_version", "aic_model_path")
 
-_OURS: Final = ("semantics", "performance_model", "events_visible")
+_OURS: Final = ("semantics", "performance_model", "events_visible", "context_chunking_policy", "publish_every")
 """The fields that are no part of Dynamo's JSON."""
 
 _HOST: Final = ("num_g2_blocks", "offload_batch_size", "bandwidth_g1_to_g2_gbps", "bandwidth_g2_to_g1_gbps")
@@ -193,13 +195,19 @@ class MockEngineArgs:
         inert: arguments of the nested form that act on no mock engine, by their path (`json_forms.INERT`): accepted, and
             written to JSON. `tensor_parallel_size` counts in reports.
         semantics: the release of Dynamo whose scheduler is followed: "1.2.1" or "1.6.1" for vllm, "1.6.1" for sglang and trtllm, or for sglang
-            "mixed", the scheduler over SGLang's own cache, whose passes compute prompts and output; None: that of the
-            engine's backend (`BackendSpec.semantics`), or else "1.2.1" for vllm, "mixed" for sglang, "1.6.1" for trtllm. An addition of ours,
-            no part of the JSON.
+            "mixed", the scheduler over SGLang's own cache, whose passes compute prompts and output, and for trtllm
+            "guaranteed_no_evict" or "max_utilization", policies of TensorRT-LLM's own scheduler, over its own caches;
+            None: that of the engine's backend (`BackendSpec.semantics`), or else "1.2.1" for vllm, "mixed" for sglang,
+            "1.6.1" for trtllm. An addition of ours, no part of the JSON.
         performance_model: a `PerformanceModel`, or a pair of callables or milliseconds as `CallableModel` takes them; None:
             as `planner_profile_data` says. An addition of ours.
         events_visible: when the events of a pass are published: "pass_start" or "pass_end"; None: at the start for vllm in
             the semantics of 1.2.1, else at the end. An addition of ours.
+        context_chunking_policy: how prompts that are too much for one pass share it: "first_come_first_served", or
+            "equal_progress", a block each in turn. TensorRT-LLM's own scheduler over V1 only. An addition of ours.
+        publish_every: of `sglang` with tiers: events wait, and are published as by a server: behind a pass that
+            computes a part of a prompt, after so many passes that decode (40 by default there,
+            `--decode-log-interval`), and when nobody runs or waits. None: behind each pass. An addition of ours.
 
     Inert fields are accepted, checked, and written to JSON; they have no effect on a mock engine without a network.
 
@@ -263,6 +271,8 @@ class MockEngineArgs:
     semantics: EngineSemantics | None = None
     performance_model: PerformanceModel | tuple[Any, Any] | None = None
     events_visible: EventsVisible | None = None
+    context_chunking_policy: Literal["first_come_first_served", "equal_progress"] = "first_come_first_served"
+    publish_every: int | None = None
     _model: PerformanceModel = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -305,6 +315,12 @@ class MockEngineArgs:
                     f"{other} is for engine_type {spec.name!r}, got {getattr(self, other)} with {self.engine_type!r}"
                     + ("" if own is None else f"; {own} is for that")
                 )
+        if self.context_chunking_policy != "first_come_first_served" and self.release.pauses is None:
+            raise ValueError(
+                "context_chunking_policy is for TensorRT-LLM's own scheduler, semantics 'guaranteed_no_evict' or "
+                f"'max_utilization' of engine_type 'trtllm'; got {self.context_chunking_policy!r} with "
+                f"{self.engine_type!r} of {self.scheduler_semantics!r}"
+            )
         if self.inert is not None and not (isinstance(self.inert, Mapping) and self.inert.keys() <= INERT.keys()):
             raise ValueError(f"inert must be a mapping of {', '.join(INERT)}, or None, got {self.inert!r:.80}")
         if self.aic_nextn is None and self.aic_nextn_accept_rates is not None:
@@ -524,7 +540,8 @@ class MockEngineArgs:
 
         Args:
             source: the text, or a mapping such as `json.loads` returns.
-            **additions: fields that are no part of it: `semantics`, `performance_model`, `events_visible`.
+            **additions: fields that are no part of it: `semantics`, `performance_model`, `events_visible`,
+                `context_chunking_policy`, `publish_every`.
 
         Raises:
             ValueError: no JSON, an unknown field, or a value out of range.

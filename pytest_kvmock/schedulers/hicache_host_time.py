@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Container, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from pytest_kvmock.drivers.driver import SlotsLost, WouldWait
 from pytest_kvmock.events import StorageTier
@@ -25,8 +25,15 @@ if TYPE_CHECKING:
 # then its nodes cannot be evicted, which is what a request may have to wait for.
 
 
-class NoParking:
-    """The requests of a scheduler that wait for blocks from the host: none, as a load goes with the batch that needs it."""
+_SLACK_MS: Final = 0.001
+"""So long after the end of its patience a request waits no longer."""
+
+
+class Prefetches:
+    """The requests of a scheduler that wait for what a storage has: they stay in its queue, and others may pass.
+
+    For blocks from the host nobody waits: a load goes with the batch that needs it.
+    """
 
     parks_preempted = False
     requests: Sequence[ScheduledRequest] = ()
@@ -36,17 +43,22 @@ class NoParking:
 
     @property
     def deadline(self) -> float | None:
-        """When the next copy is done."""
-        return self._host_time.deadline()
+        """When the next copy is done, or somebody waits no longer."""
+        return self._host_time.wakes()
 
     @property
     def is_quiet(self) -> bool:
-        """Whether no copy is under way."""
+        """Whether no copy or prefetch is under way."""
         return self.deadline is None
 
-    def park(self, *_: Any) -> Any:
-        """Nothing: it is loaded as it is admitted."""
-        return "none"
+    def park(
+        self,
+        request: ScheduledRequest,
+        cached_tokens: int,  # noqa: ARG002 - as `Waits` has it
+        now_ms: float,  # noqa: ARG002 - as `Waits` has it
+    ) -> Literal["deferred", "none"]:
+        """Whether it is passed over, as what is fetched for it has not come."""
+        return "deferred" if self._host_time.blocked(request.state) else "none"
 
     def take_back(self) -> list[ScheduledRequest]:
         """Nobody."""
@@ -81,8 +93,10 @@ class HiCacheHostTime(HostTime):
         self._links = self.manager.offload
         self._writes: deque[float] = deque()  # when each group is done
         self._loads: deque[float] = deque()
-        self._write_end = self._load_end = now
-        self.parking: NoParking = NoParking(self)
+        self._reads: deque[float] = deque()  # when the storage reports each batch, and each end
+        self._write_end = self._load_end = self._read_end = now
+        self._left: dict[Any, None] = {}  # requests that did not wait, and whose prefetch goes on
+        self.parking: Prefetches = Prefetches(self)
 
     @property
     def num_blocks(self) -> int:
@@ -111,7 +125,81 @@ class HiCacheHostTime(HostTime):
     def deadline(self) -> float | None:
         """When the next group is done; None: nothing is under way."""
         self._begin()
-        return min((ends[0] for ends in (self._writes, self._loads) if ends), default=None)
+        return min((ends[0] for ends in (self._writes, self._loads, self._reads) if ends), default=None)
+
+    def wakes(self) -> float | None:
+        """As `deadline`, and when the next request has waited for its prefetch as long as it may."""
+        ends = [] if (deadline := self.deadline()) is None else [deadline]
+        storage = self._driver.storage
+        if storage is not None:
+            timeouts = (timeout * 1000 + _SLACK_MS for timeout in storage.timeouts)
+            ends += (end for end in timeouts if end > self._now)  # one that is over waits for something else
+        return min(ends, default=None)
+
+    # ------------------------------------------------------------------------------------------ what a storage has
+
+    def arrive(self, state: Any) -> None:
+        """Look a request up in the storage, if there is one; what that has begins to come."""
+        storage = self._driver.storage
+        if storage is not None:
+            storage.now = self._now / 1000
+            storage.arrive(state)
+            self._see()
+
+    def _see(self, *, retries: bool = False) -> None:
+        """See what the storage has answered and read; with retries, look up again what was not found, in no time."""
+        storage = self._driver.storage
+        if storage is None:
+            return
+        if retries:
+            storage.step()
+        while True:
+            storage.run(len(storage.queries), 0, 0, 0)
+            storage.see()
+            if not storage.queries:
+                break
+        while storage.transfers:
+            known, came = len(storage.reports), 0
+            storage.run(0, 1, 0, 0)
+            for _, done in [*storage.reports][known:]:
+                pages = 0 if done is None else done - came
+                came += pages
+                self._read_end = max(self._now, self._read_end) + self._links.ms(pages)
+                self._reads.append(self._read_end)
+        for state in [*self._left]:
+            if storage.waiting[state].prefetch is None:
+                del self._left[state]
+                storage.leave(state)
+        self.manager.step(0, 0)  # publishes what came to the host
+
+    def blocked(self, state: Any) -> bool:
+        """Whether a request has to wait for what is fetched for it, or is looked up again, before it is admitted."""
+        storage = self._driver.storage
+        if storage is None or state not in storage.waiting:
+            return False
+        storage.now = self._now / 1000
+        if storage.blocks(state):
+            return True
+        self._see()
+        if storage.shrank(state, self.manager.promised(state)) is None:
+            return False
+        self._see()
+        return True
+
+    def _fetch(self, state: Any, *, wait: bool) -> None:
+        """Wait for what the storage has of a request."""
+        self.arrive(state)
+        while self.blocked(state):
+            if (
+                self._driver.storage.waiting[state].prefetch is None
+            ):  # its match has become shorter, and it was looked up again
+                continue
+            try:
+                self._wait(wait, "its prefix is fetched from the storage")
+            except WouldWait:
+                state.leaves_prefetch = True
+                self._left[state] = None
+                raise
 
     def _pass(self, now: float) -> None:
         while (deadline := self.deadline()) is not None and deadline <= now:
@@ -123,6 +211,13 @@ class HiCacheHostTime(HostTime):
                     ends.popleft()
                     counts[-1] += 1
             self.manager.step(*counts)
+            read = 0
+            while self._reads and self._reads[0] <= self._now:
+                self._reads.popleft()
+                read += 1
+            if read:
+                self.manager.storage.run(0, 0, read, 0)  # type: ignore[union-attr]  # it has read
+            self._see()
             self._driver.write_storage()
         self._now = max(now, self._now)
 
@@ -133,6 +228,7 @@ class HiCacheHostTime(HostTime):
     def start_pass(self, now: float) -> None:
         """A pass of a scheduler starts: it looks what is done."""
         self.tick(max(now, self._now))
+        self._see(retries=True)
 
     def end_pass(self) -> float:
         """A pass has computed: its copies begin."""
@@ -161,9 +257,11 @@ class HiCacheHostTime(HostTime):
         manager = self.manager
         return (manager.lookup(state) - manager.on_device(state)) * manager.block_size
 
-    def onboard(self, state: Any, *, wait: bool, resumed: bool) -> int:  # noqa: ARG002 - preempted ones load, too
-        """Admit a request, and load what the host has of it; it does not wait for that."""
+    def onboard(self, state: Any, *, wait: bool, resumed: bool) -> int:
+        """Admit a request when what is fetched for it has come; it does not wait for what it loads from the host."""
         self.tick(self._now)
+        if not resumed:
+            self._fetch(state, wait=wait)
         while not self._driver.start(state, len(state)):
             self._wait(wait, "blocks of the device are being copied to the host")
         tokens: int = state.from_host
@@ -181,14 +279,18 @@ class HiCacheHostTime(HostTime):
 
     def generate(self, state: Any, tokens: Sequence[int]) -> None:
         """Decode, one step a token, and wait where blocks are being copied."""
-        for token in tokens:
+        self.generate_runs(state, [(token,) for token in tokens])
+
+    def generate_runs(self, state: Any, runs: Sequence[Sequence[int]]) -> None:
+        """Decode in steps that commit so many tokens each, and wait where blocks are being copied."""
+        for run in runs:
             while not self._driver.make_room((state,)):
                 self._wait(True, "")
-            self.manager.end_step(state, token)
+            self._driver.commit(state, run)
         self._begin()
 
     def _wait(self, wait: bool, why: str) -> None:
-        deadline = self.deadline()
+        deadline = self.wakes()
         if deadline is None:
             raise SlotsLost(
                 "blocks of the device are cached, and cannot be evicted: what is below them is held on the host"

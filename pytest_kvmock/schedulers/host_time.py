@@ -83,6 +83,9 @@ class HostTime(ABC):
     def lost_text(self) -> str | None:
         """Which slots of the device are lost, and why; None while something is under way, or none are."""
 
+    def arrive(self, state: Any) -> None:  # noqa: B027 - no other has a storage
+        """Take note of a request that arrives at a scheduler: nothing, but where a storage is asked for it then."""
+
     def tick(self, now: float) -> None:
         """Move the time forward: transfers end, and what came back for a request that does not wait for it is cached.
 
@@ -161,6 +164,10 @@ class HostTime(ABC):
         Raises:
             SlotsLost: there will be none.
         """
+
+    def generate_runs(self, state: Any, runs: Sequence[Sequence[int]]) -> None:
+        """Decode in steps that commit so many tokens each, of an engine with a draft model."""
+        self._driver.extend_runs(state, runs)
 
     @abstractmethod
     def _wait(self, wait: bool, why: str) -> None:

@@ -213,7 +213,8 @@ def write_launch_config(args: Any) -> dict[str, Any]:
     if args.reasoning is not None:
         dynamo["reasoning"] = asdict(args.reasoning)
     out: dict[str, Any] = {"engine": engine, **{name: getattr(args, name) for name in _TOP}, "dynamo": dynamo}
-    for key, value in {**INERT, **(args.inert or {})}.items():
+    policy = {} if args.release.pauses is None else {"engine.trtllm": {"capacity_scheduler_policy": args.semantics}}
+    for key, value in {**INERT, **(args.inert or {}), **policy}.items():
         group, _, name = key.rpartition(".")
         (out[group] if group else out)[name] = value
     return out

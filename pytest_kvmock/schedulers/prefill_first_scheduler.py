@@ -258,11 +258,11 @@ class PrefillFirstScheduler(SglangScheduler):
 
     # ------------------------------------------------------------------------------------------ in one go
 
-    def plan(self, now_ms: float, until_ms: float, *, ahead: bool = False) -> list[float]:
+    def plan(self, now_ms: float, until_ms: float) -> list[float]:
         """Return when passes end that only decode; see `Scheduler.plan`."""
-        return [] if self._ready else super().plan(now_ms, until_ms, ahead=ahead)
+        return [] if self._ready else super().plan(now_ms, until_ms)
 
-    def run_plan(self, ends: list[float], *, ahead: bool = False) -> None:
+    def run_plan(self, ends: list[float]) -> None:
         """Run passes that were planned."""
-        super().run_plan(ends, ahead=ahead)
+        super().run_plan(ends)
         self._wait = max(0, self._wait - len(ends))

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 EventsVisible: TypeAlias = Literal["pass_start", "pass_end"]
 """When the events of a pass are published."""
 
-EngineSemantics: TypeAlias = Literal["1.2.1", "mixed", "1.6.1"]
-"""The release of Dynamo whose scheduler is followed; "mixed" is the one over SGLang's own cache, which is of none."""
+EngineSemantics: TypeAlias = Literal["1.2.1", "mixed", "1.6.1", "guaranteed_no_evict", "max_utilization"]
+"""The release of Dynamo whose scheduler is followed; "mixed" is the one over SGLang's own cache, which is of none, and
+the last two are policies of TensorRT-LLM's own."""
 
 ScheduledStatus: TypeAlias = Literal[
     "waiting", "running", "preempted", "finished", "rejected", "failed", "aborted", "lost", "unfinished"
@@ -45,6 +46,7 @@ class ScheduledRequest:
         first_reused_tokens: those that its first admission found cached.
         lacking: before a hybrid model, how many tokens of it full attention had then, and the caches that could not resume there.
         onboarded_tokens: tokens that came back from the host for it, before its first admission.
+        fetched_tokens: of these, tokens that a storage behind the host had, and the host had not.
         admitted_ms: start of the pass that first gave it blocks; None before.
         admissions: each admission: the start of its pass, and how many tokens it found cached.
         token_ms: when each generated token came out, in milliseconds.
@@ -52,6 +54,7 @@ class ScheduledRequest:
         keeps_blocks: its blocks stay allocated when it finishes, until its engine releases them.
         preemptions: how often it was preempted.
         opened: its place among all requests of its engine, by the order in which they were opened.
+        place: its place among those that run, where the scheduler lets requests sleep.
     """
 
     __slots__ = (
@@ -60,6 +63,7 @@ class ScheduledRequest:
         "arrival_ms",
         "computed_tokens",
         "ended_ms",
+        "fetched_tokens",
         "first_reused_tokens",
         "generated_tokens",
         "keeps_blocks",
@@ -67,6 +71,7 @@ class ScheduledRequest:
         "max_output_tokens",
         "onboarded_tokens",
         "opened",
+        "place",
         "preemptions",
         "priority",
         "prompt_tokens",
@@ -90,7 +95,7 @@ class ScheduledRequest:
         self.reused_tokens = 0
         self.first_reused_tokens = 0
         self.lacking: tuple[int, tuple[str, ...]] = (0, ())
-        self.onboarded_tokens = 0
+        self.onboarded_tokens = self.fetched_tokens = 0
         self.admitted_ms: float | None = None
         self.admissions: list[tuple[float, int]] = []
         self.token_ms: list[float] = []
@@ -98,6 +103,7 @@ class ScheduledRequest:
         self.keeps_blocks = False
         self.preemptions = 0
         self.opened = 0
+        self.place = 0
 
     def __len__(self) -> int:
         return self.prompt_tokens + self.generated_tokens
@@ -130,6 +136,16 @@ class ScheduledRequest:
     def e2e_ms(self) -> float | None:
         """From its arrival to its last token."""
         return self.token_ms[-1] - self.arrival_ms if self.token_ms else None
+
+    @property
+    def device_tokens(self) -> int:
+        """Tokens that its first admission found on the device."""
+        return max(0, self.first_reused_tokens - self.onboarded_tokens)
+
+    @property
+    def host_tokens(self) -> int:
+        """Tokens that came back for it and that the host had."""
+        return self.onboarded_tokens - self.fetched_tokens
 
     def admit(self, now_ms: float, reused_tokens: int) -> None:
         """Note an admission that found so many tokens cached."""
@@ -175,7 +191,8 @@ class ForwardPass:
         decode_ms: how long its decode took.
         end_ms: when it ended; all its tokens came out then.
         scheduled: of which requests it computed how many tokens, in order; a decode step is one token, none of the prompt.
-        generated: the requests that generated a token in it, in order.
+        generated: the requests that generated a token in it, in order; those that sleep are not among them.
+        sleepers: how many requests generated a token in it besides, as they do in each pass while nobody looks.
         tokens: the tokens that they generated.
         bursts: how many each of them generated, of those that generated more than one, as drafts were accepted.
         admitted: the requests that it admitted, those that resume included.
@@ -197,6 +214,7 @@ class ForwardPass:
     end_ms: float = 0.0
     scheduled: list[ScheduledTokens] = field(default_factory=list)
     generated: list[ScheduledRequest] = field(default_factory=list)
+    sleepers: int = 0
     tokens: list[int] = field(default_factory=list)
     bursts: dict[ScheduledRequest, int] = field(default_factory=dict)
     admitted: list[ScheduledRequest] = field(default_factory=list)
@@ -221,8 +239,16 @@ class ForwardPass:
 
     def note_times(self) -> None:
         """Note when tokens came, once its end is known."""
+        end_ms, bursts = self.end_ms, self.bursts
         for request in self.generated:
-            request.token_ms += [self.end_ms] * self.bursts.get(request, 1)
+            request.token_ms.append(end_ms)
+            if bursts:
+                request.token_ms += [end_ms] * (bursts.get(request, 1) - 1)
+
+    @property
+    def has_generated(self) -> bool:
+        """Whether any request generated a token."""
+        return bool(self.generated or self.sleepers)
 
     @property
     def did_something(self) -> bool:
@@ -230,7 +256,13 @@ class ForwardPass:
         return (
             self.end_ms > self.start_ms
             or bool(
-                self.scheduled or self.generated or self.admitted or self.preempted or self.rejected or self.aborted
+                self.sleepers
+                or self.scheduled
+                or self.generated
+                or self.admitted
+                or self.preempted
+                or self.rejected
+                or self.aborted
             )
             or self.may_do_more
         )
@@ -309,6 +341,8 @@ class Release:
         length_fits_blocks: a request has no more tokens than all blocks: a longer prompt is rejected, output ends there.
         stalls_at_once: an aggregated engine with requests that can do nothing is stalled, whatever else may happen yet.
         driver: what its drivers must be, beside what the scheduler asks for; None: no more.
+        pauses: TensorRT-LLM's own scheduler: whether its policy starts what the next step has room for and pauses the
+            last started where room runs short, or what has room to its end; None: it is Dynamo's mock of one.
     """
 
     backend: str
@@ -332,6 +366,7 @@ class Release:
     length_fits_blocks: bool = False
     stalls_at_once: bool = False
     driver: type | None = None
+    pauses: bool | None = None
 
 
 class SchedulerArgs(Protocol):
@@ -380,6 +415,10 @@ class SchedulerArgs(Protocol):
     @property
     def most_tokens(self) -> int | None:
         """Most tokens of a request, prompt and output together; None: unlimited."""
+
+    @property
+    def context_chunking_policy(self) -> str:
+        """How prompts share a pass: "first_come_first_served" or "equal_progress"."""
 
     @property
     def dp_size(self) -> int:
@@ -432,9 +471,9 @@ class Scheduler(ABC):
 
     def _next_tokens(self, request: ScheduledRequest) -> list[int]:
         """The tokens that a request generates in this pass."""
-        count = 1
-        if self._accepted is not None:
-            count = min(1 + self._accepted.draw(), request.max_output_tokens - request.generated_tokens)
+        if self._accepted is None:
+            return [request.next_token()]
+        count = min(1 + self._accepted.draw(), request.max_output_tokens - request.generated_tokens)
         return [request.next_token() for _ in range(count)]
 
     @property
@@ -476,6 +515,14 @@ class Scheduler(ABC):
         self.abort(request)
         return True
 
+    def wake(self, request: ScheduledRequest) -> bool:  # noqa: ARG002 - most let nobody sleep
+        """Bring a request up to date whose tokens were only counted, as nobody looked; whether it is such a one."""
+        return False
+
+    def wake_all(self) -> list[ScheduledRequest]:
+        """Bring all requests up to date; returns those that were not."""
+        return []
+
     def settle(self, passes: Sequence[ForwardPass], *, is_idle: bool) -> None:  # noqa: B027 - most have nothing to settle
         """Settle what follows from the passes of all ranks of its worker together.
 
@@ -489,7 +536,7 @@ class Scheduler(ABC):
         """Run one forward pass from this moment; its requests' `token_ms` are set, its events published."""
 
     @abstractmethod
-    def plan(self, now_ms: float, until_ms: float, *, ahead: bool = False) -> list[float]:
+    def plan(self, now_ms: float, until_ms: float) -> list[float]:
         """Return when passes end that only decode and touch no block, as long as each starts before a moment.
 
         Nothing is done yet. Nobody can tell one of these passes from the next: no event, no first token, no end. So who drives
@@ -498,9 +545,8 @@ class Scheduler(ABC):
         Args:
             now_ms: when the first one starts.
             until_ms: the moment.
-            ahead: nobody receives events, or looks at the block manager, so that passes may open and fill blocks too.
         """
 
     @abstractmethod
-    def run_plan(self, ends: list[float], *, ahead: bool = False) -> None:
+    def run_plan(self, ends: list[float]) -> None:
         """Run passes that were planned, the first of them or all; nothing but arrivals happened here since."""

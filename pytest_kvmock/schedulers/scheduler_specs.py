@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from pytest_kvmock.cache.manager import protocol_mismatch
 from pytest_kvmock.drivers.driver import (
+    CapacityDriver,
     PagedSchedulerDriver,
     PoolSchedulerDriver,
     RadixSchedulerDriver,
     SchedulerDriver,
+    SuspendingDriver,
 )
 from pytest_kvmock.schedulers.scheduler import Release
 
@@ -81,9 +83,13 @@ def _sglang(driver: Any, args: SchedulerArgs, tiers: HostTime | None) -> Schedul
 
 
 def _trtllm(driver: Any, args: SchedulerArgs, tiers: HostTime | None) -> Scheduler:
-    from pytest_kvmock.schedulers.trtllm_scheduler import TrtllmScheduler
+    from pytest_kvmock.schedulers.trtllm_scheduler import CapacityScheduler, SuspendingScheduler, TrtllmScheduler
 
-    return TrtllmScheduler(driver, args, tiers)
+    if args.release.pauses is None:
+        return TrtllmScheduler(driver, args, tiers)
+    if protocol_mismatch(driver, SuspendingDriver) is None:  # V2 has one policy, which stands in for any other
+        return SuspendingScheduler(driver, args, tiers)
+    return CapacityScheduler(driver, args, tiers)
 
 
 _VLLM_1_6_1: Final = Release(
@@ -102,6 +108,15 @@ _VLLM_1_6_1: Final = Release(
     reports_workers=True,
     driver=PoolSchedulerDriver,
     reserves_destination=True,
+)
+
+_TRTLLM_OWN: Final = replace(
+    _VLLM_1_6_1,
+    backend="trtllm",
+    length_fits_blocks=True,
+    pauses=False,
+    driver=CapacityDriver,
+    reserves_destination=False,
 )
 
 SCHEDULERS: Final[Mapping[str, SchedulerSpec]] = MappingProxyType(
@@ -164,7 +179,11 @@ SCHEDULERS: Final[Mapping[str, SchedulerSpec]] = MappingProxyType(
                 "trtllm",
                 _trtllm,
                 SchedulerDriver,
-                {"1.6.1": replace(_VLLM_1_6_1, length_fits_blocks=True)},
+                {
+                    "1.6.1": replace(_VLLM_1_6_1, length_fits_blocks=True),
+                    "guaranteed_no_evict": _TRTLLM_OWN,
+                    "max_utilization": replace(_TRTLLM_OWN, pauses=True),
+                },
                 default_release="1.6.1",
                 default_block_size=32,
                 budget="max_num_batched_tokens",

@@ -89,6 +89,8 @@ class SglangScheduler(Scheduler):
     def submit(self, request: ScheduledRequest) -> None:
         """Take a request that has arrived."""
         super().submit(request)
+        if self._tiers is not None:
+            self._tiers.arrive(request.state)
         self._prioritised |= self.has_priorities and bool(request.priority)
 
     def abort(self, request: ScheduledRequest) -> None:
@@ -181,8 +183,13 @@ class SglangScheduler(Scheduler):
         room = driver.unheld() - sum(self._outstanding(request) * self._ratio for request in running)
         budget, chunk = self._most_prefill, self._chunk
         seats = self._max_running - len(running)
+        parking = None if self._tiers is None else self._tiers.parking
+        deferred: list[ScheduledRequest] = []
         while waiting and len(done.scheduled) < seats:
             request = waiting[0]
+            if parking is not None and parking.park(request, 0, done.start_ms) == "deferred":
+                deferred.append(waiting.popleft())
+                continue
             computed = request.computed_tokens
             full = len(request) - computed
             if not full:
@@ -206,12 +213,15 @@ class SglangScheduler(Scheduler):
             chunk -= charge
             if chunk <= 0:
                 break
+        waiting.extendleft(reversed(deferred))
 
     @staticmethod
     def _note_chunk(done: ForwardPass, request: ScheduledRequest, upto: int, before: int) -> None:
         if not request.computed_tokens:
             done.admitted.append(request)
-            request.onboarded_tokens += getattr(request.state, "from_host", 0)
+            if not request.admissions:
+                request.onboarded_tokens = getattr(request.state, "from_host", 0)
+                request.fetched_tokens = getattr(request.state, "from_storage", 0)
         request.computed_tokens = upto
         request.admit(done.start_ms, before)
         of_prompt = max(0, min(upto, request.prompt_tokens) - before)
@@ -251,7 +261,7 @@ class SglangScheduler(Scheduler):
         """Retract running requests until the others can generate, or one is left."""
         running, driver = self._running, self._driver
         while len(running) > 1:
-            if driver.unheld() >= driver.step_tokens([request.state for request in running]):
+            if driver.unheld() >= self._step_tokens():
                 return
             victim = min(running, key=lambda request: request.generated_tokens)
             running.remove(victim)
@@ -261,12 +271,33 @@ class SglangScheduler(Scheduler):
             victim.preemptions += 1
             done.preempted.append(victim)
 
+    def _bursts(self) -> list[int] | None:
+        """The most tokens that each running request may generate in a pass; None: room is made for one each."""
+        if self._accepted is None or not hasattr(self._driver, "burst_pages"):
+            return None
+        most = 1 + self._accepted.drafts
+        return [min(most, request.max_output_tokens - request.generated_tokens) for request in self._running]
+
+    def _step_tokens(self) -> int:
+        """Count the tokens that must be unheld for the next pass of the running requests."""
+        driver: Any = self._driver
+        states, bursts = [request.state for request in self._running], self._bursts()
+        found: int = driver.step_tokens(states) if bursts is None else driver.burst_pages(states, bursts) * self._page
+        return found
+
+    def _make_room(self) -> bool:
+        """Evict until there is room for the next pass of the running requests; False if not all have."""
+        driver: Any = self._driver
+        states, bursts = [request.state for request in self._running], self._bursts()
+        is_made: bool = driver.make_room(states) if bursts is None else driver.make_burst_room(states, bursts)
+        return is_made
+
     def _decode(self, done: ForwardPass) -> None:
         """Let each running request generate a token, or nobody where pages run short."""
         running, driver = self._running, self._driver
         prefilled = {each.request for each in done.scheduled if each.prompt_tokens}
         done.decode_lengths = [len(request) for request in running if request not in prefilled]
-        if not running or not driver.make_room([request.state for request in running]):
+        if not running or not self._make_room():
             return
         done.active_blocks = driver.manager.num_active_blocks
         done.decode_ms = self._decode_ms(sum(map(len, running)), len(running))
@@ -301,7 +332,7 @@ class SglangScheduler(Scheduler):
 
     # ------------------------------------------------------------------------------------------ in one go
 
-    def plan(self, now_ms: float, until_ms: float, *, ahead: bool = False) -> list[float]:  # noqa: ARG002 - no other ones
+    def plan(self, now_ms: float, until_ms: float) -> list[float]:
         """Return when passes end that only decode and touch no page, as long as each starts before a moment."""
         running = self._running
         if self._waiting or not running or self._called_off or self._accepted is not None:
@@ -319,7 +350,7 @@ class SglangScheduler(Scheduler):
             tokens += count
         return ends
 
-    def run_plan(self, ends: list[float], *, ahead: bool = False) -> None:  # noqa: ARG002 - likewise
+    def run_plan(self, ends: list[float]) -> None:
         """Run passes that were planned."""
         for request in self._running:
             self._driver.generate_quietly(request.state, request.next_tokens(len(ends)))

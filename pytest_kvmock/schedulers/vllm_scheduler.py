@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, ClassVar, Final, cast
 
-from pytest_kvmock.schedulers.decode_ahead import DecodeTimes, decode_ahead, passes_that_fit
+from pytest_kvmock.schedulers.calendar import Calendar, DecodeTimes, place_of
 from pytest_kvmock.schedulers.performance import PolynomialModel, moments, rounded_ms
 from pytest_kvmock.schedulers.scheduler import ForwardPass, ScheduledRequest, ScheduledTokens, Scheduler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pytest_kvmock.acceptance import AcceptedDrafts
     from pytest_kvmock.drivers.driver import PoolSchedulerDriver, SchedulerDriver
     from pytest_kvmock.schedulers.host_time import HostTime
     from pytest_kvmock.schedulers.scheduler import SchedulerArgs
@@ -36,12 +37,13 @@ if TYPE_CHECKING:
 # tokens are there, whatever the budget lets it compute. Over vLLM's pool a block is allocated in the pass that computes
 # its first token, so that nobody is preempted while tokens come out. The first token of a request comes out of its prefill; time of decode is charged for
 # the others, by their lengths. What each release does is a flag of `Release`.
+#
+# Who drives it asks for a plan before each pass, or looks at each. In the first case requests that do nothing but generate
+# sleep until they are due (`calendar`): passes in which nobody is due are planned, and others touch those that are awake.
+# Else nobody sleeps.
 
 _BLOCKED: Final = -1
 _PREEMPTED: Final = -2
-
-_LEAST_SIZE: Final = 4
-"""In smaller blocks, what somebody generates may by chance be what a waiting request begins with."""
 
 
 def _decodes(request: ScheduledRequest) -> bool:
@@ -56,8 +58,12 @@ class VllmScheduler(Scheduler):
         driver: brings its requests to the block manager.
         args: budgets, modes, times and speedups of the engine, and the release that it follows.
         tiers: the time of the tiers below the device; None: there are none.
+
+    Attributes:
+        drops_last: with drafts, the last block of a hit is computed again.
     """
 
+    drops_last: ClassVar[bool] = True
     _driver: SchedulerDriver
 
     def __init__(
@@ -84,18 +90,20 @@ class VllmScheduler(Scheduler):
         self._decode_times = DecodeTimes(
             args.performance, manager.max_capacity * manager.block_size, self._decode_speedup
         )
-        self._decodes_ahead = (
-            release.last_token_free
-            and type(args.performance) is PolynomialModel
-            and manager.block_size >= _LEAST_SIZE
-            and getattr(driver, "decodes_ahead", True)
-        )
+        self._calendar = Calendar()
+        self._awake: list[ScheduledRequest] = []  # the running requests that do not sleep, in their order
+        self._places = 0
+        # A host sees each step, and a victim that stands before others changes whose turn it is: then all are awake in a
+        # pass that is not planned.
+        self._naps = tiers is not None or self._oldest_first
         # Of an engine with several cache groups; the others have no steps, and chunks of any length.
         limit_passes: Callable[[int], None] | None = getattr(driver, "limit_passes", None)
         if limit_passes is not None and args.max_num_batched_tokens:
             limit_passes(args.max_num_batched_tokens)
         self._begin_pass: Callable[[], None] | None = getattr(driver, "begin_pass", None)
         self._end_pass: Callable[[], None] | None = getattr(driver, "end_pass", None)
+        self._reserve_burst: Callable[[object, int], bool] | None = getattr(driver, "reserve_burst", None)
+        self._release_burst: Callable[[object], None] | None = getattr(driver, "release_burst", None)
         self._end_iteration: Callable[[], None] | None = getattr(driver, "end_iteration", None)
         self._blocks_alone: Callable[[object], int] | None = getattr(driver, "blocks_alone", None)
         self._chunk_tokens: Callable[[object, int], int] | None = getattr(driver, "chunk_tokens", None)
@@ -129,6 +137,9 @@ class VllmScheduler(Scheduler):
     def abort(self, request: ScheduledRequest) -> None:
         """Forget an open request, and free what it holds; what is on its way for a parked one comes for nothing."""
         if self._parking is None or request not in self._parking.requests:
+            self.wake(request)
+            if request.status == "running":
+                self._awake.remove(request)
             super().abort(request)
             return
         self._parking.give_up(request)
@@ -142,6 +153,10 @@ class VllmScheduler(Scheduler):
         self._used = {}
         self._left = self._budget
         self._defers = self.defers_prefills and self._left_nobody and any(map(_decodes, self._running))
+        if self._calendar:
+            self._wake_due()
+            done.sleepers = len(self._calendar)
+            self._left -= done.sleepers  # a token each
         tiers = self._tiers
         if tiers is not None:
             tiers.start_pass(max(now_ms, tiers.now))
@@ -164,14 +179,86 @@ class VllmScheduler(Scheduler):
             if deadline is not None:
                 done.end_ms = deadline
         done.note_times()
+        self._calendar.ran([done.end_ms])
         if not self._defers and not done.preempted:
             self._left_nobody = not self._waiting
         done.running = len(self._running)
         done.waiting = tuple(self._waiting)
         return done
 
+    def _wake_due(self) -> None:
+        """Wake who is due in this pass; and all, where those that sleep do not get a token whatever the others do."""
+        calendar = self._calendar
+        self._wake_each(calendar.due(1))
+        if self._naps or len(self._running) > self._budget or calendar.is_full:
+            self.wake_all()
+        elif calendar:
+            last = self._running[-1]
+            # Who computes more than a token leaves less for those behind it.
+            if any(each is not last and each.computed_tokens != len(each) - 1 for each in self._awake):
+                self.wake_all()
+
+    def wake(self, request: ScheduledRequest) -> bool:
+        """As `Scheduler.wake`; with it come all that are due."""
+        calendar = self._calendar
+        if request not in calendar:
+            return False
+        self._wake_each(calendar.due(0))
+        if request in calendar:
+            self._wake_each((request,))
+        return True
+
+    def _wake_each(self, requests: Sequence[ScheduledRequest]) -> None:
+        # What completes a block is the last token of a sleep, and may draw a name for it from a source that all share: in
+        # the order of passes and requests. So who is due is woken with all others that are, and before a pass in which
+        # others may draw.
+        awake = self._awake
+        for request in requests:
+            self._catch_up(request)
+            awake.append(request)
+        if requests and len(awake) > len(requests):
+            awake.sort(key=place_of)
+
+    def wake_all(self) -> list[ScheduledRequest]:
+        """Bring all requests up to date; returns those that were not."""
+        found = self._calendar.sleepers
+        for request in found:
+            self._catch_up(request)
+        if found:
+            self._awake[:] = self._running
+        return found
+
+    def _catch_up(self, request: ScheduledRequest) -> None:
+        missed = self._calendar.wake(request)
+        if missed:
+            self._generate_quietly(request, missed)
+
+    def _generate_quietly(self, request: ScheduledRequest, ends: list[float]) -> None:
+        """Give a request its tokens of passes that touch no block, by their ends."""
+        count = len(ends)
+        self._driver.generate_quietly(request.state, request.next_tokens(count))
+        request.generated_tokens += count
+        request.computed_tokens += count
+        request.token_ms += ends
+
+    def _fall_asleep(self) -> None:
+        """Let sleep who is not due in the next pass."""
+        awake: list[ScheduledRequest] = []
+        for request in self._awake:
+            generated = request.generated_tokens
+            # One token is left to compute, and it is none of the prompt, which would be prefill.
+            if generated and request.computed_tokens == request.prompt_tokens + generated - 1:
+                passes = request.max_output_tokens - generated - 1
+                if passes > 0:
+                    passes = min(passes, self._driver.quiet_tokens(request.state))
+                    if passes > 0:
+                        self._calendar.sleep(request, passes)
+                        continue
+            awake.append(request)
+        self._awake = awake
+
     def _schedule_running(self) -> None:
-        running, index = self._running, 0
+        running, index = self._awake, 0
         while index < len(running) and self._left > 0:
             if self._schedule_decode(running[index]) or (self._defers and not _decodes(running[index])):
                 index += 1
@@ -230,6 +317,9 @@ class VllmScheduler(Scheduler):
                 break
             waiting.remove(head)  # no longer the first if it preempted somebody
             running.append(head)
+            self._awake.append(head)
+            self._places += 1
+            head.place = self._places
             head.status = "running"
             done.admitted.append(head)
             if not used and not self._left:
@@ -322,8 +412,12 @@ class VllmScheduler(Scheduler):
     def _preempt(self, victim: ScheduledRequest) -> None:
         """Free the blocks of a running request; it waits again, before all others."""
         done = self._pass
+        if self.wake(victim):
+            done.sleepers -= 1
+            self._used[victim] = 1
         self._driver.free(victim.state, done=False)
         self._running.remove(victim)
+        self._awake.remove(victim)
         self._waiting.appendleft(victim)
         victim.status = "preempted"
         victim.computed_tokens = 0
@@ -334,9 +428,11 @@ class VllmScheduler(Scheduler):
 
     def _prefill_ms(self) -> float:
         prefills = [each for each in self._pass.scheduled if each.prompt_tokens]
-        self._pass.prefill_tokens = sum(each.tokens for each in prefills)
         count = len(prefills)
-        if not count or not self._prefills:
+        if not count:
+            return 0.0
+        self._pass.prefill_tokens = sum(each.tokens for each in prefills)
+        if not self._prefills:
             return 0.0
         prefix = sum(each.prefix_tokens for each in prefills)
         isl = prefix + sum(each.prompt_tokens for each in prefills)
@@ -344,70 +440,42 @@ class VllmScheduler(Scheduler):
 
     # ---------------------------------------------------------------------------------------- passes in one go
 
-    def plan(self, now_ms: float, until_ms: float, *, ahead: bool = False) -> list[float]:
+    def plan(self, now_ms: float, until_ms: float) -> list[float]:
         """Return when passes end that only decode, as long as each starts before a moment; see `Scheduler.plan`."""
-        if (
-            now_ms >= until_ms or self._accepted is not None
-        ):  # of a burst nobody knows how long it is before it is drawn
+        # Of a burst nobody knows how long it is before it is drawn, and a prefill engine hands over after a token.
+        if self._accepted is not None or not self._decodes:
             return []
-        ahead &= self._decodes_ahead
-        count = self._decode_passes() if ahead else self._quiet_passes()
-        ends = self._decode_ends(now_ms, until_ms, count) if count > 0 else []
-        if ends and ahead:
-            driver = cast("PoolSchedulerDriver", self._driver)  # it decodes ahead
-            del ends[passes_that_fit(driver, self._running, len(ends)) :]
-        return ends
+        if self._parking is not None and not self._parking.is_quiet:
+            return []
+        self._fall_asleep()
+        if now_ms >= until_ms or self._awake:
+            return []
+        count = self._quiet_passes()
+        return self._decode_ends(now_ms, until_ms, count) if count > 0 else []
 
-    def run_plan(self, ends: list[float], *, ahead: bool = False) -> None:
+    def run_plan(self, ends: list[float]) -> None:
         """Run passes that were planned."""
-        if ahead and self._decodes_ahead:
-            decode_ahead(cast("PoolSchedulerDriver", self._driver), self._running, ends)
-            return
-        count = len(ends)
-        for request in self._running:
-            self._driver.generate_quietly(request.state, request.next_tokens(count))
-            request.generated_tokens += count
-            request.computed_tokens += count
-            request.token_ms += ends
+        for request in self._awake:  # somebody has looked at it since
+            self._generate_quietly(request, ends)
+        self._calendar.ran(ends)
 
     def _quiet_passes(self) -> int:
-        """How many passes from now on do nothing but decode every running request, within the blocks that it has."""
-        count = self._decode_passes()
-        for request in self._running:
-            if count <= 0:
-                return 0
-            count = min(count, self._driver.quiet_tokens(request.state))
-        return count
-
-    def _decode_passes(self) -> int:
-        """How many passes from now on decode every running request and end none, if there are blocks for all."""
+        """How many passes from now on do nothing but decode every running request, all of which sleep."""
         running, waiting = self._running, self._waiting
-        if self._parking is not None and not self._parking.is_quiet:
-            return 0
-        if not running or len(running) > self._budget or not self._decodes:
+        if len(running) > self._budget:
             return 0
         if waiting and len(running) < self._max_running:
             head = waiting[0]
             if not self._whole or self._rejects(head) or not self._lacks_room(head):
                 return 0
-        count = None
-        for request in running:
-            generated = request.generated_tokens
-            # One token is left to compute, and it is none of the prompt, which would be prefill.
-            if not generated or request.computed_tokens != request.prompt_tokens + generated - 1:
-                return 0
-            left = request.max_output_tokens - generated - 1
-            count = left if count is None else min(count, left)
-            if count <= 0:
-                return 0
-        return count or 0
+        return self._calendar.quiet_passes
 
     def _decode_ends(self, now_ms: float, until_ms: float, count: int) -> list[float]:
         """When so many passes end that only decode; of those only that start before a moment."""
         manager, running, model = self._driver.manager, self._running, self._performance
         size = manager.block_size
         active, total = manager.num_active_blocks * size, manager.max_capacity * size
-        length = sum(map(len, running))
+        length = self._calendar.tokens  # all sleep
         mean = length // len(running)
         if self._release.prefill_generates:
             lengths = range(length, length + count * len(running), len(running))
@@ -427,7 +495,9 @@ class VllmScheduler(Scheduler):
     # ------------------------------------------------------------------------------------------------ decode
 
     def _decode(self) -> None:
-        done, running, driver = self._pass, self._running, self._driver
+        done, running, driver = self._pass, self._awake, self._driver
+        if self._accepted is not None and self._reserve_burst is not None:
+            self._reserve_bursts(self._reserve_burst, self._accepted.drafts)
         ready: list[ScheduledRequest] = []
         lengths: list[int] = []
         for request in running:
@@ -441,59 +511,89 @@ class VllmScheduler(Scheduler):
             for request in [each for each in running if not each.max_output_tokens]:
                 if request.computed_tokens >= request.prompt_tokens:
                     self._finish(request)
-        if not ready:
+        if not ready and not done.sleepers:
             return
         prefilled = {each.request for each in done.scheduled if each.prompt_tokens}
         charged = lengths
-        if self._release.prefill_generates and self._aggregated and self._accepted is None:
+        if prefilled and self._release.prefill_generates and self._aggregated and self._accepted is None:
             charged = [
                 length
                 for request, length in zip(ready, lengths, strict=True)
                 if request.generated_tokens or request not in prefilled
             ]
         # Before anything is generated: a model of a user's own may raise.
-        decode_ms = self._decode_ms(charged) if self._decodes and charged else 0.0
+        decode_ms = 0.0
+        if self._decodes and (charged or done.sleepers):
+            decode_ms = self._decode_ms(sum(charged) + self._calendar.tokens, len(charged) + done.sleepers)
         for request in ready:
             if request.status != "running":  # preempted for one before it
                 continue
             tokens = self._next_tokens(request)
             if self._generate_run is not None:
                 self._generate_run(request.state, tokens)
-                request.computed_tokens += len(tokens) - 1
             else:
                 tokens = self._generate(request, tokens)
             if tokens:
+                request.computed_tokens += len(tokens) - 1  # drafts were computed as they were tried
                 done.note_tokens(request, tokens)
                 if request.generated_tokens == request.max_output_tokens:
                     self._finish(request)
-        if done.generated:
+        if self._accepted is not None and self._release_burst is not None:
+            for request in ready:
+                if request.status == "running":
+                    self._release_burst(request.state)
+        if done.has_generated:
             done.decode_ms = decode_ms
-        done.decode_lengths = [
-            length for request, length in zip(ready, lengths, strict=True) if request not in prefilled
-        ]
+        if prefilled:
+            lengths = [length for request, length in zip(ready, lengths, strict=True) if request not in prefilled]
+        done.decode_lengths = lengths
+
+    def accept_drafts(self, accepted: AcceptedDrafts | None) -> None:
+        """As `Scheduler.accept_drafts`; Dynamo's mock of vLLM drops the last block of a hit then."""
+        super().accept_drafts(accepted)
+        if accepted is not None and hasattr(self._driver, "drops_last"):
+            self._driver.drops_last = self.drops_last
+
+    def _reserve_bursts(self, reserve: Callable[[object, int], bool], drafts: int) -> None:
+        """Take blocks for the most that each request may generate, before drafts are drawn; who lacks some preempts.
+
+        What is not generated is given back as the pass ends (1.6.1, by its recorded replays).
+        """
+        for request in list(self._running):
+            left = request.max_output_tokens - request.generated_tokens
+            if not left or request.computed_tokens < request.prompt_tokens + request.generated_tokens:
+                continue
+            while request.status == "running" and not reserve(request.state, min(1 + drafts, left)):
+                self._preempt_one()
 
     def _generate(self, request: ScheduledRequest, tokens: list[int]) -> list[int]:
         """Append tokens to a request, each with the block that it needs; returns those that found room."""
         for at, token in enumerate(tokens):
             while not self._driver.generate(request.state, token):
-                victim = self._victim()
-                assert victim is not None  # it runs itself
-                self._preempt(victim)
-                if victim is request:
+                self._preempt_one()
+                if request.status != "running":
                     return tokens[:at]
         return tokens
+
+    def _preempt_one(self) -> None:
+        """Preempt the one whose turn it is, for one that runs."""
+        victim = self._victim()
+        assert victim is not None  # that one runs itself
+        self._preempt(victim)
 
     def _finish(self, request: ScheduledRequest) -> None:
         if not request.keeps_blocks:
             self._driver.free(request.state, done=True)
         self._running.remove(request)
+        self._awake.remove(request)
         request.status = "finished"
         self._pass.finished.append(request)
 
-    def _decode_ms(self, lengths: list[int]) -> float:
-        manager, length = self._driver.manager, sum(lengths)
+    def _decode_ms(self, tokens: int, count: int) -> float:
+        """How long the decode of so many requests takes, of so many tokens together."""
+        manager = self._driver.manager
         if self._release.prefill_generates:
-            return self._decode_times.ms(length, len(lengths))
+            return self._decode_times.ms(tokens, count)
         size = manager.block_size
         active, total = self._pass.active_blocks * size, manager.max_capacity * size
-        return rounded_ms(self._performance.decode_ms(active, total, length // len(lengths)), self._decode_speedup)
+        return rounded_ms(self._performance.decode_ms(active, total, tokens // count), self._decode_speedup)

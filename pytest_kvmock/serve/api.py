@@ -74,6 +74,7 @@ class FaceRelease:
         itl_metric: what the histogram of the time between two tokens is called.
         event_sources: whether `/kv_event_sources` is there (vLLM 0.33).
         sources: where this was read: "recorded" or "read".
+        sends: of TensorRT-LLM: its events are sent over ZMQ, and what is polled is empty.
     """
 
     engine: Literal["vllm", "sglang", "trtllm"]
@@ -83,6 +84,7 @@ class FaceRelease:
     itl_metric: str = "inter_token_latency_seconds"
     event_sources: bool = False
     sources: str = "read"
+    sends: bool = False
 
     @property
     def is_sglang(self) -> bool:
@@ -90,28 +92,34 @@ class FaceRelease:
         return self.engine in _SGLANG
 
     @property
+    def is_trtllm(self) -> bool:
+        """Whether it is a face of TensorRT-LLM."""
+        return self.engine == "trtllm"
+
+    @property
     def is_polled(self) -> bool:
         """Whether its events are asked for by HTTP, and not sent (TensorRT-LLM)."""
-        return self.engine == "trtllm"
+        return self.is_trtllm and not self.sends
 
 
 _VLLM: Final = ("vllm", "vllm_0_19")
 _SGLANG: Final = ("sglang",)
 
 
-def release_of(models: str, backend: str) -> FaceRelease | None:
+def release_of(models: str, backend: str, *, sends: bool = False) -> FaceRelease | None:
     """Return the face of the engine that writes a dialect; None: it has none here.
 
     Args:
         models: program and version, as `Dialect.models` has it: "vLLM 0.33.0".
         backend: the backend of the dialect.
+        sends: whether the dialect is spoken over ZMQ.
     """
     words = models.replace(",", " ").split()
     version = next((word for word in words if word[0].isdigit()), "")
     if backend in _SGLANG:
         return FaceRelease("sglang", version, nested_errors=False)
     if backend in ("trtllm", "trtllm_v2"):
-        return FaceRelease("trtllm", version, nested_errors=False)
+        return FaceRelease("trtllm", version, nested_errors=False, sends=sends)
     if backend not in _VLLM:
         return None
     number = tuple(int(part) for part in version.split(".")[:2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import select
 import signal
@@ -43,6 +44,9 @@ def add_parsers(
     serve.add_argument(
         "--dialect", metavar="NAME", default="vllm-0.33", help="engine, API and metrics (default: vllm-0.33)"
     )
+    serve.add_argument(
+        "--events", choices=("poll", "zmq"), help="of trtllm-1.3: how its events come out (default: poll, by HTTP)"
+    )
     serve.add_argument("--workers", metavar="N", type=int, default=1, help="how many engines (default: 1)")
     serve.add_argument("--ranks", metavar="N", type=int, default=1, help="data-parallel ranks of each (default: 1)")
     serve.add_argument("--block-size", metavar="N", type=int, help="tokens a block (default: 16, or the model's least)")
@@ -53,6 +57,13 @@ def add_parsers(
     )
     serve.add_argument(
         "--self-describing", action="store_true", help="with a host: its events have tokens, and name no places alone"
+    )
+    serve.add_argument(
+        "--tier",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="with a host: a further key of `tiers`, as write_policy=write_back or storage=true; repeatable",
     )
     serve.add_argument(
         "--model",
@@ -68,6 +79,9 @@ def add_parsers(
     serve.add_argument("--adapter", metavar="NAME", action="append", default=[], help="a LoRA adapter; repeatable")
     serve.add_argument("--max-model-len", metavar="N", type=int, help="default: what the blocks hold")
     serve.add_argument("--max-queued", metavar="N", type=int, help="answer 503 while so many requests of a worker wait")
+    serve.add_argument(
+        "--publish-every", metavar="N", type=int, help="of SGLang with a host: send events after so many decode steps"
+    )
     serve.add_argument(
         "--time-scale",
         metavar="X",
@@ -131,13 +145,22 @@ def _write_tokenizer(given: argparse.Namespace) -> int:
 
 
 def _tiers_of(given: argparse.Namespace) -> Tiers | None:
+    for option, value in (("--self-describing", given.self_describing), ("--tier", given.tier)):
+        if value and given.host_blocks is None:
+            raise ValueError(f"{option} is about a host; give --host-blocks, too")
     if given.host_blocks is None:
-        if given.self_describing:
-            raise ValueError("--self-describing is about the events of a host; give --host-blocks, too")
         return None
     from pytest_kvmock.tiers.config import Tiers
 
-    return Tiers(given.host_blocks, self_describing=given.self_describing)
+    keys: dict[str, Any] = {"self_describing": given.self_describing}
+    for text in given.tier:
+        name, is_one, value = text.partition("=")
+        if not is_one:
+            raise ValueError(f"--tier must be KEY=VALUE, got {text!r:.80}")
+        keys[name] = value
+        with suppress(ValueError):  # else it is a name
+            keys[name] = json.loads(value)
+    return Tiers.of({**keys, "host": given.host_blocks})
 
 
 def _with_draft_model(spec: BackendSpec, text: str | None) -> BackendSpec:
@@ -166,6 +189,20 @@ def _with_draft_model(spec: BackendSpec, text: str | None) -> BackendSpec:
     return spec.variant(spec.name, in_matrix=spec.in_matrix, speculative=draft)
 
 
+def _dialect_of(given: argparse.Namespace) -> str:
+    """The dialect that is asked for, with the form of its events.
+
+    Raises:
+        ValueError: it has one form.
+    """
+    dialect: str = given.dialect
+    if given.events is None:
+        return dialect
+    if dialect != "trtllm-1.3":
+        raise ValueError(f"--events is for --dialect trtllm-1.3, got {dialect!r:.80}")
+    return f"{dialect}-zmq" if given.events == "zmq" else dialect
+
+
 def serve_engines(given: argparse.Namespace) -> int:
     """Serve until the end is asked for; return the exit code."""
     from pytest_kvmock.serve.api import to_json
@@ -174,7 +211,7 @@ def serve_engines(given: argparse.Namespace) -> int:
     if given.workers < 1:
         raise ValueError(f"--workers must be at least 1, got {given.workers}")
     token = None if given.token_file is None else _read_token(given.token_file)
-    dialect = find_dialect(given.dialect)
+    dialect = find_dialect(_dialect_of(given))
     spec = _with_draft_model(served_by(dialect, given.model), given.speculative)
     size = {} if given.block_size is None else {"block_size": given.block_size}
     profile = EngineProfile(
@@ -206,6 +243,7 @@ def serve_engines(given: argparse.Namespace) -> int:
             adapters=given.adapter,
             max_model_len=given.max_model_len,
             max_queued=given.max_queued,
+            publish_every=given.publish_every,
             time_scale=given.time_scale,
             host=given.host,
             advertise_host=given.advertise_host,

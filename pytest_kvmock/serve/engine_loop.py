@@ -175,7 +175,14 @@ class EngineLoop:
     def clear(self) -> bool:
         """Empty the cache, and return whether that was possible."""
         with self._lock, self.guarded():
-            return self.engine.worker.clear()
+            worker, tiers = self.engine.worker, self.engine.worker.tiers
+            if worker.clear():
+                return True
+            if tiers is None or self.engine.has_work:
+                return False
+            while (deadline := tiers.parking.deadline) is not None:  # copies of an idle server end (SGLang's HiCache)
+                worker.tick(max(worker.now, deadline))
+            return worker.clear()
 
     # ----------------------------------------------------------------------------------------------- what goes wrong
 

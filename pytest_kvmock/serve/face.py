@@ -49,7 +49,7 @@ class Face:
             "/v1/completions": ("POST", self._completions),
             "/v1/chat/completions": ("POST", self._chat),
         }
-        if model.release.is_polled:
+        if model.release.is_trtllm:
             self._paths = paths | {
                 "/kv_cache_events": ("POST", self._kv_cache_events),
                 "/server_info": ("GET", self._trtllm_info),

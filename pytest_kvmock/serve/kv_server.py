@@ -71,6 +71,8 @@ class KvServer(Controls, RouterChecks):
         adapters: names of LoRA adapters, which are models to a client.
         max_model_len: the most tokens that prompt and output have together, at most what the blocks hold; None: that.
         max_queued: how many requests of a worker wait at most, before it answers that it is busy; None: any number.
+        publish_every: of SGLang with tiers: after how many decode steps events are sent, as of `MockEngineArgs`;
+            None: after each.
         time_scale: how long a pass takes by the wall, as a share of its virtual time; 0: none. (Measured: within 1 % at 1.0, some
             10 % off at 0.1, meaningless at 0.01.)
         host: the address that engines, events, replays and the control API are bound to; "0.0.0.0" is every address of this machine.
@@ -111,6 +113,7 @@ class KvServer(Controls, RouterChecks):
         adapters: Sequence[str] = (),
         max_model_len: int | None = None,
         max_queued: int | None = None,
+        publish_every: int | None = None,
         time_scale: float = 0.0,
         host: str = LOOPBACK,
         advertise_host: str | None = None,
@@ -126,7 +129,7 @@ class KvServer(Controls, RouterChecks):
         make_publisher: Callable[..., KvPublisher] | None = None,
     ) -> None:
         self.dialect = find_dialect(dialect)
-        release = release_of(self.dialect.models, self.dialect.backend)
+        release = release_of(self.dialect.models, self.dialect.backend, sends=self.dialect.replay is not None)
         if release is None or (self.dialect.replay is None and not release.is_polled):
             raise ValueError(
                 f"KvServer: dialect {self.dialect.name!r} has no engine that serves HTTP; those of vLLM, SGLang and TensorRT-LLM "
@@ -149,6 +152,7 @@ class KvServer(Controls, RouterChecks):
         for name, value, least in (
             ("max_model_len", max_model_len, 2),
             ("max_queued", max_queued, 1),
+            ("publish_every", publish_every, 1),
             ("log", log, 1),
         ):
             if value is not None:
@@ -159,6 +163,7 @@ class KvServer(Controls, RouterChecks):
         self.model = model
         self.log = RequestLog(log)
         self._keeps_bodies = keep_bodies
+        self._fields: dict[str, Any] = {} if publish_every is None else {"publish_every": publish_every}
         self._forget_every = max(_FORGET_EVERY, log or 0)
         self._open_changed = asyncio.Event()
         self._seed = seed
@@ -254,14 +259,14 @@ class KvServer(Controls, RouterChecks):
         return f"<KvServer {self.dialect.name} at {shown}>"
 
     def _engine(self, worker: int, rank: int, harness: RouterHarness) -> HarnessEngine:
-        engine = cast("HarnessEngine", harness.engine(worker, rank))
+        engine = cast("HarnessEngine", harness.engine(worker, rank, **self._fields))
         wanted = self._described.release.engine
         if engine.args.engine_type != wanted:
             raise ValueError(
                 f"KvServer: dialect {self.dialect.name!r} is spoken by engines of type {wanted!r}, worker {worker} is one of "
                 f"type {engine.args.engine_type!r} over {engine.worker.backend!r}"
             )
-        if engine.worker.traits.publishes_groups and not self._described.release.is_polled:
+        if engine.worker.traits.publishes_groups and not self._described.release.is_trtllm:
             self.dialect.check_groups()
         if engine.driver is not None:
             raise ValueError(f"KvServer: {engine!r} is driven by {engine.driver} already")

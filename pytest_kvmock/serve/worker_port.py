@@ -199,7 +199,9 @@ class WorkerPort:
             return sum(loop.clear() for loop in self.loops) == len(self.loops)  # of each, whatever others say
 
     def take_events(self) -> list[dict[str, Any]]:
-        """Return the events that wait to be polled, and forget them."""
+        """Return the events that wait to be polled, and forget them; none where they are sent."""
+        if not self._model.release.is_polled:
+            return []
         polled: Any = self.publisher
         rows: list[dict[str, Any]] = polled.take()
         return rows

@@ -11,6 +11,7 @@ import pytest
 
 from pytest_kvmock.events import StorageTier
 from pytest_kvmock.testing.distinct_blocks import DistinctBlocks
+from pytest_kvmock.testing.draft_streams import DraftStreams
 from pytest_kvmock.testing.drafts import random_traffic
 from pytest_kvmock.testing.hybrid_streams import HybridStreams
 from pytest_kvmock.testing.index_driver import prompt_of
@@ -27,7 +28,9 @@ _HYBRID_MOST: Final = 12
 """Blocks of the longest prompt for an engine of a hybrid model: more than its window has."""
 
 
-class IndexContract(DistinctBlocks, HybridStreams, PartialStreams, TiersBelow, WorkersThatGo, UnderLoad, AtSize):
+class IndexContract(
+    DistinctBlocks, HybridStreams, DraftStreams, PartialStreams, TiersBelow, WorkersThatGo, UnderLoad, AtSize
+):
     """Tests that hold for every index, asked by local hashes or by tokens (see `kv_index` for what it offers).
 
     A subclass defines `make_index`::
@@ -72,6 +75,9 @@ class IndexContract(DistinctBlocks, HybridStreams, PartialStreams, TiersBelow, W
         bounded_at_most: how many blocks such an index keeps at most, of all workers together, from `bounded` to 100,000, by its
             `size()`, or where it has none by what look-ups find; None: that is not checked.
         reads_groups: whether the index tells cache groups apart, though `backends` names no engine that publishes them.
+        reads_drafts: whether the index reads names that look ahead and pairs, as engines with a draft model publish
+            them, though
+            `backends` names no such engine.
         size_blocks: how many blocks the index is given in the tests at production size, at least 1,000; below 20,000 look-ups are not
             timed.
         tiers: the hosts below the engines of `backends`, each as `kvmock(tiers=...)` takes it; None: one of Dynamo's, and vLLM's in both

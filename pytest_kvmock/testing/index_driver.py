@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from inspect import isawaitable
+from itertools import pairwise
 from reprlib import Repr
 from threading import Barrier, Event, Thread
 from time import monotonic, sleep
@@ -25,6 +26,7 @@ from pytest_kvmock.events import (
     SparseStored,
     StorageTier,
     Stored,
+    StreamKey,
     Updated,
 )
 from pytest_kvmock.harness.under_test import (
@@ -35,9 +37,10 @@ from pytest_kvmock.harness.under_test import (
     agree,
     difference_below,
     first_difference,
+    of_each_form,
 )
 from pytest_kvmock.programs.near_hashes import TRUNCATIONS, hash_pair, token_pair
-from pytest_kvmock.prompt_keys import EventExtra, LoraIds, group_extra
+from pytest_kvmock.prompt_keys import LOOKAHEAD, EventExtra, LoraIds, group_extra
 from pytest_kvmock.tokens import Prompt, block_hashes, sequence_hashes
 
 _THREADS: Final = 3
@@ -100,6 +103,11 @@ class IndexDriver:
         self._tokens: dict[str, tuple[int, ...]] = {}
         self._hashes: dict[str, int] = {}
         self._roots: dict[str, int] = {}
+        self._forms: dict[StreamKey, tuple[int, bool]] = {}
+
+    def look_ahead(self, worker: int, ahead: int, *, pairs: bool = False) -> None:
+        """From here on, names of a worker cover so many of the next tokens; if one, its token ids may be `pairs`."""
+        self._forms[worker, 0] = ahead, pairs
 
     def near(self, what: Literal["local", "block"], kept: str) -> None:
         """From here on, p and q are first blocks whose hashes agree in a part, which a truncating index keeps.
@@ -137,9 +145,13 @@ class IndexDriver:
         """What an engine has of that beside its events."""
         return {name: value for name, value in extra.items() if self.carries is None or name in self.carries}
 
-    def _names(self, letters: str, keys: Mapping[str, Any] | None = None) -> list[int]:
-        """The block hashes of a chain."""
+    def _names(
+        self, letters: str, keys: Mapping[str, Any] | None = None, *, then: str = "", ahead: int = 0
+    ) -> list[int]:
+        """The block hashes of a chain, each of which covers so many of the next tokens; the next block is `then`."""
         prompt = self._prompt(letters, keys=keys)
+        if ahead:
+            return sequence_hashes(self._prompt(letters + then).block_hashes(self._size, ahead)[: len(letters)])
         root = self._roots.get(letters[:1])
         if root is None:
             return prompt.sequence_hashes(self._size)
@@ -155,12 +167,18 @@ class IndexDriver:
         tier: StorageTier = StorageTier.DEVICE,
         keys: Mapping[str, Any] | None = None,
         group: Group | None = None,
+        then: str = "",
         may_be_refused: bool = False,
     ) -> None:
         """Apply a Stored: the blocks of these letters, after those of `after`, of a prompt that carries `keys`.
 
-        With `group` it is of that cache group; with `may_be_refused` the index may raise.
+        With `group` it is of that cache group; `then` is the next block, which names of a worker may look at
+        (`look_ahead`); with
+        `may_be_refused` the index may raise.
         """
+        if self._forms.get((worker, rank), (0, False))[0]:
+            self._store_ahead(letters, worker, after, then)
+            return
         prompt = self._prompt(after + letters, keys=keys)
         start, size = len(after), self._size
         local, blocks = prompt.block_hashes(size), self._names(after + letters, keys)
@@ -174,6 +192,23 @@ class IndexDriver:
         if group is not None:
             extra, what = group_extra(*group, extra), what + _of_group(group)
         self._apply(worker, rank, data, what, tokens, tier=tier, extra=extra, may_be_refused=may_be_refused)
+
+    def _store_ahead(self, letters: str, worker: int, after: str, then: str) -> None:
+        """Apply a Stored of blocks whose names look ahead."""
+        (ahead, pairs), start, size = self._forms[worker, 0], len(after), self._size
+        flat = self._prompt(after + letters + then).tokens or ()
+        local = block_hashes(flat, size, lookahead=ahead)[start : start + len(letters)]
+        blocks = self._names(after + letters, then=then, ahead=ahead)
+        starts = range(start * size, (start + len(letters)) * size, size)
+        tokens: list[Any] = [list(flat[at : at + size]) for at in starts]
+        extra: EventExtra | None = {LOOKAHEAD: [list(flat[at + size : at + size + ahead]) for at in starts]}
+        if pairs:
+            tokens = [list(pairwise(flat[at : at + size + 1])) for at in starts]
+            extra = None
+        what = f"stored {_chain(letters)}" + (f" after {_chain(after)}" if after else "") + f", followed by {then}"
+        what += " in pairs" if pairs else f", of which names cover {ahead} token{'s' * (ahead > 1)}"
+        data = Stored(blocks[start - 1] if start else None, tuple(blocks[start:]), tuple(local))
+        self._apply(worker, 0, data, what, tokens, extra=extra)
 
     def store_each(self, letters: str, *, after: str) -> None:
         """Apply a Stored for each of these blocks to worker 0, one after the other, as a prompt is stored that is decoded."""
@@ -192,11 +227,15 @@ class IndexDriver:
         tier: StorageTier = StorageTier.DEVICE,
         keys: Mapping[str, Any] | None = None,
         group: Group | None = None,
+        then: str = "",
         may_be_refused: bool = False,
     ) -> None:
-        """Apply a Removed: the last block of each chain, of a cache group. With `may_be_refused` the index may raise."""
-        blocks = tuple(self._names(chain, keys)[-1] for chain in chains)
+        """Apply a Removed: the last block of each chain, before `then`. With `may_be_refused` the index may raise."""
+        ahead = self._forms.get((worker, rank), (0, False))[0]
+        blocks = tuple(self._names(chain, keys, then=then, ahead=ahead)[-1] for chain in chains)
         what = f"removed the last block of {', '.join(map(_chain, chains))}{_with(keys)}"
+        if ahead:
+            what += f", the one that {then} followed"
         extra = None
         if group is not None:
             extra, what = group_extra(group[0]), what + _of_group(group)
@@ -465,10 +504,15 @@ class IndexDriver:
         under_test = self.index
         prompt = self._prompt(letters, tail, keys)
         extra = None if prompt.keys is None else self._published(prompt.keys.carried(0, len(letters), self._size))
-        asked = under_test.plain.question(list(prompt.block_hashes(self._size)), prompt.tokens)
+        forms = {key: ahead for key, (ahead, _) in self._forms.items()}
+        wanted = {0} if under_test.plain.takes_tokens or not forms else {*forms.values()}
         self._flush()
         try:
-            return under_test.read(self._do(under_test.plain.asking(extra), asked))
+            answers: dict[int, Scores | WorkerScores] = {}
+            for ahead in sorted(wanted):
+                asked = under_test.plain.question(list(prompt.block_hashes(self._size, ahead)), prompt.tokens)
+                answers[ahead] = under_test.read(self._do(under_test.plain.asking(extra), asked))
+            return answers[0] if wanted == {0} else of_each_form(answers, forms)
         except UnreadableAnswer as error:
             raise AssertionError(f"{error}\n{self._story()}") from error
         except Exception as error:

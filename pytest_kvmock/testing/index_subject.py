@@ -50,6 +50,7 @@ class OverIndex(SaysUnjudged):
     survives: ClassVar[Sequence[str]] = ()
     threads: ClassVar[bool] = False
     reads_groups: ClassVar[bool] = False
+    reads_drafts: ClassVar[bool] = False
     bounded: ClassVar[int | None] = None
     bounded_at_most: ClassVar[int | None] = None
     traits: Traits = Traits()
@@ -154,7 +155,7 @@ class OverIndex(SaysUnjudged):
             refuse(
                 self, f"survives must be a tuple or list of {' and '.join(map(repr, SURVIVED))}, got {survives!r:.80}"
             )
-        for name in ("threads", "reads_groups"):
+        for name in ("threads", "reads_groups", "reads_drafts"):
             if not isinstance(flag := getattr(self, name), bool):
                 refuse(self, f"{name} must be True or False, got {flag!r:.80}")
         if self.bounded is not None and not (is_integer(self.bounded, 1) and self.bounded <= 10_000):

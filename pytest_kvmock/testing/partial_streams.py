@@ -13,6 +13,10 @@ _SHORT: Final = (0, "sliding_window", 8)
 _LONGEST: Final = (1, "full_attention", None)
 """Windows as cache groups: numbered by ascending window, and the longest one is that of attention."""
 
+_FIRST: Final = (0, "full_attention", None)
+_SECOND: Final = (1, "sliding_window", 8)
+"""V2's layer groups, which have any order."""
+
 
 class PartialStreams(OverIndex):
     """The part of `IndexContract` that is about engines of which blocks may be partial."""
@@ -84,5 +88,46 @@ class PartialStreams(OverIndex):
         index.update("ab", levels=(1, 0))
         index.expect_tiers("abc", {"device": {0: 3}})
         index.update("abc", levels=(0, 1))
+        index.remove("abc")
+        index.expect_tiers("abc", {"device": {0: 2}})
+
+    def test_a_longer_block_takes_the_place_of_its_shorter_sibling(self) -> None:
+        """A Removed of the partial block, then the Stored of the whole one, as of V2: what is before both is held."""
+        index = self._start_partial()
+        index.store("ab")
+        index.store_tail("c", after="ab", group=None)
+        index.remove_tail("c", after="ab", group=None)
+        index.expect("abc", {0: 2})
+        index.store("cd", after="ab")
+        index.expect("abcd", {0: 4})
+
+    def test_layer_groups_have_any_order(self) -> None:
+        """The attention group of V2 may be the first; what the other one removes first is held in it."""
+        index = self._start_partial()
+        index.store("abc", group=_FIRST)
+        index.store("abc", group=_SECOND)
+        index.remove("abc", "ab", "a", group=_SECOND)
+        index.expect("abc", {0: 3})
+        index.store("xy", group=_SECOND)
+        index.expect("xy", {})
+        index.remove("abc", group=_FIRST)
+        index.expect("abc", {0: 2})
+
+    def test_a_block_falls_level_by_level_and_comes_back_from_any(self) -> None:
+        """What is below the device is the host's, on whichever level; from the last one it is lost with a Removed."""
+        index = self._start_partial()
+        if not index.index.takes_updates:
+            pytest.skip(
+                "the index has no takes_updates = True, so it is given no Updated: that it tells levels apart was "
+                "not checked"
+            )
+        index.store("abc")
+        for levels in ((0, 1), (1, 2)):
+            index.update("abc", levels=levels)
+            index.expect_tiers("abc", {"device": {0: 2}, "host_pinned": {0: 1}})
+        index.update("abc", levels=(2, 0))
+        index.expect_tiers("abc", {"device": {0: 3}})
+        for levels in ((0, 1), (1, 2)):
+            index.update("abc", levels=levels)
         index.remove("abc")
         index.expect_tiers("abc", {"device": {0: 2}})

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from pytest_kvmock.clock import FleetRequest
-from pytest_kvmock.fleet import Fleet
+from pytest_kvmock.fleet import Fleet, FleetRequest
 
 if TYPE_CHECKING:
     from pytest_kvmock.report.report import Report

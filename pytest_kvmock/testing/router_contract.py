@@ -13,8 +13,8 @@ import pytest
 
 from pytest_kvmock.backends import BackendSpec
 from pytest_kvmock.checks import check_integer
-from pytest_kvmock.clock import FleetRequest, MockEngine
-from pytest_kvmock.fleet import Fleet, RouterError, RouterStalled
+from pytest_kvmock.clock import MockEngine
+from pytest_kvmock.fleet import Fleet, FleetRequest, RouterError, RouterStalled
 from pytest_kvmock.fleet.router_calls import RouterCalls
 from pytest_kvmock.hygiene.rules import LOAD_DRIFT, OVERLAP_DRIFT, WORKER_DRIFT
 from pytest_kvmock.report.regret import check_selector

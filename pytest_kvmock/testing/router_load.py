@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn
 
 import pytest
 
-from pytest_kvmock.clock import FleetRequest, MockEngine
-from pytest_kvmock.fleet import Fleet
+from pytest_kvmock.clock import MockEngine
+from pytest_kvmock.fleet import Fleet, FleetRequest
 from pytest_kvmock.report.regret import tie_shares
 from pytest_kvmock.report.report import Report
 from pytest_kvmock.report.routing_figures import assert_balanced

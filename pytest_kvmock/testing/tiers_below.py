@@ -32,6 +32,13 @@ _HICACHE: Final[tuple[Mapping[str, Any], ...]] = (
 """Hosts of SGLang's kind, of each policy; smaller ones than the device, too."""
 
 
+_UNJUDGED: Final = (
+    "unjudged: whether it overlooks the host, has there what the device removes, keeps what the host removes, or "
+    "drops what stands below a removed block"
+)
+"""What nobody sees of an index that is asked for the device alone."""
+
+
 class TiersBelow(OverIndex):
     """The part of `IndexContract` that is about tiers below the device."""
 
@@ -80,7 +87,7 @@ class TiersBelow(OverIndex):
         if index.index.tiered is None:
             pytest.skip(
                 f"{index.index.name} has neither find_tiered(local_hashes) nor match_tiered(tokens, extra): tiers below the device "
-                "were not checked"
+                f"were not checked; {_UNJUDGED}"
             )
         return index
 

@@ -40,12 +40,13 @@ class WorkerContract(OverBackend):
     # ------------------------------------------------------------------------------------- what is cached
 
     def test_a_new_worker_has_nothing(self) -> None:
-        """A new worker has no request, no block, and no event but the Cleared of an engine that begins with one."""
+        """A new worker has no request, no block, and no event but the Cleared of each group, where there is one."""
         world = self._start()
         world.expect_cached(world.prompt(3), 0)
         world.expect_idle(resident=0)
         assert [] == world.worker.requests, f"a new worker has the requests {world.worker.requests}"
-        expected = [Cleared] if world.worker.traits.cleared_first else []
+        traits = world.worker.traits
+        expected = [Cleared] * traits.cleared_first * max(1, len(traits.groups))
         assert expected == world.kinds(), (
             f"a new worker has published {list(world.harness.events)}; "
             f"its traits.cleared_first is {world.worker.traits.cleared_first}"

@@ -39,7 +39,16 @@ _OF_VLLM: Final = (
     "max_offload_tokens",
     "async_scheduling",
 )
-_OF_SGLANG: Final = ("write_policy", "storage", "prefetch_threshold")
+_OF_STORAGE: Final = (
+    "prefetch_policy",
+    "prefetch_threshold",
+    "prefetch_timeout_base",
+    "prefetch_timeout_per_ki_token",
+    "retry_interval",
+    "retry_attempts",
+    "storage_batch",
+)
+_OF_SGLANG: Final = ("write_policy", "storage", *_OF_STORAGE)
 _KNOWN: Final = (*_OF_BOTH, *_OF_DYNAMO, *_OF_VLLM, *_OF_SGLANG)
 
 
@@ -64,7 +73,14 @@ class Tiers:
         write_policy: of `sglang`: when blocks are copied to the host: "write_through" (at the first use), "write_through_selective" (at
             the second) or "write_back" (when the device evicts them).
         storage: of `sglang`: whether there is a storage behind the host, in memory, which the workers of a harness share.
+        prefetch_policy: with a storage, as what follows: how long a request waits for what it has: "best_effort"
+            (not at all), "wait_complete" or "timeout".
         prefetch_threshold: tokens that must be there at least to be fetched from it.
+        prefetch_timeout_base: with "timeout": seconds that a request waits at most.
+        prefetch_timeout_per_ki_token: seconds besides for each 1024 tokens.
+        retry_interval: steps after which what was not found is looked up again; 0: never.
+        retry_attempts: how often, a request.
+        storage_batch: blocks that are read at once.
         store: its pages; None: each manager has its own.
 
     Raises:
@@ -86,7 +102,13 @@ class Tiers:
     async_scheduling: bool = False
     write_policy: str = "write_through"
     storage: bool = False
+    prefetch_policy: str = "timeout"
     prefetch_threshold: int = 256
+    prefetch_timeout_base: float = 1.0
+    prefetch_timeout_per_ki_token: float = 0.25
+    retry_interval: int = 8
+    retry_attempts: int = 8
+    storage_batch: int = 128
     store: PageStore | None = field(default=None, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -113,7 +135,19 @@ class Tiers:
         for name in ("max_load_tokens", "max_offload_tokens"):
             if getattr(self, name) is not None:
                 check_integer(f"tiers: {name}", getattr(self, name), 0, ", or None")
-        check_integer("tiers: prefetch_threshold", self.prefetch_threshold, 1, " (tokens)")
+        from pytest_kvmock.cache.sglang.hicache_storage import PREFETCH_POLICIES
+
+        if self.prefetch_policy not in PREFETCH_POLICIES:
+            raise ValueError(unknown_text("tiers: prefetch_policy", self.prefetch_policy, PREFETCH_POLICIES))
+        for name, least, unit in (
+            ("prefetch_threshold", 1, " (tokens)"),
+            ("retry_interval", 0, " (steps)"),
+            ("retry_attempts", 0, ""),
+            ("storage_batch", 1, " (blocks)"),
+        ):
+            check_integer(f"tiers: {name}", getattr(self, name), least, unit)
+        for name in ("prefetch_timeout_base", "prefetch_timeout_per_ki_token"):
+            check_number(f"tiers: {name}", getattr(self, name), unit=" (seconds)")
         for name in ("self_describing", "prompt_only", "async_scheduling", "storage"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"tiers: {name} must be True or False, got {getattr(self, name)!r:.80}")  # noqa: TRY004 - one error
@@ -217,7 +251,16 @@ class Tiers:
             from pytest_kvmock.cache.sglang.hicache_storage import HostStorage, PageStore
 
             store = PageStore() if self.store is None else self.store
-            options["storage"] = HostStorage(store, prefetch_threshold=self.prefetch_threshold)
+            options["storage"] = HostStorage(
+                store,
+                prefetch_policy=self.prefetch_policy,
+                prefetch_threshold=self.prefetch_threshold,
+                batch=self.storage_batch,
+                retry_interval=self.retry_interval,
+                retry_attempts=self.retry_attempts,
+                timeout_base=self.prefetch_timeout_base,
+                timeout_per_ki_token=self.prefetch_timeout_per_ki_token,
+            )
         return HostLinks(self.gbps, self.bytes_per_token * block_size), options
 
     def with_store(self) -> Tiers:

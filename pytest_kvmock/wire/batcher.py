@@ -28,6 +28,7 @@ from pytest_kvmock.wire.encoding import BatchWriter
 from pytest_kvmock.wire.event_flaws import check_events
 from pytest_kvmock.wire.structs import load_msgspec
 from pytest_kvmock.wire.table import Dialect, field_names, find_dialect
+from pytest_kvmock.wire.trtllm_zmq import WholeBlocks
 
 _DEVICE: Final = StorageTier.DEVICE  # looked up once: an attribute of an enum is dear
 
@@ -100,6 +101,7 @@ class Batcher(ABC):
         self._extra_names: set[object] = {DIGESTS, SIZE, "lora_path", LOOKAHEAD_KEYS}  # and those that were looked at
         self._step = _Step(self._begin_step, self._end_step)
         self._pending: list[list[RouterEvent]] = [[] for _ in range(ranks)]
+        self._whole = [WholeBlocks() for _ in range(ranks)] if self.dialect.whole_blocks else None
 
     @abstractmethod
     def _write(self, dp_rank: int, payload: bytes) -> None:
@@ -255,6 +257,10 @@ class Batcher(ABC):
             self._digests.update(digests)
 
     def _publish_batch(self, dp_rank: int, events: list[RouterEvent]) -> None:
+        if self._whole is not None:
+            events = self._whole[dp_rank].passed(events)
+            if not events:
+                return
         timestamp = float(self._sent) if self._timestamp is None else self._timestamp()
         self._write(dp_rank, self._writer.payload(events, timestamp, dp_rank, self._digests.get(dp_rank)))
         self._sent += 1
@@ -276,6 +282,8 @@ class Batcher(ABC):
             self._pending[rank] = []
             if rank in self._digests:
                 self._digests[rank].cleared()
+            if self._whole is not None:
+                self._whole[rank] = WholeBlocks()
         if 0 in ranks:
             self._next_event_id = 0
         return ranks

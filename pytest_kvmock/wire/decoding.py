@@ -21,7 +21,7 @@ from pytest_kvmock.events import (
     stored_event,
 )
 from pytest_kvmock.prompt_keys import LOOKAHEAD, hash_options
-from pytest_kvmock.tokens import BlockCutter, block_hashes, windows_of
+from pytest_kvmock.tokens import block_hashes, windows_of
 from pytest_kvmock.wire.batch import DIGESTS, SIZE, Decoded
 from pytest_kvmock.wire.defects import WireDefect, WireProblem, shown
 from pytest_kvmock.wire.dynamo_json import read_lines
@@ -41,7 +41,7 @@ from pytest_kvmock.wire.event_fields import (
     read_event,
 )
 from pytest_kvmock.wire.reader import Reader, ReadError
-from pytest_kvmock.wire.structs import Structs, entries, structs_of
+from pytest_kvmock.wire.structs import BlockCutter, Structs, entries, structs_of
 from pytest_kvmock.wire.table import DIGEST_SIZES, Dialect, find_dialect
 from pytest_kvmock.wire.trtllm_json import read_events
 

@@ -6,14 +6,18 @@ for however few entries. msgspec is an extra, and loaded when the first dialect 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import struct
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
-from operator import attrgetter
+from itertools import repeat
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+
+from xxhash import xxh3_64_intdigest
 
 from pytest_kvmock.checks import install_text
 from pytest_kvmock.events import StorageTier
-from pytest_kvmock.tokens import BlockCutter
+from pytest_kvmock.tokens import SEED
 from pytest_kvmock.wire.event_fields import (
     CLEARED,
     METADATA,
@@ -82,6 +86,37 @@ class Ordinary:
             if blocks <= MOST_KEPT:
                 self._kept[blocks] = found
         return found.copy()
+
+
+class BlockCutter:
+    """Cuts flat token ids of so many whole blocks: what a decoder of events does for each event.
+
+    Args:
+        blocks: how many blocks.
+        block_size: tokens a block, at least 1.
+    """
+
+    __slots__ = ("_cut", "_pack", "_split")
+
+    def __init__(self, blocks: int, block_size: int) -> None:
+        self._pack = struct.Struct(f"<{blocks * block_size}I").pack
+        self._split = struct.Struct(f"{4 * block_size}s" * blocks).unpack
+        cuts = [slice(at, at + block_size) for at in range(0, blocks * block_size, block_size)]
+        self._cut: Callable[[tuple[int, ...]], Iterable[tuple[int, ...]]]
+        self._cut = itemgetter(*cuts) if blocks > 1 else lambda tokens: (tokens,) * blocks
+
+    def __call__(self, tokens: tuple[int, ...], seed: int = SEED) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+        """Return the local hash and the token ids of each block.
+
+        Args:
+            tokens: of all blocks.
+            seed: as `hash_seed`.
+
+        Raises:
+            struct.error: one is no token id, or there are not as many as the blocks have.
+        """
+        chunks = self._split(self._pack(*tokens))
+        return tuple(map(xxh3_64_intdigest, chunks, repeat(seed))), [*self._cut(tokens)]
 
 
 class Plan(NamedTuple):

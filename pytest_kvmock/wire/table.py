@@ -199,6 +199,8 @@ class Dialect:
         version: the release of that backend (its option `version`) whose names of blocks it carries; None: the backend's own.
         in_matrix: whether tests run over it by default; otherwise, where they name it.
         pairs: whether token ids may be pairs of neighbours, as SGLang's are with a draft model.
+        whole_blocks: whether publishers write full blocks of the longest window alone, named by sha256, and no
+            Updated, as TensorRT-LLM does over ZMQ.
 
     Raises:
         ValueError: a field is not what it must be. The message says which, what was given and what is allowed.
@@ -218,6 +220,7 @@ class Dialect:
     version: str | None = None
     in_matrix: bool = True
     pairs: bool = False
+    whole_blocks: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name) or self.name == "all":
@@ -235,7 +238,7 @@ class Dialect:
                 allowed = " or ".join(map(repr, words))
                 hint = did_you_mean(value, [word for word in words if isinstance(word, str)])
                 raise ValueError(f"dialect {self.name!r}: {field} must be {allowed}, got {value!r:.80}{hint}")
-        for field in ("in_matrix", "pairs"):
+        for field in ("in_matrix", "pairs", "whole_blocks"):
             value = getattr(self, field)
             if not isinstance(value, bool):
                 raise ValueError(f"dialect {self.name!r}: {field} must be True or False, got {value!r:.80}")  # noqa: TRY004 - one error
@@ -457,6 +460,19 @@ def _built_in() -> Iterator[Dialect]:
     yield trtllm_json
     trtllm = "TensorRT-LLM 1.3 with its V2 cache manager, as POST /kv_cache_events answers"
     yield trtllm_json.variant("trtllm-1.3", models=trtllm, backend="trtllm_v2")
+    yield Dialect(
+        "trtllm-1.3-zmq",
+        "TensorRT-LLM 1.3 with its V2 cache manager, over ZMQ",
+        "map",
+        stored=(hashes, parent, tokens, size, lora_id, medium, field("lora_name", "text")),
+        removed=(hashes, medium),
+        hashes="signed",
+        media={tier.DEVICE: "GPU"},
+        replay="topic",
+        backend="trtllm_v2",
+        in_matrix=False,
+        whole_blocks=True,
+    )
 
 
 _BUILT_IN: Final = {dialect.name: dialect for dialect in _built_in()}

@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from pytest_kvmock import Fleet, MockEngine, MockEngineArgs, Removed, RouterHarness, Stored
-from pytest_kvmock.clock import FleetRequest
+from pytest_kvmock.fleet import FleetRequest
 from pytest_kvmock.pages import render, write_page
 from pytest_kvmock.plugin.failure_page import failure_data
 from pytest_kvmock.router import RadixIndex, RoundRobin

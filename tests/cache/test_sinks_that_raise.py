@@ -6,7 +6,7 @@ from uuid import UUID
 
 import pytest
 
-from pytest_kvmock import CapturingSink, Cleared, Prompt, StorageTier, create_manager
+from pytest_kvmock import CapturingSink, Cleared, Prompt, StorageTier, Stored, create_manager
 from pytest_kvmock.cache.base import EventPublisher
 from pytest_kvmock.cache.dynamo.mocker_sglang_request import MockerRadixRequest
 from pytest_kvmock.cache.offload import BlockDetails, Scheduled
@@ -219,3 +219,14 @@ def test_a_part_of_a_call_that_fails_and_is_caught_leaves_what_its_sink_raised_t
     with pytest.raises(OSError, match=r"^event 0$"):
         call_of_parts(publisher)
     assert None is publisher.failure
+
+
+def test_what_a_sink_raises_for_an_event_of_a_host_leaves_the_call_that_publishes_it():
+    sink = Refusing()
+    manager = create_manager("vllm", num_blocks=4, block_size=SIZE, sink=sink, tiers={"host": 4})
+    manager.offload.take_events = lambda: [(Stored(None, (1,), (2,)), StorageTier.HOST_PINNED, None, None)]
+    with pytest.raises(OSError, match="event 0"):
+        manager.publish_below()
+    assert [StorageTier.HOST_PINNED] == [each.storage_tier for each in sink.router_events]
+    manager.offload.take_events = list
+    manager.publish_below()  # and nothing is raised again

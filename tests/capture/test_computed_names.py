@@ -14,8 +14,9 @@ from captured import Captured
 from depth import seeds
 
 from pytest_kvmock import EngineProfile, EventRulesBroken, KvCacheEvent, Prompt, RouterHarness, Stored
-from pytest_kvmock.backends import speaker_of
+from pytest_kvmock.backends import BACKENDS, speaker_of
 from pytest_kvmock.capture import check_file
+from pytest_kvmock.engine import Speculative
 from pytest_kvmock.engine.worker import KvWorker
 from pytest_kvmock.reduce import reproduce
 from pytest_kvmock.wire import DIALECTS, KvWire
@@ -109,6 +110,66 @@ def test_recorded_streams_of_hybrid_models_and_of_a_host_are_right(tmp_path):
             assert [] == wrong(found)
             count += any(note[0] != "0" for note in found.notes)
     assert count > 120
+
+
+# -------------------------------------------------------------------------------------- names that look ahead
+
+
+def looking_ahead(modules=1, algorithm="sha256_cbor", dialect="vllm-0.33"):
+    """The batches of an engine whose names cover so many of the next tokens."""
+    make = partial(
+        BACKENDS["vllm_mtp"].make, hash_algorithm=algorithm, speculative=Speculative(tokens=3, modules=modules)
+    )
+    events, wire = [], KvWire(dialect)
+    worker = KvWorker(
+        lambda sink: make(num_blocks=64, block_size=SIZE, dp_rank=0, sink=sink),
+        sink=events.append,
+        driver=BACKENDS["vllm_mtp"].driver,
+    )
+    rng = Random(modules)
+    for _ in range(20):
+        prompt = [*range(100, 100 + rng.randrange(8, 17)), *(rng.randrange(9000) for _ in range(rng.randrange(9)))]
+        worker.serve(Prompt(prompt, **rng.choice([{}, {"cache_salt": "t"}])), rng.randrange(7))
+    for event in events:
+        wire.publish(event)
+    return wire.payloads
+
+
+@pytest.mark.parametrize("modules", [1, 2])
+@pytest.mark.parametrize("algorithm", ["sha256_cbor", "xxhash"])
+def test_names_that_look_ahead_are_computed_with_the_next_tokens(tmp_path, algorithm, modules):
+    payloads = looking_ahead(modules, algorithm)
+    batches = map(msgspec.msgpack.decode, payloads)
+    names = sum(len(event.get("block_hashes", ())) for _, events, *_ in batches for event in events)
+    assert names > 30
+    for given in ({}, {"hash": algorithm, "seed": "0"}):
+        found = checked(tmp_path, payloads, "vllm-0.33", **given)
+        assert ([], [f"{names} names computed ({algorithm}, seed '0')"]) == (found.errors, found.notes)
+
+
+def next_token(fields):
+    ahead = fields.get("lookahead_token_ids")
+    if ahead and fields["parent_block_hash"] is None:
+        ahead[-1][-1] += 1  # of the last block: nothing in the event says that it is another
+        return True
+    return False
+
+
+def own_token(fields):
+    if fields.get("lookahead_token_ids") and fields["parent_block_hash"] is None:
+        fields["token_ids"][1] += 1
+        return True
+    return False
+
+
+def without_lookahead(fields):
+    return fields["parent_block_hash"] is None and fields.pop("lookahead_token_ids", None) is not None
+
+
+@pytest.mark.parametrize("change", [next_token, own_token, without_lookahead])
+def test_a_name_that_looked_at_other_tokens_is_found(tmp_path, change):
+    payloads = changed(looking_ahead(), "vllm-0.33", change)
+    assert wrong(checked(tmp_path, payloads, "vllm-0.33", **GIVEN))
 
 
 # ------------------------------------------------------------------------------------------- what was changed

@@ -30,9 +30,8 @@ from pytest_kvmock import (
     RouterHarness,
 )
 from pytest_kvmock.backends import BACKENDS
-from pytest_kvmock.clock import FleetRequest
 from pytest_kvmock.events import Removed, Stored
-from pytest_kvmock.fleet import RouterError
+from pytest_kvmock.fleet import FleetRequest, RouterError
 from pytest_kvmock.hygiene.problem import ROUTER_RULES
 from pytest_kvmock.router import DynamoRouter, RadixIndex, RoundRobin
 from pytest_kvmock.testing import RightRouter

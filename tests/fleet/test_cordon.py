@@ -138,7 +138,7 @@ def test_all_cordoned_is_as_nobody_there():
     fleet.at(25).cordon(0)
     fleet.at(35).leave(1)
     report = fleet.run(requests())
-    assert 35 == report.nobody_from_ms
+    assert 35 == report.facts.nobody_from_ms
     assert "no worker was there from 35 ms on" in str(report)
     assert report.completed == [each for each in report.requests if each.status == "finished"]
 

@@ -17,13 +17,14 @@ from pytest_kvmock import (
     MockEngineArgs,
     OutOfBlocks,
     Prompt,
+    Removed,
     RouterHarness,
     Stored,
     replay,
 )
 from pytest_kvmock.backends import BACKENDS
-from pytest_kvmock.clock import EngineStalled, FleetRequest
-from pytest_kvmock.fleet import RouterError, RouterStalled
+from pytest_kvmock.clock import EngineStalled
+from pytest_kvmock.fleet import FleetRequest, RouterError, RouterStalled
 from pytest_kvmock.report.statistics import statistics
 from pytest_kvmock.router import Candidate, DynamoRouter, LeastLoaded, MostCached, RoundRobin, RouterRequest
 from pytest_kvmock.traces import TraceRequest, synthetic_trace
@@ -68,6 +69,47 @@ class Listening(RoundRobin):
 
     def finished(self, request):
         self.calls.append(("finished", request.number, request.status))
+
+
+class Hearing(RoundRobin):
+    """Notes the events that it is told."""
+
+    def __init__(self):
+        super().__init__()
+        self.heard = []
+
+    def apply(self, event):
+        self.heard.append(event)
+
+
+@pytest.mark.parametrize("backend", ["vllm", "vllm_0_19", "lineage"])
+def test_a_router_that_hears_no_events_is_served_as_one_that_does(backend):
+    """Where nobody looks at events one by one, blocks that are removed come in a row: ids, caches and figures are the same."""
+    hearing, heard = Hearing(), []
+    listened = engines(3, backend=backend)
+
+    class Listener:
+        def publish(self, event):
+            heard.append(event)
+
+    listened[1].worker.publish_to(Listener())
+    plain, told, watched = (
+        Fleet(engines(3, backend=backend), RoundRobin()),
+        Fleet(engines(3, backend=backend), hearing),
+        Fleet(listened, RoundRobin()),
+    )
+    expected = plain.run(trace(120))
+    for fleet in (told, watched):
+        report = fleet.run(trace(120))
+        assert (expected.picks, expected.per_request()) == (report.picks, report.per_request())
+        assert expected.rows() == report.rows()
+    assert any(isinstance(each.data, Removed) for each in hearing.heard)
+    for worker in range(3):
+        ids = [each.event_id for each in hearing.heard if each.worker_id == worker]
+        assert list(range(len(ids))) == ids
+    assert [(each.event_id, each.data) for each in hearing.heard if each.worker_id == 1] == [
+        (each.event_id, each.data) for each in heard
+    ]
 
 
 def test_hooks_are_called_in_order_and_one_token_has_no_first():
@@ -540,7 +582,7 @@ def test_of_the_first_pass_those_come_first_that_ask_for_one_token():
 def test_time_counts_from_the_first_arrival_also_where_that_request_is_rejected():
     args = replace(ARGS, num_gpu_blocks=8, semantics="1.6.1")
     report = Fleet(engines(1, args), RoundRobin()).run([request(0, range(9)), request(10, [1])])
-    assert report.completed[0].token_ms[-1] == report.duration_ms
+    assert report.completed[0].token_ms[-1] == report.figure("duration_ms")
 
 
 @pytest.mark.parametrize("backend", ["lineage", "vllm", "mocker_sglang_1_6", "sglang"])
@@ -574,7 +616,9 @@ def test_a_closed_loop_is_that_of_the_original():
         # A prompt that is rejected keeps its place until its turn; a closed loop looks at no ratio.
         arrivals = [row["arrival_time_ms"] for row in serve(rows, concurrency=2).per_request()]
         assert [0.0, 0.0, 16.622914] == pytest.approx(arrivals[:3])
-        assert serve(turns, concurrency=1).duration_ms == serve(turns, concurrency=1, arrival_speedup=2.0).duration_ms
+        assert serve(turns, concurrency=1).figure("duration_ms") == serve(
+            turns, concurrency=1, arrival_speedup=2.0
+        ).figure("duration_ms")
 
 
 # ---------------------------------------------------------------------------------------------------- who is there

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from pytest_kvmock import Fleet, MockEngine, MockEngineArgs, create_manager
 from pytest_kvmock.backends import backend_spec
 from pytest_kvmock.cache import CacheGroup
-from pytest_kvmock.clock import FleetRequest
 from pytest_kvmock.clock.engine_state import EngineStalled, RequestTooLarge
 from pytest_kvmock.engine.worker import KvWorker
+from pytest_kvmock.fleet import FleetRequest
 
 SIZES = st.sampled_from([2, 4, 8])
 WINDOW = st.builds(CacheGroup, st.just("sliding_window"), SIZES, window=st.integers(1, 40))

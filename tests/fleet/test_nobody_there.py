@@ -145,7 +145,7 @@ def test_requests_wait_for_a_worker_that_joins_after_the_last_is_gone(router, ha
     assert not [pick for pick in report.picks if 35 < pick.ms < 75]
     assert [4, 5, 6, 7] == [pick.number for pick in report.picks if pick.ms == 75 and pick.attempt == 1]
     assert not report.beliefs
-    assert report.nobody_from_ms is None
+    assert report.facts.nobody_from_ms is None
     assert "no worker was there" not in str(report)
 
 
@@ -193,7 +193,7 @@ def test_if_nobody_comes_any_more_the_run_ends(router):
     fleet.at(30).leave(1)
     fleet.at(35).crash(0)
     report = fleet.run(requests())
-    assert 35 == report.nobody_from_ms
+    assert 35 == report.facts.nobody_from_ms
     assert "no worker was there from 35 ms on" in str(report).splitlines()
     assert 35 == report.to_json()["fleet"]["nobody_from_ms"]
     assert any("No worker was there from 35 ms on." == note for note in report.page_data()["notes"])
@@ -223,7 +223,7 @@ def test_a_router_is_shown_that_its_requests_are_unfinished():
 
 def test_a_report_of_no_worker_at_all_can_be_read(tmp_path):
     report = Fleet([], RoundRobin(), args=ARGS, record=True).run(requests(3))
-    assert 0 == report.nobody_from_ms
+    assert 0 == report.facts.nobody_from_ms
     assert 3 == report.arrived
     assert [] == list(report.requests) == list(report.picks) == report.workers
     assert "no worker was there from 0 ms on" in str(report)
@@ -238,7 +238,7 @@ def test_a_worker_that_is_picked_after_its_crash_sends_requests_back_until_nobod
     fleet = Fleet(engines(1), RoundRobin())
     fleet.at(15).crash(0, notice_ms=20)
     report = fleet.run(requests(5))
-    assert 35 == report.nobody_from_ms
+    assert 35 == report.facts.nobody_from_ms
     assert [20.0] == [pick.ms for pick in report.picks if pick.ms > 15][:1]
     assert not report.completed
 
@@ -259,7 +259,7 @@ def test_a_clock_that_is_stopped_says_since_when_nobody_was_there():
     fleet.at(15).leave(0)
     fleet.at(100).join()
     report = fleet.run(requests())
-    assert 15 == report.nobody_from_ms
+    assert 15 == report.facts.nobody_from_ms
     assert [("join", 1)] == [(each.kind, each.worker) for each in report.missed]
 
 
@@ -274,7 +274,7 @@ def test_a_later_run_of_a_fleet_without_workers_is_one_of_nobody_or_of_who_joins
     first = fleet.run(requests())
     assert {} == fleet.engines
     second = fleet.run(requests(3))
-    assert second.nobody_from_ms >= max(each.ended_ms or 0.0 for each in first.requests)
+    assert second.facts.nobody_from_ms >= max(each.ended_ms or 0.0 for each in first.requests)
     assert 2 == fleet.at(10).join()
     third = fleet.run(requests())
     assert 12 == len(third.completed)
@@ -372,7 +372,7 @@ def test_a_harness_judges_a_fleet_whose_last_worker_is_gone():
         fleet = harness.fleet(RightRouter([0, 1]))
         fleet.at(30).crash(0)
         fleet.at(35).leave(1)
-        assert 35 == fleet.run(requests()).nobody_from_ms
+        assert 35 == fleet.run(requests()).facts.nobody_from_ms
         assert 2 == fleet.at(20).join()
         report = fleet.run(requests())
         assert 12 == len(report.completed)

@@ -15,7 +15,7 @@ from pytest_kvmock import (
     Stored,
     block_hashes,
 )
-from pytest_kvmock.clock import FleetRequest
+from pytest_kvmock.fleet import FleetRequest
 from pytest_kvmock.harness.under_test import IndexUnderTest
 
 SIZES = EngineProfile(block_size=4, num_blocks=16)

@@ -7,7 +7,8 @@ import pytest
 from depth import examples
 from hypothesis import given, settings
 
-from pytest_kvmock import EngineProfile, OutOfBlocks, RouterHarness, StorageTier, create_manager
+from pytest_kvmock import BACKENDS, EngineProfile, OutOfBlocks, Prompt, RouterHarness, StorageTier, create_manager
+from pytest_kvmock.cache.sglang.speculative import SglangSpeculative
 from pytest_kvmock.drivers.driver import WouldWait
 from pytest_kvmock.testing import play, traffic
 
@@ -196,6 +197,101 @@ def test_a_clear_keeps_the_storage_and_a_harness_has_its_own():
     assert set() == other.worker(0).storage.blocks
 
 
+@pytest.mark.parametrize(
+    ("options", "cached", "now"),
+    [
+        ({"prefetch_policy": "wait_complete"}, 40, 10.0),
+        ({"prefetch_policy": "best_effort"}, 0, 0.0),
+        ({"prefetch_timeout_base": 1.0}, 40, 10.0),
+        ({"prefetch_timeout_base": 0.0035, "prefetch_timeout_per_ki_token": 0}, 0, 3.5),  # nothing is reported by then
+        ({"prefetch_timeout_base": 0.0035, "prefetch_timeout_per_ki_token": 0, "storage_batch": 1}, 12, 3.5),
+        ({"prefetch_timeout_base": 0, "prefetch_timeout_per_ki_token": 0.128, "storage_batch": 1}, 20, 5.0),
+        ({"prefetch_threshold": 44}, 0, 0.0),
+    ],
+)
+def test_a_request_waits_for_its_prefetch_as_the_policy_says(options, cached, now):
+    kv = harness(storage=True, **{"prefetch_threshold": 4, **options})
+    worker = kv.worker(0)
+    worker.storage.fill(range(41))
+    with worker.prefill(range(41)) as request:
+        assert cached == request.cached_tokens
+        assert now == pytest.approx(worker.now, abs=0.002)
+    worker.tick(100.0)
+    kv.assert_in_sync()
+
+
+@pytest.mark.parametrize("host", [6, 40])
+def test_a_draft_model_without_pairs_has_a_host(host):
+    spec = BACKENDS["sglang"].variant("sglang_ngram", speculative=SglangSpeculative("NGRAM", 3, draft_tokens=4))
+    tiers = {"host": host, "gbps": 1.0, "bytes_per_token": 250_000}
+    profile = EngineProfile(block_size=SIZE, num_blocks=20, workers=1, tiers=tiers)
+    kv = RouterHarness(profile, spec)
+    worker, rng = kv.worker(0), Random(0)
+    for turn in range(12):
+        with contextlib.suppress(OutOfBlocks), worker.prefill([turn % 3] * rng.randrange(10, 40)) as request:
+            accepted = [rng.randrange(4) for _ in range(3)]
+            request.decode(sum(accepted) + len(accepted), accepted=accepted)
+            request.decode(2)
+            kv.assert_in_sync()
+        worker.tick(worker.now + 3.0)
+        kv.assert_in_sync()
+    engine = RouterHarness(profile, spec).engine(0, performance_model=(1, 1))
+    for turn in range(6):
+        engine.submit([turn % 2] * 20, 9, arrival_ms=turn * 30)
+    report = engine.run()
+    assert 6 == len(report.completed)
+    assert engine.passes < 6 * 9  # drafts are accepted
+
+
+def test_who_does_not_wait_for_a_prefetch_finds_it_on_the_host_later():
+    kv = harness(storage=True, prefetch_threshold=4)
+    worker = kv.worker(0)
+    worker.storage.fill(range(41))
+    with pytest.raises(WouldWait, match=r"its prefix is fetched from the storage, until 10\.0 ms") as error:
+        worker.prefill(range(41), wait=False)
+    assert [] == worker.manager.resident(HOST)
+    worker.tick(error.value.deadline)
+    assert 10 == len(worker.manager.resident(HOST))
+    with worker.prefill(range(41), wait=False) as request:
+        assert 40 == request.cached_tokens
+    kv.assert_in_sync()
+
+
+def test_a_prefetch_that_nobody_waits_for_any_more_keeps_nobody_else_waiting():
+    kv = harness(num_blocks=8, storage=True, prefetch_threshold=4, gbps=0.1, prefetch_timeout_base=0.001)
+    worker = kv.worker(0)
+    worker.serve(range(100, 129))  # its copy takes 70 ms
+    worker.storage.fill(range(29))
+    with pytest.raises(WouldWait):
+        worker.prefill(range(29), wait=False)
+    worker.tick(5.0)
+    with worker.prefill(range(200, 229)):
+        assert 70.0 == worker.now
+    worker.tick(1000.0)
+    kv.assert_in_sync()
+
+
+def test_acknowledgements_by_hand():
+    manager = create_manager("sglang", num_blocks=8, block_size=4, tiers={"host": 8})
+    request = manager.request(Prompt.of(range(9)), Random(0))
+    manager.find(request)
+    manager.admit(request)
+    manager.prefill([(request, 9)])
+    manager.checkpoint(request)
+    manager.submit_writes()
+    for wrong, message in (
+        ({}, "ack of nothing: 1 groups of writes and 0 of loads are under way"),
+        ({"writes": 2}, "ack: writes must be at most 1, the groups under way, got 2"),
+        ({"loads": 1}, "ack: loads must be at most 0, the groups under way, got 1"),
+        ({"writes": -1}, "ack: writes must be an integer of at least 0"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            manager.ack(**wrong)
+    assert [] == manager.resident(HOST)
+    manager.ack(writes=1)
+    assert 2 == len(manager.resident(HOST))
+
+
 @settings(max_examples=examples(150), database=None, deadline=None)
 @given(traffic(workers=2, most_in_a_burst=5, tiers=True))
 def test_what_is_written_to_the_storage_leaves_room_on_the_device(program):
@@ -222,8 +318,29 @@ def test_without_a_storage_there_is_none_to_fill():
         ),
         ({"tiers": {"host": 8, "write_policy": "write_thru"}}, "unknown tiers: write_policy 'write_thru'"),
         ({"tiers": {"host": 8, "prefetch_threshold": 0}}, "tiers: prefetch_threshold must be an integer of at least 1"),
+        (
+            {"tiers": {"host": 8, "prefetch_policy": "time_out"}},
+            "unknown tiers: prefetch_policy 'time_out'; did you mean 'timeout'?",
+        ),
+        ({"tiers": {"storage": True}}, "tiers: 'host' is missing, the blocks that host memory has room for"),
+        (
+            {"tiers": {"host": 8, "storage_batch": 0}},
+            "tiers: storage_batch must be an integer of at least 1 (blocks), got 0",
+        ),
+        (
+            {"tiers": {"host": 8, "retry_attempts": -1}},
+            "tiers: retry_attempts must be an integer of at least 0, got -1",
+        ),
+        (
+            {"tiers": {"host": 8, "prefetch_timeout_base": -1}},
+            "tiers: prefetch_timeout_base must be a finite number of at least 0",
+        ),
         ({"tiers": {"host": 8, "storage": 1}}, "tiers: storage must be True or False, got 1"),
         ({"tiers": {"host": 8}, "policy": "mru"}, "tiers of sglang are for policy lru, lfu and slru"),
+        (
+            {"tiers": {"host": 8}, "speculative": SglangSpeculative("EAGLE")},
+            "tiers of sglang are for keys of tokens, as no draft model with pairs was recorded with them; got SglangSpeculative(",
+        ),
         ({"tiers": {"host": 8}, "window": 8}, "tiers of sglang are for full attention alone"),
     ],
 )

@@ -75,12 +75,12 @@ def test_ranks_have_rows_of_their_own():
     world = RouterHarness(EngineProfile(num_blocks=64, block_size=4, workers=2, dp_size=2), "vllm")
     report = world.fleet(DynamoRouter("1.6.1", rng=Random(1)), record=True).run(trace())
     assert [(0, 0), (0, 1), (1, 0), (1, 1)] == report.workers
-    assert 40 == sum(report.row(worker)["requests"] for worker in report.workers)
+    assert 40 == sum(report.rows()[worker]["requests"] for worker in report.workers)
     report.assert_regret(DynamoRouter("1.6.1"))
 
 
 def test_prompts_that_differ_by_adapter_share_nothing_in_the_ideal():
-    from pytest_kvmock.clock import FleetRequest
+    from pytest_kvmock.fleet import FleetRequest
 
     rows = [FleetRequest(Prompt(range(24), lora_name=name), 2, 100.0 * at) for at, name in enumerate("abab")]
     report = harness().fleet().run(rows)

@@ -160,6 +160,17 @@ def test_what_has_children_is_not_stored_again():
     assert ["duplicate_store"] == [problem.rule for problem in kv.events.problems]
 
 
+def test_a_block_that_had_several_children_is_a_leaf_once_they_are_gone():
+    """Of two children one was removed, and the other went without a word before it did so itself."""
+    told = {"silently_gone": []}
+    forked = [(Stored(None, (1,), LOCAL[:1]), told), *((Stored(1, (name,), (name,)), told) for name in (2, 3))]
+    again = Stored(None, (1,), LOCAL[:1])
+    gone = (Removed((2,)), {"silently_gone": [3]})
+    assert [] == [each.rule for each in by_hand(*forked, gone, (again, {"silently_gone": [1]})).events.problems]
+    kept = by_hand(*forked, (again, {"silently_gone": [1]})).events.problems
+    assert ["duplicate_store"] == [each.rule for each in kept]
+
+
 def test_a_leaf_that_is_gone_may_be_left_behind():
     kv = by_hand(Stored(None, (1, 2, 3), LOCAL), (Removed((2,)), {"silently_gone": [3]}))
     assert [] == [problem.rule for problem in kv.events.problems]

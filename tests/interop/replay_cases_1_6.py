@@ -7,13 +7,16 @@ from random import Random
 
 from replay_cases import _OUTPUTS, _replay, _requests, _sessions_of, _speeds
 
-KINDS = ("vllm", "sglang", "trtllm", "disaggregated", "moments", "ranks")
+KINDS = ("vllm", "sglang", "trtllm", "disaggregated", "moments", "ranks", "drafts")
 
 
 def random_case(kind, seed):
     """Return the case of one of KINDS and a seed; the same one always."""
     if kind == "moments":
         return _moments(Random(f"1.6 moments {seed}"), random_case("disaggregated", seed) | {"kind": kind})
+    if kind == "drafts":
+        rng = Random(f"1.6 drafts {seed}")
+        return _drafts(rng, random_case(rng.choice(("vllm", "sglang", "trtllm")), seed) | {"kind": kind})
     case = _case(Random(f"1.6 {kind} {seed}"), kind, {"kind": kind, "seed": seed})
     _watch(Random(f"1.6 watch {kind} {seed}"), case)
     if case.get("engine", {}).get("backend") == "sglang":
@@ -37,6 +40,22 @@ def _case(rng, kind, case):
     elif engine["backend"] == "sglang" and rng.random() < 0.2:
         engine["prefill_decode_interval"] = rng.choice((1, 2, 5))
     return case | {"engine": engine, "replay": replay, "requests": _rows(rng, engine, replay, rng.randint(2, 10))}
+
+
+def _drafts(rng, case):
+    """Have passes try drafts, and requests with output enough for some."""
+    engine = case["engine"]
+    engine.pop("decode_speedup_ratio", None)  # it must be 1
+    engine["aic_nextn"] = rng.randint(1, 5)
+    if rng.random() < 0.7:
+        rates = [round(rng.random(), 2) for _ in range(engine["aic_nextn"])]
+        engine["aic_nextn_accept_rates"] = ",".join(map(str, rates))
+    if rng.random() < 0.5:
+        engine["aic_mtp_seed"] = rng.randrange(2**30)
+    for row in case["requests"]:
+        if rng.random() < 0.6:
+            row["output_length"] = rng.randint(1, 40)
+    return case
 
 
 def _moments(rng, case):

@@ -13,7 +13,8 @@ TABLES = [client_table, llmd_table]
 
 @pytest.mark.parametrize("table", TABLES)
 def test_every_dialect_of_zmq_is_in_the_table(table):
-    assert [name for name, dialect in DIALECTS.items() if dialect.replay] == [*table.TABLE]
+    read = "trtllm-1.3-zmq"  # as read: no client was run beside it
+    assert [name for name, dialect in DIALECTS.items() if dialect.replay and name != read] == [*table.TABLE]
 
 
 @pytest.mark.parametrize("table", TABLES)

@@ -16,6 +16,7 @@ from dataclasses import asdict, fields
 from functools import reduce
 from typing import get_args
 
+import draft_fleets
 import msgspec
 import pytest
 from pages import PAGES, ROOT
@@ -51,6 +52,15 @@ def code(text):
 
 
 def made(name):
+    if name == "readers":
+        return table(
+            ("engines", "the router knows blocks by", "promised", "reused", "promised too much", "too little"),
+            *(
+                (mode, reader, *(f"{share:.0%}" for share in draft_fleets.shares(draft_fleets.served(mode, reader))))
+                for mode in draft_fleets.MODES
+                for reader in draft_fleets.READERS
+            ),
+        )
     if name == "rules":
         return table(
             ("rule", "kind", "broken when"),
@@ -165,7 +175,7 @@ def test_a_page_has_all_that_a_router_is_shown():
 
 
 def test_the_made_tables_are_all_there():
-    assert ["carried", "defects", "dialects", "faults", "fields", "options", "rules"] == sorted(
+    assert ["carried", "defects", "dialects", "faults", "fields", "options", "readers", "rules"] == sorted(
         name for _, name in TABLES
     )
 

@@ -51,6 +51,23 @@ def test_a_sink_made_chained_has_its_hashes_judged(nested):
     result.stdout.fnmatch_lines(["1 KV event error: wrong_hash *"])
 
 
+def test_more_workers_are_the_next_ones(nested):
+    result = nested(
+        """
+        @pytest.mark.kvmock(workers=2)
+        def test(make_kv_worker, kv_worker, kv_harness, kv_prompt):
+            prompt = kv_prompt()
+            mine, other = make_kv_worker(), make_kv_worker(backend="lru")
+            assert [(2, kv_harness.backend), (3, "lru")] == [(each.worker_id, each.backend) for each in (mine, other)]
+            mine.serve(prompt)
+            assert {2: 4} == kv_harness.overlap(prompt)
+            assert 0 == kv_worker.cached_tokens(prompt)
+        """
+    )
+
+    result.assert_outcomes(passed=3)
+
+
 def test_a_second_manager_is_that_of_the_next_worker(nested):
     result = nested(
         """

@@ -376,6 +376,20 @@ def test_a_marker_of_a_parameter_counts(nested):
     result.assert_outcomes(passed=2)
 
 
+def test_all_markers_of_a_parameter_are_the_innermost(nested):
+    result = nested(
+        """
+        @pytest.mark.kvmock(num_blocks=4, workers=3)
+        @pytest.mark.parametrize("n", [
+            pytest.param(1, marks=[pytest.mark.kvmock(num_blocks=8), pytest.mark.kvmock(workers=2)])
+        ])
+        def test(kv_profile, n): assert (kv_profile.num_blocks, kv_profile.workers) == (8, 2)
+        """
+    )
+
+    result.assert_outcomes(passed=1)
+
+
 def test_random_things_depend_on_seed_and_test_and_on_nothing_else(nested):
     source = """
     def test_a(kv_prompt): print("drew", kv_prompt().tokens[:3])

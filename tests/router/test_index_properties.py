@@ -1,5 +1,6 @@
 """RadixIndex against independent models, over random streams."""
 
+import contextlib
 import copy
 import random
 
@@ -196,3 +197,24 @@ def test_a_long_chain_is_copied():
     index = RadixIndex(count_copies=True)
     index.apply(chain(0, range(5_000)))
     assert {(0, 0): 5_000} == copy.deepcopy(index).find_matches(range(5_000)).scores
+
+
+@settings(max_examples=examples(500))
+@given(st.lists(any_event(), max_size=25), st.lists(queries, min_size=1, max_size=4), st.booleans())
+def test_blocks_removed_at_once_are_those_removed_one_event_after_the_other(events, asked, count_copies):
+    one_by_one, at_once = RadixIndex(count_copies=count_copies), RadixIndex(count_copies=count_copies)
+    for each in events:
+        if isinstance(each.data, Removed):
+            at_once.remove(*each.key, each.data.block_hashes)
+            singles = [event(each.worker_id, Removed((block,)), each.dp_rank) for block in each.data.block_hashes]
+        else:
+            singles = [each]
+            with contextlib.suppress(KvEventError):
+                at_once.apply(each)
+        for single in singles:
+            with contextlib.suppress(KvEventError):
+                one_by_one.apply(single)
+    for query in asked:
+        assert one_by_one.find_matches(query) == at_once.find_matches(query)
+    assert one_by_one.dump_events() == at_once.dump_events()
+    assert [one_by_one.num_blocks(*key) for key in KEYS] == [at_once.num_blocks(*key) for key in KEYS]

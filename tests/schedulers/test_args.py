@@ -162,8 +162,8 @@ def test_our_additions_are_passed_by_keyword_and_are_not_written():
     )
     assert DUMPED == args.to_json()
     assert (
-        "unknown addition 'semantic'; did you mean 'semantics'? known: semantics, performance_model, events_visible"
-        == (refusal(MockEngineArgs.from_json, {}, semantic="1.2.1"))
+        "unknown addition 'semantic'; did you mean 'semantics'? known: semantics, performance_model, events_visible, "
+        "context_chunking_policy, publish_every" == (refusal(MockEngineArgs.from_json, {}, semantic="1.2.1"))
     )
 
 

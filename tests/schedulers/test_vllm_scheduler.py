@@ -107,7 +107,7 @@ def test_no_more_requests_run_than_may():
     submit(engine, 8, 8, output=2)
     engine.step()
     assert (1, 1) == (engine.metrics.running, engine.metrics.waiting)
-    assert 61.539904 == pytest.approx(engine.run().duration_ms, abs=1e-6)
+    assert 61.539904 == pytest.approx(engine.run().figure("duration_ms"), abs=1e-6)
 
 
 def test_a_chunk_that_leaves_one_token_of_the_prompt_is_no_decode():

@@ -193,3 +193,12 @@ def test_what_cannot_be_recorded_is_said(tmp_path):
         record("http://x:1", tmp_path / "a", dialect="trtllm-1.2", topic="kv")
     silent = record("http://127.0.0.1:9", tmp_path / "b", dialect="trtllm-1.2", seconds=0.01)
     assert silent.silence.startswith("nothing was received: no answer from http://127.0.0.1:9/kv_cache_events")
+
+
+@pytest.mark.parametrize(("backend", "dialect"), [("trtllm", "trtllm-1.2"), ("trtllm_v2", "trtllm-1.3")])
+@pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization"])
+def test_engines_with_a_policy_of_its_own_scheduler_are_served(backend, dialect, policy):
+    kv = RouterHarness(EngineProfile(block_size=4, num_blocks=16), backend=backend)
+    kv.engine(0, semantics=policy)
+    with KvServer(kv, dialect) as server:
+        assert 3 == complete(server.url())["usage"]["completion_tokens"]

@@ -208,14 +208,27 @@ def test_a_hybrid_model_is_served_with_its_cache_groups():
             "serve: KvServer: ports['http'] must leave room for 2 ports, at most 65534",
         ),
         (["--host-blocks", "0"], "serve: tiers: host must be an integer of at least 1 (blocks), got 0"),
-        (["--self-describing"], "serve: --self-describing is about the events of a host; give --host-blocks, too"),
+        (["--self-describing"], "serve: --self-describing is about a host; give --host-blocks, too"),
+        (["--tier", "storage=true"], "serve: --tier is about a host; give --host-blocks, too"),
+        (["--host-blocks", "8", "--tier", "storage"], "serve: --tier must be KEY=VALUE, got 'storage'"),
+        (
+            ["--dialect", "sglang-0.5.23", "--host-blocks", "8", "--tier", "write_policy=write_thru"],
+            "serve: unknown tiers: write_policy 'write_thru'; did you mean 'write_through'?",
+        ),
+        (
+            ["--dialect", "sglang-0.5.23", "--publish-every", "40"],
+            "serve: publish_every=40 is for engines over sglang with tiers",
+        ),
         (
             ["--dialect", "vllm-0.28", "--host-blocks", "8"],
             "serve: tiers are those of vLLM 0.33.0; got version '0.28.0'",
         ),
         (
             ["--dialect", "sglang-0.5.23", "--host-blocks", "8", "--self-describing"],
-            "serve: tiers: 'self_describing' is not for this backend; SGLang's HiCache has host, gbps, bytes_per_token, write_policy, storage, prefetch_threshold",
+            (
+                "serve: tiers: 'self_describing' is not for this backend; SGLang's HiCache has host, gbps, bytes_per_token, write_policy, storage, prefetch_policy, prefetch_threshold, prefetch_timeout_base, "
+                "prefetch_timeout_per_ki_token, retry_interval, retry_attempts, storage_batch"
+            ),
         ),
         (
             ["--model", "gpt-oss", "--dialect", "vllm-0.19"],

@@ -5,6 +5,7 @@ from contextlib import suppress
 from threading import Event, current_thread, main_thread
 from typing import ClassVar
 
+import draft_readers
 import hybrid_readers
 from bounded_indexes import BoundedIndex, HangsUnderTheRootWhatItForgot, RemovesNothingOnceItIsFull
 from contract_runs import Mutants
@@ -1401,6 +1402,44 @@ class TakesTailsForBlocks(MisreadsGroups):
     Reader = hybrid_readers.TakesTailsForBlocks
 
 
+# ------------------------------------------------------------------------------------------------- draft models
+
+
+class MisreadsDrafts(IndexContract):
+    """The contract over a naive reader of engines with a draft model."""
+
+    reads_drafts = True
+
+    def make_index(self):
+        return self.Reader()
+
+
+@INDEXES.breaks(
+    "test_a_block_that_looks_ahead_is_found_with_its_next_tokens",
+    "test_a_twin_is_another_block",
+    "test_a_page_of_pairs_is_found_with_its_next_token",
+    "test_workers_look_ahead_each_in_its_own_way",
+)
+class TakesWindowsForBlocks(MisreadsDrafts):
+    Reader = draft_readers.PlainHashes
+
+
+@INDEXES.breaks("test_a_block_that_looks_ahead_is_found_with_its_next_tokens", "test_a_twin_is_another_block")
+class KnowsBlocksByTheirOwnTokens(MisreadsDrafts):
+    Reader = draft_readers.ByTokens
+
+
+@INDEXES.breaks("test_a_twin_is_another_block")
+class HasOneEntryForTwins(MisreadsDrafts):
+    def make_index(self):
+        return draft_readers.ByTokens(counts=False)
+
+
+@INDEXES.breaks("test_workers_look_ahead_each_in_its_own_way")
+class AsksWindowsOfEveryStream(MisreadsDrafts):
+    Reader = draft_readers.Flagged
+
+
 # ------------------------------------------------------------------------------------------------- TensorRT-LLM
 
 
@@ -1462,6 +1501,59 @@ class TakesWhatIsUpdatedForGone(Partial):
                 data = Removed(data.block_hashes if data.levels == (0, 1) else ())
             with suppress(KvEventError):
                 super().apply(with_data(event, data))
+
+        def find_tiered(self, local_hashes):
+            return self.tree.find_tiered(local_hashes)
+
+
+@INDEXES.breaks("test_a_longer_block_takes_the_place_of_its_shorter_sibling")
+class DropsTheParentOfAPartialBlock(Partial):
+    """It keeps a partial block as a part of the one before it, which goes with it."""
+
+    class Subject(Tree):
+        def __init__(self):
+            super().__init__()
+            self.parents = {}
+
+        def apply(self, event):
+            data, tokens = event.event.data, event.token_ids
+            if isinstance(data, Stored) and tokens and len(tokens[-1]) < 4:
+                self.parents[data.block_hashes[-1]] = data.parent_hash
+                return
+            if isinstance(data, Removed):
+                data = Removed([self.parents.pop(block, block) for block in data.block_hashes])
+            with suppress(KvEventError):
+                super().apply(with_data(event, data))
+
+
+@INDEXES.breaks("test_layer_groups_have_any_order")
+class TakesTheHighestGroupForAttention(Partial):
+    """As V1's windows are, which are numbered by their length."""
+
+    class Subject(Tree):
+        def __init__(self):
+            super().__init__()
+            self.highest = 0
+
+        def apply(self, event):
+            group = (event.extra or {}).get("group_idx", 0)
+            self.highest = max(self.highest, group)
+            if group == self.highest:
+                with suppress(KvEventError):
+                    super().apply(with_data(event, event.event.data))
+
+
+@INDEXES.breaks("test_a_block_falls_level_by_level_and_comes_back_from_any")
+class KnowsTwoLevels(Partial):
+    """It reads what falls to the first level below and what comes back from there."""
+
+    class Subject(Tree):
+        takes_updates = True
+
+        def apply(self, event):
+            data = event.event.data
+            if not isinstance(data, Updated) or data.levels in ((0, 1), (1, 0)):
+                super().apply(event)
 
         def find_tiered(self, local_hashes):
             return self.tree.find_tiered(local_hashes)

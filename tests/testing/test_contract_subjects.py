@@ -322,7 +322,11 @@ def test_a_fault_in_live_traffic_that_cannot_be_reproduced_is_told_why():
         ("test_a_removed_worker_has_nothing", "Plain has no remove_worker(worker_id): what it leaves was not checked"),
         (
             "test_offloaded_blocks_need_no_parent",
-            "Plain has neither find_tiered(local_hashes) nor match_tiered(tokens, extra): tiers below the device were not checked",
+            (
+                "Plain has neither find_tiered(local_hashes) nor match_tiered(tokens, extra): tiers below the device were not checked; "
+                "unjudged: whether it overlooks the host, has there what the device removes, keeps what the host removes, or drops what "
+                "stands below a removed block"
+            ),
         ),
         (
             "test_salts_are_told_apart",
@@ -401,6 +405,15 @@ def test_a_size_that_is_too_small_is_refused(given):
         assert failure_of(contract, name) == (
             f"Failed: TestMine: size_blocks must be an integer of at least 1000 (blocks), got {given!r}"
         )
+
+
+@pytest.mark.parametrize("name", ["threads", "reads_groups", "reads_drafts"])
+@pytest.mark.parametrize("given", ["yes", 1, None])
+def test_what_an_index_declares_is_true_or_false(name, given):
+    contract = subject(IndexContract, make_index=lambda self: RadixIndex(), **{name: given})
+    assert failure_of(contract, "test_a_new_index_is_empty") == (
+        f"Failed: TestMine: {name} must be True or False, got {given!r}"
+    )
 
 
 def test_a_bound_that_nobody_declares_is_told_of_with_what_is_found():

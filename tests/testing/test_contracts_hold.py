@@ -204,6 +204,10 @@ class TestTrtllmWorkerOfTheLaterOrder(WorkerContract):
     backend = BACKENDS["trtllm"].variant("trtllm_2026_03", removed_order="2026-03")
 
 
+class TestTrtllmV2WorkerOfTwoLayerGroups(WorkerContract):  # V1 with two windows leaks blocks, as it did up to 1.2
+    backend = BACKENDS["trtllm_v2"].variant("trtllm_v2_two_groups", groups=((None, 0), (32, 4)))
+
+
 class TestTrtllmV2Worker(WorkerContract):
     backend = "trtllm_v2"
 

@@ -4,125 +4,20 @@ What they misread is that of the catalogue: names without the next tokens, block
 windows where the stream has none.
 """
 
-from collections import Counter, defaultdict
-
 import pytest
+from contract_runs import names_of_tests
 from depth import examples
+from draft_readers import SIZE, ByTokens, ByWindows, Flagged, PlainHashes, PlainNames
 
-from pytest_kvmock import Cleared, EngineProfile, EventRulesBroken, RadixIndex, RouterHarness, Stored, block_hashes
+from pytest_kvmock import EngineProfile, EventRulesBroken, RadixIndex, RouterHarness
 from pytest_kvmock.backends import BACKENDS
-from pytest_kvmock.cache.vllm.hashes import VllmHasher
 from pytest_kvmock.engine import Speculative
-from pytest_kvmock.prompt_keys import LOOKAHEAD
 from pytest_kvmock.testing import IndexContract, play
+from pytest_kvmock.testing.draft_streams import DraftStreams
 from pytest_kvmock.testing.drafts import random_traffic
-from pytest_kvmock.tokens import windows_of
 
 DROP = BACKENDS["vllm_mtp"].variant("vllm_drop", speculative=Speculative(plain_hashes=True))
 DEEP = BACKENDS["vllm_mtp"].variant("vllm_mtp_3", speculative=Speculative(modules=3))
-SIZE = 4
-
-
-class ByTokens:
-    """Blocks by what the index takes for their tokens, from the root on; with copies, or one entry each.
-
-    Args:
-        counts: it counts copies.
-    """
-
-    def __init__(self, *, counts=True):
-        self.counts, self.ranks = counts, defaultdict(lambda: (defaultdict(list), Counter()))
-
-    def apply(self, event):
-        prefixes, held = self.ranks[event.key]
-        data = event.event.data
-        if isinstance(data, Cleared):
-            prefixes.clear()
-            held.clear()
-        elif isinstance(data, Stored):
-            prefix = prefixes[data.parent_hash][-1] if data.parent_hash is not None else ()
-            for name, tokens in zip(data.block_hashes, self.tokens_of(event), strict=True):
-                prefix = (*prefix, *tokens)
-                prefixes[name].append(prefix)
-                held[prefix] = held[prefix] + 1 if self.counts else 1
-        else:
-            for name in data.block_hashes:
-                held[prefixes[name][-1]] -= 1
-
-    def tokens_of(self, event):
-        """Each block's own tokens; of pairs the first ones."""
-        windows, _ = windows_of(event.token_ids, None)
-        return [tuple(window[:SIZE]) for window in windows]
-
-    def match_tokens(self, tokens):
-        ends = range(SIZE, len(tokens) + 1, SIZE)
-        return {
-            rank: next((n for n, end in enumerate(ends) if held[tuple(tokens[:end])] < 1), len(ends))
-            for rank, (_, held) in self.ranks.items()
-        }
-
-    def remove_worker(self, worker_id):
-        for key in [key for key in self.ranks if key[0] == worker_id]:
-            del self.ranks[key]
-
-
-class ByWindows:
-    """Right: blocks by the windows that their names cover, told by the stream of each worker."""
-
-    def __init__(self, copies):
-        self.index, self.forms = RadixIndex(count_copies=copies), {}
-
-    def apply(self, event):
-        if event.token_ids and isinstance(event.event.data, Stored):
-            self.forms[event.key] = windows_of(event.token_ids, (event.extra or {}).get(LOOKAHEAD))[1]
-        self.index.apply(event)
-
-    def match_tokens(self, tokens):
-        found = {}
-        for ahead in {*self.forms.values()}:
-            scores = self.index.find_matches(block_hashes(tokens, SIZE, lookahead=ahead)).scores
-            found |= {key: count for key, count in scores.items() if self.forms.get(key) == ahead}
-        return found
-
-    def remove_worker(self, worker_id):
-        self.index.remove_worker(worker_id)
-
-
-class PlainNames:
-    """Names by vLLM's rule without a draft model."""
-
-    def __init__(self):
-        self.held, self.hasher = defaultdict(Counter), VllmHasher()
-
-    def apply(self, event):
-        data, held = event.event.data, self.held[event.key]
-        if isinstance(data, Stored):
-            held.update(data.block_hashes)
-        elif isinstance(data, Cleared):
-            held.clear()
-        else:
-            held.subtract(data.block_hashes)
-
-    def match_tokens(self, tokens):
-        asked = [self.hasher.name(digest) for digest in self.hasher.digests(tokens, SIZE, 0, None)]
-        return {
-            key: next((n for n, name in enumerate(asked) if held[name] < 1), len(asked))
-            for key, held in self.held.items()
-        }
-
-
-class Flagged:
-    """Asks windows of every stream."""
-
-    def __init__(self):
-        self.index = RadixIndex(count_copies=True)
-
-    def apply(self, event):
-        self.index.apply(event)
-
-    def match_tokens(self, tokens):
-        return self.index.find_matches(block_hashes(tokens, SIZE, eagle=True)).scores
-
 
 RIGHT = {
     "windows": lambda: ByWindows(True),
@@ -130,6 +25,7 @@ RIGHT = {
 }
 NAIVE = [
     ("plain", PlainNames, "vllm_mtp"),
+    ("plain", PlainHashes, "sglang_eagle"),
     ("tokens", ByTokens, "vllm_mtp"),
     ("tokens", ByTokens, "sglang_eagle"),
     ("entry", lambda: ByTokens(counts=False), "vllm_mtp"),
@@ -191,3 +87,24 @@ def test_a_right_reader_follows_workers_of_several_forms(make):
             prompt = [seed % 3] * 8 + [seed % 5] * 9 + [seed, 1]
             reused = kv.reusable(prompt)
             assert {number: count * SIZE for number, count in kv.overlap(prompt).items()} == reused
+
+
+@pytest.mark.parametrize("name", names_of_tests(DraftStreams))
+@pytest.mark.parametrize("make", RIGHT.values(), ids=RIGHT)
+def test_a_right_reader_may_declare_that_it_reads_drafts(make, name):
+    class Reads(IndexContract):
+        reads_drafts = True
+
+        def make_index(self):
+            return make()
+
+    getattr(Reads(), name)()
+
+
+def test_what_an_index_does_not_declare_is_skipped_and_said():
+    class Plain(IndexContract):
+        def make_index(self):
+            return RadixIndex()
+
+    with pytest.raises(pytest.skip.Exception, match="reads_drafts is not set: they were not checked"):
+        Plain().test_a_twin_is_another_block()

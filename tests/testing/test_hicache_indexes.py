@@ -1,10 +1,18 @@
 """Indexes as routers have them over SGLang's HiCache: a right one passes the traffic of the contract, and each wrong one is found."""
 
+import contextlib
+
 import pytest
-from contract_runs import failure_of
+from contract_runs import failure_of, names_of_tests
+from depth import takes_long
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from tiered_indexes import DEVICE, HostIndex, SubtreeRemoved, contract_of
 
+from pytest_kvmock import BACKENDS, EngineProfile, RouterHarness
 from pytest_kvmock.events import StorageTier
+from pytest_kvmock.testing import play, traffic
+from pytest_kvmock.tiers.config import Tiers
 
 HOST = StorageTier.HOST_PINNED
 TRAFFIC = "test_it_follows_traffic_over_a_host"
@@ -93,6 +101,10 @@ FOUND_BY = {
 }
 
 
+OF_THE_DEVICE = ("test_what_another_tier_alone_has_is_not_found", "test_what_another_tier_removes_stays_on_the_device")
+TRAITS = BACKENDS["sglang"].traits_at(4, Tiers.of({"host": 6}))
+
+
 def over_sglang(index, hosts=None):
     contract = contract_of(index)
     contract.backends, contract.tiers = ("sglang",), hosts
@@ -107,3 +119,68 @@ def test_a_set_a_medium_is_right(host):
 @pytest.mark.parametrize("index", FOUND_BY, ids=lambda index: index.__name__)
 def test_a_wrong_index_is_found(index):
     assert failure_of(over_sglang(index), FOUND_BY[index]) is not None
+
+
+def without_tiers(index):
+    """An index as it is without `find_tiered`: it is asked for the device alone."""
+
+    class WithoutTiers:
+        def __init__(self, traits):
+            tiered = index(traits)
+            self.apply, self.find_matches, self.remove_worker = tiered.apply, tiered.find_matches, tiered.remove_worker
+
+    return WithoutTiers
+
+
+@pytest.mark.parametrize("index", [HostIndex, DeviceOnly, Demoting, SubtreeRemoved, StickyHost])
+def test_without_find_tiered_four_wrong_indexes_are_unjudged(index):
+    contract = over_sglang(without_tiers(index))
+    for name in names_of_tests(contract):
+        with contextlib.suppress(pytest.skip.Exception):
+            assert failure_of(contract, name) is None
+    with pytest.raises(pytest.skip.Exception) as reason:
+        failure_of(contract, TRAFFIC)
+    assert str(reason.value).endswith(
+        "tiers below the device were not checked; unjudged: whether it overlooks the host, has there "
+        "what the device removes, keeps what the host removes, or drops what stands below a removed block"
+    )
+
+
+@pytest.mark.parametrize("index", [MediumIgnored, LastMediumWins, CountingAcrossMedia])
+def test_without_find_tiered_the_others_are_found_by_what_they_say_of_the_device(index):
+    contract = over_sglang(without_tiers(index))
+    assert [name for name in OF_THE_DEVICE if failure_of(contract, name) is not None]
+
+
+def is_found_by_traffic(index):
+    """Whether 200 examples of traffic find an index wrong, over hosts of all three policies."""
+    found = []
+
+    @settings(max_examples=200, database=None, deadline=None, derandomize=True, phases=[Phase.generate])
+    @given(traffic(workers=2, most_in_a_burst=5, tiers=True), st.sampled_from(HOSTS))
+    def follow(program, host):
+        tiers = {"gbps": 1.0, "bytes_per_token": 250_000, **host}  # a block takes a millisecond
+        profile = EngineProfile(block_size=4, num_blocks=8, workers=2, tiers=tiers)
+        kv = RouterHarness(profile, "sglang", index=index(TRAITS))
+        try:
+            play(kv, program)
+            kv.assert_no_event_errors()
+        except AssertionError:
+            found.append(program)
+            raise
+
+    with contextlib.suppress(AssertionError):
+        follow()
+    return bool(found)
+
+
+@pytest.mark.parametrize("index", [each for each in FOUND_BY if each is not SubtreeRemoved])
+def test_traffic_finds_six_of_the_seven_in_200_examples(index):
+    assert is_found_by_traffic(index)
+
+
+@takes_long
+@pytest.mark.parametrize("index", [HostIndex, SubtreeRemoved])
+def test_traffic_finds_no_fault_in_a_right_one_and_not_what_the_contract_alone_finds(index):
+    """A host that gives up a block above others, in time for somebody to ask below it, is seldom drawn."""
+    assert not is_found_by_traffic(index)

@@ -22,7 +22,7 @@ from pytest_kvmock import (
 )
 from pytest_kvmock.backends import BACKENDS
 from pytest_kvmock.cache.vllm.hashes import VllmHasher
-from pytest_kvmock.wire import DIALECTS, Batch, EncodeError, StreamDigests, decode, encode
+from pytest_kvmock.wire import DIALECTS, Batch, EncodeError, KvWire, StreamDigests, decode, encode
 
 unpack = msgspec.msgpack.decode
 BYTES = [name for name in MSGPACK if DIALECTS[name].hashes == "bytes"]
@@ -49,7 +49,7 @@ hashes = st.lists(st.integers(-(2**63), 2**64 - 1), min_size=1, max_size=5)
     size=st.integers(1, 9),
     first=st.integers(0, 2**31),
     tier=st.sampled_from([StorageTier.DEVICE, StorageTier.HOST_PINNED]),
-    name=st.sampled_from([name for name in INTEGERS if DIALECTS[name].media]),
+    name=st.sampled_from([name for name in INTEGERS if StorageTier.HOST_PINNED in DIALECTS[name].media]),
     extras=st.sets(st.sampled_from(sorted(EXTRAS))),
 )
 def test_a_stored_comes_back_as_it_was(hashes, parent, *, size, first, tier, name, extras):
@@ -105,6 +105,38 @@ def test_pairs_of_eagle_are_written_as_they_were_read():
     events = decode(payload, "sglang-0.5.9").events
 
     assert payload == encode(Batch(events, 1.0), "sglang-0.5.9")
+
+
+WITHOUT_LOOKAHEAD = [
+    name
+    for name, row in DIALECTS.items()
+    if row.is_msgpack and not any(each.name == "lookahead_token_ids" for each in row.stored)
+]
+
+
+@pytest.mark.parametrize("name", WITHOUT_LOOKAHEAD)
+def test_names_that_look_ahead_are_refused_in_a_dialect_that_cannot_say_it(name):
+    extra = {"lookahead_token_ids": [[4], [8]]}
+    if DIALECTS[name].hashes == "bytes":
+        extra["digests"] = (None, (b"1" * 32, b"2" * 32))
+    wire = KvWire(name)
+    with pytest.raises(EncodeError) as refused:
+        wire.publish(stored(extra=extra))
+    assert (
+        f"event 0 of the batch: dialect {name!r} has no lookahead_token_ids, and the names of these blocks look ahead: vllm-0.33 "
+        "has it, and an engine with Speculative(..., plain_hashes=True) needs none"
+    ) == str(refused.value)
+    assert [] == wire.payloads
+    wire.publish(stored(extra={**extra, "lookahead_token_ids": None}))
+    assert 1 == len(wire.payloads)
+
+
+@pytest.mark.parametrize("name", ["vllm-0.33", "vllm-0.33-bytes"])
+def test_names_that_look_ahead_are_written_where_the_dialect_can_say_it(name):
+    extra = {"lookahead_token_ids": [[4], [8]]}
+    if DIALECTS[name].hashes == "bytes":
+        extra["digests"] = (None, (b"1" * 32, b"2" * 32))
+    assert [[4], [8]] == unpack(encode(Batch([stored(extra=extra)]), name))[1][0]["lookahead_token_ids"]
 
 
 def test_the_rank_of_a_batch_is_that_of_its_events():

@@ -46,7 +46,7 @@ def changed(row, path, value):
 
 def plain(event):
     """An event without what no wire has."""
-    extra = {name: value for name, value in event.extra.items() if name != "silently_gone"}
+    extra = {name: value for name, value in event.extra.items() if name not in ("silently_gone", "tokens_per_block")}
     token_ids = None if event.token_ids is None else [tuple(tokens) for tokens in event.token_ids]
     return event, token_ids, extra
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from pytest_kvmock.events import BlockTokens, Cleared, EventData, Removed, StorageTier, Stored
@@ -129,6 +130,20 @@ class EventQueue:
     def cleared(self) -> None:
         """Add a Cleared."""
         self._waiting.append(_Waiting(None))
+
+    def undone(self, names: Collection[int], tier: StorageTier) -> Collection[int] | None:
+        """Return what a tier had before the events that wait, from the names that it has now; None: a Cleared waits."""
+        if not self._waiting:
+            return names
+        counts = Counter(names)
+        for each in reversed(self._waiting):
+            if each.names is None:
+                return None
+            if each.tier == tier and each.local_hashes is None:
+                counts.update(each.names)
+            elif each.tier == tier:
+                counts.subtract(each.names)
+        return [*counts.elements()]
 
     def take(self) -> list[TakenEvent]:
         """Return all events so far, and empty the queue."""

@@ -16,6 +16,7 @@ from pytest_kvmock.cache.sglang.hicache_tree import DEVICE, HOST, WRITE_POLICIES
 from pytest_kvmock.cache.sglang.page_cache import PageCache, on_the_wire
 from pytest_kvmock.cache.sglang.radix_request import RadixRequest
 from pytest_kvmock.cache.sglang.radix_tree import Hold, TreeNode
+from pytest_kvmock.checks import check_integer
 from pytest_kvmock.events import StorageTier
 from pytest_kvmock.tokens import Prompt
 
@@ -40,15 +41,17 @@ class HiCacheRequest(RadixRequest):
         from_device: tokens that its admission found on the device.
         from_host: tokens that it loaded from the host.
         from_storage: of these, tokens that a prefetch had brought there for it.
+        leaves_prefetch: what is fetched for it is cached when it comes, though nobody waits for it.
     """
 
-    __slots__ = ("from_device", "from_host", "from_storage", "path")
+    __slots__ = ("from_device", "from_host", "from_storage", "leaves_prefetch", "path")
 
     def retract(self) -> None:
         """Forget what it has: it begins anew, with the tokens that it has."""
         super().retract()
         self.path: HostMatch | None = None
         self.from_device = self.from_host = self.from_storage = 0
+        self.leaves_prefetch = False
 
 
 class HiCacheManager(PageCache[HiCacheRequest, HiCacheTree]):
@@ -92,6 +95,7 @@ class HiCacheManager(PageCache[HiCacheRequest, HiCacheTree]):
         self._ordered_loads: list[tuple[Hold, Hold]] = []
         self.writes: deque[list[Hold]] = deque()
         self.loads: deque[list[tuple[Hold, Hold]]] = deque()
+        self._before_reset: dict[StorageTier, Collection[int]] = {DEVICE: (), HOST: ()}
         super().__init__(**options)
         if storage is not None:
             storage.attach(self._tree, self.block_size)
@@ -135,6 +139,11 @@ class HiCacheManager(PageCache[HiCacheRequest, HiCacheTree]):
                 name for node in self._tree.nodes() if node.host.on_host and not node.host.copy for name in node.names
             ]
         return []
+
+    def announced(self, tier: StorageTier = StorageTier.DEVICE) -> Collection[int]:
+        """Names that events promise in a tier: what is resident, but for what events say that wait (`hold_events`)."""
+        before = self._queue.undone(self.resident(tier), tier)
+        return self._before_reset[tier] if before is None else before
 
     @property
     def is_busy(self) -> bool:
@@ -235,7 +244,7 @@ class HiCacheManager(PageCache[HiCacheRequest, HiCacheTree]):
         self._tree.unlock(request.node)
         request.node = None
         self._has(request, 0)
-        request.from_device = request.from_host = 0
+        request.from_device = request.from_host = request.from_storage = 0
 
     def lacking(self, request: HiCacheRequest, upto: int, pages: int = 0) -> int:
         """Count the pages that lack for the tokens of an admitted request up to one, with those that are spoken for."""
@@ -444,6 +453,23 @@ class HiCacheManager(PageCache[HiCacheRequest, HiCacheTree]):
         self._allocate(request, request.computed + 1)
         request.computed += 1
 
+    def begin_verify(self, requests: Sequence[HiCacheRequest]) -> bool:
+        """Give each request room for its next step with drafts; False where it is short."""
+        lacking = [self.pages_ahead(request) for request in requests]
+        self.make_room(sum(lacking) * self.block_size)
+        fits = sum(lacking) <= self._free
+        if fits:
+            self._take_ahead(requests, lacking)
+        self._flush()
+        return fits
+
+    def end_verify(self, request: HiCacheRequest, tokens: Sequence[int]) -> None:
+        """Append the tokens that a step commits, for which `begin_verify` has made room."""
+        for token in tokens:
+            request.append(token)
+        request.computed += len(tokens)
+        request.steps += 1
+
     # -------------------------------------------------------------------------------------------------- copies
 
     def step(self, writes: int, loads: int) -> None:
@@ -469,6 +495,22 @@ class HiCacheManager(PageCache[HiCacheRequest, HiCacheTree]):
                 self._tree.unlock(hold.nodes[-1])
         self._flush()
 
+    def ack(self, writes: int = 0, loads: int = 0) -> None:
+        """Acknowledge copies that were submitted, by hand: so many groups to the host, and to the device.
+
+        Raises:
+            ValueError: there are not so many under way, or none is acknowledged; nothing has changed.
+        """
+        for name, count, under_way in (("writes", writes, self.writes), ("loads", loads, self.loads)):
+            check_integer(f"ack: {name}", count, 0, " (groups)")
+            if count > len(under_way):
+                raise ValueError(f"ack: {name} must be at most {len(under_way)}, the groups under way, got {count}")
+        if not writes + loads:
+            raise ValueError(
+                f"ack of nothing: {len(self.writes)} groups of writes and {len(self.loads)} of loads are under way"
+            )
+        self.step(writes, loads)
+
     def reset(self) -> None:
         """Drop everything that is cached, on device and host, and publish a Cleared; the storage stays.
 
@@ -477,6 +519,8 @@ class HiCacheManager(PageCache[HiCacheRequest, HiCacheTree]):
         """
         if self.is_busy:
             raise ValueError("reset: copies between device, host and storage are under way; acknowledge them first")
+        if self.hold_events:
+            self._before_reset = {tier: self.announced(tier) for tier in (DEVICE, HOST)}
         super().reset()
         if self.storage is not None:
             self.storage.reset()

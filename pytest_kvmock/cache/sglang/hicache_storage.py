@@ -247,13 +247,29 @@ class HostStorage:
                 return True
             if prefetch.waits_since is None:
                 prefetch.waits_since = self.now
-            patience = self.timeout_base + prefetch.count * self._size / 1024 * self.timeout_per_ki_token
-            if self.now - prefetch.waits_since <= patience:
+            if self.now - prefetch.waits_since <= self._patience(prefetch):
                 return True
             seeker.timed_out = True
         self._stop(prefetch)
         self._put(prefetch)
         return False
+
+    def _patience(self, prefetch: Prefetch) -> float:
+        return self.timeout_base + prefetch.count * self._size / 1024 * self.timeout_per_ki_token
+
+    @property
+    def timeouts(self) -> list[float]:
+        """Until when requests that were blocked wait for their prefetches at most, in seconds."""
+        under_way = (seeker.prefetch for seeker in self.waiting.values())
+        return [each.waits_since + self._patience(each) for each in under_way if each and each.waits_since is not None]
+
+    def give_up(self) -> None:
+        """Wait for no prefetch any longer, and keep what has come."""
+        for seeker in self.waiting.values():
+            if seeker.prefetch is not None:
+                prefetch = seeker.prefetch
+                self._stop(prefetch)
+                self._put(prefetch)
 
     def take_loaded(self, request: Any) -> tuple[int, int | None]:
         """Tokens that a prefetch brought since this was asked last, and where they begin."""
@@ -319,6 +335,11 @@ class HostStorage:
 
     def step(self) -> list[tuple[Any, HostMatch, bool]]:
         """See what the threads have done, and look up again what was not found; returns what was looked up."""
+        self.see()
+        return self._retry()
+
+    def see(self) -> None:
+        """See what the threads have done."""
         released = len(self._released)
         for _ in range(len(self._answered)):
             self._answer(self._answered.popleft())
@@ -334,7 +355,6 @@ class HostStorage:
             self._tree.release_host(self._written.popleft())
         for _ in range(released):
             self._tree.host_free += self._released.popleft()
-        return self._retry()
 
     def _retry(self) -> list[tuple[Any, HostMatch, bool]]:
         done: list[tuple[Any, HostMatch, bool]] = []

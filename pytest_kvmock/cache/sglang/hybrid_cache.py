@@ -456,16 +456,6 @@ class HybridCacheManager(PageCache[HybridRequest, HybridTree]):
 
     # -------------------------------------------------------------------------------------- speculative decoding
 
-    def pages_ahead(self, request: HybridRequest) -> int:
-        """Pages that a request lacks for what is committed and for the drafts of two steps."""
-        assert self.speculative is not None
-        ahead = self.pages_of(request.computed + self.speculative.ahead(self.block_size))
-        return max(ahead - request.allocated, 0)
-
-    def slots(self, request: HybridRequest) -> int:
-        """Tokens that a request has slots for: its own before its first step, and whole pages from then on."""
-        return request.allocated * self.block_size if request.steps else request.computed
-
     def begin_verify(self, requests: Sequence[HybridRequest]) -> bool:
         """Give each request room for its next step, and slide their windows; False, and nothing slides, where it is short.
 
@@ -481,12 +471,7 @@ class HybridCacheManager(PageCache[HybridRequest, HybridTree]):
                 if request.steps and self.window is not None:
                     self._slide(request, request.computed, self.geometry.window_interval)
                 self._release_early(request)
-            # Asked for are tokens: of a request that has made no step, those behind its last one in its last page, too.
-            asked = pages * size + sum(request.allocated * size - self.slots(request) for request in requests)
-            if asked:
-                self.make_room(asked + (len(requests) * size if size > 1 else 0))
-            for request, own in zip(requests, lacking, strict=True):
-                self._allocate(request, (request.allocated + own) * size)
+            self._take_ahead(requests, lacking)
         self._flush()
         return fits
 

@@ -48,10 +48,9 @@ class HybridRequest(RadixRequest):
         tracked: tokens of which it keeps the state for its next checkpoint; None for none.
         slots: of states that it has.
         short: of its last match, how many of its units full attention had, and the parts that were not there, by their sizes.
-        steps: tokens that it has generated.
     """
 
-    __slots__ = ("branch", "dead", "lock", "short", "slots", "state_branch", "steps", "tracked")
+    __slots__ = ("branch", "dead", "lock", "short", "slots", "state_branch", "tracked")
 
     def append(self, token: int) -> None:
         """Add one token."""
@@ -71,7 +70,7 @@ class HybridRequest(RadixRequest):
         """Forget what it has: it begins anew, with the tokens that it has."""
         super().retract()
         self.lock: Lock | None = None
-        self.dead = self.slots = self.steps = 0
+        self.dead = self.slots = 0
         self.branch: int | None = None
         self.state_branch: int | None = None
         self.tracked: int | None = None

@@ -100,11 +100,19 @@ class HybridTree(RadixTree):
 
     __slots__ = ("_parts", "states", "window")
 
-    def __init__(self, policy: str, protected_threshold: int, window: Window | None, states: States | None) -> None:
+    def __init__(
+        self,
+        policy: str,
+        protected_threshold: int,
+        window: Window | None = None,
+        states: States | None = None,
+    ) -> None:
         self.window = window
         self.states = states
         self._parts: list[Part] = [part for part in (window, states) if part is not None]
         super().__init__(policy, protected_threshold)
+        if not self._parts:
+            return
         key = self._key
         # A node that was deleted for a part waits in the heap still, and has the time of those above it.
         self._key = lambda node: (key(node), node.created)
@@ -275,6 +283,9 @@ class HybridTree(RadixTree):
 
     def _split(self, node: TreeNode, pages: int) -> TreeNode:
         upper = super()._split(node, pages)
+        if not self._parts:
+            upper.created = node.created  # both are as old as the run was: this counts for `fifo` and `filo`
+            return upper
         upper.window, upper.state = NodePart(upper), NodePart(upper)
         if self.window is not None:
             self.window.split(upper, node)

@@ -210,7 +210,35 @@ class PageCache(RadixManager[RequestT, TreeT]):
         """Count the pages that a lookup of a request would find, without its last token. Changes nothing."""
         raise NotImplementedError
 
+    def pages_ahead(self, request: RequestT) -> int:
+        """Pages that a request lacks for what is committed and for the drafts of two steps."""
+        assert self.speculative is not None
+        ahead = self.pages_of(request.computed + self.speculative.ahead(self.block_size))
+        return max(ahead - request.allocated, 0)
+
+    def slots(self, request: RequestT) -> int:
+        """Tokens that a request has slots for: its own before its first step, and whole pages from then on."""
+        return request.allocated * self.block_size if request.steps else request.computed
+
+    def make_room(self, tokens: int) -> None:
+        """Evict until so many tokens are free, or no more may be evicted."""
+        raise NotImplementedError
+
     # ------------------------------------------------------------------------------------------------- inside
+
+    def _allocate(self, request: RequestT, upto: int) -> None:
+        """Give a request the pages of its first tokens, for which room was made."""
+        raise NotImplementedError
+
+    def _take_ahead(self, requests: Sequence[RequestT], lacking: Sequence[int]) -> None:
+        """Give each request the pages that it lacks before a step with drafts, and make room as the original does."""
+        size = self.block_size
+        # Asked for are tokens: of a request that has made no step, those behind its last one in its last page, too.
+        asked = sum(lacking) * size + sum(request.allocated * size - self.slots(request) for request in requests)
+        if asked:
+            self.make_room(asked + (len(requests) * size if size > 1 else 0))
+        for request, own in zip(requests, lacking, strict=True):
+            self._allocate(request, (request.allocated + own) * size)
 
     def pages_of(self, tokens: int) -> int:
         """Pages that hold so many tokens."""

@@ -9,9 +9,10 @@ from random import Random
 from typing import ClassVar
 
 from pytest_kvmock.cache.hashed import HashedTokens
+from pytest_kvmock.cache.sglang.hybrid_tree import HybridTree
 from pytest_kvmock.cache.sglang.page_cache import Namespace, PageCache, Pages
 from pytest_kvmock.cache.sglang.radix_request import RadixRequest
-from pytest_kvmock.cache.sglang.radix_tree import RadixTree, TreeNode
+from pytest_kvmock.cache.sglang.radix_tree import TreeNode
 from pytest_kvmock.tokens import Prompt, TokenIds
 
 # Theory of operation
@@ -20,11 +21,11 @@ from pytest_kvmock.tokens import Prompt, TokenIds
 # of the free ones; at a checkpoint they go into the tree, and those that somebody else has put there meanwhile are free
 # again. Sizes are in tokens in the public methods, as in SGLang; inside, all is pages.
 #
-# SGLang's servers build another class by now (UnifiedRadixCache, its core in Rust). In every recorded workload it
-# answered the same.
+# SGLang's servers build another class by now (UnifiedRadixCache, its core in Rust), and its tree is the one here,
+# without windows and states. In every recorded workload both answered the same.
 
 
-class RadixCacheManager(PageCache[RadixRequest, RadixTree]):
+class RadixCacheManager(PageCache[RadixRequest, HybridTree]):
     """Caches whole pages in a radix tree, evicts leaves by a policy, and publishes what changed.
 
     Its first event is a Cleared. Others are published when the call is over that made them, unless `hold_events`.
@@ -54,8 +55,8 @@ class RadixCacheManager(PageCache[RadixRequest, RadixTree]):
 
     takes: ClassVar[str] = "match_prefix, insert, inc_lock_ref, dec_lock_ref, evict, reset"
 
-    def _new_tree(self, policy: str, protected_threshold: int) -> RadixTree:
-        return RadixTree(policy, protected_threshold)
+    def _new_tree(self, policy: str, protected_threshold: int) -> HybridTree:
+        return HybridTree(policy, protected_threshold)
 
     # ------------------------------------------------------------------------------------ the cache, as SGLang's
 

@@ -103,6 +103,7 @@ class RadixRequest:
         allocated: pages that it has, with those in the tree.
         computed: tokens that it has pages for and that are computed.
         inserted: pages that it has inserted; they are hit only once.
+        steps: in which it has generated, where its cache counts them.
     """
 
     __slots__ = (
@@ -116,6 +117,7 @@ class RadixRequest:
         "node",
         "priority",
         "protected",
+        "steps",
         "tokens",
     )
 
@@ -137,7 +139,7 @@ class RadixRequest:
     def retract(self) -> None:
         """Forget its pages: it begins anew, with the tokens that it has (`reset_for_retract`)."""
         self.node: TreeNode | None = None
-        self.found = self.protected = self.allocated = self.computed = self.inserted = 0
+        self.found = self.protected = self.allocated = self.computed = self.inserted = self.steps = 0
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -8,6 +8,7 @@ from random import Random
 from typing import Any, Protocol
 
 from pytest_kvmock.cache.base import RequestLevel
+from pytest_kvmock.cache.trtllm.hashes import ReuseScope, salt_number
 from pytest_kvmock.cache.trtllm.iteration_events import Queued
 from pytest_kvmock.checks import check_integer
 from pytest_kvmock.events import BlockTokens, Cleared, EventData, Removed, StorageTier, Stored, Updated
@@ -77,6 +78,16 @@ class IterationManager(RequestLevel):
         """Have an engine that caches nothing from the start, before its first request."""
         self.enable_caching = False
 
+    def _scope(
+        self, keys: object, adapter: int | None, cache_salt: int | None, *, to_look: bool
+    ) -> tuple[int | None, int | None]:
+        """Numbers of the adapter and the salt of a request: those that are given, or those of its prompt's keys."""
+        of_prompt = ReuseScope.of_prompt(keys, self._lora_ids, to_look=to_look)
+        return (
+            of_prompt.adapter if adapter is None else adapter,
+            of_prompt.salt if cache_salt is None else salt_number(cache_salt),
+        )
+
     # ---------------------------------------------------------------------------------------------------- events
 
     def flush(self) -> None:
@@ -110,6 +121,7 @@ class IterationManager(RequestLevel):
         extra |= {
             "cache_levels": [block.level for block in event.blocks],
             "priorities": [block.priority for block in event.blocks],
+            "tokens_per_block": self.block_size,
         }
         if keys is not None:
             extra |= keys.carried(event.position, event.position + len(tokens), self.block_size, self._lora_ids)

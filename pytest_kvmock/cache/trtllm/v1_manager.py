@@ -5,13 +5,14 @@ One subject: a request in all windows at once, and an iteration's events in the 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from random import Random
 from typing import Any, ClassVar, Final
 from uuid import UUID
 
 from pytest_kvmock.cache.trtllm.cache_block import PRIMARY, CacheBlock
-from pytest_kvmock.cache.trtllm.hashes import BlockKey, V1Hasher, salt_number
+from pytest_kvmock.cache.trtllm.hashes import BlockKey, V1Hasher
 from pytest_kvmock.cache.trtllm.iteration_events import REMOVED_ORDERS, IterationEvents, Queued
 from pytest_kvmock.cache.trtllm.iteration_manager import IterationManager
 from pytest_kvmock.cache.trtllm.request_tokens import checked_prompt
@@ -138,11 +139,7 @@ class V1Manager(IterationManager):
         """
         prompt = checked_prompt(prompt)
         assert prompt.tokens is not None
-        of_prompt = V1Hasher.of_prompt(prompt.keys, self._lora_ids, to_look=to_look)
-        hasher = V1Hasher(
-            of_prompt.adapter if adapter is None else adapter,
-            of_prompt.salt if cache_salt is None else salt_number(cache_salt),
-        )
+        hasher = V1Hasher(*self._scope(prompt.keys, adapter, cache_salt, to_look=to_look))
         retention = Retention() if retention is None else retention
         return V1Request(
             [*prompt.tokens], self.block_size, hasher, prompt.keys, retention=retention, rng=rng or self._rng
@@ -176,6 +173,37 @@ class V1Manager(IterationManager):
     def num_free_blocks(self) -> int:
         """Blocks of level 0 that nobody uses; the fewest of a window."""
         return min(window.queues.free[PRIMARY] for window in self.windows)
+
+    def first_new_block(self, request: V1Request) -> BlockKey | None:
+        """The key of the first full block of a request that the tree lacks, without its parent; None: there is none.
+
+        Nor is there with several windows, or where nothing is reused.
+        """
+        if len(self.windows) > 1 or not self.enable_caching:
+            return None
+        node = self._longest.root
+        for key in request.block_keys(len(request.tokens), partial=False):
+            child = node.children.get(key)
+            if child is None:
+                return key
+            node = child
+        return None
+
+    def free_without(self, requests: Sequence[V1Request]) -> list[int]:
+        """Blocks of level 0 of each window that nobody uses, if these requests let theirs go."""
+        found = []
+        for window in self.windows:
+            used = Counter(block for each in requests for block in each.tables[window.window][each.left :])
+            freed = sum(block.refs == count for block, count in used.items())
+            found.append(window.queues.free[PRIMARY] + freed)
+        return found
+
+    def blocks_to_completion(self, request: V1Request, tokens: int) -> list[int]:
+        """Blocks of each window that a request lacks until it has so many tokens (`getRemainingBlocksToCompletion`)."""
+        return [
+            max(0, -(-min(tokens, each.window) // self.block_size) - len(request.tables.get(each.window, ())))
+            for each in self.windows
+        ]
 
     def add(self, request: V1Request) -> int:
         """Give a request blocks for all of its tokens, cached ones first, in all windows, the shortest first.

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Final, cast
 from uuid import UUID
 
 from pytest_kvmock.cache.trtllm.group_events import GroupEvents
-from pytest_kvmock.cache.trtllm.hashes import HASH_ALGOS, V1Hasher, V2Hasher, salt_number
+from pytest_kvmock.cache.trtllm.hashes import HASH_ALGOS, V1Hasher, V2Hasher
 from pytest_kvmock.cache.trtllm.iteration_events import Queued
 from pytest_kvmock.cache.trtllm.iteration_manager import IterationManager
 from pytest_kvmock.cache.trtllm.page_pools import PagePools
@@ -148,11 +148,7 @@ class V2Manager(IterationManager):
         """
         prompt = checked_prompt(prompt)
         assert prompt.tokens is not None
-        of_prompt = V1Hasher.of_prompt(prompt.keys, self._lora_ids, to_look=to_look)
-        hasher = self._hasher(
-            of_prompt.adapter if adapter is None else adapter,
-            of_prompt.salt if cache_salt is None else salt_number(cache_salt),
-        )
+        hasher = self._hasher(*self._scope(prompt.keys, adapter, cache_salt, to_look=to_look))
         return V2Request([*prompt.tokens], self.block_size, hasher, prompt.keys, rng=rng or self._rng)
 
     def probe(self, tokens: Sequence[int], hasher: V1Hasher | V2Hasher | None = None) -> int:
@@ -163,6 +159,17 @@ class V2Manager(IterationManager):
     def lookup(self, request: V2Request) -> int:
         """Count the tokens that a request would reuse now, at most all but its last one. Changes nothing."""
         return self.probe(request.tokens[:-1], request.hasher)
+
+    def first_new_block(self, request: V2Request) -> int | None:
+        """The name of the first full block of a request that the tree lacks; None: none, or nothing is reused."""
+        if len(self.groups) > 1 or not self.enable_caching:
+            return None
+        node, size = self.tree.roots.get(request.hasher), self.block_size
+        for place, name in enumerate(request.names):
+            node = None if node is None else node.children.get(tuple(request.tokens[place * size : (place + 1) * size]))
+            if node is None:
+                return name
+        return None
 
     def prepare_context(self, request: V2Request) -> tuple[int, bool]:
         """Have a request hold what it hits, and resume it.

@@ -305,6 +305,40 @@ class BlockPoolManager(VllmManager):
             self._publisher.surface()
         return taken
 
+    def reserve_slots(self, request: PoolRequest, num_tokens: int) -> bool:
+        """Get blocks for the first `num_tokens` of a request that has some, though it does not have so many tokens yet.
+
+        As Dynamo's mock of vLLM does for what a step with drafts may generate; vLLM does so as it allocates
+        (`num_lookahead_tokens`).
+
+        Returns:
+            Whether it has them; if not, nothing has changed.
+        """
+        held, refs, free = request.block_ids, self._refs, self._free
+        count = -(-num_tokens // self.block_size) - len(held)
+        if count > len(free):
+            return False
+        if count > 0:
+            taken = [free.popitem(last=False)[0] for _ in range(count)]
+            self._evict(taken)
+            for block_id in taken:
+                refs[block_id] = 1
+            held += taken
+            self._references += count
+            if self._publisher.failure is not None:
+                self._publisher.surface()
+        return True
+
+    def release_slots(self, request: PoolRequest) -> None:
+        """Free the blocks of a request behind those of its tokens, to where the queue takes blocks without a name."""
+        held, first = request.block_ids, -(-len(request) // self.block_size)
+        for block_id in reversed(held[first:]):
+            self._refs[block_id] = 0
+            self._references -= 1
+            self._free[block_id] = None
+            self._free.move_to_end(block_id, last=not self.version.prepends_unhashed)
+        del held[first:]
+
     def cache_blocks(self, request: PoolRequest) -> None:
         """Cache the full blocks of a request that were not cached when they were allocated."""
         start, end = request.num_cached_blocks, request.num_computed_tokens // self.block_size

@@ -313,6 +313,27 @@ class VllmHasher:
             out.append(before)
         return out
 
+    def digests_of_runs(self, ids: Sequence[int], times: int, blocks: int, block_size: int) -> list[bytes] | None:
+        """As `digests` from the root, of tokens that repeat, as a trace has them; None: they are to be made.
+
+        Args:
+            ids: the tokens.
+            times: how many blocks each fills.
+            blocks: how many blocks there are, at most all of them.
+            block_size: tokens a block.
+        """
+        if self._dump is not None or self.lookahead:
+            return None
+        out: list[bytes] = []
+        before, digest, begins = self.none_hash, self._digest, self._begins
+        head = _head(_ARRAY, block_size)
+        for token in ids[: -(-blocks // times)]:
+            own = head + _TOKENS[token] * block_size + _NULL
+            for _ in range(min(times, blocks - len(out))):
+                before = digest(begins + before + own)
+                out.append(before)
+        return out
+
     def _digests_ahead(
         self, tokens: Sequence[int], block_size: int, position: int, parent: bytes | None
     ) -> list[bytes]:

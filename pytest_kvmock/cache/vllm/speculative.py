@@ -59,7 +59,8 @@ class Speculative:
             `tokens` count as `tokens`.
         plain_hashes: blocks are named as without a draft model, and hits drop a block (`disable_lookahead_block_hashes`).
         no_drop: neither (`disable_eagle_block_drop`).
-        connector: there is a KV connector that is not mocked: as `plain_hashes`. A host (`tiers`) is one itself.
+        connector: there is a KV connector that is not mocked: as `plain_hashes`. A host (`tiers`) is one itself, and
+            so is what an engine has that hands prompts over, or is handed them.
         acceptance: what drafts are accepted: the rate of each, at most as many as `tokens`, those that are not given 0; or, as
             a list, how many of each step, used in turn.
 

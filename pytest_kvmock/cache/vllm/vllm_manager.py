@@ -82,6 +82,10 @@ class VllmManager(RequestLevel):
         """Put a host tier below it, before its first request; a driver brings what is stored there and loaded about."""
         offload.number_adapters(self._lora_ids)
         self.offload, self.copies = offload, copies
+        self.attach_connector()
+
+    def attach_connector(self) -> None:
+        """Have a KV connector (a host, or a handoff), before its first request. It matters to a draft model alone."""
 
     def publish_below(self) -> None:
         """Publish what has happened in the tier below since the last time."""

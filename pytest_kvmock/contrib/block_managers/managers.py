@@ -21,8 +21,8 @@ from pytest_kvmock.block_manager import (
     KvManagerRuntimeConfig,
     NixlOptions,
     PinnedAllocator,
+    check_not_cancelled,
 )
-from pytest_kvmock.block_manager.kv_block_manager import check_not_cancelled
 from pytest_kvmock.events import StorageTier
 
 if TYPE_CHECKING:

@@ -45,7 +45,7 @@ class PlainTree:
 
     def split(self, node, at):
         upper = PlainNode(node.parent, node.pages[:at], next(self.clock))
-        upper.locks, upper.hits, upper.priority = node.locks, node.hits, node.priority
+        upper.locks, upper.hits, upper.priority, upper.created = node.locks, node.hits, node.priority, node.created
         siblings = node.parent.children
         siblings[siblings.index(node)] = upper
         upper.children = [node]

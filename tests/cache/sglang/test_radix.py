@@ -283,3 +283,18 @@ def test_a_cache_is_not_reset_while_requests_have_pages():
     request.finish()
     worker.manager.reset()
     assert [] == list(worker.manager.resident())
+
+
+@pytest.mark.parametrize(("policy", "left"), [("fifo", [3, 3]), ("filo", [1, 1])])
+def test_what_a_split_leaves_above_is_as_old_as_the_run_was(policy, left):
+    """By the unified tree; in `RadixCache` the upper part is made by the split, and so the newest."""
+    manager = new(policy=policy)
+    manager.insert([1, 1, 2, 2])
+    manager.insert([3, 3])
+    assert (2, 2) == tuple(manager.match_prefix(tokens).tokens for tokens in ([1, 1], [3, 3]))
+    other = manager.match_prefix([3, 3]).node
+    manager.inc_lock_ref(other)
+    assert [2] == manager.evict(2)  # the lower part
+    manager.dec_lock_ref(other)
+    assert [2] == manager.evict(2)
+    assert [left] == [tokens for tokens in ([1, 1], [3, 3]) if manager.match_prefix(tokens).tokens]

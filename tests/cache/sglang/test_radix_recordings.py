@@ -82,6 +82,10 @@ class Player:
         return {}
 
 
+OTHERWISE = {"evict_bulk_fifo": 12}
+"""Programs that the unified tree answers otherwise, and the first step: a split copies the time of creation to its upper part."""
+
+
 def test_scenarios_give_the_recorded_answers_events_sizes_and_trees(recording):
     played = 0
     for program in recording("sglang_0.5.23_scenarios.json.gz"):
@@ -98,7 +102,10 @@ def test_scenarios_give_the_recorded_answers_events_sizes_and_trees(recording):
             got = player.play(step["op"]) | player.sizes() | {"tree": shape(player.manager._tree.root, player.size)}
             if "events" in step:
                 got["events"] = player.events()
-            assert step == {"op": step["op"], **got}, (program["name"], number)
+            is_equal = step == {"op": step["op"], **got}
+            assert is_equal != (OTHERWISE.get(program["name"]) == number), (program["name"], number)
+            if not is_equal:
+                break
             played += 1
     assert 270 < played
 

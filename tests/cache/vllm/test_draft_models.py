@@ -9,11 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from players import player
 
-from pytest_kvmock.backends import create_manager
+from pytest_kvmock import EngineProfile, RouterHarness
+from pytest_kvmock.backends import BACKENDS, create_manager
 from pytest_kvmock.cache.vllm.groups import CacheGroup
 from pytest_kvmock.cache.vllm.hybrid import VllmHybridManager
 from pytest_kvmock.cache.vllm.speculative import Speculative
+from pytest_kvmock.clock import MockEngine, replay
+from pytest_kvmock.schedulers.args import MockEngineArgs
 from pytest_kvmock.tokens import Prompt, block_hashes
+from pytest_kvmock.traces import TraceRequest
 
 PLAYER = player("cache/play_speculative.py")
 
@@ -230,11 +234,81 @@ def test_a_prompt_of_hashes_is_refused_where_names_look_ahead():
     assert 32 == len(dropping.new_request(Prompt(hashes=[1, 2])))
 
 
-def test_a_host_is_a_connector_so_that_hits_drop_a_block():
-    manager = create_manager("vllm", num_blocks=4, speculative=Speculative(), tiers={"host": 4})
+@pytest.mark.parametrize("given", [{}, {"no_drop": True}, {"plain_hashes": True}, {"modules": 2}], ids=str)
+@pytest.mark.parametrize("backend", ["vllm", "vllm_gpt_oss"])
+def test_a_host_is_a_connector_so_that_hits_drop_a_block(backend, given):
+    manager = create_manager(backend, num_blocks=4, speculative=Speculative(**given), tiers={"host": 4})
     assert (0, True) == (manager.geometry.lookahead, manager.geometry.drop)
+    assert 0 == manager.hasher.lookahead
+    reading = create_manager(
+        backend, num_blocks=4, speculative=Speculative("ngram", **given | {"modules": 1}), tiers={"host": 4}
+    )
+    assert (0, False) == (reading.geometry.lookahead, reading.geometry.drop)
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+def test_an_engine_that_hands_over_has_a_connector_so_that_hits_drop_a_block(kind):
+    args = MockEngineArgs(num_gpu_blocks=64, block_size=16, worker_type=kind, semantics="1.2.1")
+    no_drop = BACKENDS["vllm_gpt_oss"].variant("no_drop", speculative=Speculative(no_drop=True))
+    for backend in ("vllm_mtp", no_drop):
+        worker = MockEngine(args, backend=backend).worker
+        assert (0, True) == (worker.traits.looks_ahead, worker.traits.drops_last)
+        worker.restart()
+        assert (0, True) == (worker.traits.looks_ahead, worker.traits.drops_last)
+    alone = MockEngine(MockEngineArgs(num_gpu_blocks=64, block_size=16), backend="vllm_mtp").worker
+    assert (1, False) == (alone.traits.looks_ahead, alone.traits.drops_last)
+
+
+def test_a_prompt_that_is_handed_over_again_is_found_but_for_its_last_block():
+    def engine(kind, blocks=64):
+        return MockEngine(
+            MockEngineArgs(num_gpu_blocks=blocks, block_size=16, worker_type=kind, semantics="1.2.1"),
+            backend="vllm_mtp",
+        )
+
+    prompts = [TraceRequest(0, 64, 2, (1, 2, 3, 4)), TraceRequest(60_000, 64, 2, (1, 2, 3, 4))]
+    report = replay(prompts, [engine("decode")], [engine("prefill")], trace_block_size=16)
+    assert [0, 32] == sorted(row["reused_input_tokens"] for row in report.per_request())
+
+
+def test_a_worker_that_was_made_without_a_connector_is_no_half_of_a_handoff():
+    with RouterHarness(EngineProfile(block_size=16, num_blocks=64), "vllm_mtp") as kv:
+        refused = r"worker_type='prefill' hands prompts over, .*<KvWorker 0 rank 0 vllm_mtp> was made without one: .*connector=True"
+        with pytest.raises(ValueError, match=refused):
+            kv.engine(0, worker_type="prefill")
+        assert 0 == len(kv.worker(0).requests)
+    behind = BACKENDS["vllm_mtp"].variant("behind", speculative=Speculative(connector=True))
+    with RouterHarness(EngineProfile(block_size=16, num_blocks=64), behind) as kv:
+        assert kv.engine(0, worker_type="prefill").worker.traits.drops_last
+
+
+def test_steps_of_drafts_over_a_host_are_refused_as_none_were_recorded():
+    drafts = BACKENDS["vllm"].variant("drafts", speculative=Speculative())
+    with RouterHarness(EngineProfile(block_size=16, num_blocks=64, tiers={"host": 64}), drafts) as kv:
+        request = kv.worker(0).prefill(range(50))
+        with pytest.raises(ValueError, match="has one over a host, with which no drafts in flight were recorded"):
+            request.decode(3, accepted=(2,))
+        request.decode(3)
+        request.finish()
+        assert ({0: 3}, {0: 32}) == (kv.overlap(range(50)), kv.reusable(range(50)))
 
 
 def test_the_steps_of_an_engine_with_one_group_of_full_attention_are_as_given():
     manager = create_manager("vllm", num_blocks=9, groups=[FULL], max_model_len=20, max_num_batched_tokens=8)
     assert (8, 20) == (manager.max_num_batched_tokens, manager._most_tokens)
+
+
+def test_a_group_drops_a_block_again_once_another_group_has_shortened_the_hit():
+    groups = [
+        CacheGroup("sliding_window_mla", 2, window=20, eagle=True),
+        CacheGroup("full_attention", 4, eagle=True),
+        CacheGroup("sliding_window", 4, window=9),
+    ]
+    draft = Speculative("eagle", tokens=1, plain_hashes=True)
+    manager = VllmHybridManager(groups=groups, num_blocks=60, retention=16, speculative=draft)
+    first = manager.new_request(range(46))
+    while (tokens := manager.chunk_tokens(first, 46 - first.num_computed_tokens)) > 0:
+        assert manager.allocate_slots(first, tokens) is not None
+    manager.free(first)
+    # At 16, where the plain window resumes, the first one lacks the block that it would drop.
+    assert 0 == manager.get_computed_blocks(manager.new_request([*range(30), 99])).num_tokens

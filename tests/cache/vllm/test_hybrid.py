@@ -314,3 +314,34 @@ def test_names_of_salted_blocks_of_several_units_cannot_be_judged():
     assert hash_chain(manager).expected(event.data, token_ids, 8, extra) is None
     sparse = next(each for each in sink if type(each[0].data) is SparseStored)
     assert "extra_keys" not in sparse[3] or len(sparse[3]["extra_keys"]) == len(sparse[0].data.block_hashes)
+
+
+WINDOW_AND_FULL = (CacheGroup("sliding_window", 4, window=8), CacheGroup("full_attention", 4))
+
+
+def test_of_tokens_from_elsewhere_a_window_needs_blocks_for_those_that_are_attended_to():
+    """40 tokens come, and 4 are computed: 11 blocks of full attention, and 3 of the window."""
+
+    def allocated(num_blocks):
+        manager = VllmHybridManager(groups=WINDOW_AND_FULL, num_blocks=num_blocks)
+        request = manager.new_request(range(44))
+        return manager.allocate_slots(request, 4, num_external_tokens=40, delay_cache_blocks=True), manager
+
+    assert (None, 13) == (allocated(13)[0], allocated(13)[1].num_free_blocks)
+    (window, full), manager = allocated(14)
+    assert (8 * [0], 3, 11, 0) == (
+        window[:8],
+        len([each for each in window if each]),
+        len(full),
+        manager.num_free_blocks,
+    )
+
+
+def test_a_step_is_not_quiet_while_a_block_behind_the_window_is_to_be_freed():
+    manager = VllmHybridManager(groups=WINDOW_AND_FULL, num_blocks=40)
+    request = manager.new_request(range(21))
+    manager.allocate_slots(request, 21)
+    assert 0 == manager.quiet_tokens(request)
+    request.tokens.append(1)
+    manager.allocate_slots(request, 1)
+    assert 1 == manager.quiet_tokens(request)

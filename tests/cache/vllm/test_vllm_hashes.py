@@ -136,6 +136,26 @@ def test_a_request_that_is_over_answers_as_before(hasher, output):
         assert before == facts(over) == facts(still)
 
 
+@pytest.mark.parametrize("seed", seeds(100))
+@pytest.mark.parametrize("made_by", [*ALGORITHMS, "signed", "sglang"])
+def test_a_prompt_of_a_trace_has_the_names_of_its_tokens(made_by, seed):
+    """Also where blocks do not end with the ids of the trace, and of ids in all forms that CBOR has."""
+    others = {"signed": VllmHasher("0.9.2"), "sglang": SglangHasher()}
+    hasher = others.get(made_by) or VllmHasher("0.33.0", made_by)
+    draw = Random(seed)
+    ids = [draw.choice([7, 200, 2**15, 2**18 + 1, 2**31, 2**32 + 7]) for _ in range(draw.randint(1, 5))]
+    times = draw.randint(1, 12)
+    length = draw.randint(1, times * len(ids))
+    runs = TokenRuns(ids, times, length)
+    for size in range(1, 7):
+        made, plain = (HashedTokens(prompt, size, hasher, None) for prompt in (Prompt(runs), Prompt(runs.tokens())))
+        for each in (made, plain):
+            each.extend(range(2 * size))
+        assert plain.names == made.names
+        assert plain.stored(0, len(plain.names)) == made.stored(0, len(made.names))
+        assert plain.rows(0, 1, size) == made.rows(0, 1, size)
+
+
 def test_a_request_of_hashes_that_is_over_keeps_what_it_drew():
     tokens = HashedTokens(Prompt(hashes=[1, 2]), 4, VllmHasher(), Random(1))
     tokens.extend(range(8))

@@ -214,7 +214,9 @@ def test_a_preempted_request_waits_in_front_and_keeps_its_tokens():
     assert 0 < first.generated_tokens
     report = engine.run()
     assert 3 == len(report.completed)
-    assert report.preemptions == engine.metrics.preemptions == sum(r.preemptions for r in (first, second, third))
+    assert (
+        report.figure("preemptions") == engine.metrics.preemptions == sum(r.preemptions for r in (first, second, third))
+    )
 
 
 def test_eight_identical_requests_on_six_blocks_end():

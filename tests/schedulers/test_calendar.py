@@ -1,4 +1,4 @@
-"""Passes that only decode, run in one go by an engine that nobody hears, beside the same engine pass by pass."""
+"""Requests that sleep through passes that only decode, and when such passes end."""
 
 from itertools import accumulate, pairwise
 from random import Random
@@ -8,7 +8,7 @@ from depth import seeds
 
 from pytest_kvmock import MockEngine
 from pytest_kvmock.schedulers.args import MockEngineArgs
-from pytest_kvmock.schedulers.decode_ahead import DecodeTimes
+from pytest_kvmock.schedulers.calendar import DecodeTimes
 from pytest_kvmock.schedulers.performance import PolynomialModel, rounded_ms
 
 

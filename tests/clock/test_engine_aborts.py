@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_kvmock import Fleet, MockEngine
-from pytest_kvmock.clock import FleetRequest
 from pytest_kvmock.clock.replay import replay
 from pytest_kvmock.engine.worker import RequestError
+from pytest_kvmock.fleet import FleetRequest
 from pytest_kvmock.router import RoundRobin
 from pytest_kvmock.schedulers.args import MockEngineArgs
 from pytest_kvmock.sinks import CapturingSink

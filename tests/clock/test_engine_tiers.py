@@ -169,8 +169,12 @@ def test_a_report_says_what_came_back_from_the_host():
     request = engine.submit(prompt, 1)
     report = engine.run()
 
-    assert request.onboarded_tokens == report.onboarded_tokens == report.to_json()["onboarded_input_tokens"]
-    assert report.onboarded_tokens / 72 == report.onboarded_ratio > 0
+    assert (
+        request.onboarded_tokens
+        == report.figure("onboarded_input_tokens")
+        == report.to_json()["onboarded_input_tokens"]
+    )
+    assert report.figure("onboarded_input_tokens") > 0
     assert [0, 0, request.onboarded_tokens] == [row["onboarded_input_tokens"] for row in report.per_request()]
 
 

@@ -62,7 +62,7 @@ def test_the_worked_example_of_a_session():
         [engine()],
         trace_block_size=4,
     )
-    assert 104.669246 == pytest.approx(report.duration_ms, abs=1e-6)
+    assert 104.669246 == pytest.approx(report.figure("duration_ms"), abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_a_prompt_larger_than_all_blocks_is_rejected_by_1_6_1():
     requests = [request(0.0, range(25), 3), request(0.0, [90, 91], 2)]
     report = replay(requests, [engine(num_gpu_blocks=10, semantics="1.6.1")], concurrency=1)
     assert ["rejected", "finished"] == [each.status for each in report.requests]
-    assert [report.requests[0]] == report.rejected
+    assert "rejected" == report.requests[0].status
     assert (2, 1) == (report.to_json()["num_requests"], report.to_json()["completed_requests"])
     assert report.per_request()[0]["first_token_ms"] is None
 
@@ -161,14 +161,14 @@ def test_the_report_counts_what_completed():
         "prefix_cache_reused_ratio": 0.5,
         "first_admission_prefix_cache_reused_ratio": 0.5,
     }.items() <= figures.items()
-    assert figures["duration_ms"] == report.duration_ms == report.requests[0].token_ms[-1]
-    assert 1000 * 4 / report.duration_ms == pytest.approx(figures["output_throughput_tok_s"])
+    assert figures["duration_ms"] == report.figure("duration_ms") == report.requests[0].token_ms[-1]
+    assert 1000 * 4 / report.figure("duration_ms") == pytest.approx(figures["output_throughput_tok_s"])
 
 
 def test_engines_may_replay_again_and_keep_what_is_cached():
     engines = [engine()]
     reports = [replay([request(7.0, [1, 2], 2)], engines) for _ in range(2)]
-    assert [0.0, 1.0] == [report.reused_ratio for report in reports]
+    assert [0.0, 1.0] == [report.figure("prefix_cache_reused_ratio") for report in reports]
     assert [2, 2] == [report.passes for report in reports]
     first, second = (report.requests[0] for report in reports)
     assert (0.0, first.token_ms[-1]) == (first.arrival_ms, second.arrival_ms)
@@ -184,7 +184,7 @@ def test_the_clock_starts_at_the_time_of_the_engine_that_is_furthest(concurrency
     assert [1000.0 + each.arrival_ms for each in first.requests] == pytest.approx(
         [each.arrival_ms for each in later.requests]
     )
-    assert first.duration_ms == pytest.approx(later.duration_ms)
+    assert first.figure("duration_ms") == pytest.approx(later.figure("duration_ms"))
     assert new.now_ms > 1000.0
 
 

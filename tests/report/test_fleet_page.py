@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pytest_kvmock import EngineProfile, Fleet, MockEngine, MockEngineArgs, Removed, RouterHarness, replay
-from pytest_kvmock.clock import FleetRequest
+from pytest_kvmock.fleet import FleetRequest
 from pytest_kvmock.report import Objectives, page_data
 from pytest_kvmock.report.routing_figures import got_nothing
 from pytest_kvmock.router import DynamoRouter, MostCached, RadixIndex, RoundRobin
@@ -239,10 +239,10 @@ def test_one_that_was_preempted_says_when():
         args=MockEngineArgs(block_size=16, num_gpu_blocks=14),
         trace=[FleetRequest([*range(at * 100, at * 100 + 48)], 60, timestamp=0.0) for at in range(8)],
     )
-    assert found.preemptions
+    assert found.figure("preemptions")
     requests = found.page_data()["requests"]
     stops = [each for each in requests["preempted"] if each]
-    assert found.preemptions == sum(map(len, stops))
+    assert found.figure("preemptions") == sum(map(len, stops))
     assert all(start >= 0 and took >= 0 for each in stops for start, took in each)
 
 

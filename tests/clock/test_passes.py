@@ -25,6 +25,12 @@ class Decoding(EngineRun):
 
     next_ms = property(lambda self: self.passes.next_ms)
 
+    @property
+    def token_ms(self):
+        """When tokens came out of its request, which is looked at."""
+        self.engine.catch_up()
+        return self.request.token_ms
+
     def plans_until(self, seat):
         return math.inf
 
@@ -55,7 +61,7 @@ def test_passes_that_only_decode_are_one_plan():
     run = Decoding()
     assert run.next_ms == 130.0
     run.end(130.0)
-    assert run.request.token_ms == [10.0 * step for step in range(1, 14)]
+    assert run.token_ms == [10.0 * step for step in range(1, 14)]
     assert (run.noted, run.recorded) == ([(10.0, False), (130.0, True)], 13)
 
 
@@ -67,7 +73,7 @@ def test_a_request_cuts_a_plan_behind_the_pass_under_way(now_ms, end_ms):
     other = run.give()
     assert run.next_ms == end_ms
     run.end(end_ms)
-    assert (run.request.token_ms[-1], run.recorded) == (end_ms, 6)
+    assert (run.token_ms[-1], run.recorded) == (end_ms, 6)
     run.do(run.passes.start)
     assert other.token_ms == [end_ms + 20.0]  # prefill, and decode of the first
 
@@ -76,7 +82,7 @@ def test_of_an_engine_that_is_lost_came_out_what_had_ended():
     run = Decoding()
     run.now_ms = 55.0
     run.passes.lose(run.engine, run.now_ms)
-    assert run.request.token_ms == [10.0, 20.0, 30.0, 40.0, 50.0]
+    assert run.token_ms == [10.0, 20.0, 30.0, 40.0, 50.0]
     assert (run.next_ms, run.recorded) == (math.inf, 5)
 
 
@@ -84,7 +90,7 @@ def test_an_engine_is_free_between_two_passes_of_its_plan():
     run = Decoding()
     run.now_ms = 50.0
     assert not run.passes.is_busy(run.engine, run.now_ms)
-    assert run.request.token_ms[-1] == 50.0
+    assert run.token_ms[-1] == 50.0
     run.do(run.passes.start)
     assert run.passes.is_busy(run.engine, run.now_ms)
     assert run.next_ms == 60.0

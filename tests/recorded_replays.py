@@ -12,7 +12,7 @@ from pytest_kvmock.engine.worker import OutOfBlocks
 from pytest_kvmock.schedulers.args import MockEngineArgs
 from pytest_kvmock.traces import TraceRequest
 
-DATA = Path(__file__).parents[1] / "data"
+DATA = Path(__file__).parent / "data"
 
 COLUMNS = (
     "arrival_time_ms",

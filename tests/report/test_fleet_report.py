@@ -9,14 +9,15 @@ import pytest
 from depth import few, seeds
 
 from pytest_kvmock import EngineProfile, Fleet, MockEngine, MockEngineArgs, Prompt, RouterHarness, replay
-from pytest_kvmock.clock import FleetRequest
+from pytest_kvmock.fleet import FleetRequest
 from pytest_kvmock.report import Objectives, Report
-from pytest_kvmock.report.figures import FIGURES, MOST_WIDE, PRINTED, folded, names_of
+from pytest_kvmock.report.figures import FIGURES, MOST_WIDE, PRINTED, folded, leading_blocks, names_of
 from pytest_kvmock.report.routing_figures import Choice, assert_balanced, jain, max_to_mean, of_best
-from pytest_kvmock.report.statistics import sketched_statistics, statistics
+from pytest_kvmock.report.statistics import Sketch, statistics
 from pytest_kvmock.router import DynamoRouter, LeastLoaded, MostCached, RoundRobin
 from pytest_kvmock.schedulers.nested_args import SglangArgs
 from pytest_kvmock.testing import RightRouter
+from pytest_kvmock.tokens import TokenRuns
 from pytest_kvmock.traces import TraceRequest, synthetic_trace
 
 ARGS = MockEngineArgs(num_gpu_blocks=96, block_size=4, max_num_batched_tokens=32)
@@ -139,7 +140,7 @@ def test_figures_by_hand():
     """Three requests with one prefix of two blocks: the second goes elsewhere, the third back to what the first left."""
     rows = [request(0, [1, 2, 3]), request(500, [1, 2, 4]), request(1000, [1, 2, 5])]
     report = fleet(Fixed(0, 1, 0)).run(rows)
-    whole, first, second = report.row(), report.row(0), report.row(1)
+    whole, first, second = report.rows()[None], report.rows()[0], report.rows()[1]
     assert (3, 2, 1) == (whole["requests"], first["requests"], second["requests"])
     assert (2 / 9, 2 / 6, 0.0) == (whole["hit_ratio"], first["hit_ratio"], second["hit_ratio"])
     assert (4 / 9, 0.5) == (whole["ideal_hit_ratio"], whole["of_ideal"])
@@ -271,7 +272,7 @@ def test_an_engine_by_itself_has_the_percentiles_of_its_release():
 
 def test_every_figure_has_a_value_by_its_name():
     report = fleet(slo=Objectives(ttft_ms=100)).run(trace())
-    row = report.row()
+    row = report.rows()[None]
     assert set(names_of("all", "worker", "latency")) == set(row)
     assert row == {name: report.figure(name) for name in row}
     assert {each.name for each in FIGURES.values() if each.shown == "asked"}.isdisjoint(row)
@@ -303,9 +304,65 @@ def test_a_table_that_just_fits_is_not_folded():
 
 def test_a_sketch_tells_the_first_value_above_zero_from_the_last_zero():
     """Of ten values the median is the sixth."""
-    assert [0.0, 1.0] == [
-        round(sketched_statistics([0.0] * zeros + [1.0] * (10 - zeros))["median"], 2) for zeros in (6, 5)
-    ]
+    assert [0.0, 1.0] == [round(Sketch([0.0, 1.0], [zeros, 10 - zeros]).percentiles()["median"], 2) for zeros in (6, 5)]
+
+
+@pytest.mark.parametrize("seed", seeds(50))
+def test_the_sketch_of_all_is_that_of_the_values_of_its_parts(seed):
+    draw = Random(seed)
+    values = [draw.choice([0.0, 1e-301, draw.random(), draw.uniform(1, 1e6)]) for _ in range(draw.randrange(40))]
+    cut = sorted(draw.randrange(len(values) + 1) for _ in range(3))
+    parts = [values[start:end] for start, end in pairwise([0, *cut, len(values)])]
+    sketches = [Sketch(part, [1] * len(part)) for part in parts]
+    assert Sketch(values, [1] * len(values)).percentiles() == Sketch.of_all(sketches).percentiles()
+
+
+@pytest.mark.parametrize("seed", seeds(100))
+def test_blocks_that_were_there_before_are_the_same_by_ids_and_by_hashes(seed):
+    """Ids that have the low 32 bits in common have the same tokens; the last block of ids may be one of several."""
+    draw, times, size = Random(seed), 12, 4
+    rows = [draw.choices([1, 2, 2**32 + 1], k=draw.randint(1, 4)) for _ in range(30)]
+    runs = [TokenRuns(ids, times, draw.randint(1, times * len(ids))) for ids in rows]
+    by_tokens = [Prompt(run.tokens()) for run in runs]
+    expected = list(leading_blocks(by_tokens, size))
+    assert sum(expected)
+    assert expected == list(leading_blocks([Prompt(run) for run in runs], size))
+    assert expected == list(leading_blocks([*map(Prompt, runs[:15]), *by_tokens[15:]], size))  # of both kinds
+    assert [*leading_blocks(by_tokens, 5)] == list(leading_blocks([Prompt(run) for run in runs], 5))
+
+
+@pytest.mark.parametrize("semantics", ["1.2.1", "1.6.1"])
+def test_figures_do_not_depend_on_what_was_asked_before(semantics):
+    """JSON, text and single figures, in any order: each is what a report says that was asked for nothing else."""
+
+    def report():
+        args = MockEngineArgs(num_gpu_blocks=96, block_size=4, max_num_batched_tokens=32, semantics=semantics)
+        return fleet(DynamoRouter(semantics), 3, args, slo=Objectives(ttft_ms=20)).run(trace(60), name="small")
+
+    def asked_of(each):
+        return {
+            "json": each.to_json,
+            "text": lambda: str(each),
+            "rows": each.rows,
+            "figure": lambda: {
+                (name, worker): each.figure(name, worker) for name in FIGURES for worker in (None, 0, 2)
+            },
+        }
+
+    fresh = {name: asked_of(report())[name]() for name in asked_of(report())}
+    for first in fresh:
+        once = asked_of(report())
+        once[first]()
+        assert fresh == {name: ask() for name, ask in once.items()}, first
+
+
+def test_a_report_of_an_engine_that_goes_on_follows_it():
+    engine = MockEngine(ARGS)
+    engine.submit(Prompt(hashes=[1, 2]), 4, 0.0)
+    report = engine.report
+    assert 0 == report.figure("completed")
+    engine.run()
+    assert 1 == report.figure("completed")
 
 
 def test_a_printed_table_is_no_wider_than_a_terminal():
@@ -468,7 +525,7 @@ def test_overlaps_of_one_that_waited_are_those_of_its_arrival_as_1_6_1_reports_t
         )
     # What was given away, and what was promised, is by what was held when it was picked for.
     assert (2, 2) == (row["promised_blocks"], row["found_blocks"])
-    whole = report.row()
+    whole = report.rows()[None]
     assert (2, 4, 0.5) == (whole["overlap_selected"], whole["overlap_best"], whole["of_best"])
     assert 2 / 3 == whole["overlap_regret"]
     assert (0, 0) == (whole["promised_not_found"], whole["found_not_promised"])
@@ -564,11 +621,11 @@ def test_two_runs_of_a_router_that_draws_are_noted():
 def test_caches_that_an_earlier_run_filled_are_noted():
     served = fleet(RoundRobin())
     first, second = served.run(trace()), served.run(trace())
-    assert 0 == first.held_before < second.held_before
-    note = f"RoundRobin began with 0 blocks in its engines, RoundRobin with {second.held_before}"
+    assert 0 == first.facts.held_before < second.facts.held_before
+    note = f"RoundRobin began with 0 blocks in its engines, RoundRobin with {second.facts.held_before}"
     assert note in str(first.compare(second))
     assert note in str(first.compare(json.loads(json.dumps(second.to_json()))))
-    assert f"the engines held {second.held_before} blocks before this run" in str(second)
+    assert f"the engines held {second.facts.held_before} blocks before this run" in str(second)
     assert "before this run" not in str(first)
     for require in (
         lambda: first.assert_hit_ratio(times=(1.0, second)),
@@ -804,7 +861,7 @@ def test_nor_in_a_harness():
         (lambda r: r.figure("hits"), r"unknown figure 'hits'"),
         (lambda r: r.figure(["hit_ratio"]), r"unknown figure \['hit_ratio'\]"),
         (lambda r: r.assert_regret(DynamoRouter()), r"regret needs the candidates of each pick: .* record=True"),
-        (lambda r: r.row(7), r"there is no worker 7; there are 0, 1"),
+        (lambda r: r.figure("hit_ratio", 7), r"there is no worker 7; there are 0, 1"),
         (
             lambda r: r.counts("request"),
             r"unknown count 'request'; did you mean 'requests' .*known: requests, prompt_tokens",

@@ -28,7 +28,7 @@ def test_the_passes_of_a_lone_request_follow_from_the_seed(recording):
     assert 480 == checked
 
 
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", range(8))
 def test_replays_have_the_recorded_rows(recording, number):
     run = recording(FILE)["replays"][number]
     args = MockEngineArgs.from_json({"engine": run["engine"]})
