@@ -561,9 +561,8 @@ class ProcessContract(ProcessJudge):
             other = 1 - worker
             world.server.stop(other)
             ended = 0
-            for number in range(
-                2 * _ENDED
-            ):  # some may be refused, where it has yet to notice that the other one is gone
+            # Some may be refused, where it has yet to notice that the other one is gone.
+            for number in range(2 * _ENDED):
                 _, asked = world.send(prompt, stream=number % 2 == 0, max_tokens=2)
                 ended += bool(asked) and asked[-1].status == 200
                 if ended == _ENDED:

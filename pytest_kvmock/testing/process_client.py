@@ -128,18 +128,14 @@ class PendingReply:
             return False
         try:
             data = answer.read1(2**16)
-        except http.client.IncompleteRead as error:
-            self._ended(error)
-            return False
         except (OSError, http.client.HTTPException, ValueError) as error:
             self._ended(error)
             return False
         self.reply.body += data
         if data:
             return True
-        self.reply.is_whole = (
-            not answer.length
-        )  # of what has a length, all came; what has none ends with its connection
+        # Of what has a length, all came; what has none ends with its connection.
+        self.reply.is_whole = not answer.length
         if not self.reply.is_whole:
             self.reply.error = f"the connection was closed, and {answer.length} bytes were missing"
         return False

@@ -84,7 +84,7 @@ def traffic(
     for name, flag in (("tiers", tiers), ("near_hashes", near_hashes)):
         if not isinstance(flag, bool):
             raise ValueError(f"traffic: {name} must be True or False, got {flag!r:.80}")  # noqa: TRY004 - one error
-    if isinstance(keys, str) or any(key not in _KEYS for key in keys):
+    if not isinstance(keys, tuple | list) or not all(isinstance(key, str) and key in _KEYS for key in keys):
         raise ValueError(f"traffic: keys must be a tuple or list of {', '.join(map(repr, _KEYS))}, got {keys!r:.80}")
     # At most five choices a step, that of going on counted: Hypothesis deletes runs of up to five when it shrinks.
     number, which = st.integers(0, numbers - 1), st.integers(0, 7)

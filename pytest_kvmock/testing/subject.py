@@ -75,9 +75,8 @@ def room_for(blocks: int, traits: Traits, block_size: int) -> int:
     if not traits.publishes_groups:
         return blocks
     sizes = [None if group.kind == STATE else group.block_size for group in traits.groups]
-    return sum(
-        2 if size is None else blocks * block_size // size for size in sizes
-    )  # a state is held with that before it
+    # A state is held with that before it.
+    return sum(2 if size is None else blocks * block_size // size for size in sizes)
 
 
 def check_offers(contract: object, subject: object, protocol: type, made_by: str) -> None:

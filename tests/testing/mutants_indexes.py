@@ -1348,6 +1348,30 @@ class TakesTheNumberOfOneWorkerForAll(IndexContract):
         return OneNumberForAll()
 
 
+class OneKindOfANumber(HashIndex):
+    """Remembers of a number of which kind its group is, for all workers: a Removed has the number alone."""
+
+    def __init__(self):
+        super().__init__(size=4)
+        self.attention = {}
+
+    def apply(self, event):
+        data, number = event.event.data, (event.extra or {}).get("group_idx", 0)
+        is_attention = self.group.has(event)
+        if not isinstance(data, Removed):
+            self.attention[number] = is_attention
+        self.group.numbers[event.worker_id, event.event.dp_rank] = number if self.attention.get(number) else None
+        super().apply(event)
+
+
+@INDEXES.breaks("test_workers_number_their_groups_each_in_its_own_way")
+class SharesTheKindsOfNumbers(IndexContract):
+    reads_groups = True
+
+    def make_index(self):
+        return OneKindOfANumber()
+
+
 class TakesKindsForAttention(HashIndex):
     """Leaves out windows alone."""
 

@@ -431,7 +431,7 @@ def test_traffic_with_keys_finds_who_ignores_one(ignored, keys):
         play_keyed(ignored, keys or (ignored,))
 
 
-@pytest.mark.parametrize("keys", ["lora_name", ("lora",)])
+@pytest.mark.parametrize("keys", ["lora_name", ("lora",), None, [["lora_name"]]])
 def test_traffic_has_no_other_keys(keys):
     with pytest.raises(
         ValueError, match=r"^traffic: keys must be a tuple or list of 'lora_name', 'cache_salt', 'multimodal', got"
