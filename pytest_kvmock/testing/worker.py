@@ -46,7 +46,7 @@ class WorkerContract(OverBackend):
         world.expect_idle(resident=0)
         assert [] == world.worker.requests, f"a new worker has the requests {world.worker.requests}"
         traits = world.worker.traits
-        expected = [Cleared] * traits.cleared_first * max(1, len(traits.groups))
+        expected = [Cleared] * traits.cleared_first * max(1, len(traits.groups) * traits.publishes_groups)
         assert expected == world.kinds(), (
             f"a new worker has published {list(world.harness.events)}; "
             f"its traits.cleared_first is {world.worker.traits.cleared_first}"

@@ -296,8 +296,8 @@ class Dialect:
 
     @property
     def clears(self) -> bool:
-        """Whether it has an event that says that all is gone; TensorRT-LLM has none."""
-        return self.form != "trtllm_json"
+        """Whether it has an event that says that all is gone; TensorRT-LLM has none, or defines one and never sends it."""
+        return self.form != "trtllm_json" and not self.whole_blocks
 
     @property
     def is_msgpack(self) -> bool:

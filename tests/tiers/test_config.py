@@ -42,7 +42,9 @@ def test_tiers_are_read(given, tiers):
             {"hots": 1},
             (
                 "unknown key of tiers 'hots'; did you mean 'host'? known: host, g2, gbps, bytes_per_token, batch, chunk, policy, "
-                "self_describing, prompt_only, store_threshold, max_load_tokens, max_offload_tokens, async_scheduling, write_policy, storage, prefetch_threshold"
+                "self_describing, prompt_only, store_threshold, max_load_tokens, max_offload_tokens, async_scheduling, write_policy, storage, "
+                "prefetch_policy, prefetch_threshold, prefetch_timeout_base, prefetch_timeout_per_ki_token, retry_interval, retry_attempts, "
+                "storage_batch"
             ),
         ),
         ({"host": 0}, "tiers: host must be an integer of at least 1 (blocks), got 0"),

@@ -110,7 +110,9 @@ def test_pairs_of_eagle_are_written_as_they_were_read():
 WITHOUT_LOOKAHEAD = [
     name
     for name, row in DIALECTS.items()
-    if row.is_msgpack and not any(each.name == "lookahead_token_ids" for each in row.stored)
+    if row.is_msgpack
+    and not row.whole_blocks  # TensorRT-LLM, whose names look ahead in no stream
+    and not any(each.name == "lookahead_token_ids" for each in row.stored)
 ]
 
 
