@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.backends import create_manager as create_manager
     from pytest_kvmock.cache.dynamo.eviction.policy import EvictionPolicy as EvictionPolicy
     from pytest_kvmock.cache.manager import KvManager as KvManager
+    from pytest_kvmock.checks import KvMockError as KvMockError
     from pytest_kvmock.clock.mock_engine import MockEngine as MockEngine
     from pytest_kvmock.clock.replay import replay as replay
     from pytest_kvmock.engine.worker import KvWorker as KvWorker
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
     from pytest_kvmock.hygiene.problem import EventRulesBroken as EventRulesBroken
     from pytest_kvmock.hygiene.problem import Problem as Problem
     from pytest_kvmock.plugin.options import KvEventWarning as KvEventWarning
-    from pytest_kvmock.router.index import KvEventError as KvEventError
     from pytest_kvmock.router.index import RadixIndex as RadixIndex
+    from pytest_kvmock.router.index import RadixIndexError as RadixIndexError
     from pytest_kvmock.schedulers.args import MockEngineArgs as MockEngineArgs
     from pytest_kvmock.sinks import CapturingSink as CapturingSink
     from pytest_kvmock.tokens import Prompt as Prompt
@@ -56,10 +57,11 @@ _HOME = {
     "EvictionPolicy": "cache.dynamo.eviction.policy",
     "Fleet": "fleet.fleet",
     "KvCacheEvent": "events",
-    "KvEventError": "router.index",
+    "RadixIndexError": "router.index",
     "KvEventWarning": "plugin.options",
     "EventRulesBroken": "hygiene.problem",
     "KvManager": "cache.manager",
+    "KvMockError": "checks",
     "KvSink": "harness",
     "KvWorker": "engine.worker",
     "MockEngine": "clock.mock_engine",

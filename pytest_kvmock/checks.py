@@ -26,6 +26,13 @@ MOST_U64: Final = 2**64 - 1
 """The largest integer of 64 bits without a sign."""
 
 
+class KvMockError(Exception):
+    """What a mock raises when it cannot do what it was asked for; each kind says in its name who raises it.
+
+    Bad arguments are a ValueError or TypeError, as anywhere, and a verdict is an AssertionError (`EventRulesBroken`).
+    """
+
+
 def is_integer(value: object, least: int | None = None) -> TypeGuard[int]:
     """Return whether a value is an integer, True and False excluded, and at least `least`."""
     return isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)

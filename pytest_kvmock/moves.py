@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import TypeAlias
 from uuid import UUID
 
+from pytest_kvmock.checks import KvMockError
 from pytest_kvmock.events import value_text
 from pytest_kvmock.plh import LineageHashes
 
@@ -18,7 +19,7 @@ Block: TypeAlias = int | UUID
 """A full block (its sequence hash, u64) or a partial one (a UUID)."""
 
 
-class MoveError(ValueError):
+class MoveError(KvMockError, ValueError):
     """A move breaks a rule of the manager it was sent to; nothing has changed. The message names block and rule."""
 
 

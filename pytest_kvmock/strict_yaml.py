@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
-from pytest_kvmock.checks import is_integer, unknown_text
+from pytest_kvmock.checks import KvMockError, is_integer, unknown_text
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ class Place(NamedTuple):
         return f"{self.file}:{self.line}:{self.column}"
 
 
-class YamlError(ValueError):
+class YamlError(KvMockError, ValueError):
     """A document is not what it should be. The message is one line that begins with file, line and column.
 
     Attributes:

@@ -136,3 +136,13 @@ def test_the_contracts_are_listed_and_nothing_else_is_there():
     assert all(getattr(testing, name) for name in testing.__all__)
     with pytest.raises(AttributeError, match=r"^module 'pytest_kvmock.testing' has no attribute 'IndexContracts'$"):
         testing.IndexContracts  # noqa: B018 - it raises
+
+
+def test_what_a_mock_raises_is_of_one_family():
+    """A verdict is an assertion, and stands apart."""
+    modules = [importlib.import_module(f"pytest_kvmock.{name}") for name in SUBJECTS]
+    values = [getattr(module, name) for module in (pytest_kvmock, *modules) for name in module.__all__]
+    raised = {each for each in values if inspect.isclass(each) and issubclass(each, Exception)}
+    apart = {each for each in raised if issubclass(each, AssertionError | Warning)}
+    assert {"EventRulesBroken", "KvEventWarning"} <= {each.__name__ for each in apart}
+    assert [] == sorted(each.__name__ for each in raised - apart if not issubclass(each, pytest_kvmock.KvMockError))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from pytest_kvmock import KvEventError, RadixIndex, RouterEvent
+from pytest_kvmock import RadixIndex, RadixIndexError, RouterEvent
 from pytest_kvmock.router import Events, OverlapScores, RecoveryStep, RouterCursor, TreeDump
 from pytest_kvmock.router.recovery import Answer
 
@@ -42,7 +42,7 @@ class RecoveringIndex:
         if step.replace:  # a dump is all that there is: what it does not have is dropped
             self._tree.remove_worker_dp_rank(*key)
         for event in step.apply:
-            with suppress(KvEventError):
+            with suppress(RadixIndexError):
                 self._tree.apply(event)
 
     def remove_worker(self, worker_id: int) -> None:

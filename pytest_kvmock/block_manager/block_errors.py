@@ -5,8 +5,10 @@ A refused call changes nothing: blocks keep their state and their owner, pools t
 
 from __future__ import annotations
 
+from pytest_kvmock.checks import KvMockError
 
-class BlockManagerError(Exception):
+
+class BlockManagerError(KvMockError):
     """The base of all errors of the block manager that are not about a value of the wrong type or out of range."""
 
 

@@ -31,7 +31,7 @@ from importlib import metadata
 from operator import itemgetter
 from typing import Any, Final
 
-from pytest_kvmock.checks import MOST_U64, check_integer, is_integer
+from pytest_kvmock.checks import MOST_U64, KvMockError, check_integer, is_integer
 from pytest_kvmock.events import Cleared, EventData, KvCacheEvent, RouterEvent, SparseStored, Stored, StreamKey, renamed
 from pytest_kvmock.hygiene import entries
 from pytest_kvmock.hygiene.injection import Injection
@@ -60,7 +60,7 @@ KINDS: Final = (
 """The keys of lines after the header."""
 
 
-class CaptureError(ValueError):
+class CaptureError(KvMockError, ValueError):
     """A file that cannot be read or written. The message is one line, and names the file, and the line in it."""
 
 

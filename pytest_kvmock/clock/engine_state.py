@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pytest_kvmock.checks import KvMockError
 from pytest_kvmock.engine.worker import OutOfBlocks
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.schedulers.scheduler import ScheduledRequest
 
 
-class EngineStalled(RuntimeError):  # noqa: N818 - what happened to it, as OutOfBlocks
+class EngineStalled(KvMockError, RuntimeError):  # noqa: N818 - what happened to it, as OutOfBlocks
     """An engine that can never make progress: its requests wait for blocks, or for a budget, that never come.
 
     Attributes:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias
 
+from pytest_kvmock.checks import KvMockError
 from pytest_kvmock.tokens import Prompt
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def checked_manager(manager: KvManager, kind: type, driver: str) -> Any:
     return manager
 
 
-class WouldWait(RuntimeError):  # noqa: N818 - named for what it says, as BlockingIOError is
+class WouldWait(KvMockError, RuntimeError):  # noqa: N818 - named for what it says, as BlockingIOError is
     """A request would have to wait and may not. It holds nothing; transfers that it started go on.
 
     Attributes:
@@ -117,7 +118,7 @@ class WouldWait(RuntimeError):  # noqa: N818 - named for what it says, as Blocki
         return f"{self.why}, until {self.deadline} ms at the earliest; it is {self.now} ms (wait=True waits, or tick the worker)"
 
 
-class SlotsLost(RuntimeError):  # noqa: N818 - as above
+class SlotsLost(KvMockError, RuntimeError):  # noqa: N818 - as above
     """A request waits for device blocks that nothing will ever free: no transfer is under way."""
 
 

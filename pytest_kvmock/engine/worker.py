@@ -13,7 +13,7 @@ from random import Random
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, cast
 
 from pytest_kvmock.cache.manager import protocol_mismatch
-from pytest_kvmock.checks import integer_text, is_integer
+from pytest_kvmock.checks import KvMockError, integer_text, is_integer
 from pytest_kvmock.drivers.driver import (
     DraftDriver,
     Driver,
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.sinks import EventSink, GivenSink, Sink
 
 
-class OutOfBlocks(RuntimeError):  # noqa: N818 - the name that engines use
+class OutOfBlocks(KvMockError, RuntimeError):  # noqa: N818 - the name that engines use
     """A request does not fit; nothing has changed.
 
     Attributes:
@@ -74,7 +74,7 @@ class OutOfBlocks(RuntimeError):  # noqa: N818 - the name that engines use
         )
 
 
-class RequestError(RuntimeError):
+class RequestError(KvMockError, RuntimeError):
     """A request was asked for what its state does not allow."""
 
 

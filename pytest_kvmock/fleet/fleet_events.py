@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 from pytest_kvmock.checks import check_number
 from pytest_kvmock.clock.mock_engine import MockEngine
 from pytest_kvmock.events import RemovedRow, RouterEvent
-from pytest_kvmock.router.index import KvEventError, RadixIndex
+from pytest_kvmock.router.index import RadixIndex, RadixIndexError
 from pytest_kvmock.router.routing import NameForms, id_of, stream_of
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ class TrueCaches(KnownCaches):
 
     def _take(self, event: RouterEvent) -> None:
         self.forms.take(event)
-        with suppress(KvEventError):
+        with suppress(RadixIndexError):
             self.reference.apply(event)
 
     def remove(self, worker: Worker) -> None:
@@ -360,7 +360,7 @@ class Heard(Knowledge["RouterEvent | RemovedRow"]):
         self.forms.take(thing)
         try:
             self.reference.apply(thing)
-        except KvEventError:  # an oddity of a faithful engine, which this index tells by raising
+        except RadixIndexError:  # an oddity of a faithful engine, which this index tells by raising
             refused = True
         if self.reference is not self._index:
             self._index.apply(thing)

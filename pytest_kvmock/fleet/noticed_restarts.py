@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from pytest_kvmock.router.index import KvEventError, RadixIndex
+from pytest_kvmock.router.index import RadixIndex, RadixIndexError
 from pytest_kvmock.router.routing import stream_of
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class NoticedRestarts:
             self._since[worker] = new_index()
             self.noticed[worker] = f"event {number} at {now_ms:g} ms"
         if worker in self._since:
-            with suppress(KvEventError):
+            with suppress(RadixIndexError):
                 self._since[worker].apply(event)
 
     def overlaps(self, request: RouterRequest) -> dict[Worker, int]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from inspect import isawaitable, iscoroutine, iscoroutinefunction, signature
 from typing import TYPE_CHECKING, Any, Final
 
+from pytest_kvmock.checks import KvMockError
 from pytest_kvmock.fleet.noticed_restarts import NoticedRestarts
 from pytest_kvmock.fleet.sent import SentBlocks
 from pytest_kvmock.hygiene.text import event_text
@@ -31,7 +32,7 @@ _NOBODY: Final = (
 )
 
 
-class RouterError(RuntimeError):
+class RouterError(KvMockError, RuntimeError):
     """The router under test raised, or did what no router may; an error that it raised is the cause.
 
     Attributes:
@@ -55,7 +56,7 @@ class RouterError(RuntimeError):
         return f"{self.problem} (at {self.now_ms:g} ms{about}){table}"
 
 
-class RouterStalled(RuntimeError):  # noqa: N818 - what happened to it, as EngineStalled
+class RouterStalled(KvMockError, RuntimeError):  # noqa: N818 - what happened to it, as EngineStalled
     """Requests wait in the router, which picks no worker for them although nothing runs.
 
     Attributes:

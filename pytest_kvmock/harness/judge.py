@@ -29,7 +29,7 @@ from pytest_kvmock.hygiene.log import EventLog
 from pytest_kvmock.hygiene.problem import Problem
 from pytest_kvmock.hygiene.rules import SINK_FAILURE
 from pytest_kvmock.hygiene.stream import Stream
-from pytest_kvmock.router.index import KvEventError, RadixIndex
+from pytest_kvmock.router.index import RadixIndex, RadixIndexError
 from pytest_kvmock.tokens import Prompt
 
 if TYPE_CHECKING:
@@ -254,7 +254,7 @@ class Judge:
                 self.note(problems, () if delivery.published is None else delivery.published.problems, delivery)
             try:
                 self.reference.apply(ledger.uncounted(event))
-            except KvEventError:  # the ledger has found it already
+            except RadixIndexError:  # the ledger has found it already
                 refused = True
         self._last = event, position, problems, refused
         if self._comparison is not None:
@@ -278,7 +278,7 @@ class Judge:
                 refused = False
                 try:
                     self.reference.apply(last)
-                except KvEventError:  # as in `received`
+                except RadixIndexError:  # as in `received`
                     refused = True
                 self._last = last, self.log.total - 1, [], refused
             events = events[len(plain) :]
@@ -358,7 +358,7 @@ class Judge:
             if replace:
                 self.reference.remove_worker_dp_rank(*key)
             for event in events:
-                with suppress(KvEventError):  # of events that come again
+                with suppress(RadixIndexError):  # of events that come again
                     self.reference.apply(event)
             self.note(
                 self.ledger.take(entries.Recovered(published, ids)),

@@ -13,7 +13,7 @@ from pytest_kvmock.harness.under_test import Scores, WorkerScores, agree, by_wor
 from pytest_kvmock.hygiene.delivery import Published
 from pytest_kvmock.hygiene.injection import Injection, Injections
 from pytest_kvmock.hygiene.ledger import Ledger
-from pytest_kvmock.router.index import KvEventError, RadixIndex
+from pytest_kvmock.router.index import RadixIndex, RadixIndexError
 
 
 class SurvivalOracle:
@@ -52,7 +52,7 @@ class SurvivalOracle:
         """Record an event that a router should get; return its place in the history."""
         shown = self.ledger.uncounted(event)
         self._history.append(((event.worker_id, event.event.dp_rank), shown))
-        with suppress(KvEventError):
+        with suppress(RadixIndexError):
             self.reference.apply(shown)
         return len(self._history) - 1
 
@@ -219,5 +219,5 @@ def _apply(index: RadixIndex, key: StreamKey, event: RouterEvent | None) -> None
     if event is None:
         index.remove_worker_dp_rank(*key)
     else:
-        with suppress(KvEventError):
+        with suppress(RadixIndexError):
             index.apply(event)

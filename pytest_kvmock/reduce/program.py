@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 from pytest_kvmock.backends import EngineProfile, known_backends
+from pytest_kvmock.checks import KvMockError
 from pytest_kvmock.drivers.driver import Traits
 from pytest_kvmock.events import RouterEvent, Stored
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
@@ -47,7 +48,7 @@ _PUBLIC_ENGINE: Final = ("WouldWait",)
 """What a test imports of what it names: from the root, and from `engine`."""
 
 
-class NotReduced(Exception):  # noqa: N818 - its message is a reason, no error
+class NotReduced(KvMockError):  # noqa: N818 - its message is a reason, no error
     """Nothing smaller was found. The message is one line with the reason."""
 
 

@@ -21,7 +21,7 @@ from pytest_kvmock.hygiene.ledger import Ledger
 from pytest_kvmock.long_runs import long_run
 from pytest_kvmock.reduce.program import NotReduced
 from pytest_kvmock.reduce.replay import MakeIndex, in_a_thread
-from pytest_kvmock.router.index import KvEventError
+from pytest_kvmock.router.index import RadixIndexError
 
 if TYPE_CHECKING:
     from pytest_kvmock.harness import RouterHarness
@@ -198,7 +198,7 @@ class _Replay:
                 self._parents.update(zip(data.block_hashes, (data.parent_hash, *data.block_hashes), strict=False))
             if entry.key in self._watched:  # no index was given it
                 return
-            with suppress(KvEventError):  # the ledger has found it
+            with suppress(RadixIndexError):  # the ledger has found it
                 self._reference.apply(ledger.uncounted(entry))
             if self._index is not None:
                 self._call(self._index.apply, entry)

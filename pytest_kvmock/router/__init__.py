@@ -3,10 +3,10 @@
 from pytest_kvmock.router.index import (
     BlockNotFound,
     InvalidBlockSequence,
-    KvEventError,
     OverlapScores,
     ParentBlockNotFound,
     RadixIndex,
+    RadixIndexError,
 )
 from pytest_kvmock.router.loads import Load, LoadBook
 from pytest_kvmock.router.recovery import (
@@ -29,7 +29,6 @@ __all__ = [
     "Events",
     "InvalidBlockSequence",
     "InvalidRange",
-    "KvEventError",
     "LeastLoaded",
     "Load",
     "LoadBook",
@@ -38,6 +37,7 @@ __all__ = [
     "OverlapScores",
     "ParentBlockNotFound",
     "RadixIndex",
+    "RadixIndexError",
     "RecoveryStep",
     "RoundRobin",
     "RouterCursor",

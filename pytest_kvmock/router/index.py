@@ -32,7 +32,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NoReturn, TypeAlias
 
-from pytest_kvmock.checks import check_integer
+from pytest_kvmock.checks import KvMockError, check_integer
 from pytest_kvmock.events import (
     Cleared,
     EventData,
@@ -60,7 +60,7 @@ Edge: TypeAlias = tuple[int | None, int, int]
 """A block where it is: the parent's sequence hash, None for a root, its own, and its local hash."""
 
 
-class KvEventError(ValueError):
+class RadixIndexError(KvMockError, ValueError):
     """An event contradicts what the index holds.
 
     Attributes:
@@ -103,7 +103,7 @@ class KvEventError(ValueError):
         return f"{self.reason}: {who} {self._detail.format(block_text(self.block_hash))}"
 
 
-class ParentBlockNotFound(KvEventError):  # noqa: N818 - see above
+class ParentBlockNotFound(RadixIndexError):  # noqa: N818 - see above
     """A Stored names a parent that this worker and rank does not hold; nothing of it was applied."""
 
     rule = "parent_block_not_found"
@@ -111,7 +111,7 @@ class ParentBlockNotFound(KvEventError):  # noqa: N818 - see above
     _detail = "stores under block {}, which that rank does not hold"
 
 
-class BlockNotFound(KvEventError):  # noqa: N818 - see above
+class BlockNotFound(RadixIndexError):  # noqa: N818 - see above
     """A Removed names a block that this worker and rank does not hold; the others of the event were removed."""
 
     rule = "block_not_found"
@@ -119,7 +119,7 @@ class BlockNotFound(KvEventError):  # noqa: N818 - see above
     _detail = "removes block {}, which that rank does not hold"
 
 
-class InvalidBlockSequence(KvEventError):  # noqa: N818 - see above
+class InvalidBlockSequence(RadixIndexError):  # noqa: N818 - see above
     """A Stored makes a block its own parent; the blocks before it were stored."""
 
     rule = "invalid_block"
@@ -294,7 +294,7 @@ class RadixIndex:
         key = (worker_id, dp_rank)
         if self._has_names or key in self._groups:
             for block in blocks:
-                with suppress(KvEventError):
+                with suppress(RadixIndexError):
                     self.apply(RouterEvent(worker_id, KvCacheEvent(0, Removed((block,)), dp_rank)))
             return
         if self._copies is not None:
@@ -563,5 +563,5 @@ class RadixIndex:
         return len(rank.blocks) - len(self._moved.get(key, ())) if rank is not None else 0
 
 
-def _fail(error: type[KvEventError], event: RouterEvent, block_hash: int) -> NoReturn:
+def _fail(error: type[RadixIndexError], event: RouterEvent, block_hash: int) -> NoReturn:
     raise error(event.worker_id, event.event.dp_rank, event.event.event_id, block_hash, event.storage_tier)

@@ -24,7 +24,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 
 from pytest_kvmock.checks import integer_text, is_integer
 from pytest_kvmock.events import Cleared, Located, Removed, RouterEvent, SparseStored, StorageTier, Stored, Updated
-from pytest_kvmock.router.index import KvEventError, RadixIndex
+from pytest_kvmock.router.index import RadixIndex, RadixIndexError
 from pytest_kvmock.router.tree import WorkerRank
 
 RING: Final = 4096
@@ -168,7 +168,7 @@ class LocalIndex:
         Raises:
             TypeError: it is no `RouterEvent` with a Stored, Removed, Located, Updated or Cleared.
         """
-        with suppress(KvEventError):  # kv-router: it is only logged; the ring has it
+        with suppress(RadixIndexError):  # kv-router: it is only logged; the ring has it
             self._tree.apply(shown or event)
         data, event_id = (shown or event).event.data, event.event.event_id
         if self.newest is not None and event_id != self.newest + 1:

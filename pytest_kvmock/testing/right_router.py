@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pytest_kvmock.checks import check_integer
 from pytest_kvmock.events import RouterEvent
-from pytest_kvmock.router.index import KvEventError, RadixIndex
+from pytest_kvmock.router.index import RadixIndex, RadixIndexError
 from pytest_kvmock.router.loads import LoadBook
 from pytest_kvmock.router.routing import NameForms
 
@@ -91,7 +91,7 @@ class RightRouter:
 
     def apply(self, event: RouterEvent) -> None:
         """Take an event; one that cannot be applied is left out, as by the reference index."""
-        with suppress(KvEventError):
+        with suppress(RadixIndexError):
             self.forms.take(event)
             self.index.apply(event)
 

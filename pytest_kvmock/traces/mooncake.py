@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from pytest_kvmock.checks import check_integer, integer_text
+from pytest_kvmock.checks import KvMockError, check_integer, integer_text
 from pytest_kvmock.tokens import Prompt, TokenRuns, check_block_size
 
 MOONCAKE_BLOCK_SIZE: Final = 512
@@ -98,7 +98,7 @@ class TraceRequest:
 # ------------------------------------------------------------------------------------------------------ reading
 
 
-class TraceError(ValueError):
+class TraceError(KvMockError, ValueError):
     """A line of a trace that cannot be used, or a trace without any.
 
     Attributes:

@@ -8,6 +8,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Final
 
+from pytest_kvmock.checks import KvMockError
 from pytest_kvmock.events import block_text
 
 
@@ -93,7 +94,7 @@ class WireProblem:
         return f"{self.name}: {where}{field}: expected {self.expected}, got {self.observed}"
 
 
-class EncodeError(ValueError):
+class EncodeError(KvMockError, ValueError):
     """Raised when an event cannot be written in a dialect. The message names the event, the field and what is allowed."""
 
 

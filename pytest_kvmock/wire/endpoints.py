@@ -12,7 +12,7 @@ from random import SystemRandom
 from time import monotonic
 from typing import Any, Final, TypeVar
 
-from pytest_kvmock.checks import check_integer, install_text, is_utf8, unknown_text
+from pytest_kvmock.checks import KvMockError, check_integer, install_text, is_utf8, unknown_text
 
 _ADDRESSES: Final = {"tcp": "HOST:PORT", "ipc": "/PATH", "inproc": "NAME"}
 TRANSPORTS: Final = tuple(_ADDRESSES)
@@ -39,7 +39,7 @@ _random: Final = SystemRandom()  # no seed: two runs at once look elsewhere
 _T = TypeVar("_T")
 
 
-class EndpointError(ValueError):
+class EndpointError(KvMockError, ValueError):
     """Raised for an endpoint that cannot be used, or that is taken. The message says which are allowed."""
 
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator
 from time import monotonic
 from typing import Any, Final, TypeVar
 
-from pytest_kvmock.checks import check_number
+from pytest_kvmock.checks import KvMockError, check_number
 
 POLL_MS: Final = 5
 """How long a socket is polled between two questions to a consumer."""
@@ -17,7 +17,7 @@ POLL_MS: Final = 5
 _T = TypeVar("_T")
 
 
-class WireTimeout(TimeoutError):  # noqa: N818 - named for what it is, as TimeoutExpired is
+class WireTimeout(KvMockError, TimeoutError):  # noqa: N818 - named for what it is, as TimeoutExpired is
     """Raised when what was waited for did not come in time. The message says what was there instead."""
 
 

@@ -4,7 +4,7 @@ from collections import Counter, deque
 from contextlib import suppress
 from itertools import takewhile
 
-from pytest_kvmock import Cleared, KvCacheEvent, KvEventError, RadixIndex, Removed, RouterEvent, StorageTier, Stored
+from pytest_kvmock import Cleared, KvCacheEvent, RadixIndex, RadixIndexError, Removed, RouterEvent, StorageTier, Stored
 
 # ------------------------------------------------------------------------------------------------- right ones
 
@@ -117,7 +117,7 @@ class MixesRanksUp(Tree):
 
     def apply(self, event):
         one = RouterEvent(event.worker_id, KvCacheEvent(event.event.event_id, event.event.data, 0), event.storage_tier)
-        with suppress(KvEventError):  # the other rank has removed it already
+        with suppress(RadixIndexError):  # the other rank has removed it already
             super().apply(one)
 
     def find_matches(self, local_hashes):
@@ -136,7 +136,7 @@ class OverflowingQueue(Tree):
 
     def flush(self):
         while self.queue:
-            with suppress(KvEventError):
+            with suppress(RadixIndexError):
                 self.tree.apply(self.queue.popleft())
 
     def find_matches(self, local_hashes):
@@ -165,7 +165,7 @@ class HangsBlocksWrongly(Tree):
             parent = None if data.parent_hash is None else self.last.get(key)
             self.last[key] = data.block_hashes[-1]
             event = with_data(event, Stored(parent, data.block_hashes, data.tokens_hashes))
-        with suppress(KvEventError):
+        with suppress(RadixIndexError):
             super().apply(event)
 
 
@@ -191,7 +191,7 @@ class ClearsAllRanks(Tree):
         if isinstance(event.event.data, Cleared):
             self.tree.remove_worker(event.worker_id)
         else:
-            with suppress(KvEventError):
+            with suppress(RadixIndexError):
                 super().apply(event)
 
 
@@ -226,7 +226,7 @@ class QueueOutlivesWorker(Tree):
     def flush(self):
         queue, self.queue = self.queue, []
         for event in queue:
-            with suppress(KvEventError):
+            with suppress(RadixIndexError):
                 self.tree.apply(event)
 
 
@@ -237,7 +237,7 @@ class ReadsRemovedUnsigned(Tree):
         data = event.event.data
         if isinstance(data, Removed):
             event = with_data(event, Removed(block % 2**64 for block in data.block_hashes))
-        with suppress(KvEventError):
+        with suppress(RadixIndexError):
             super().apply(event)
 
 
@@ -248,7 +248,7 @@ class CountsNoCopies(Tree):
         super().__init__()
 
     def apply(self, event):
-        with suppress(KvEventError):
+        with suppress(RadixIndexError):
             super().apply(event)
 
 

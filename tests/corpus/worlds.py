@@ -37,7 +37,7 @@ from pytest_kvmock import (  # noqa: E402 - as above
     Cleared,
     EngineProfile,
     EventRulesBroken,
-    KvEventError,
+    RadixIndexError,
     Removed,
     RouterHarness,
     StorageTier,
@@ -103,7 +103,7 @@ class Quiet(Tree):
     """What it cannot take it leaves."""
 
     def apply(self, event):
-        with suppress(KvEventError):
+        with suppress(RadixIndexError):
             super().apply(event)
 
 

@@ -2,7 +2,7 @@
 
 from contextlib import suppress
 
-from pytest_kvmock.router.index import KvEventError, RadixIndex
+from pytest_kvmock.router.index import RadixIndex, RadixIndexError
 from pytest_kvmock.router.recovery import RouterCursor
 
 
@@ -90,7 +90,7 @@ class AsksByCursor:
         if step.replace:
             self.tree.remove_worker_dp_rank(*key)
         for event in step.apply:
-            with suppress(KvEventError):
+            with suppress(RadixIndexError):
                 self.tree.apply(event)
 
     def find_matches(self, local_hashes):
@@ -124,7 +124,7 @@ class TakesWhatComes:
         self.tree = RadixIndex()
 
     def apply(self, event):
-        with suppress(KvEventError):
+        with suppress(RadixIndexError):
             self.tree.apply(event)
 
     def find_matches(self, local_hashes):

@@ -5,7 +5,7 @@ from contextlib import suppress
 import pytest
 from fault_worlds import PROFILE
 
-from pytest_kvmock import EngineProfile, EventRulesBroken, KvEventError, RadixIndex, RouterHarness
+from pytest_kvmock import EngineProfile, EventRulesBroken, RadixIndex, RadixIndexError, RouterHarness
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, Stored
 from pytest_kvmock.faults.changes import salted
 from pytest_kvmock.faults.kinds import FAULTS
@@ -192,7 +192,7 @@ def test_an_index_that_stops_at_an_unknown_block_does_not_survive_one():
     class StopsAtTheFirst(RadixIndex):
         def apply(self, event):
             data = event.event.data
-            with suppress(KvEventError):
+            with suppress(RadixIndexError):
                 for block in data.block_hashes if isinstance(data, Removed) else ():
                     super().apply(RouterEvent(event.worker_id, KvCacheEvent(event.event.event_id, Removed((block,)))))
             if not isinstance(data, Removed):

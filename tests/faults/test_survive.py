@@ -23,7 +23,7 @@ from pytest_kvmock import EventRulesBroken, RadixIndex, RouterHarness
 from pytest_kvmock.backends import BACKENDS
 from pytest_kvmock.events import KvCacheEvent, Removed, Stored
 from pytest_kvmock.harness import Recovery
-from pytest_kvmock.router.index import KvEventError
+from pytest_kvmock.router.index import RadixIndexError
 
 SURVIVABLE = ("lose", "double", "reorder", "delay", "wrong_parent", "unknown_removed", "self_parent", "sink_failure")
 
@@ -187,7 +187,7 @@ class AsksInVain(AsksByCursor):
     """Asks the worker, and does not apply the answer."""
 
     def apply(self, event):
-        with suppress(KvEventError):
+        with suppress(RadixIndexError):
             self.tree.apply(event)
         step = self.cursor.observe(event)
         while step.ask is not None:

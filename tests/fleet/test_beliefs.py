@@ -23,10 +23,10 @@ from pytest_kvmock import (
     EngineProfile,
     EventRulesBroken,
     Fleet,
-    KvEventError,
     MockEngine,
     MockEngineArgs,
     Prompt,
+    RadixIndexError,
     RouterHarness,
 )
 from pytest_kvmock.backends import BACKENDS
@@ -510,7 +510,7 @@ class Sends(RoundRobin):
 
     def apply(self, event):
         if self.answers and isinstance(event.event.data, Stored):
-            with suppress(KvEventError):  # of a worker that leaves, or below a block whose event was lost
+            with suppress(RadixIndexError):  # of a worker that leaves, or below a block whose event was lost
                 self.out.apply(event)
 
     def worker_removed(self, worker):

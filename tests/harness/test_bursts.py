@@ -11,7 +11,7 @@ from pytest_kvmock import BACKENDS, RadixIndex, RouterHarness
 from pytest_kvmock.events import Removed, Stored
 from pytest_kvmock.harness import index_comparison as comparison
 from pytest_kvmock.reduce import reproduce
-from pytest_kvmock.router.index import KvEventError
+from pytest_kvmock.router.index import RadixIndexError
 
 
 class Counting(Sound):
@@ -34,7 +34,7 @@ class Overflows:
 
     def flush(self):
         while self.queue:
-            with suppress(KvEventError):  # what it names was lost
+            with suppress(RadixIndexError):  # what it names was lost
                 self.tree.apply(self.queue.popleft())
 
     def find_matches(self, local_hashes):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pytest_kvmock import EngineProfile, EventRulesBroken, RadixIndex, RouterHarness
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
 from pytest_kvmock.harness import Recovery
-from pytest_kvmock.router.index import KvEventError
+from pytest_kvmock.router.index import RadixIndexError
 from pytest_kvmock.router.recovery import Events, RouterCursor, TooNew, TreeDump, WorkerQuery
 
 
@@ -33,7 +33,7 @@ class Recovering:
         if step.replace:
             self.tree.remove_worker_dp_rank(event.worker_id, event.event.dp_rank)
         for each in step.apply:
-            with suppress(KvEventError):
+            with suppress(RadixIndexError):
                 self.tree.apply(each)
 
     def find_matches(self, local_hashes):
@@ -52,7 +52,7 @@ class Plain(Sound):
     """An index that applies what comes, and never asks by itself."""
 
     def apply(self, event):
-        with suppress(KvEventError):
+        with suppress(RadixIndexError):
             super().apply(event)
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from pytest_kvmock import RadixIndex, RouterHarness
 from pytest_kvmock.events import Cleared, Removed, Stored
-from pytest_kvmock.router.index import KvEventError
+from pytest_kvmock.router.index import RadixIndexError
 
 ONE = Stored(None, (1, 2), (1, 2))
 
@@ -42,7 +42,7 @@ class Refuses(RadixIndex):
     def apply(self, event):
         try:
             super().apply(event)
-        except KvEventError:
+        except RadixIndexError:
             self.refused += 1
             raise
 

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 from depth import seeds
 
-from pytest_kvmock import EngineProfile, KvEventError, RadixIndex, RouterHarness
+from pytest_kvmock import EngineProfile, RadixIndex, RadixIndexError, RouterHarness
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, Stored
 
 BACKENDS = ("lineage", "lru")
@@ -353,7 +353,7 @@ class IgnoresCleared(ForgetsOneRemoved):
 
 class RemovesFromTheWrongWorker(ForgetsOneRemoved):
     def wrong(self, event):
-        with suppress(KvEventError):
+        with suppress(RadixIndexError):
             RadixIndex.apply(self, RouterEvent(1 - event.worker_id, event.event))
 
 

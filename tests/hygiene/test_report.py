@@ -10,8 +10,8 @@ from pytest_kvmock import (
     EngineProfile,
     EventRulesBroken,
     KvCacheEvent,
-    KvEventError,
     RadixIndex,
+    RadixIndexError,
     Removed,
     RouterEvent,
     RouterHarness,
@@ -380,7 +380,7 @@ def test_a_reproduction_has_its_hashes_as_the_log_has_them():
 
 
 def refused(call, *arguments, **options):
-    with pytest.raises((ValueError, KvEventError)) as error:
+    with pytest.raises((ValueError, RadixIndexError)) as error:
         call(*arguments, **options)
     return str(error.value)
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from time import monotonic
 
-from pytest_kvmock import KvEventError, RadixIndex, RouterEvent, StorageTier
+from pytest_kvmock import RadixIndex, RadixIndexError, RouterEvent, StorageTier
 
 PATIENCE = 20.0
 """Seconds for a process to be up, or for an answer to be right; what takes so long is broken."""
@@ -41,7 +41,7 @@ class SetIndex:
 
     def take(self, event):
         if not self.misses:
-            with contextlib.suppress(KvEventError):
+            with contextlib.suppress(RadixIndexError):
                 self._index.apply(event)
 
     def forget(self, worker):

@@ -12,7 +12,7 @@ import sys
 from collections import Counter, deque
 
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, Stored
-from pytest_kvmock.router.index import InvalidBlockSequence, KvEventError, RadixIndex
+from pytest_kvmock.router.index import InvalidBlockSequence, RadixIndex, RadixIndexError
 from pytest_kvmock.tokens import sequence_hashes
 
 REFUSED = "Failed to apply event: "
@@ -85,7 +85,7 @@ def verdict_of_1_2_1(index, event):
         index.apply(event)
     except InvalidBlockSequence as error:
         return REFUSED + error.reason if self_edges(index) - edges else DEAD
-    except KvEventError as error:
+    except RadixIndexError as error:
         return REFUSED + error.reason
     return ""
 
@@ -272,7 +272,7 @@ def run_leaf_first(core, seed, counts, *, steps=60, queries=4):
             answered, expected = apply_to(real, step), ""
             try:
                 index.apply(step)
-            except KvEventError as error:
+            except RadixIndexError as error:
                 expected = REFUSED + error.reason
             if answered != expected:
                 raise DifferenceError(f"seed {seed} step {number}: {step}: real {answered!r}, ours {expected!r}")

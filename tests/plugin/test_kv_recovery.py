@@ -2,7 +2,7 @@
 
 INDEX = """
 from contextlib import suppress
-from pytest_kvmock import KvEventError, RadixIndex
+from pytest_kvmock import RadixIndexError, RadixIndex
 from pytest_kvmock.router import RouterCursor, TreeDump
 
 class Recovering:
@@ -18,7 +18,7 @@ class Recovering:
         if step.replace:
             self.tree.remove_worker_dp_rank(event.worker_id, event.event.dp_rank)
         for each in step.apply:
-            with suppress(KvEventError):
+            with suppress(RadixIndexError):
                 self.tree.apply(each)
     def find_matches(self, local_hashes):
         return self.tree.find_matches(local_hashes)

@@ -5,7 +5,7 @@ a dump. A block that is not named by a pair has the sequence hash `base + local`
 """
 
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, Stored
-from pytest_kvmock.router.index import KvEventError, RadixIndex
+from pytest_kvmock.router.index import RadixIndex, RadixIndexError
 from pytest_kvmock.tokens import chained_hash, sequence_hashes
 
 PARENT = "Failed to find parent block"
@@ -21,7 +21,7 @@ def _event(worker, data, rank):
     def step(index: RadixIndex):
         try:
             index.apply(event(worker, data, rank))
-        except KvEventError as error:
+        except RadixIndexError as error:
             return error.reason
         return None
 

@@ -10,7 +10,7 @@ import pytest
 
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, Stored
 from pytest_kvmock.router import tree
-from pytest_kvmock.router.index import KvEventError, RadixIndex
+from pytest_kvmock.router.index import RadixIndex, RadixIndexError
 
 BLOCKS, LOCALS, DEPTH = range(100, 108), range(3), 3
 
@@ -37,7 +37,7 @@ def answers(seed):
         try:
             index.apply(event)
             raised = None
-        except KvEventError as error:
+        except RadixIndexError as error:
             raised = str(error)
         chains = (chain for depth in range(1, DEPTH + 1) for chain in product(LOCALS, repeat=depth))
         yield raised, [index.find_matches(chain).scores for chain in chains], len(index.dump_events())

@@ -25,10 +25,10 @@ from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, St
 from pytest_kvmock.router.index import (
     BlockNotFound,
     InvalidBlockSequence,
-    KvEventError,
     OverlapScores,
     ParentBlockNotFound,
     RadixIndex,
+    RadixIndexError,
 )
 from pytest_kvmock.tokens import block_hashes, sequence_hashes
 
@@ -381,7 +381,7 @@ def test_errors_are_one_family_of_value_errors_and_travel_between_processes():
     for error in (ParentBlockNotFound, BlockNotFound, InvalidBlockSequence):
         made = error(1, 2, 3, 4, StorageTier.DISK)
         copy = pickle.loads(pickle.dumps(made))
-        assert issubclass(error, KvEventError)
+        assert issubclass(error, RadixIndexError)
         assert issubclass(error, ValueError)
         assert str(made) == str(copy)
         assert "worker 1 rank 2 in tier disk" in str(copy)

@@ -12,7 +12,7 @@ from index_steps import chain, event
 from plain_tree import PlainTree
 
 from pytest_kvmock.events import Cleared, Removed, Stored
-from pytest_kvmock.router.index import KvEventError, RadixIndex
+from pytest_kvmock.router.index import RadixIndex, RadixIndexError
 from pytest_kvmock.tokens import sequence_hashes
 
 WORKERS, RANKS = 2, 2
@@ -44,7 +44,7 @@ calls = st.tuples(st.sampled_from(["remove_worker", "clear_all_blocks"]), st.int
 def rule_of(index, reported):
     try:
         index.apply(reported)
-    except KvEventError as error:
+    except RadixIndexError as error:
         return error.rule
     return None
 
@@ -209,10 +209,10 @@ def test_blocks_removed_at_once_are_those_removed_one_event_after_the_other(even
             singles = [event(each.worker_id, Removed((block,)), each.dp_rank) for block in each.data.block_hashes]
         else:
             singles = [each]
-            with contextlib.suppress(KvEventError):
+            with contextlib.suppress(RadixIndexError):
                 at_once.apply(each)
         for single in singles:
-            with contextlib.suppress(KvEventError):
+            with contextlib.suppress(RadixIndexError):
                 one_by_one.apply(single)
     for query in asked:
         assert one_by_one.find_matches(query) == at_once.find_matches(query)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
-from pytest_kvmock.router.index import KvEventError, RadixIndex
+from pytest_kvmock.router.index import RadixIndex, RadixIndexError
 from pytest_kvmock.router.recovery import (
     Events,
     InvalidRange,
@@ -405,7 +405,7 @@ class Router:
             self.tree.remove_worker_dp_rank(worker, rank)
         for event in step.apply:
             self.applied.append(event)
-            with suppress(KvEventError):
+            with suppress(RadixIndexError):
                 self.tree.apply(event)
 
     def apply(self, event):

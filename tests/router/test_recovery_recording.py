@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pytest_kvmock.events import KvCacheEvent, RouterEvent, Stored
-from pytest_kvmock.router.index import KvEventError, RadixIndex
+from pytest_kvmock.router.index import RadixIndex, RadixIndexError
 from pytest_kvmock.router.recovery import Events, InvalidRange, LocalIndex, RouterCursor, TooNew, TreeDump
 
 DATA = Path(__file__).parents[1] / "data" / "kv_router_1.2.1_recovery.json.gz"
@@ -31,7 +31,7 @@ def built_by(events):
     """The blocks that events build. A dump of 1.2.1 may be an older one, and what came after it."""
     index = RadixIndex()
     for event in events:
-        with suppress(KvEventError):
+        with suppress(RadixIndexError):
             index.apply(event)
     return {event.event.data for event in index.dump_events()}
 

@@ -16,8 +16,8 @@ from truncating_indexes import HashIndex, KeyedTokenIndex, TokenIndex
 from pytest_kvmock import (
     BACKENDS,
     Cleared,
-    KvEventError,
     RadixIndex,
+    RadixIndexError,
     Removed,
     RouterEvent,
     StorageTier,
@@ -704,7 +704,7 @@ class Queued(Tree):
 
     def flush(self):
         while self.queue:
-            with suppress(KvEventError):  # what it names was lost
+            with suppress(RadixIndexError):  # what it names was lost
                 self.tree.apply(self.queue.popleft())
 
 
@@ -1121,7 +1121,7 @@ class HangsOrphansUnderTheRoot(Radix):
         def apply(self, event):
             try:
                 super().apply(event)
-            except KvEventError:
+            except RadixIndexError:
                 data = event.event.data
                 if isinstance(data, Stored):
                     super().apply(with_data(event, Stored(None, data.block_hashes, data.tokens_hashes)))
@@ -1474,7 +1474,7 @@ class CountsWhatIsStoredTwice(Partial):
 class HasOneMapForAllWindows(Partial):
     class Subject(Tree):
         def apply(self, event):
-            with suppress(KvEventError):
+            with suppress(RadixIndexError):
                 super().apply(with_data(event, event.event.data))
 
 
@@ -1486,7 +1486,7 @@ class ReadsRemovedAsSigned(Partial):
             if isinstance(data, Removed):
                 blocks = (block - 2**64 if block >= 2**63 else block for block in data.block_hashes)
                 event = with_data(event, Removed(blocks))
-            with suppress(KvEventError):
+            with suppress(RadixIndexError):
                 super().apply(event)
 
 
@@ -1499,7 +1499,7 @@ class TakesWhatIsUpdatedForGone(Partial):
             data = event.event.data
             if isinstance(data, Updated):
                 data = Removed(data.block_hashes if data.levels == (0, 1) else ())
-            with suppress(KvEventError):
+            with suppress(RadixIndexError):
                 super().apply(with_data(event, data))
 
         def find_tiered(self, local_hashes):
@@ -1522,7 +1522,7 @@ class DropsTheParentOfAPartialBlock(Partial):
                 return
             if isinstance(data, Removed):
                 data = Removed([self.parents.pop(block, block) for block in data.block_hashes])
-            with suppress(KvEventError):
+            with suppress(RadixIndexError):
                 super().apply(with_data(event, data))
 
 
@@ -1539,7 +1539,7 @@ class TakesTheHighestGroupForAttention(Partial):
             group = (event.extra or {}).get("group_idx", 0)
             self.highest = max(self.highest, group)
             if group == self.highest:
-                with suppress(KvEventError):
+                with suppress(RadixIndexError):
                     super().apply(with_data(event, event.event.data))
 
 
