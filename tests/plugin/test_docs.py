@@ -223,7 +223,7 @@ def test_the_indexes_are_those_of_the_examples():
     page = PAGES["docs/how-to/own-index.md"]
     for file, where in (
         ("test_index_by_hashes.py", page),
-        ("test_index_by_hashes.py", README),
+        ("test_index_without_copies.py", README),
         ("test_index_by_tokens.py", page),
         ("test_async_index.py", PAGES["docs/how-to/async.md"]),
     ):
