@@ -415,7 +415,7 @@ def test_what_must_be_learned_does_not_grow_by_itself(what):
 
 # ------------------------------------------------------------------------------- twins, and what skips ahead
 
-REPOSITORY = HOME.parent
+REPOSITORY = Path(__file__).parents[1]
 DESIGN = REPOSITORY / "docs" / "design.md"
 
 

@@ -80,7 +80,7 @@ def played(make, policy, program):
 
 @pytest.mark.parametrize("make", [with_no_parts, over_no_host])
 @pytest.mark.parametrize("policy", ["lru", "lfu", "slru"])
-@settings(max_examples=examples(500), database=None, deadline=None)
+@settings(max_examples=examples(200), database=None, deadline=None)
 @given(program=calls)
 def test_they_answer_and_publish_alike(make, policy, program):
     expected, found = (played(each, policy, program) for each in (RadixCacheManager, make))
