@@ -65,7 +65,7 @@ def clients():
         url = f"http://127.0.0.1:{int(router.stdout.readline())}"
         subscribed = call(control, "/wait_subscribed", {"timeout": 20}, headers=token)
         for number in range(TRIES):
-            text = f"{number:a>64}"
+            text = f"{number:a<64}"  # no two tries begin alike
             complete(ready["workers"][1]["http"], text)  # a router that hears nothing sends all to the first
             complete(url, text)
             last = call(control, "/requests", headers=token)[1][-1]
