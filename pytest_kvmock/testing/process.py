@@ -179,9 +179,10 @@ class ProcessContract(ProcessJudge):
             prompt = world.text(4)
             for _ in range(2):  # the last block is computed again, and held twice
                 world.direct(0, prompt)
+            where = "worker 0 held a block twice, and has evicted one copy"
             while world.server.held(prompt):
-                world.judge_blocks("worker 0 held a block twice, and has evicted one copy", prompt)
-                world.direct(0, world.text(1))
+                world.judge_blocks(where, prompt)
+                world.push(where, 0, world.text(1))
             world.judge_blocks("worker 0 held a block twice, and has evicted both copies", prompt)
 
     def test_what_leaves_the_host_does_not_leave_the_device(self, kv_dialect: str) -> None:
@@ -197,9 +198,10 @@ class ProcessContract(ProcessJudge):
         with self._special(kv_dialect, num_blocks=64, tiers={"host": 8, "self_describing": True}) as world:
             prompt = world.text(4)
             world.direct(0, prompt)
+            where = "worker 0 holds a prompt in its device, which its host had and evicted"
             for _ in range(4):  # the host holds two such prompts, and the device all
-                world.direct(0, world.text(4))
-            world.judge_blocks("worker 0 holds a prompt in its device, which its host had and evicted", prompt)
+                world.push(where, 0, world.text(4))
+            world.judge_blocks(where, prompt)
             while world.server.held(prompt):
                 world.direct(0, world.text(4))
             world.judge_blocks("worker 0 has evicted a prompt from its device, and before that from its host", prompt)
@@ -216,14 +218,14 @@ class ProcessContract(ProcessJudge):
             prompt, after = world.text(30), world.text(10)
             world.direct(0, prompt + "x", max_tokens=40)
             world.direct(0, prompt[: len(prompt) // 2] + "y")
-            world.direct(0, after + "x")
+            world.push(where, 0, after + "x")  # as it stands; without its last token it is no promise
             world.judge(f"{where}, and has served a prompt of 30 blocks and half of it", prompt)
             world.judge(f"{where}, and has served another prompt after outputs of 40 tokens", after)
             if not self.tells_blocks():
                 return
             while world.server.held(prompt):
                 world.judge_blocks(f"{where}, and has evicted some of its windows", prompt)
-                world.direct(0, world.text(10) + "x")
+                world.push(where, 0, world.text(10) + "x")
             world.judge_blocks(f"{where}, and has evicted a prompt", prompt)
 
     def test_it_hears_every_rank(self, kv_dialect: str) -> None:

@@ -168,6 +168,13 @@ class ProcessWorld:
         assert reply.status == 200, reply.text
         return reply
 
+    def push(self, where: str, worker: int, prompt: str) -> None:
+        """Have an engine serve a new prompt, past the process, and wait until that says it knows it: what was published before is applied by then."""
+        __tracebackhide__ = True
+        self.direct(worker, prompt)
+        if self._contract.tells_blocks({}):
+            self.judge_blocks(f"{where}, of what it has served since", prompt)
+
     def begin_direct(self, worker: int, prompt: str, *, rank: int = 0, **options: Any) -> PendingReply:
         """Send a completion to an engine, past the process."""
         body = openai_completion(self.server.model, prompt, **options)

@@ -190,6 +190,9 @@ FOUND = {
 
 LEAKS = ("counts_those_whose_client_went", "counts_those_that_were_refused", "counts_those_that_were_cut")
 
+TOO_MUCH = ("counts_no_copies", "hears_removed_of_the_host", "removes_of_any_group")
+"""Those that forget what is still held: before they have applied what was published they know it."""
+
 
 def test_every_mistake_has_its_test_and_every_test_its_mistake():
     assert FOUND.keys() == BUGS.keys()
@@ -209,6 +212,17 @@ def test_load_that_leaks_shows_where_requests_go(bug):
     silent = of_bug(bug, tells_open=False)
     text = "ended badly, and nothing is open: of 16 prompts that nobody holds it got none"
     assert text in outcome_of(silent, "test_what_ended_badly_is_no_load")
+
+
+@pytest.mark.parametrize("bug", TOO_MUCH)
+def test_what_must_not_change_is_judged_after_events_were_applied(bug):
+    name, text = FOUND[bug]
+    assert text in outcome_of(of_bug(f"{bug}+applies_late"), f"test_{name}")
+
+
+@pytest.mark.parametrize("name", few(names_of_tests(ProcessContract), 20))
+def test_a_process_that_applies_events_late_is_no_wrong_one(name):
+    assert outcome_of(of_bug("applies_late"), name) == ""
 
 
 def test_a_process_that_leaves_who_refused_alone_for_a_while_is_no_wrong_one():

@@ -1,4 +1,4 @@
-"""The plain router of the examples with one mistake, as a process: python wrong_router.py BUG 16 URL=EVENTS+REPLAY...
+"""The plain router of the examples with one mistake, as a process: python wrong_router.py BUG+BUG 16 URL=EVENTS+REPLAY...
 
 Each mistake is a function here that changes the router; its docstring says what is wrong. What right routers may do as well is one, too.
 """
@@ -16,6 +16,7 @@ from aiohttp import ClientConnectionError, ClientError, web
 from plain_router import Cache, Rank, Router, Worker, kept
 
 BUGS = {}
+LATE_S = 0.02  # how long after it came a batch is applied
 REST_S = 0.3  # how long a worker that refused a connection is left alone
 
 
@@ -790,10 +791,22 @@ def rests_who_refused():
     Router.send, Router.pick = notes, pick
 
 
-RIGHT = {each.__name__: each for each in (rests_who_refused,)}
+def applies_late():
+    """No mistake: a batch is applied a while after it came."""
+    receive = Rank.receive
+
+    async def late(self, number, payload):
+        await asyncio.sleep(LATE_S)
+        await receive(self, number, payload)
+
+    Rank.receive = late
+
+
+RIGHT = {each.__name__: each for each in (rests_who_refused, applies_late)}
 
 
 if __name__ == "__main__":
-    name, size, *sources = sys.argv[1:]
-    (BUGS | RIGHT)[name]()
+    names, size, *sources = sys.argv[1:]
+    for name in names.split("+"):
+        (BUGS | RIGHT)[name]()
     asyncio.run(plain_router.main(Router(int(size)), sources))
