@@ -109,7 +109,7 @@ class HiCacheDriver(TreeDriver):
         if manager.lacking(request, upto):
             manager.withdraw(request)
             return False
-        if path.pages > path.device_pages and not manager.load(request) and manager.lacking(request, upto):
+        if path.depth > path.usable and not manager.load(request) and manager.lacking(request, upto):
             manager.withdraw(request)
             return False
         if manager.storage is not None:

@@ -12,7 +12,8 @@ from typing import Any, ClassVar, Final
 
 from pytest_kvmock.cache.hashed import HashedTokens
 from pytest_kvmock.cache.sglang.hicache_storage import HostStorage
-from pytest_kvmock.cache.sglang.hicache_tree import DEVICE, HOST, WRITE_POLICIES, HiCacheTree, HostMatch
+from pytest_kvmock.cache.sglang.hicache_tree import DEVICE, HOST, WRITE_POLICIES, HiCacheTree
+from pytest_kvmock.cache.sglang.hybrid_tree import TreeMatch
 from pytest_kvmock.cache.sglang.page_cache import PageCache, on_the_wire
 from pytest_kvmock.cache.sglang.radix_request import RadixRequest
 from pytest_kvmock.cache.sglang.radix_tree import Hold, TreeNode
@@ -49,7 +50,7 @@ class HiCacheRequest(RadixRequest):
     def retract(self) -> None:
         """Forget what it has: it begins anew, with the tokens that it has."""
         super().retract()
-        self.path: HostMatch | None = None
+        self.path: TreeMatch | None = None
         self.from_device = self.from_host = self.from_storage = 0
         self.leaves_prefetch = False
 
@@ -133,7 +134,7 @@ class HiCacheManager(PageCache[HiCacheRequest, HiCacheTree]):
     def resident(self, tier: StorageTier = StorageTier.DEVICE) -> Collection[int]:
         """Names of what is cached in a tier; on the host, of what has been copied."""
         if tier == DEVICE:
-            return [name for node in self._tree.nodes() if node.host.on_device for name in node.names]
+            return [name for node in self._tree.nodes() if node.on_device for name in node.names]
         if tier == HOST:
             return [
                 name for node in self._tree.nodes() if node.host.on_host and not node.host.copy for name in node.names
@@ -156,25 +157,25 @@ class HiCacheManager(PageCache[HiCacheRequest, HiCacheTree]):
 
     def promised(self, request: HiCacheRequest) -> int:
         """Count the pages that it has on device or host: what events promise. Changes nothing."""
-        return self._tree.look(request.tokens.names, self._reusable(request), request.namespace)[0]
+        return self._tree.depth(request.tokens.names, self._reusable(request), request.namespace)
 
     def lookup(self, request: HiCacheRequest) -> int:
         """Count the pages that it would use, where there is room. Changes nothing."""
-        pages, on_device = self._tree.look(request.tokens.names, self._reusable(request), request.namespace)
-        return pages if (pages - on_device) * self.block_size >= LEAST_LOAD else on_device
+        found = self._tree.look(request.tokens.names, self._reusable(request), request.namespace)
+        return found.depth if (found.depth - found.usable) * self.block_size >= LEAST_LOAD else found.usable
 
     def in_storage(self, request: HiCacheRequest) -> int:
         """Count the pages that the storage would be asked for now and has, beyond those of device and host. Changes nothing."""
-        path = [*self._tree.path(request.tokens.names, self._reusable(request), request.namespace)]
-        if self.storage is None or (path and not path[-1][0].host.on_host):
+        names, count = request.tokens.names, self._reusable(request)
+        found = self._tree.look(names, count, request.namespace)
+        if self.storage is None or not found.end.host.on_host:
             return 0
-        pages = sum(shared for _, shared in path)
-        hit = self.storage.store.leading(request.tokens.names[pages : self._reusable(request)])
+        hit = self.storage.store.leading(names[found.depth : count])
         return hit if hit * self.block_size >= self.storage.prefetch_threshold else 0
 
     def on_device(self, request: HiCacheRequest) -> int:
         """Count the pages of it that are on the device. Changes nothing."""
-        return self._tree.look(request.tokens.names, self._reusable(request), request.namespace)[1]
+        return self._tree.lookup(request.tokens.names, self._reusable(request), request.namespace)
 
     def _held(self) -> set[TreeNode]:
         """Nodes that requests hold, whatever copies do."""
@@ -197,8 +198,10 @@ class HiCacheManager(PageCache[HiCacheRequest, HiCacheTree]):
         if request in self.requests:
             return self.pages_of(upto) - request.allocated
         held, shared = self._held(), 0
-        for node, pages in self._tree.path(request.tokens.names, self._reusable(request), request.namespace):
-            shared += pages if node in held else 0
+        for node, end in self._tree.path(request.tokens.names, self._reusable(request), request.namespace):
+            if node not in held:  # nor is what is below it
+                break
+            shared = end
         return self.pages_of(upto) - shared
 
     # ---------------------------------------------------------------------------------------------- admission
@@ -208,7 +211,7 @@ class HiCacheManager(PageCache[HiCacheRequest, HiCacheTree]):
         hasher, namespace = self._hasher_of(prompt)
         return HiCacheRequest(HashedTokens(prompt, self.block_size, hasher, rng), rng, namespace)
 
-    def find(self, request: HiCacheRequest, upto: int | None = None) -> HostMatch:
+    def find(self, request: HiCacheRequest, upto: int | None = None) -> TreeMatch:
         """Match all of a request but its last token, which is computed anyway, for `admit`.
 
         Args:
@@ -219,18 +222,18 @@ class HiCacheManager(PageCache[HiCacheRequest, HiCacheTree]):
         if upto is not None:
             count = min(count, upto // self.block_size)
         request.path = self._tree.find(request.tokens.names, count, request.namespace)
-        request.found = request.path.device_pages
+        request.found = request.path.usable
         return request.path
 
     def admit(self, request: HiCacheRequest) -> None:
         """Lock what was found on the device for a request."""
         path = request.path
         assert path is not None
-        request.node = path.device_node
+        request.node = path.node
         self._tree.lock(request.node)
         self.requests[request] = None
-        self._has(request, path.device_pages)
-        request.from_device = path.device_pages * self.block_size
+        self._has(request, path.usable)
+        request.from_device = path.usable * self.block_size
         self._flush()
 
     def _has(self, request: HiCacheRequest, pages: int) -> None:
@@ -258,13 +261,12 @@ class HiCacheManager(PageCache[HiCacheRequest, HiCacheTree]):
         """
         tree, path = self._tree, request.path
         assert path is not None
-        node, pages = path.node, path.pages - path.device_pages
+        node, pages = path.end, path.depth - path.usable
         hold = tree.hold_host(node)
         tree.lock(node)
         loaded = 0
         if pages * self.block_size >= LEAST_LOAD:
-            if pages > self._free:
-                self._free += tree.evict_device(pages - self._free)
+            self.make_room(pages * self.block_size)
             if pages <= self._free:
                 self._free -= pages
                 loaded = pages
@@ -276,7 +278,7 @@ class HiCacheManager(PageCache[HiCacheRequest, HiCacheTree]):
             tree.lock(node)
             tree.unlock(request.node)
             request.node = node
-            self._has(request, path.pages)
+            self._has(request, path.depth)
             request.from_host = loaded * self.block_size
         self._flush()
         return loaded * self.block_size
@@ -286,7 +288,7 @@ class HiCacheManager(PageCache[HiCacheRequest, HiCacheTree]):
         tree = self._tree
         loading = []
         at: TreeNode | None = node
-        while at is not None and not at.host.on_device:
+        while at is not None and not at.on_device:
             loading.append(at)
             at = at.parent
         hold = Hold(node)
@@ -305,8 +307,7 @@ class HiCacheManager(PageCache[HiCacheRequest, HiCacheTree]):
         Returns:
             Tokens that are free now.
         """
-        freed = self._tree.evict_device(-(-num_tokens // self.block_size))
-        self._free += freed
+        freed = self._evict(-(-num_tokens // self.block_size))
         self._flush()
         return freed * self.block_size
 
@@ -319,7 +320,12 @@ class HiCacheManager(PageCache[HiCacheRequest, HiCacheTree]):
     def make_room(self, tokens: int) -> None:
         """Evict until so many tokens are free, or no more may be evicted."""
         if tokens > self.available_size():
-            self._free += self._tree.evict_device(-(-(tokens - self.available_size()) // self.block_size))
+            self._evict(self.pages_of(tokens) - self._free)
+
+    def _evict(self, pages: int) -> int:
+        freed = sum(len(node.names) for node in self._tree.evict(pages))
+        self._free += freed
+        return freed
 
     def submit_loads(self) -> None:
         """Let what was ordered since the last batch begin, as one group."""
@@ -371,7 +377,7 @@ class HiCacheManager(PageCache[HiCacheRequest, HiCacheTree]):
         tree, tokens, names, namespace = self._tree, request.tokens, request.tokens.names, request.namespace
         node, matched, on_device = tree.root, 0, 0
         for node, matched in tree.walk(names, count, namespace):
-            if node.host.on_device:
+            if node.on_device:
                 on_device = matched
             else:
                 tree.put_on_device(node)
@@ -380,6 +386,7 @@ class HiCacheManager(PageCache[HiCacheRequest, HiCacheTree]):
             node = tree.grow(node, tokens, matched, count, namespace)
             tree.put_on_device(node)
             self._hit(node, counts=count > request.inserted)
+        tree.note(node)
         prompt = tokens.num_prompt_tokens // self.block_size
         if 0 < prompt < count:  # a node ends where the prompt does
             for _ in tree.walk(names, prompt, namespace):
