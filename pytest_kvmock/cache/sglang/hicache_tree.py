@@ -9,8 +9,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Final
 
 from pytest_kvmock.cache.sglang.hybrid_tree import HybridTree, TreeMatch
-from pytest_kvmock.cache.sglang.page_cache import Pages
-from pytest_kvmock.cache.sglang.radix_tree import Hold, HostPart, LeafQueue, TreeNode
+from pytest_kvmock.cache.sglang.radix_tree import Hold, HostPart, LeafQueue, Pages, TreeNode
 from pytest_kvmock.events import StorageTier
 
 # Theory of operation (SGLang 0.5.23, `UnifiedRadixCache` with `HybridCacheController`, full attention alone)
@@ -46,17 +45,20 @@ class HiCacheTree(HybridTree):
         host_pages: as above.
         host_free: pages of the host that nobody has.
         is_write_back: whether copies are made at the eviction.
+        ordered: copies to the host that were ordered; its owner takes them.
     """
 
     __slots__ = (
         "_copied",
         "_duplicates",
+        "_hits_to_write",
         "_host_leaves",
         "_removed",
         "_stored",
         "host_free",
         "host_pages",
         "is_write_back",
+        "ordered",
     )
 
     def __init__(
@@ -71,7 +73,8 @@ class HiCacheTree(HybridTree):
         copied: Callable[[TreeNode], None],
     ) -> None:
         self.host_pages = host_pages
-        self.is_write_back = not WRITE_POLICIES[write_policy]
+        self._hits_to_write = WRITE_POLICIES[write_policy]
+        self.is_write_back = not self._hits_to_write
         self._stored, self._removed, self._copied = stored, removed, copied
         super().__init__(policy, protected_threshold)
 
@@ -83,6 +86,7 @@ class HiCacheTree(HybridTree):
         self.host_free = self.host_pages
         self._host_leaves = LeafQueue(self._key, self._is_host_leaf)
         self._duplicates: dict[TreeNode, None] = {}
+        self.ordered: list[Hold] = []
 
     def _is_leaf(self, node: TreeNode) -> bool:
         if node.lock_ref or not node.on_device or node.parent is None:
@@ -118,10 +122,8 @@ class HiCacheTree(HybridTree):
 
     # ------------------------------------------------------------------------------------------------ inserts
 
-    def grow(self, parent: TreeNode, pages: Pages, start: int, count: int, namespace: Hashable) -> TreeNode:
-        """Add a leaf of the pages from `start` to `count`, which is nowhere yet."""
-        leaf = self._grow(parent, pages.names, start, count, namespace)
-        leaf.on_device = False
+    def _grow(self, parent: TreeNode, pages: Pages, start: int, count: int, namespace: Hashable) -> TreeNode:
+        leaf = super()._grow(parent, pages, start, count, namespace)
         token_ids = pages.block_tokens(start, count)
         token_ids = token_ids if token_ids is None else tuple(token_ids)  # a queue of events extends lists
         leaf.host = HostPart(tuple(pages.local_hashes[start:count]), token_ids, pages.carried(start, count))
@@ -129,14 +131,36 @@ class HiCacheTree(HybridTree):
 
     def put_on_device(self, node: TreeNode) -> None:
         """Give a node pages of the device, which its owner had."""
-        node.on_device = True
-        if node.lock_ref:
-            self.protected += len(node.names)
-        else:
-            self.evictable += len(node.names)
+        super().put_on_device(node)
         self.note_duplicate(node)
         self.note(node)
         self._stored(node, DEVICE)
+
+    def _hit(self, node: TreeNode) -> None:
+        """Count a hit, and order the copy of a node that has enough of them, and before it of what is above."""
+        if self.is_write_back:
+            return
+        super()._hit(node)
+        self.note(node)
+        if node.host.on_host or node.hit_count < self._hits_to_write:
+            return
+        lacking = []
+        at: TreeNode | None = node
+        while at is not None and not at.host.on_host:
+            lacking.append(at)
+            at = at.parent
+        for each in reversed(lacking):
+            if not self.make_host_room(len(each.names)):
+                return
+            self._order_copy(each)
+
+    def _order_copy(self, node: TreeNode) -> None:
+        """Give a node its place on the host, for a copy that is ordered: there must be room."""
+        self.host_free -= len(node.names)
+        node.host.on_host = True
+        node.host.copy = hold = Hold(node)
+        self.lock(node)
+        self.ordered.append(hold)
 
     def put_on_host(self, node: TreeNode) -> None:
         """Give a node pages of the host, which were counted as taken."""
@@ -144,14 +168,6 @@ class HiCacheTree(HybridTree):
         self.note_duplicate(node)
         self.note(node)
         self._stored(node, HOST)
-
-    def order_copy(self, node: TreeNode) -> Hold:
-        """Give a node its place on the host, for a copy that is ordered: there must be room."""
-        self.host_free -= len(node.names)
-        node.host.on_host = True
-        node.host.copy = hold = Hold(node)
-        self.lock(node)
-        return hold
 
     def insert_host(self, anchor: TreeNode, pages: Pages, start: int, count: int, namespace: Hashable) -> int:
         """Put the pages from `start` to `count`, which came to the host, under the node that ends where they begin.
@@ -172,7 +188,7 @@ class HiCacheTree(HybridTree):
             self.note(node)
             at = end
         if at < count:
-            self.put_on_host(self.grow(node, pages, at, count, namespace))
+            self.put_on_host(self._grow(node, pages, at, count, namespace))
         return spare
 
     def copied(self, hold: Hold) -> None:

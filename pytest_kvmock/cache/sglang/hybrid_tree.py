@@ -7,7 +7,7 @@ from math import inf
 from typing import NamedTuple
 
 from pytest_kvmock.cache.sglang.parts import Part, States, Window
-from pytest_kvmock.cache.sglang.radix_tree import NodePart, RadixTree, TreeNode
+from pytest_kvmock.cache.sglang.radix_tree import NodePart, Pages, RadixTree, TreeNode
 
 # Theory of operation (SGLang 0.5.23, `UnifiedRadixCache`)
 #
@@ -60,7 +60,7 @@ class Inserted(NamedTuple):
     """What an insert did.
 
     Attributes:
-        matched: pages that were there.
+        matched: pages that were on the device.
         node: the last node of the path; the root for none.
         windows: pages of the window that are the tree's now.
         has_state: whether the state is the tree's now.
@@ -187,7 +187,7 @@ class HybridTree(RadixTree):
 
     def checkpoint(
         self,
-        names: Sequence[int],
+        pages: Pages,
         count: int,
         namespace: Hashable = None,
         *,
@@ -199,7 +199,7 @@ class HybridTree(RadixTree):
         """Insert the first `count` pages of a request, with its window and its state.
 
         Args:
-            names: of the pages.
+            pages: those, and maybe more.
             count: how many of them.
             namespace: as in `insert`.
             inserted: as in `insert`.
@@ -207,7 +207,7 @@ class HybridTree(RadixTree):
             dead: pages before which the request has no window any more.
             has_state: whether it has one of the last page's end.
         """
-        matched, node = self.insert(names, count, namespace, 0, inserted)
+        matched, node = self.insert(pages, count, namespace, 0, inserted)
         windows = 0
         if matched < count:
             node.window, node.state = NodePart(node), NodePart(node)

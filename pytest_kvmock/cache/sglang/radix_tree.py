@@ -10,7 +10,9 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Protocol
+
+from pytest_kvmock.events import BlockTokens
 
 # Theory of operation
 #
@@ -25,6 +27,22 @@ from typing import Any, Final
 # A node may have its pages elsewhere than on the device, in a tree with a host below it (`hicache_tree.py`): then it is
 # no leaf of the device, it counts as neither evictable nor protected, and those above it may be leaves. What is on the
 # device is closed upward. Without a host, all nodes are on the device.
+
+
+class Pages(Protocol):
+    """Pages as they are inserted and stored: `RadixKey`, or the tokens of a request."""
+
+    names: list[int]
+
+    @property
+    def local_hashes(self) -> list[int]:
+        """The router's hash of each."""
+
+    def block_tokens(self, start: int, end: int) -> BlockTokens | None:
+        """Token ids of the pages from `start` to `end`; None if unknown."""
+
+    def carried(self, start: int, end: int) -> dict[str, Any] | None:
+        """What travels beside an event that stores these pages; None for nothing."""
 
 
 class TreeNode:
@@ -318,40 +336,60 @@ class RadixTree:
     # ------------------------------------------------------------------------------------------------ inserts
 
     def insert(
-        self, names: Sequence[int], count: int, namespace: Hashable = None, priority: int = 0, inserted: int = 0
+        self, pages: Pages, count: int, namespace: Hashable = None, priority: int = 0, inserted: int = 0
     ) -> tuple[int, TreeNode]:
-        """Insert the first `count` pages.
+        """Insert the first `count` pages, on the device.
 
         Args:
-            names: of the pages.
+            pages: those, and maybe more.
             count: how many of them.
             namespace: as in `path`.
             priority: of whoever inserts; a node has the highest.
             inserted: nodes that end within so many pages are not hit: they were inserted by the same request before.
 
         Returns:
-            How many of the pages were here, and the node that ends with the last of them.
+            How many of the pages were on the device, and the node that ends with the last of them.
         """
-        node, at = self.root, 0
-        for node, at in self.walk(names, count, namespace):
+        node: TreeNode = self.root
+        matched = at = 0
+        for node, at in self.walk(pages.names, count, namespace):
+            if node.on_device:
+                matched = at
+            else:
+                self.put_on_device(node)
             node.priority = max(node.priority, priority)
             if at > inserted:
-                node.hit_count += 1
+                self._hit(node)
         if at < count:
-            node = self._grow(node, names, at, count, namespace)
+            node = self._grow(node, pages, at, count, namespace)
             node.priority = priority
-            node.hit_count = int(count > inserted)
-            self.evictable += count - at
+            self.put_on_device(node)
+            if count > inserted:
+                self._hit(node)
         self.note(node)
-        return at, node
+        return matched, node
 
-    def _grow(self, parent: TreeNode, names: Sequence[int], start: int, count: int, namespace: Hashable) -> TreeNode:
-        """Add a leaf of the pages from `start` to `count`; who calls counts them."""
+    def _grow(self, parent: TreeNode, pages: Pages, start: int, count: int, namespace: Hashable) -> TreeNode:
+        """Add a leaf of the pages from `start` to `count`, which are nowhere yet."""
+        names = pages.names
         edge = names[start] if start or namespace is None else (namespace, names[0])
         self._clock += 1
         leaf = TreeNode(parent, edge, tuple(names[start:count]), self._clock)
+        leaf.on_device = False
         parent.children[edge] = leaf
         return leaf
+
+    def put_on_device(self, node: TreeNode) -> None:
+        """Give a node pages of the device, which its owner had."""
+        node.on_device = True
+        if node.lock_ref:
+            self.protected += len(node.names)
+        else:
+            self.evictable += len(node.names)
+
+    def _hit(self, node: TreeNode) -> None:
+        """Count that an insert passed over a node, or made it."""
+        node.hit_count += 1
 
     def _split(self, node: TreeNode, pages: int) -> TreeNode:
         """Put the first pages of a node into a new one above it; whoever holds the node holds the lower part."""

@@ -86,7 +86,7 @@ class Player:
         return self.hits(self.manager._tree.find(key.names, len(key.names)))
 
     def play_evict(self, tokens):
-        return {"evicted": self.manager.evict(tokens)}
+        return {"evicted": self.manager.evict(tokens)[0]}
 
     def play_evict_host(self, tokens):
         return {"evicted": self.manager.evict_host(tokens)}
@@ -115,7 +115,8 @@ class Player:
             if self.storage.blocks(request):
                 return {"ok": False, "why": "prefetch"}, 0
             answer["loaded"] = [*self.storage.take_loaded(request)]
-        found = manager.find(request)
+        manager.find(request)
+        found = request.match
         if self.storage is not None:
             again = self.storage.shrank(request, found.depth)
             if again is not None:
