@@ -257,14 +257,14 @@ def sglang_model(name: str) -> Callable[..., KvManager]:
 
 def sglang_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> Driver:
     """Make the driver of a `RadixCacheManager`, a `HybridCacheManager` or a `HiCacheManager`."""
-    if getattr(manager, "geometry", None) is not None:
-        from pytest_kvmock.drivers.hybrid_radix_driver import HybridRadixDriver
-
-        return HybridRadixDriver(manager, prefix_caching, rng)
     if hasattr(manager, "write_policy"):
         from pytest_kvmock.drivers.hicache_driver import HiCacheDriver
 
         return HiCacheDriver(manager, prefix_caching, rng)
+    if getattr(manager, "geometry", None) is not None:
+        from pytest_kvmock.drivers.hybrid_radix_driver import HybridRadixDriver
+
+        return HybridRadixDriver(manager, prefix_caching, rng)
     from pytest_kvmock.drivers.radix_driver import RadixDriver
 
     return RadixDriver(manager, prefix_caching, rng)

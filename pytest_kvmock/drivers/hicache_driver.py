@@ -7,7 +7,8 @@ from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING, Final
 
-from pytest_kvmock.cache.sglang.hicache_cache import HiCacheManager, HiCacheRequest
+from pytest_kvmock.cache.sglang.hicache_cache import HiCacheManager
+from pytest_kvmock.cache.sglang.hybrid_request import HybridRequest
 from pytest_kvmock.checks import check_integer
 from pytest_kvmock.drivers.driver import SlotsLost, checked_manager
 from pytest_kvmock.drivers.tree_driver import TreeDriver
@@ -39,7 +40,7 @@ class WorkerStorage:
         """Names of the blocks that it has, of whichever worker."""
         return {*self._storage.store.pages}
 
-    def _request(self, prompt: Prompt | TokenIds) -> HiCacheRequest:
+    def _request(self, prompt: Prompt | TokenIds) -> HybridRequest:
         return self._manager.request(Prompt.of(prompt), Random(0))  # noqa: S311 - nothing is drawn
 
     def fill(self, prompt: Prompt | TokenIds) -> None:
@@ -81,35 +82,35 @@ class HiCacheDriver(TreeDriver):
         draft = self.manager.speculative
         self.drafts = 0 if draft is None else draft.drafts
 
-    def lookup(self, request: HiCacheRequest) -> int:
+    def lookup(self, request: HybridRequest) -> int:
         """Tokens of the request that are on the device, without its last one; of an admitted one, all that it reuses."""
         if not self._prefix_caching:
             return 0
         pages = request.found if request in self.manager.requests else self.manager.on_device(request)
         return pages * self.manager.block_size
 
-    def need(self, request: HiCacheRequest, upto: int, tokens: Sequence[int] = ()) -> int:
+    def need(self, request: HybridRequest, upto: int, tokens: Sequence[int] = ()) -> int:
         """Pages that no request holds. Changes nothing."""
         return self.need_runs(request, upto, [(token,) for token in tokens])
 
-    def need_runs(self, request: HiCacheRequest, upto: int, runs: Sequence[Sequence[int]] = ()) -> int:
+    def need_runs(self, request: HybridRequest, upto: int, runs: Sequence[Sequence[int]] = ()) -> int:
         """As `need`, of steps that generate so many tokens each: accepted drafts and one more."""
         draft, count = self.manager.speculative, sum(map(len, runs))
         if runs and draft is not None:  # the last step needs room ahead of what is committed before it
             count += draft.ahead(self.manager.block_size) - len(runs[-1])
         return self.manager.missing(request, upto + count)
 
-    def start(self, request: HiCacheRequest, upto: int) -> bool:
+    def start(self, request: HybridRequest, upto: int) -> bool:
         """Match the first tokens of a request, lock, and load what the host has; False where there is no room for it."""
         manager = self.manager
         manager.find(request, upto if self._prefix_caching else 0)
         manager.admit(request)
-        path = request.path
-        assert path is not None
+        match = request.match
+        assert match is not None
         if manager.lacking(request, upto):
             manager.withdraw(request)
             return False
-        if path.pages > path.device_pages and not manager.load(request) and manager.lacking(request, upto):
+        if match.depth > match.usable and not manager.load(request) and manager.lacking(request, upto):
             manager.withdraw(request)
             return False
         if manager.storage is not None:
@@ -122,22 +123,22 @@ class HiCacheDriver(TreeDriver):
         """Where prefixes are fetched from; None: there is none, or nothing is reused."""
         return self.manager.storage if self._prefix_caching else None
 
-    def free(self, request: HiCacheRequest, *, done: bool) -> None:
+    def free(self, request: HybridRequest, *, done: bool) -> None:
         """Free what it has, and what is fetched for it; of a request that is done, after a last checkpoint."""
         if self.manager.storage is not None and not request.leaves_prefetch:
             self.manager.storage.leave(request)
         super().free(request, done=done)
 
-    def _start(self, request: HiCacheRequest, upto: int) -> bool:
+    def _start(self, request: HybridRequest, upto: int) -> bool:
         return self.start(request, upto)
 
-    def _fits(self, request: HiCacheRequest, upto: int) -> bool:
+    def _fits(self, request: HybridRequest, upto: int) -> bool:
         return not self.manager.lacking(request, upto)
 
-    def _withdraw(self, request: HiCacheRequest) -> None:
+    def _withdraw(self, request: HybridRequest) -> None:
         self.manager.withdraw(request)
 
-    def _compute(self, request: HiCacheRequest, upto: int) -> None:
+    def _compute(self, request: HybridRequest, upto: int) -> None:
         manager = self.manager
         needed = (manager.pages_of(upto) - request.allocated) * manager.block_size
         while manager.storage is not None and manager.available_size() < needed:
@@ -153,21 +154,21 @@ class HiCacheDriver(TreeDriver):
                 break
         manager.prefill([(request, upto)])
 
-    def _computed(self, request: HiCacheRequest) -> None:
+    def _computed(self, request: HybridRequest) -> None:
         if self._prefix_caching:
             self.manager.checkpoint(request)
 
-    def extend(self, request: HiCacheRequest, tokens: Sequence[int]) -> None:
+    def extend(self, request: HybridRequest, tokens: Sequence[int]) -> None:
         """Decode steps, one a token."""
         self.extend_runs(request, [(token,) for token in tokens])
 
-    def extend_runs(self, request: HiCacheRequest, runs: Sequence[Sequence[int]]) -> None:
+    def extend_runs(self, request: HybridRequest, runs: Sequence[Sequence[int]]) -> None:
         """Decode steps, each of which commits the last sampled token and accepted drafts."""
         for run in runs:
             self.make_room((request,))
             self.commit(request, run)
 
-    def commit(self, request: HiCacheRequest, run: Sequence[int]) -> None:
+    def commit(self, request: HybridRequest, run: Sequence[int]) -> None:
         """End a step, for which `make_room` has made room."""
         if self.drafts:
             self.manager.end_verify(request, run)
@@ -197,13 +198,13 @@ class HiCacheDriver(TreeDriver):
 
     # ------------------------------------------------------------------------------------------- a scheduler's
 
-    def step_tokens(self, requests: Sequence[HiCacheRequest]) -> int:
+    def step_tokens(self, requests: Sequence[HybridRequest]) -> int:
         """A page for each that needs one, or room for its drafts."""
         if not self.drafts:
             return super().step_tokens(requests)
         return sum(map(self.manager.pages_ahead, requests)) * self.manager.block_size
 
-    def make_room(self, requests: Sequence[HiCacheRequest]) -> bool:
+    def make_room(self, requests: Sequence[HybridRequest]) -> bool:
         """Evict until there is a page for each that needs one, or room for their drafts."""
         begin = self.manager.begin_verify if self.drafts else self.manager.begin_step
         if begin(requests):
@@ -211,7 +212,7 @@ class HiCacheDriver(TreeDriver):
         self._release_held()
         return begin(requests)
 
-    def generate(self, request: HiCacheRequest, token: int) -> bool:
+    def generate(self, request: HybridRequest, token: int) -> bool:
         """Compute one token, for which `make_room` has made room; False, and nothing is computed, where it has not."""
         self.checkpoint(request)  # of the prompt alone: the token is computed in a step of its own
         if not (self.drafts or self.manager.may_step(request)):
@@ -219,12 +220,12 @@ class HiCacheDriver(TreeDriver):
         self.commit(request, (token,))
         return True
 
-    def generate_run(self, request: HiCacheRequest, tokens: Sequence[int]) -> None:
+    def generate_run(self, request: HybridRequest, tokens: Sequence[int]) -> None:
         """Commit a step: the last sampled token and accepted drafts."""
         self.checkpoint(request)
         self.commit(request, tokens)
 
-    def quiet_passes(self, requests: Sequence[HiCacheRequest]) -> int:
+    def quiet_passes(self, requests: Sequence[HybridRequest]) -> int:
         """Passes in which each generates a token, and none needs a page or evicts."""
         manager = self.manager
         short = manager.available_size() < len(requests) * manager.block_size and manager.evictable_size() > 0

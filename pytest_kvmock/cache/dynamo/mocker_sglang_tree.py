@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from heapq import heappop, heappush
-from operator import attrgetter
-from typing import Final
 
-from pytest_kvmock.cache.sglang.radix_tree import RadixTree, TreeNode, shared_pages
+from pytest_kvmock.cache.sglang.radix_tree import RadixTree, TreeNode
 
 # Theory of operation
 #
@@ -15,9 +12,6 @@ from pytest_kvmock.cache.sglang.radix_tree import RadixTree, TreeNode, shared_pa
 # where the tree has others of the same tokens. A node that is matched in part is split, and both halves keep the old
 # time of access. The cost of a walk is one tick, whichever way it ends. A leaf is evicted from its tail, no further than
 # is wanted. And a leaf grows in place.
-
-_BY_ACCESS: Final = attrgetter("last", "created")
-"""Halves of a node have one time of access; they are never leaves together, and a heap compares them all the same."""
 
 
 class PageNode(TreeNode):
@@ -46,7 +40,6 @@ class PageTree(RadixTree):
 
     def __init__(self) -> None:
         super().__init__("lru")
-        self._key = _BY_ACCESS
 
     def find(self, names: Sequence[int], count: int) -> tuple[TreeNode, list[int]]:
         """Match the first `count` pages, and count the nodes that match in full as used now.
@@ -57,31 +50,22 @@ class PageTree(RadixTree):
             The last node of the path, the root for none; and the pages up to its end.
         """
         tick = self._clock = self._clock + 1
-        node, at = self.root, 0
+        node: TreeNode = self.root
         pages: list[int] = []
-        while at < count:
-            child = node.children.get(names[at])
-            if child is None:
-                break
-            assert isinstance(child, PageNode)
-            run = child.names
-            end = at + len(run)
-            if end > count or names[end - 1] != run[-1]:
-                upper = self._halve(child, shared_pages(run, names, at, count))
-                pages += upper.pages
-                return upper, pages
-            child.last = tick
-            pages += child.pages
-            node, at = child, end
-        if not node.children:
-            self._changed.add(node)
+        for node, end in self.path(names, count):
+            assert isinstance(node, PageNode)
+            if end - len(pages) < len(node.names):
+                node = self._halve(node, end - len(pages))  # noqa: PLW2901 - the last one
+            else:
+                node.last = tick
+            pages += node.pages
+        self.note(node)
         return node, pages
 
     def touch(self, node: TreeNode) -> None:
         """Count a node and all above it as used now, as a match of its whole path does."""
         tick = self._clock = self._clock + 1
-        if not node.children:
-            self._changed.add(node)
+        self.note(node)
         at: TreeNode | None = node
         while at is not None and at is not self.root:
             at.last = tick
@@ -89,16 +73,11 @@ class PageTree(RadixTree):
 
     def locked(self, names: Sequence[int], count: int) -> int:
         """Leading pages, of the first `count`, that are here and locked. Changes nothing."""
-        node, at = self.root, 0
-        while at < count:
-            child = node.children.get(names[at])
-            if child is None or not child.lock_ref:
+        at = 0
+        for node, end in self.path(names, count):
+            if not node.lock_ref:
                 break
-            shared = shared_pages(child.names, names, at, count)
-            at += shared
-            if shared < len(child.names):
-                break
-            node = child
+            at = end
         return at
 
     def trim(self, pages: int) -> list[int]:
@@ -107,32 +86,16 @@ class PageTree(RadixTree):
         Returns:
             Their identities, leaf by leaf, each from front to back.
         """
-        self._queue_changed()
-        heap, root, key_of = self._heap, self.root, self._key
         out: list[int] = []
-        while len(out) < pages and heap:
-            key, node = heap[0]
-            parent, wanted = node.parent, pages - len(out)
-            is_leaf = key == node.queued and parent is not None and not (node.children or node.lock_ref)
-            if is_leaf and wanted < len(node.names):
-                assert isinstance(node, PageNode)
-                out += node.pages[-wanted:]
-                node.names, node.pages = node.names[:-wanted], node.pages[:-wanted]
-                break
-            heappop(heap)
-            if key == node.queued:
-                node.queued = None
-            if not is_leaf:
-                continue
+        while len(out) < pages and (node := self._leaves.pop()) is not None:
             assert isinstance(node, PageNode)
-            assert parent is not None
-            out += node.pages
-            del parent.children[node.edge]
-            node.parent = None
-            self._nodes -= 1
-            if not parent.children and not parent.lock_ref and parent is not root:
-                parent.queued = key_of(parent)
-                heappush(heap, (parent.queued, parent))
+            wanted = pages - len(out)
+            out += node.pages[-wanted:]
+            if wanted < len(node.names):
+                node.names, node.pages = node.names[:-wanted], node.pages[:-wanted]
+                self.note(node)
+            else:
+                self._detach(node)
         self.evictable -= len(out)
         return out
 
@@ -154,31 +117,24 @@ class PageTree(RadixTree):
             The last node of the path, and the pages behind `first`: of those that were there, the tree's.
         """
         self.touch(start)
-        tick, at = self._clock, first
-        node: TreeNode = start
+        tick = self._clock
+        node, at = start, first
         kept: list[int] = []
-        while at < count:
-            child = node.children.get(names[at])
-            if child is None:
-                break
-            assert isinstance(child, PageNode)
-            shared = shared_pages(child.names, names, at, count)
-            at += shared
-            if shared < len(child.names):
-                node = upper = self._halve(child, shared)
-                kept += upper.pages
-                break
-            child.last = tick
-            kept += child.pages
-            node = child
+        for node, end in self.path(names, count, None, start, first):
+            assert isinstance(node, PageNode)
+            if end - at < len(node.names):
+                node = self._halve(node, end - at)  # noqa: PLW2901 - the last one
+            else:
+                node.last = tick
+            kept += node.pages
+            at = end
         if at < count:
-            node = self._grow(node, start, names[at:count], pages[at:count])
+            node = self._extend(node, start, names[at:count], pages[at:count])
             kept += pages[at:count]
-        if not node.children:
-            self._changed.add(node)
+        self.note(node)
         return node, kept
 
-    def _grow(self, node: TreeNode, start: TreeNode, names: Sequence[int], pages: Sequence[int]) -> TreeNode:
+    def _extend(self, node: TreeNode, start: TreeNode, names: Sequence[int], pages: Sequence[int]) -> TreeNode:
         grows = isinstance(node, PageNode) and not node.children
         if grows and (not node.lock_ref or (node is start and node.lock_ref == 1)):
             assert isinstance(node, PageNode)
@@ -192,7 +148,6 @@ class PageTree(RadixTree):
         leaf = PageNode(node, names[0], tuple(names), tuple(pages), self._clock)
         node.children[names[0]] = leaf
         self.evictable += len(names)
-        self._nodes += 1
         return leaf
 
     def _halve(self, node: PageNode, count: int) -> PageNode:
@@ -205,5 +160,4 @@ class PageTree(RadixTree):
         parent.children[node.edge] = upper
         node.parent, node.edge, node.names, node.pages = upper, names[count], names[count:], pages[count:]
         upper.children[node.edge] = node
-        self._nodes += 1
         return upper

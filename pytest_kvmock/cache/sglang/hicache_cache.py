@@ -7,18 +7,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
-from random import Random
 from typing import Any, ClassVar, Final
 
-from pytest_kvmock.cache.hashed import HashedTokens
+from pytest_kvmock.cache.sglang.geometry import Geometry
 from pytest_kvmock.cache.sglang.hicache_storage import HostStorage
-from pytest_kvmock.cache.sglang.hicache_tree import DEVICE, HOST, WRITE_POLICIES, HiCacheTree, HostMatch
-from pytest_kvmock.cache.sglang.page_cache import PageCache, on_the_wire
-from pytest_kvmock.cache.sglang.radix_request import RadixRequest
-from pytest_kvmock.cache.sglang.radix_tree import Hold, TreeNode
+from pytest_kvmock.cache.sglang.hicache_tree import DEVICE, HOST, HiCacheTree
+from pytest_kvmock.cache.sglang.hybrid_cache import HybridCacheManager
+from pytest_kvmock.cache.sglang.hybrid_request import HybridRequest
+from pytest_kvmock.cache.sglang.page_cache import on_the_wire
+from pytest_kvmock.cache.sglang.radix_tree import Hold, Pages, TreeNode
 from pytest_kvmock.checks import check_integer
 from pytest_kvmock.events import StorageTier
-from pytest_kvmock.tokens import Prompt
 
 # Theory of operation
 #
@@ -29,32 +28,9 @@ from pytest_kvmock.tokens import Prompt
 
 LEAST_LOAD: Final = 10
 """Tokens below which nothing is loaded from the host (`load_back_threshold`)."""
-RETRACT_TOKENS: Final = 20
-"""Tokens of room that a retraction makes for each request that is left (`retract_decode_steps`)."""
 
 
-class HiCacheRequest(RadixRequest):
-    """One request, and what it has of a cache with a host.
-
-    Attributes:
-        path: what its last lookup found; None before the first.
-        from_device: tokens that its admission found on the device.
-        from_host: tokens that it loaded from the host.
-        from_storage: of these, tokens that a prefetch had brought there for it.
-        leaves_prefetch: what is fetched for it is cached when it comes, though nobody waits for it.
-    """
-
-    __slots__ = ("from_device", "from_host", "from_storage", "leaves_prefetch", "path")
-
-    def retract(self) -> None:
-        """Forget what it has: it begins anew, with the tokens that it has."""
-        super().retract()
-        self.path: HostMatch | None = None
-        self.from_device = self.from_host = self.from_storage = 0
-        self.leaves_prefetch = False
-
-
-class HiCacheManager(PageCache[HiCacheRequest, HiCacheTree]):
+class HiCacheManager(HybridCacheManager):
     """Caches whole pages on device and host, and publishes what is on each.
 
     Args:
@@ -75,6 +51,7 @@ class HiCacheManager(PageCache[HiCacheRequest, HiCacheTree]):
         loads: groups of copies to the device, likewise.
     """
 
+    _tree: HiCacheTree
     takes: ClassVar[str] = (
         "match_prefix, evict, evict_host, reset; find, admit, load, prefill, checkpoint of a request; ack"
     )
@@ -88,15 +65,13 @@ class HiCacheManager(PageCache[HiCacheRequest, HiCacheTree]):
         **options: Any,
     ) -> None:
         self.host_blocks, self.write_policy = host_blocks, write_policy
-        self._hits_to_write = WRITE_POLICIES[write_policy]
         self.storage = storage
         self.offload: Any = None
-        self._ordered_writes: list[Hold] = []
         self._ordered_loads: list[tuple[Hold, Hold]] = []
         self.writes: deque[list[Hold]] = deque()
         self.loads: deque[list[tuple[Hold, Hold]]] = deque()
         self._before_reset: dict[StorageTier, Collection[int]] = {DEVICE: (), HOST: ()}
-        super().__init__(**options)
+        super().__init__(geometry=Geometry(), **options)
         if storage is not None:
             storage.attach(self._tree, self.block_size)
 
@@ -110,6 +85,12 @@ class HiCacheManager(PageCache[HiCacheRequest, HiCacheTree]):
             removed=self._was_removed,
             copied=self._was_copied,
         )
+
+    def _stored(self, pages: Pages, new: Sequence[int], start: int, end: int) -> None:
+        """Nothing: the tree says node by node what comes."""
+
+    def _removed(self, names: list[int]) -> None:
+        """Nothing: the tree says node by node what goes."""
 
     def _was_stored(self, node: TreeNode, tier: StorageTier) -> None:
         part, parent = node.host, node.parent
@@ -133,7 +114,7 @@ class HiCacheManager(PageCache[HiCacheRequest, HiCacheTree]):
     def resident(self, tier: StorageTier = StorageTier.DEVICE) -> Collection[int]:
         """Names of what is cached in a tier; on the host, of what has been copied."""
         if tier == DEVICE:
-            return [name for node in self._tree.nodes() if node.host.on_device for name in node.names]
+            return [name for node in self._tree.nodes() if node.on_device for name in node.names]
         if tier == HOST:
             return [
                 name for node in self._tree.nodes() if node.host.on_host and not node.host.copy for name in node.names
@@ -148,39 +129,32 @@ class HiCacheManager(PageCache[HiCacheRequest, HiCacheTree]):
     @property
     def is_busy(self) -> bool:
         """Whether copies are ordered or under way."""
-        busy = bool(self._ordered_writes or self._ordered_loads or self.writes or self.loads)
+        busy = bool(self._tree.ordered or self._ordered_loads or self.writes or self.loads)
         return busy or (self.storage is not None and self.storage.is_busy)
 
-    def _reusable(self, request: HiCacheRequest) -> int:
-        return (len(request.tokens) - 1) // self.block_size
-
-    def promised(self, request: HiCacheRequest) -> int:
-        """Count the pages that it has on device or host: what events promise. Changes nothing."""
-        return self._tree.look(request.tokens.names, self._reusable(request), request.namespace)[0]
-
-    def lookup(self, request: HiCacheRequest) -> int:
+    def lookup(self, request: HybridRequest) -> int:
         """Count the pages that it would use, where there is room. Changes nothing."""
-        pages, on_device = self._tree.look(request.tokens.names, self._reusable(request), request.namespace)
-        return pages if (pages - on_device) * self.block_size >= LEAST_LOAD else on_device
+        found = self._tree.look(request.tokens.names, self._reusable(request), request.namespace)
+        return found.depth if (found.depth - found.usable) * self.block_size >= LEAST_LOAD else found.usable
 
-    def in_storage(self, request: HiCacheRequest) -> int:
+    def in_storage(self, request: HybridRequest) -> int:
         """Count the pages that the storage would be asked for now and has, beyond those of device and host. Changes nothing."""
-        path = [*self._tree.path(request.tokens.names, self._reusable(request), request.namespace)]
-        if self.storage is None or (path and not path[-1][0].host.on_host):
+        names, count = request.tokens.names, self._reusable(request)
+        found = self._tree.look(names, count, request.namespace)
+        if self.storage is None or not found.end.host.on_host:
             return 0
-        pages = sum(shared for _, shared in path)
-        hit = self.storage.store.leading(request.tokens.names[pages : self._reusable(request)])
+        hit = self.storage.store.leading(names[found.depth : count])
         return hit if hit * self.block_size >= self.storage.prefetch_threshold else 0
 
-    def on_device(self, request: HiCacheRequest) -> int:
+    def on_device(self, request: HybridRequest) -> int:
         """Count the pages of it that are on the device. Changes nothing."""
-        return self._tree.look(request.tokens.names, self._reusable(request), request.namespace)[1]
+        return super().lookup(request)
 
     def _held(self) -> set[TreeNode]:
         """Nodes that requests hold, whatever copies do."""
         nodes: set[TreeNode] = set()
         for request in self.requests:
-            node = request.node
+            node = None if request.lock is None else request.lock.node
             while node is not None and node is not self._tree.root and node not in nodes:
                 nodes.add(node)
                 node = node.parent
@@ -192,79 +166,43 @@ class HiCacheManager(PageCache[HiCacheRequest, HiCacheTree]):
         own = sum(request.allocated - request.protected for request in self.requests)
         return self.max_capacity - own - sum(len(node.names) for node in self._held())
 
-    def missing(self, request: HiCacheRequest, upto: int) -> int:
+    def missing(self, request: HybridRequest, upto: int) -> int:
         """Count the pages that no request holds and that the first tokens of one need. Changes nothing."""
         if request in self.requests:
             return self.pages_of(upto) - request.allocated
         held, shared = self._held(), 0
-        for node, pages in self._tree.path(request.tokens.names, self._reusable(request), request.namespace):
-            shared += pages if node in held else 0
+        for node, end in self._tree.path(request.tokens.names, self._reusable(request), request.namespace):
+            if node not in held:  # nor is what is below it
+                break
+            shared = end
         return self.pages_of(upto) - shared
 
     # ---------------------------------------------------------------------------------------------- admission
 
-    def request(self, prompt: Prompt, rng: Random) -> HiCacheRequest:
-        """A request that has nothing yet."""
-        hasher, namespace = self._hasher_of(prompt)
-        return HiCacheRequest(HashedTokens(prompt, self.block_size, hasher, rng), rng, namespace)
-
-    def find(self, request: HiCacheRequest, upto: int | None = None) -> HostMatch:
-        """Match all of a request but its last token, which is computed anyway, for `admit`.
-
-        Args:
-            request: one that has nothing.
-            upto: match no more than so many of its tokens; None: all.
-        """
-        count = self._reusable(request)
-        if upto is not None:
-            count = min(count, upto // self.block_size)
-        request.path = self._tree.find(request.tokens.names, count, request.namespace)
-        request.found = request.path.device_pages
-        return request.path
-
-    def admit(self, request: HiCacheRequest) -> None:
+    def admit(self, request: HybridRequest) -> None:
         """Lock what was found on the device for a request."""
-        path = request.path
-        assert path is not None
-        request.node = path.device_node
-        self._tree.lock(request.node)
-        self.requests[request] = None
-        self._has(request, path.device_pages)
-        request.from_device = path.device_pages * self.block_size
-        self._flush()
+        super().admit(request)
+        request.from_device = request.computed
 
-    def _has(self, request: HiCacheRequest, pages: int) -> None:
-        request.found = request.protected = request.allocated = pages
-        request.computed = pages * self.block_size
-
-    def withdraw(self, request: HiCacheRequest) -> None:
-        """Take back `admit` of a request for which nothing was allocated."""
-        del self.requests[request]
-        assert request.node is not None
-        self._tree.unlock(request.node)
-        request.node = None
-        self._has(request, 0)
+    def withdraw(self, request: HybridRequest) -> None:
+        """Take back `admit`, and `load`, of a request for which nothing was allocated."""
+        super().withdraw(request)
         request.from_device = request.from_host = request.from_storage = 0
 
-    def lacking(self, request: HiCacheRequest, upto: int, pages: int = 0) -> int:
-        """Count the pages that lack for the tokens of an admitted request up to one, with those that are spoken for."""
-        return max(0, self.pages_of(upto) - request.allocated + pages - self._free - self._tree.evictable)
-
-    def load(self, request: HiCacheRequest) -> int:
+    def load(self, request: HybridRequest) -> int:
         """Load what an admitted request has on the host, all of it or nothing, for the next batch.
 
         Returns:
             Tokens; 0 if they are too few, or there is no room. What was evicted for them is, all the same.
         """
-        tree, path = self._tree, request.path
-        assert path is not None
-        node, pages = path.node, path.pages - path.device_pages
+        tree, match = self._tree, request.match
+        assert match is not None
+        node, pages = match.end, match.depth - match.usable
         hold = tree.hold_host(node)
         tree.lock(node)
         loaded = 0
         if pages * self.block_size >= LEAST_LOAD:
-            if pages > self._free:
-                self._free += tree.evict_device(pages - self._free)
+            self.make_room(pages * self.block_size)
             if pages <= self._free:
                 self._free -= pages
                 loaded = pages
@@ -272,11 +210,11 @@ class HiCacheManager(PageCache[HiCacheRequest, HiCacheTree]):
         tree.release_host(hold)
         tree.unlock(node)
         if loaded:
-            assert request.node is not None
-            tree.lock(node)
-            tree.unlock(request.node)
-            request.node = node
-            self._has(request, path.pages)
+            assert request.lock is not None
+            tree.release(request.lock)
+            request.lock = tree.hold(node)
+            request.found = request.protected = request.allocated = match.depth
+            request.computed = match.depth * self.block_size
             request.from_host = loaded * self.block_size
         self._flush()
         return loaded * self.block_size
@@ -286,7 +224,7 @@ class HiCacheManager(PageCache[HiCacheRequest, HiCacheTree]):
         tree = self._tree
         loading = []
         at: TreeNode | None = node
-        while at is not None and not at.host.on_device:
+        while at is not None and not at.on_device:
             loading.append(at)
             at = at.parent
         hold = Hold(node)
@@ -299,27 +237,15 @@ class HiCacheManager(PageCache[HiCacheRequest, HiCacheTree]):
 
     # ------------------------------------------------------------------------------------------------- compute
 
-    def evict(self, num_tokens: int) -> int:
-        """Evict from the device until so many tokens are freed, or none may be evicted.
+    def evict_host(self, num_tokens: int) -> int:
+        """Evict from the host until so many tokens are freed, or none may be evicted.
 
         Returns:
-            Tokens that are free now.
+            Tokens that are free there now.
         """
-        freed = self._tree.evict_device(-(-num_tokens // self.block_size))
-        self._free += freed
-        self._flush()
-        return freed * self.block_size
-
-    def evict_host(self, num_tokens: int) -> int:
-        """Evict from the host likewise."""
         freed = self._tree.evict_host(-(-num_tokens // self.block_size))
         self._flush()
         return freed * self.block_size
-
-    def make_room(self, tokens: int) -> None:
-        """Evict until so many tokens are free, or no more may be evicted."""
-        if tokens > self.available_size():
-            self._free += self._tree.evict_device(-(-(tokens - self.available_size()) // self.block_size))
 
     def submit_loads(self) -> None:
         """Let what was ordered since the last batch begin, as one group."""
@@ -329,11 +255,11 @@ class HiCacheManager(PageCache[HiCacheRequest, HiCacheTree]):
 
     def submit_writes(self) -> None:
         """Let the copies to the host that were ordered begin, as one group."""
-        if self._ordered_writes:
-            self.writes.append(self._ordered_writes)
-            self._ordered_writes = []
+        if self._tree.ordered:
+            self.writes.append(self._tree.ordered)
+            self._tree.ordered = []
 
-    def prefill(self, batch: Sequence[tuple[HiCacheRequest, int]]) -> None:
+    def prefill(self, batch: Sequence[tuple[HybridRequest, int]]) -> None:
         """Allocate, and compute, what requests that were admitted have not of their first tokens.
 
         Args:
@@ -342,133 +268,8 @@ class HiCacheManager(PageCache[HiCacheRequest, HiCacheTree]):
         Raises:
             ValueError: there is no room, though `lacking` said so: what counts as evictable is held (`write_back`).
         """
-        size = self.block_size
         self.submit_loads()
-        self.make_room(sum(upto - request.computed + (size if size > 1 else 0) for request, upto in batch))
-        for request, upto in batch:
-            self._allocate(request, upto)
-            request.computed = upto
-        self._flush()
-
-    def _allocate(self, request: HiCacheRequest, upto: int) -> None:
-        pages = self.pages_of(upto) - request.allocated
-        if pages > self._free:
-            raise ValueError(f"{pages} pages are needed, {self._free} are free")
-        self._free -= pages
-        request.allocated += pages
-
-    def checkpoint(self, request: HiCacheRequest) -> None:
-        """Insert the whole pages that a request has computed into the tree, and lock them there."""
-        tree, count = self._tree, request.computed // self.block_size
-        node = self._insert(request, count)
-        assert request.node is not None
-        tree.unlock(request.node)
-        tree.lock(node)
-        request.node = node
-        self._flush()
-
-    def _insert(self, request: HiCacheRequest, count: int) -> TreeNode:
-        tree, tokens, names, namespace = self._tree, request.tokens, request.tokens.names, request.namespace
-        node, matched, on_device = tree.root, 0, 0
-        for node, matched in tree.walk(names, count, namespace):
-            if node.host.on_device:
-                on_device = matched
-            else:
-                tree.put_on_device(node)
-            self._hit(node, counts=matched > request.inserted)
-        if matched < count:
-            node = tree.grow(node, tokens, matched, count, namespace)
-            tree.put_on_device(node)
-            self._hit(node, counts=count > request.inserted)
-        prompt = tokens.num_prompt_tokens // self.block_size
-        if 0 < prompt < count:  # a node ends where the prompt does
-            for _ in tree.walk(names, prompt, namespace):
-                pass
-        self._free += max(0, on_device - request.protected)
-        request.protected = count
-        request.inserted = max(request.inserted, count)
-        return node
-
-    def _hit(self, node: TreeNode, *, counts: bool) -> None:
-        """Count a hit, and order the copy of a node that has enough of them, and before it of what is above."""
-        if not counts or not self._hits_to_write:
-            return
-        tree = self._tree
-        node.hit_count += 1
-        tree.note(node)
-        if node.host.on_host or node.hit_count < self._hits_to_write:
-            return
-        lacking = []
-        at: TreeNode | None = node
-        while at is not None and not at.host.on_host:
-            lacking.append(at)
-            at = at.parent
-        for each in reversed(lacking):
-            if not tree.make_host_room(len(each.names)):
-                return
-            self._ordered_writes.append(tree.order_copy(each))
-
-    def finish(self, request: HiCacheRequest) -> None:
-        """Cache what a request has computed, and free the rest."""
-        self._insert(request, request.computed // self.block_size)
-        self.release(request)
-        self._flush()
-
-    def release(self, request: HiCacheRequest) -> None:
-        """Free what a request has outside the tree, and release its lock; nothing if it has none."""
-        if request not in self.requests:
-            return
-        del self.requests[request]
-        self._free += request.allocated - request.protected
-        assert request.node is not None
-        self._tree.unlock(request.node)
-        request.retract()
-
-    def retract(self, request: HiCacheRequest) -> None:
-        """Free what a request has, uncached, and make some room for those that are left."""
-        self.release(request)
-        self.make_room(RETRACT_TOKENS * len(self.requests))
-        self._flush()
-
-    def may_step(self, request: HiCacheRequest) -> bool:
-        """Whether there is a free page for the next token of a request, or it needs none."""
-        return not request.opens_page or self._free > 0
-
-    def begin_step(self, requests: Sequence[HiCacheRequest]) -> bool:
-        """Make room for a token of each request; False where it is short.
-
-        Room is made for a page a request then, though some need none (`alloc_paged_token_slots_decode`).
-        """
-        pages = sum(request.opens_page for request in requests)
-        self.make_room(pages * self.block_size)
-        fits = pages <= self._free
-        if fits:
-            self.make_room(len(requests) * self.block_size)
-        self._flush()
-        return fits
-
-    def end_step(self, request: HiCacheRequest, token: int) -> None:
-        """Append a token, for which `begin_step` has made room, and compute it."""
-        request.append(token)
-        self._allocate(request, request.computed + 1)
-        request.computed += 1
-
-    def begin_verify(self, requests: Sequence[HiCacheRequest]) -> bool:
-        """Give each request room for its next step with drafts; False where it is short."""
-        lacking = [self.pages_ahead(request) for request in requests]
-        self.make_room(sum(lacking) * self.block_size)
-        fits = sum(lacking) <= self._free
-        if fits:
-            self._take_ahead(requests, lacking)
-        self._flush()
-        return fits
-
-    def end_verify(self, request: HiCacheRequest, tokens: Sequence[int]) -> None:
-        """Append the tokens that a step commits, for which `begin_verify` has made room."""
-        for token in tokens:
-            request.append(token)
-        request.computed += len(tokens)
-        request.steps += 1
+        super().prefill(batch)
 
     # -------------------------------------------------------------------------------------------------- copies
 
@@ -528,8 +329,3 @@ class HiCacheManager(PageCache[HiCacheRequest, HiCacheTree]):
     def clear(self) -> bool:
         """Reset the cache; False, and nothing happens, while a page is in use or a copy under way (`flush_cache`)."""
         return not self.is_busy and super().clear()
-
-    def _flush(self) -> None:
-        self._publish()
-        if self._publisher.failure is not None:
-            self._publisher.surface()

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final, Protocol
 
 from pytest_kvmock.cache.hashed import HashedTokens
-from pytest_kvmock.cache.sglang.hicache_tree import HiCacheTree, HostMatch
+from pytest_kvmock.cache.sglang.hicache_tree import HiCacheTree
+from pytest_kvmock.cache.sglang.hybrid_tree import TreeMatch
 from pytest_kvmock.cache.sglang.radix_tree import Hold, TreeNode
 
 # Theory of operation
@@ -198,7 +199,7 @@ class HostStorage:
 
     # ------------------------------------------------------------------------------------------------- requests
 
-    def arrive(self, request: Any) -> tuple[HostMatch, bool]:
+    def arrive(self, request: Any) -> tuple[TreeMatch, bool]:
         """Take a request that waits, and look it up; returns what the tree has, and whether the storage is asked."""
         self.waiting[request] = Seeker(request)
         return self.look_up(self.waiting[request])
@@ -214,19 +215,19 @@ class HostStorage:
             prefetch.taken = prefetch.done
             self._released.append(prefetch.done)
 
-    def look_up(self, seeker: Seeker) -> tuple[HostMatch, bool]:
+    def look_up(self, seeker: Seeker) -> tuple[TreeMatch, bool]:
         """Match a request, and ask the storage for the rest if that is worth it."""
         request, size, tree = seeker.request, self._size, self._tree
         tokens = request.tokens
         found = tree.find(tokens.names, (len(tokens) - 1) // size, request.namespace)
-        seeker.length, seeker.missed, seeker.polls = found.pages, False, None
-        count = (len(tokens) - 1) // size - found.pages
-        if seeker.timed_out or not found.node.host.on_host or count * size < self.prefetch_threshold:
+        seeker.length, seeker.missed, seeker.polls = found.depth, False, None
+        count = (len(tokens) - 1) // size - found.depth
+        if seeker.timed_out or not found.end.host.on_host or count * size < self.prefetch_threshold:
             return found, False
         if self._reserved * size >= tree.host_pages * size // 2:
             seeker.missed = True
             return found, False
-        prefetch = Prefetch(seeker, found.node, tree.hold_host(found.node), found.pages, count)
+        prefetch = Prefetch(seeker, found.end, tree.hold_host(found.end), found.depth, count)
         prefetch.hit, seeker.known = seeker.known, None
         seeker.prefetch = prefetch
         self._reserved += count
@@ -279,7 +280,7 @@ class HostStorage:
         loaded, seeker.loaded = seeker.loaded, (0, None)
         return loaded
 
-    def shrank(self, request: Any, pages: int) -> tuple[HostMatch, bool] | None:
+    def shrank(self, request: Any, pages: int) -> tuple[TreeMatch, bool] | None:
         """Look a request up again whose match has become shorter; None if it has not, or may not be."""
         seeker = self.waiting.get(request)
         if seeker is None or pages >= seeker.length:
@@ -333,7 +334,7 @@ class HostStorage:
 
     # ---------------------------------------------------------------------------------------------------- steps
 
-    def step(self) -> list[tuple[Any, HostMatch, bool]]:
+    def step(self) -> list[tuple[Any, TreeMatch, bool]]:
         """See what the threads have done, and look up again what was not found; returns what was looked up."""
         self.see()
         return self._retry()
@@ -356,8 +357,8 @@ class HostStorage:
         for _ in range(released):
             self._tree.host_free += self._released.popleft()
 
-    def _retry(self) -> list[tuple[Any, HostMatch, bool]]:
-        done: list[tuple[Any, HostMatch, bool]] = []
+    def _retry(self) -> list[tuple[Any, TreeMatch, bool]]:
+        done: list[tuple[Any, TreeMatch, bool]] = []
         if not self.retry_interval:
             return done
         for request, seeker in [*self.waiting.items()][1:]:  # the head of the queue is never asked for again

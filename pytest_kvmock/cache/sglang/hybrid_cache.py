@@ -53,13 +53,13 @@ class HybridCacheManager(PageCache[HybridRequest, HybridTree]):
         self.geometry = geometry
         self._may_have_pairs = geometry.states is None
         super().__init__(**options)
+        self._bigram = int(self.hasher.is_eagle)
         self.window = self._tree.window
         self.states = self._tree.states
 
     def _new_tree(self, policy: str, protected_threshold: int) -> HybridTree:
         geometry, size = self.geometry, self.block_size
         geometry.check(self.max_capacity, size, policy)
-        self._bigram = int(self.hasher.is_eagle)
         window = geometry.make_window(self.max_capacity, size)
         return HybridTree(policy, protected_threshold, window, geometry.make_states())
 
@@ -80,8 +80,12 @@ class HybridCacheManager(PageCache[HybridRequest, HybridTree]):
         done = self._tree.reclaim(-(-tokens // size), -(-window_tokens // size), states)
         if done.names:
             self._free += len(done.names)
-            self._queue.removed(done.names)
+            self._removed(done.names)
         return done
+
+    def _removed(self, names: list[int]) -> None:
+        """Queue the Removed of pages that were evicted from the device."""
+        self._queue.removed(names)
 
     def make_room(self, tokens: int) -> None:
         """Evict until so many tokens of full attention and of windows are free, or no more may be evicted."""
@@ -152,6 +156,7 @@ class HybridCacheManager(PageCache[HybridRequest, HybridTree]):
         if upto is not None:
             count = min(count, upto // size)
         found = self._tree.find(request.tokens.names, count, request.namespace)
+        request.match = found
         request.node, request.found = found.node, found.usable
         request.short = self._missing_parts(found)
         depth = found.depth * size
@@ -339,7 +344,7 @@ class HybridCacheManager(PageCache[HybridRequest, HybridTree]):
         """Insert the first pages of a request; returns the node where they end."""
         tokens, protected, dead = request.tokens, request.protected, request.dead
         done = self._tree.checkpoint(
-            tokens.names,
+            tokens,
             count,
             request.namespace,
             inserted=request.inserted,
@@ -351,7 +356,7 @@ class HybridCacheManager(PageCache[HybridRequest, HybridTree]):
             self._stored(tokens, tuple(tokens.names[done.matched : count]), done.matched, count)
         prompt = (tokens.num_prompt_tokens - self._bigram) // self.block_size
         if self.window is None and self.states is None and 0 < prompt < count:  # a node ends where the prompt does
-            self._tree.insert(tokens.names, prompt, request.namespace, 0, prompt)
+            self._tree.insert(tokens, prompt, request.namespace, 0, prompt)
         self._free += done.matched - protected
         if self.window is not None:
             self.window.free += max(0, count - max(protected, dead)) - done.windows

@@ -8,7 +8,7 @@ from typing import Any
 
 from pytest_kvmock.cache.lookahead_tokens import LookaheadTokens
 from pytest_kvmock.cache.sglang.hashes import SglangHasher
-from pytest_kvmock.cache.sglang.hybrid_tree import Lock
+from pytest_kvmock.cache.sglang.hybrid_tree import Lock, TreeMatch
 from pytest_kvmock.cache.sglang.radix_request import RadixRequest
 from pytest_kvmock.tokens import Prompt
 
@@ -48,9 +48,27 @@ class HybridRequest(RadixRequest):
         tracked: tokens of which it keeps the state for its next checkpoint; None for none.
         slots: of states that it has.
         short: of its last match, how many of its units full attention had, and the parts that were not there, by their sizes.
+        match: what its last lookup found; None before the first.
+        from_device: tokens that its admission found on the device.
+        from_host: tokens that it loaded from a host.
+        from_storage: of these, tokens that a prefetch had brought there for it.
+        leaves_prefetch: what is fetched for it is cached when it comes, though nobody waits for it.
     """
 
-    __slots__ = ("branch", "dead", "lock", "short", "slots", "state_branch", "tracked")
+    __slots__ = (
+        "branch",
+        "dead",
+        "from_device",
+        "from_host",
+        "from_storage",
+        "leaves_prefetch",
+        "lock",
+        "match",
+        "short",
+        "slots",
+        "state_branch",
+        "tracked",
+    )
 
     def append(self, token: int) -> None:
         """Add one token."""
@@ -74,3 +92,6 @@ class HybridRequest(RadixRequest):
         self.branch: int | None = None
         self.state_branch: int | None = None
         self.tracked: int | None = None
+        self.match: TreeMatch | None = None
+        self.from_device = self.from_host = self.from_storage = 0
+        self.leaves_prefetch = False

@@ -7,7 +7,7 @@ from math import inf
 from typing import NamedTuple
 
 from pytest_kvmock.cache.sglang.parts import Part, States, Window
-from pytest_kvmock.cache.sglang.radix_tree import NodePart, RadixTree, TreeNode, shared_pages
+from pytest_kvmock.cache.sglang.radix_tree import NodePart, Pages, RadixTree, TreeNode
 
 # Theory of operation (SGLang 0.5.23, `UnifiedRadixCache`)
 #
@@ -23,15 +23,17 @@ class TreeMatch(NamedTuple):
     """What a lookup found.
 
     Attributes:
-        node: the deepest node that all parts accept; the root for none.
+        node: the deepest node on the device that all parts accept; the root for none.
         usable: pages that lead to its end.
-        depth: pages that full attention has; at least as many.
+        end: the last node of the path, on the device or, in a tree with a host, there; the root for none.
+        depth: pages that full attention has, wherever: those that lead to its end; at least as many.
         has_window: whether the window is there where full attention ends.
         has_state: whether a state is.
     """
 
     node: TreeNode
     usable: int
+    end: TreeNode
     depth: int
     has_window: bool = True
     has_state: bool = True
@@ -58,7 +60,7 @@ class Inserted(NamedTuple):
     """What an insert did.
 
     Attributes:
-        matched: pages that were there.
+        matched: pages that were on the device.
         node: the last node of the path; the root for none.
         windows: pages of the window that are the tree's now.
         has_state: whether the state is the tree's now.
@@ -111,11 +113,6 @@ class HybridTree(RadixTree):
         self.states = states
         self._parts: list[Part] = [part for part in (window, states) if part is not None]
         super().__init__(policy, protected_threshold)
-        if not self._parts:
-            return
-        key = self._key
-        # A node that was deleted for a part waits in the heap still, and has the time of those above it.
-        self._key = lambda node: (key(node), node.created)
 
     def reset(self) -> None:
         """Drop everything, locked nodes too."""
@@ -154,8 +151,7 @@ class HybridTree(RadixTree):
             at.last = tick
             assert at.parent is not None
             at = at.parent
-        if not node.children:
-            self._changed.add(node)
+        self.note(node)
         if node is not self.root:
             self._touch(node)
             if self.states is not None:
@@ -167,40 +163,31 @@ class HybridTree(RadixTree):
             self.window.touch_path(node, self.root)
 
     def _walk(self, names: Sequence[int], count: int, namespace: Hashable, *, splits: bool) -> TreeMatch:
-        window, states, root = self.window, self.states, self.root
+        window, states = self.window, self.states
         tick = self._clock = self._clock + splits
-        node, at = root, 0
-        usable, used = root, 0
+        usable = node = self.root
+        used = at = 0
         run: float = inf  # pages since the last tombstone
         has_window = has_state = True
-        while at < count:
-            child = node.children.get(names[at] if at or namespace is None else (namespace, names[0]))
-            if child is None:
-                break
-            pages = len(child.names)
-            is_whole = at + pages <= count and names[at + pages - 1] == child.names[-1]
-            if not is_whole:
-                pages = shared_pages(child.names, names, at, count)
-            has_state = states is None or (is_whole and child.state.there)
+        for node, end in self.path(names, count, namespace):
+            pages, at = end - at, end
+            is_whole = pages == len(node.names)
+            has_state = states is None or (is_whole and node.state.there)
             if window is not None:
-                run = run + pages if child.window.there else 0
-                has_window = run >= window.pages or not (child.window.there or window.gates)
+                run = run + pages if node.window.there else 0
+                has_window = run >= window.pages or not (node.window.there or window.gates)
             if not is_whole and splits:
-                child.last = tick
-                child = self._split(child, pages)
-            node = child
-            at += pages
-            if has_state and has_window:
+                node.last = tick
+                node = self._split(node, pages)  # noqa: PLW2901 - the last one
+            if has_state and has_window and node.on_device:
                 usable, used = node, at
-            if not is_whole:
-                break
-        return TreeMatch(usable, used, at, has_window, has_state)
+        return TreeMatch(usable, used, node, at, has_window, has_state)
 
     # ------------------------------------------------------------------------------------------------ inserts
 
     def checkpoint(
         self,
-        names: Sequence[int],
+        pages: Pages,
         count: int,
         namespace: Hashable = None,
         *,
@@ -212,7 +199,7 @@ class HybridTree(RadixTree):
         """Insert the first `count` pages of a request, with its window and its state.
 
         Args:
-            names: of the pages.
+            pages: those, and maybe more.
             count: how many of them.
             namespace: as in `insert`.
             inserted: as in `insert`.
@@ -220,7 +207,7 @@ class HybridTree(RadixTree):
             dead: pages before which the request has no window any more.
             has_state: whether it has one of the last page's end.
         """
-        matched, node = self.insert(names, count, namespace, 0, inserted)
+        matched, node = self.insert(pages, count, namespace, 0, inserted)
         windows = 0
         if matched < count:
             node.window, node.state = NodePart(node), NodePart(node)
@@ -326,14 +313,13 @@ class HybridTree(RadixTree):
         before = [0 if part is None else part.free for part in (self.window, self.states)]
         names: list[int] = []
         for node in self.evict(pages):
-            self._drop_parts(node)
             names += node.names
         for part, free, wanted in zip((self.window, self.states), before, (windows, states), strict=True):
             if part is None or part.free >= free + wanted:
                 continue
             for node in part.unlocked():
-                if not (node.children or node.lock_ref):
-                    self._remove(node)
+                if self._is_leaf(node):
+                    self._evict(node)
                     names += node.names
                 elif part is self.window:
                     self._drop_parts(node)
@@ -344,17 +330,9 @@ class HybridTree(RadixTree):
         after = [0 if part is None else part.free for part in (self.window, self.states)]
         return Evicted(names, after[0] - before[0], after[1] - before[1])
 
-    def _remove(self, node: TreeNode) -> None:
-        """Delete an unlocked leaf. Its parent stays until its own turn comes, a leaf or not."""
-        parent = node.parent
-        assert parent is not None
+    def _evict(self, node: TreeNode) -> bool:
         self._drop_parts(node)
-        del parent.children[node.edge]
-        node.parent = None
-        self.evictable -= len(node.names)
-        self._nodes -= 1
-        if not parent.children and parent is not self.root:
-            self._changed.add(parent)
+        return super()._evict(node)
 
     def _drop_parts(self, node: TreeNode) -> None:
         """Drop window and state: a state without a window is of no use."""

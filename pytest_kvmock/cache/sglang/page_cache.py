@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from random import Random
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from pytest_kvmock.cache.base import LOG
 from pytest_kvmock.cache.cache_trace import TRACE_LEVEL, trace
 from pytest_kvmock.cache.sglang.event_queue import EventQueue, TakenEvent
 from pytest_kvmock.cache.sglang.hashes import SglangHasher
-from pytest_kvmock.cache.sglang.radix_manager import RadixManager, RequestT, TreeT
+from pytest_kvmock.cache.sglang.hybrid_tree import HybridTree
+from pytest_kvmock.cache.sglang.radix_manager import RadixManager, RequestT
 from pytest_kvmock.cache.sglang.radix_request import RadixKey
-from pytest_kvmock.cache.sglang.radix_tree import POLICIES, PROTECTED_THRESHOLD, TreeNode
+from pytest_kvmock.cache.sglang.radix_tree import POLICIES, PROTECTED_THRESHOLD, Pages, TreeNode
 from pytest_kvmock.cache.sglang.speculative import SglangSpeculative
-from pytest_kvmock.events import BlockTokens, Removed, StorageTier, Stored
+from pytest_kvmock.events import Removed, StorageTier, Stored
 from pytest_kvmock.sinks import Sink
 from pytest_kvmock.tokens import Prompt, TokenIds
+
+TreeT = TypeVar("TreeT", bound=HybridTree)
 
 Namespace: TypeAlias = tuple[str | None, str | None] | None
 """Extra key and salt, by which chains are kept apart in the tree; None where there are neither."""
@@ -32,22 +35,6 @@ class MatchResult(NamedTuple):
 
     tokens: int
     node: TreeNode
-
-
-class Pages(Protocol):
-    """Pages as they are stored: `RadixKey`, or the tokens of a request."""
-
-    names: list[int]
-
-    @property
-    def local_hashes(self) -> list[int]:
-        """The router's hash of each."""
-
-    def block_tokens(self, start: int, end: int) -> BlockTokens | None:
-        """Token ids of the pages from `start` to `end`; None if unknown."""
-
-    def carried(self, start: int, end: int) -> dict[str, Any] | None:
-        """What travels beside an event that stores these pages; None for nothing."""
 
 
 class PageCache(RadixManager[RequestT, TreeT]):

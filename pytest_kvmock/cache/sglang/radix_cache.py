@@ -10,9 +10,9 @@ from typing import ClassVar
 
 from pytest_kvmock.cache.hashed import HashedTokens
 from pytest_kvmock.cache.sglang.hybrid_tree import HybridTree
-from pytest_kvmock.cache.sglang.page_cache import Namespace, PageCache, Pages
+from pytest_kvmock.cache.sglang.page_cache import Namespace, PageCache
 from pytest_kvmock.cache.sglang.radix_request import RadixRequest
-from pytest_kvmock.cache.sglang.radix_tree import TreeNode
+from pytest_kvmock.cache.sglang.radix_tree import Pages, TreeNode
 from pytest_kvmock.tokens import Prompt, TokenIds
 
 # Theory of operation
@@ -251,8 +251,7 @@ class RadixCacheManager(PageCache[RadixRequest, HybridTree]):
         inserted: int,
         namespace: Namespace = None,
     ) -> tuple[int, TreeNode]:
-        names = pages.names
-        matched, node = self._tree.insert(names, count, namespace, priority, inserted)
+        matched, node = self._tree.insert(pages, count, namespace, priority, inserted)
         if matched < count:
             self._stored(pages, node.names, matched, count)
         return matched, node

@@ -10,7 +10,9 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Protocol
+
+from pytest_kvmock.events import BlockTokens
 
 # Theory of operation
 #
@@ -20,7 +22,27 @@ from typing import Any, Final
 #
 # The original makes a heap of all leaves whenever it evicts. Here one heap stays. An entry is a node and the key that
 # it had when it was queued; nodes whose key changed are noted and queued again at the next eviction, and an entry that
-# is not the last of its node is passed over. Only the last node of a path can be a leaf, so a lookup notes one node.
+# is not the last of its node is passed over.
+#
+# A node may have its pages elsewhere than on the device, in a tree with a host below it (`hicache_tree.py`): then it is
+# no leaf of the device, it counts as neither evictable nor protected, and those above it may be leaves. What is on the
+# device is closed upward. Without a host, all nodes are on the device.
+
+
+class Pages(Protocol):
+    """Pages as they are inserted and stored: `RadixKey`, or the tokens of a request."""
+
+    names: list[int]
+
+    @property
+    def local_hashes(self) -> list[int]:
+        """The router's hash of each."""
+
+    def block_tokens(self, start: int, end: int) -> BlockTokens | None:
+        """Token ids of the pages from `start` to `end`; None if unknown."""
+
+    def carried(self, start: int, end: int) -> dict[str, Any] | None:
+        """What travels beside an event that stores these pages; None for nothing."""
 
 
 class TreeNode:
@@ -36,7 +58,7 @@ class TreeNode:
         priority: the highest of those.
         last: tick of the last access.
         created: tick of its creation.
-        queued: key of its last entry in the heap; None for none.
+        on_device: whether its pages are on the device.
         window: what the window part of a hybrid tree keeps of it; unset in other trees.
         state: likewise the state part.
         host: what a tree with a host keeps of it; unset in other trees.
@@ -51,9 +73,9 @@ class TreeNode:
         "last",
         "lock_ref",
         "names",
+        "on_device",
         "parent",
         "priority",
-        "queued",
         "state",
         "window",
     )
@@ -68,7 +90,7 @@ class TreeNode:
         self.children: dict[Hashable, TreeNode] = {}
         self.lock_ref = self.hit_count = self.priority = 0
         self.last = self.created = tick
-        self.queued: Any = None
+        self.on_device = True
 
 
 class NodePart:
@@ -109,8 +131,7 @@ class HostPart:
     """What a tree with a host (`hicache_tree.py`) keeps of one node.
 
     Attributes:
-        on_device: whether its pages are on the device.
-        on_host: whether they are on the host, or have their place there while the copy is under way.
+        on_host: whether its pages are on the host, or have their place there while the copy is under way.
         copy: the copy to the host that is under way; None for none.
         locks: of its pages on the host.
         loads: copies to the device that are under way.
@@ -119,10 +140,10 @@ class HostPart:
         extra: what travels with events that store them; None for nothing.
     """
 
-    __slots__ = ("copy", "extra", "loads", "local_hashes", "locks", "on_device", "on_host", "token_ids")
+    __slots__ = ("copy", "extra", "loads", "local_hashes", "locks", "on_host", "token_ids")
 
     def __init__(self, local_hashes: Sequence[int], token_ids: Sequence[Any] | None, extra: Any) -> None:
-        self.on_device = self.on_host = False
+        self.on_host = False
         self.copy: Hold | None = None
         self.locks: list[Hold] = []
         self.loads: list[Hold] = []
@@ -140,7 +161,7 @@ class HostPart:
         part = HostPart(self.local_hashes[:pages], self.token_ids and self.token_ids[:pages], self.extra)
         self.local_hashes = self.local_hashes[pages:]
         self.token_ids = self.token_ids and self.token_ids[pages:]
-        part.on_device, part.on_host, part.copy = self.on_device, self.on_host, self.copy
+        part.on_host, part.copy = self.on_host, self.copy
         part.locks, part.loads = [*self.locks], [*self.loads]
         for hold in [*self.locks, *self.loads, *([self.copy] if self.copy else [])]:
             hold.nodes.insert(hold.nodes.index(lower), upper)
@@ -169,6 +190,55 @@ def _slru(threshold: int) -> Callable[[TreeNode], Any]:
     return lambda node: (node.hit_count >= threshold, node.last)
 
 
+class LeafQueue:
+    """Leaves in the order of a policy. A node is noted when it may have become one, or when its key has changed.
+
+    Args:
+        key_of: the order; the least is first.
+        is_leaf: asked when a node's turn comes.
+    """
+
+    __slots__ = ("_changed", "_count", "_heap", "_is_leaf", "_key_of", "_queued")
+
+    def __init__(self, key_of: Callable[[TreeNode], Any], is_leaf: Callable[[TreeNode], bool]) -> None:
+        self._key_of, self._is_leaf = key_of, is_leaf
+        self._heap: list[tuple[Any, int, TreeNode]] = []
+        self._queued: dict[TreeNode, Any] = {}  # the key of the last entry of each
+        self._changed: dict[TreeNode, None] = {}
+        self._count = 0
+
+    def note(self, node: TreeNode) -> None:
+        """Look at a node before the next leaf is taken."""
+        self._changed[node] = None
+
+    def forget(self, node: TreeNode) -> None:
+        """Look at a node no more: it is deleted."""
+        self._changed.pop(node, None)
+        self._queued.pop(node, None)
+
+    def pop(self) -> TreeNode | None:
+        """Take the first leaf; None if there is none."""
+        heap, queued, is_leaf = self._heap, self._queued, self._is_leaf
+        for node in self._changed:
+            if is_leaf(node):
+                key = self._key_of(node)
+                if queued.get(node) != key:
+                    queued[node] = key
+                    self._count += 1  # which of those that had one key comes first: only one of them is a leaf
+                    heappush(heap, (key, self._count, node))
+        self._changed.clear()
+        if len(heap) > 2 * len(queued) + 64:  # most are passed over, and would wait below for ever (mru)
+            heap[:] = [entry for entry in heap if queued.get(entry[2]) == entry[0]]
+            heapify(heap)
+        while heap:
+            key, _, node = heappop(heap)
+            if queued.get(node) == key:
+                del queued[node]
+                if is_leaf(node):
+                    return node
+        return None
+
+
 class RadixTree:
     """Runs of page names. It counts pages; tokens, events and who pays for a page are its owner's.
 
@@ -178,11 +248,11 @@ class RadixTree:
 
     Attributes:
         root: above all nodes; it has no pages, and is never locked.
-        evictable: pages in nodes that are not locked.
-        protected: pages in nodes that are.
+        evictable: pages on the device in nodes that are not locked.
+        protected: pages on the device in nodes that are.
     """
 
-    __slots__ = ("_changed", "_clock", "_heap", "_key", "_nodes", "evictable", "protected", "root")
+    __slots__ = ("_clock", "_key", "_leaves", "evictable", "protected", "root")
 
     def __init__(self, policy: str, protected_threshold: int = PROTECTED_THRESHOLD) -> None:
         self._key = POLICIES[policy] if policy != "slru" else _slru(protected_threshold)
@@ -193,94 +263,133 @@ class RadixTree:
         """Drop everything, locked nodes too."""
         self.root = TreeNode(None, None, (), self._clock)
         self.evictable = self.protected = 0
-        self._nodes = 0
-        self._heap: list[tuple[Any, TreeNode]] = []
-        self._changed: set[TreeNode] = set()
+        self._leaves = LeafQueue(self._key, self._is_leaf)
+
+    def _is_leaf(self, node: TreeNode) -> bool:
+        """Whether a node may be evicted."""
+        return not node.children and not node.lock_ref and node.parent is not None
+
+    def note(self, node: TreeNode) -> None:
+        """Look at a node again before the next eviction: it may be a leaf now, or its key has changed."""
+        self._leaves.note(node)
+
+    def _forget(self, node: TreeNode) -> None:
+        """Look at a node no more: it is deleted."""
+        self._leaves.forget(node)
 
     # ------------------------------------------------------------------------------------------------ lookups
 
-    def lookup(self, names: Sequence[int], count: int, namespace: Hashable = None) -> int:
-        """Leading pages, of the first `count`, that are here. Changes nothing."""
-        node, at = self.root, 0
-        while at < count:
-            child = node.children.get(names[at] if at or namespace is None else (namespace, names[0]))
-            if child is None:
-                break
-            shared = shared_pages(child.names, names, at, count)
-            at += shared
-            if shared < len(child.names):
-                break
-            node = child
-        return at
+    def path(
+        self,
+        names: Sequence[int],
+        count: int,
+        namespace: Hashable = None,
+        node: TreeNode | None = None,
+        at: int = 0,
+    ) -> Iterator[tuple[TreeNode, int]]:
+        """Yield the nodes that have the first `count` pages, with how many pages lead to where each, or the path, ends.
 
-    def match(self, names: Sequence[int], count: int, namespace: Hashable = None) -> tuple[TreeNode, int]:
-        """Look pages up, as `lookup` does, and count the path as used now. A node that is shared in part is split.
-
-        Returns:
-            The last node of the path, the root for none; and how many pages lead to its end.
-        """
-        tick = self._clock = self._clock + 1
-        node, at = self.root, 0
-        while at < count:
-            child = node.children.get(names[at] if at or namespace is None else (namespace, names[0]))
-            if child is None:
-                break
-            child.last = tick
-            run = child.names
-            end = at + len(run)
-            if end > count or names[end - 1] != run[-1]:
-                node = self._split(child, shared_pages(run, names, at, count))
-                return node, at + len(node.names)
-            node, at = child, end
-        if not node.children:
-            self._changed.add(node)
-        return node, at
-
-    def insert(
-        self, names: Sequence[int], count: int, namespace: Hashable = None, priority: int = 0, inserted: int = 0
-    ) -> tuple[int, TreeNode]:
-        """Insert the first `count` pages.
+        It changes nothing; whoever asks may change a node before the next is looked for.
 
         Args:
             names: of the pages.
             count: how many of them.
             namespace: what keeps this chain apart from others of the same names; None for the common one.
+            node: where the path begins; None: the root.
+            at: pages that lead to its end.
+        """
+        node = node or self.root
+        while at < count:
+            child = node.children.get(names[at] if at or namespace is None else (namespace, names[0]))
+            if child is None:
+                return
+            node, run = child, child.names
+            end = at + len(run)
+            if end > count or names[end - 1] != run[-1]:
+                yield node, at + shared_pages(run, names, at, count)
+                return
+            at = end
+            yield node, at
+
+    def lookup(self, names: Sequence[int], count: int, namespace: Hashable = None) -> int:
+        """Leading pages, of the first `count`, that are here. Changes nothing."""
+        at = 0
+        for _, at in self.path(names, count, namespace):  # noqa: B007 - the last one is the answer
+            pass
+        return at
+
+    def walk(
+        self,
+        names: Sequence[int],
+        count: int,
+        namespace: Hashable = None,
+        node: TreeNode | None = None,
+        at: int = 0,
+    ) -> Iterator[tuple[TreeNode, int]]:
+        """As `path`, and count each node as used now. One that is shared in part is split; its upper part is the last."""
+        tick = self._clock = self._clock + 1
+        for child, end in self.path(names, count, namespace, node, at):
+            child.last = tick
+            yield child if end - at == len(child.names) else self._split(child, end - at), end
+            at = end
+
+    # ------------------------------------------------------------------------------------------------ inserts
+
+    def insert(
+        self, pages: Pages, count: int, namespace: Hashable = None, priority: int = 0, inserted: int = 0
+    ) -> tuple[int, TreeNode]:
+        """Insert the first `count` pages, on the device.
+
+        Args:
+            pages: those, and maybe more.
+            count: how many of them.
+            namespace: as in `path`.
             priority: of whoever inserts; a node has the highest.
             inserted: nodes that end within so many pages are not hit: they were inserted by the same request before.
 
         Returns:
-            How many of the pages were here, and the node that ends with the last of them.
+            How many of the pages were on the device, and the node that ends with the last of them.
         """
-        tick = self._clock = self._clock + 1
-        node, at = self.root, 0
-        while at < count:
-            child = node.children.get(names[at] if at or namespace is None else (namespace, names[0]))
-            if child is None:
-                break
-            child.last = tick
-            run = child.names
-            end = at + len(run)
-            if end <= count and names[end - 1] == run[-1]:
-                node, at = child, end
+        node: TreeNode = self.root
+        matched = at = 0
+        for node, at in self.walk(pages.names, count, namespace):
+            if node.on_device:
+                matched = at
             else:
-                node = self._split(child, shared_pages(run, names, at, count))
-                at += len(node.names)
+                self.put_on_device(node)
             node.priority = max(node.priority, priority)
             if at > inserted:
-                node.hit_count += 1
+                self._hit(node)
         if at < count:
-            edge = names[at] if at or namespace is None else (namespace, names[0])
-            self._clock += 1
-            leaf = TreeNode(node, edge, tuple(names[at:count]), self._clock)
-            node.children[edge] = leaf
-            leaf.priority = priority
-            leaf.hit_count = int(count > inserted)
-            self.evictable += count - at
-            self._nodes += 1
-            node = leaf
-        if not node.children:
-            self._changed.add(node)
-        return at, node
+            node = self._grow(node, pages, at, count, namespace)
+            node.priority = priority
+            self.put_on_device(node)
+            if count > inserted:
+                self._hit(node)
+        self.note(node)
+        return matched, node
+
+    def _grow(self, parent: TreeNode, pages: Pages, start: int, count: int, namespace: Hashable) -> TreeNode:
+        """Add a leaf of the pages from `start` to `count`, which are nowhere yet."""
+        names = pages.names
+        edge = names[start] if start or namespace is None else (namespace, names[0])
+        self._clock += 1
+        leaf = TreeNode(parent, edge, tuple(names[start:count]), self._clock)
+        leaf.on_device = False
+        parent.children[edge] = leaf
+        return leaf
+
+    def put_on_device(self, node: TreeNode) -> None:
+        """Give a node pages of the device, which its owner had."""
+        node.on_device = True
+        if node.lock_ref:
+            self.protected += len(node.names)
+        else:
+            self.evictable += len(node.names)
+
+    def _hit(self, node: TreeNode) -> None:
+        """Count that an insert passed over a node, or made it."""
+        node.hit_count += 1
 
     def _split(self, node: TreeNode, pages: int) -> TreeNode:
         """Put the first pages of a node into a new one above it; whoever holds the node holds the lower part."""
@@ -289,12 +398,11 @@ class RadixTree:
         self._clock += 1
         upper = TreeNode(parent, node.edge, names[:pages], self._clock)
         upper.lock_ref, upper.hit_count, upper.priority = node.lock_ref, node.hit_count, node.priority
+        upper.on_device = node.on_device
         parent.children[node.edge] = upper
         node.parent, node.edge, node.names = upper, names[pages], names[pages:]
         upper.children[node.edge] = node
-        self._nodes += 1
-        if not node.children:
-            self._changed.add(node)
+        self.note(node)
         return upper
 
     # -------------------------------------------------------------------------------------------------- locks
@@ -313,7 +421,7 @@ class RadixTree:
         while at is not self.root:
             if at is None:  # what was counted up on the way is no part of the tree either
                 raise ValueError("inc_lock_ref: the node is no part of the tree any more; match its tokens again")
-            if not at.lock_ref:
+            if not at.lock_ref and at.on_device:
                 gained += len(at.names)
             at.lock_ref += 1
             at = at.parent
@@ -339,10 +447,10 @@ class RadixTree:
                 raise ValueError("dec_lock_ref: the node is no part of the tree any more; a reset dropped it")
             at.lock_ref -= 1
             if not at.lock_ref:
-                freed += len(at.names)
+                self.note(at)
+                if at.on_device:
+                    freed += len(at.names)
             at = at.parent
-        if freed and not node.lock_ref:
-            self._changed.add(node)
         self.evictable += freed
         self.protected -= freed
         return freed
@@ -359,66 +467,57 @@ class RadixTree:
     # ----------------------------------------------------------------------------------------------- eviction
 
     def evict(self, pages: int) -> list[TreeNode]:
-        """Evict whole leaves until so many pages are freed, or none may be evicted; a parent left without children joins.
+        """Evict whole leaves until so many pages are freed, or none may be evicted; a parent that is a leaf then joins.
 
         Returns:
             The nodes, in order.
         """
-        self._queue_changed()
-        heap, root, key_of = self._heap, self.root, self._key
         evicted: list[TreeNode] = []
+        stay: list[TreeNode] = []
         freed = 0
-        while freed < pages and heap:
-            key, node = heappop(heap)
-            if key != node.queued:
-                continue
-            node.queued = None
-            parent = node.parent
-            if parent is None or node.children or node.lock_ref:
-                continue
-            del parent.children[node.edge]
-            node.parent = None
-            freed += len(node.names)
-            evicted.append(node)
-            if not parent.children and not parent.lock_ref and parent is not root:
-                key = key_of(parent)
-                if key != parent.queued:
-                    parent.queued = key
-                    heappush(heap, (key, parent))
-        self.evictable -= freed
-        self._nodes -= len(evicted)
+        while freed < pages and (node := self._leaves.pop()) is not None:
+            if self._evict(node):
+                freed += len(node.names)
+                evicted.append(node)
+            else:
+                stay.append(node)
+        for node in stay:
+            self.note(node)
         return evicted
 
-    def _queue_changed(self) -> None:
-        heap, key_of = self._heap, self._key
-        for node in self._changed:
-            if node.parent is None or node.children or node.lock_ref:
-                continue
-            key = key_of(node)
-            if key != node.queued:
-                node.queued = key
-                heappush(heap, (key, node))
-        self._changed.clear()
-        if len(heap) > 2 * self._nodes + 64:  # most are passed over, and would wait below for ever (mru)
-            heap[:] = [entry for entry in heap if entry[0] == entry[1].queued and entry[1].parent is not None]
-            heapify(heap)
+    def _evict(self, node: TreeNode) -> bool:
+        """Evict one leaf; False, and nothing happens, if it has to stay."""
+        self.evictable -= len(node.names)
+        self._detach(node)
+        return True
+
+    def _detach(self, node: TreeNode) -> None:
+        """Delete a node without children."""
+        parent = node.parent
+        assert parent is not None
+        del parent.children[node.edge]
+        node.parent = None
+        self._forget(node)
+        self.note(parent)
 
     def order(self) -> Iterator[TreeNode]:
-        """Yield the nodes that are not locked, in the order of eviction."""
+        """Yield the nodes on the device that are not locked, in the order of eviction."""
         key_of = self._key
-        heap = [(key_of(node), node) for node in self.nodes() if not node.children and not node.lock_ref]
+        heap = [(key_of(node), number, node) for number, node in enumerate(self.nodes()) if self._is_leaf(node)]
         heapify(heap)
         left: dict[TreeNode, int] = {}
         while heap:
-            _, node = heappop(heap)
+            _, number, node = heappop(heap)
             yield node
             parent = node.parent
             assert parent is not None
             if parent is self.root or parent.lock_ref:
                 continue
-            left[parent] = left.get(parent, len(parent.children)) - 1
+            if parent not in left:
+                left[parent] = sum(child.on_device for child in parent.children.values())
+            left[parent] -= 1
             if not left[parent]:
-                heappush(heap, (key_of(parent), parent))
+                heappush(heap, (key_of(parent), number, parent))
 
     def nodes(self) -> Iterator[TreeNode]:
         """Yield all nodes but the root, a parent before its children."""

@@ -70,7 +70,7 @@ class Player:
         return self.manager.request(Prompt(tokens), self.rng)
 
     def hits(self, found):
-        hit, full_hit = found.device_pages * self.size, found.pages * self.size
+        hit, full_hit = found.usable * self.size, found.depth * self.size
         return {"hit": hit, "host_hit": full_hit - hit, "full_hit": full_hit}
 
     # ---------------------------------------------------------------------------------------------- operations
@@ -86,7 +86,7 @@ class Player:
         return self.hits(self.manager._tree.find(key.names, len(key.names)))
 
     def play_evict(self, tokens):
-        return {"evicted": self.manager.evict(tokens)}
+        return {"evicted": self.manager.evict(tokens)[0]}
 
     def play_evict_host(self, tokens):
         return {"evicted": self.manager.evict_host(tokens)}
@@ -115,19 +115,20 @@ class Player:
             if self.storage.blocks(request):
                 return {"ok": False, "why": "prefetch"}, 0
             answer["loaded"] = [*self.storage.take_loaded(request)]
-        found = manager.find(request)
+        manager.find(request)
+        found = request.match
         if self.storage is not None:
-            again = self.storage.shrank(request, found.pages)
+            again = self.storage.shrank(request, found.depth)
             if again is not None:
                 again = {**self.hits(again[0]), "prefetching": again[1]}
                 return {"ok": False, "why": "shrank", **answer, "again": again}, 0
         answer |= self.hits(found)
         manager.admit(request)
-        upto = self.cut(found.pages * self.size, len(request), limit)
+        upto = self.cut(found.depth * self.size, len(request), limit)
         if manager.lacking(request, upto, held):
             manager.withdraw(request)
             return {"ok": False, "why": "room", **answer}, 0
-        if found.pages > found.device_pages:
+        if found.depth > found.usable:
             answer["load"] = manager.load(request)
             if not answer["load"]:
                 upto = self.cut(request.computed, len(request), limit)
@@ -270,7 +271,7 @@ class Player:
 
     def row(self, node):
         part = node.host
-        row = [part.token_ids[0][0], len(node.names) * self.size, node.hit_count, int(part.on_device)]
+        row = [part.token_ids[0][0], len(node.names) * self.size, node.hit_count, int(node.on_device)]
         row += [int(part.on_host), node.lock_ref, len(part.locks), int(part.copy is not None)]
         return [*row, self.shape(node)]
 

@@ -1,5 +1,6 @@
 """The radix cache under any calls: beside a plain model, and by what it must never do."""
 
+import gc
 from collections import Counter
 from random import Random
 
@@ -9,10 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_radix import KEYS, PlainTree
 
+from pytest_kvmock.backends import create_manager
 from pytest_kvmock.cache.sglang.radix_cache import RadixCacheManager
-from pytest_kvmock.cache.sglang.radix_tree import POLICIES
+from pytest_kvmock.cache.sglang.radix_tree import POLICIES, TreeNode
 from pytest_kvmock.drivers.radix_driver import RadixDriver
+from pytest_kvmock.engine.worker import KvWorker
 from pytest_kvmock.events import Cleared, Removed, Stored
+from pytest_kvmock.makers import sglang_driver
 from pytest_kvmock.sinks import CapturingSink
 from pytest_kvmock.tokens import Prompt
 
@@ -217,5 +221,35 @@ def test_lookups_without_evictions_leave_no_trace_that_grows(policy):
         if not turn % 4:
             manager.evict(1)
             manager.insert([turn] * SIZE)
-    assert len(manager._tree._heap) <= 2 * 8 + 64 + 8
-    assert len(manager._tree._changed) <= 8
+    leaves = manager._tree._leaves
+    assert len(leaves._heap) <= 2 * 8 + 64 + 8
+    assert len(leaves._changed) <= 8
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"window": 4},
+        {"tiers": {"host": 64}},
+        {"tiers": {"host": 64, "write_policy": "write_through_selective"}},
+        {"tiers": {"host": 64, "write_policy": "write_back"}},
+    ],
+    ids=["full", "window", "through", "selective", "back"],
+)
+def test_a_node_that_was_deleted_is_kept_nowhere(options):
+    worker = KvWorker(
+        lambda sink: create_manager("sglang", num_blocks=16, block_size=SIZE, sink=sink, **options),
+        sink=CapturingSink(),
+        rng=Random(0),
+        driver=sglang_driver,
+    )
+    before = deleted_nodes()
+    for turn in range(200):
+        worker.serve([turn] * 6 * SIZE)
+    assert deleted_nodes() - before <= 64, "a queue may have so many that it passes over"
+
+
+def deleted_nodes():
+    gc.collect()
+    return sum(isinstance(each, TreeNode) and bool(each.names) and each.parent is None for each in gc.get_objects())
