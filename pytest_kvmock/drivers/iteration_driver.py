@@ -19,7 +19,9 @@ ManagerT = TypeVar("ManagerT", V1Manager, V2Manager)
 
 
 class IterationDriver(Generic[ManagerT]):
-    """Turns requests into the calls of TensorRT-LLM's engine; an iteration ends with each operation of a worker or pass of a scheduler.
+    """Turns requests into the calls of TensorRT-LLM's engine.
+
+    An iteration ends with each operation of a worker, or each pass of a scheduler.
 
     Args:
         manager: the cache.

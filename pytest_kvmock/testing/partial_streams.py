@@ -12,7 +12,7 @@ class PartialStreams(OverIndex):
     """The part of `IndexContract` that is about engines of which blocks may be partial."""
 
     def _start_partial(self) -> IndexDriver:
-        """As `_start`; the test is skipped where no engine of `backends` publishes partial blocks."""
+        """Start with a new index; the test is skipped where no engine of `backends` publishes partial blocks."""
         index = self._start()
         if not any(spec.traits.partial_blocks for spec in self._specs()):
             pytest.skip("backends names no engine that publishes partial blocks (TensorRT-LLM): they were not checked")
@@ -23,8 +23,8 @@ class PartialStreams(OverIndex):
         index = self._start_partial()
         if not index.index.takes_updates:
             pytest.skip(
-                "the index has no takes_updates = True, so it is given no Updated: that it holds such blocks, and tells "
-                "levels apart, was not checked"
+                "the index has no takes_updates = True, so it is given no Updated: "
+                "that it holds such blocks, and tells levels apart, was not checked"
             )
         return index
 
@@ -63,7 +63,7 @@ class PartialStreams(OverIndex):
         index.expect("abc", {0: 3})
 
     def test_a_shorter_window_is_another_group(self) -> None:
-        """The same names are stored in each window, and removed from each by itself; the longest one, numbered last, counts."""
+        """Each window stores the same names, and removes them by itself; the longest one, numbered last, counts."""
         self._attention_group_decides((1, "full_attention", None), (0, "sliding_window", 8))
 
     def test_names_from_2_to_the_63_on_are_one_block_in_every_event(self) -> None:
