@@ -1,11 +1,15 @@
-"""Checks of what users pass in, and the words of their refusals. The lowest layer: every other module may import it."""
+"""Checks of what users pass in, and the words of their refusals. The lowest layer: every other module may import it.
+
+Rooms that load some of their names late do it with `late_names`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from functools import lru_cache
+from importlib import import_module
 from os.path import commonprefix
 from sys import float_info
 from typing import Any, Final, TypeGuard, TypeVar
@@ -213,3 +217,15 @@ def not_allowed_text(value: object, allowed: Iterable[str]) -> str:
     """Return "got 'fial'; did you mean 'fail'? allowed: fail, warn, ignore"."""
     allowed = list(allowed)
     return f"got {value!r:.80}{did_you_mean(value, allowed, 'allowed: ' + ', '.join(allowed))}"
+
+
+def late_names(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a module (PEP 562) that imports a name from its home when somebody asks for it."""
+
+    def load(name: str) -> Any:
+        home = homes.get(name)
+        if home is None:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return getattr(import_module(f"pytest_kvmock.{home}"), name)
+
+    return load

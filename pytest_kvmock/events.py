@@ -46,7 +46,7 @@ def block_text(block: object) -> str:
 
 
 def value_text(value: object) -> str:
-    """As `repr`, with the hashes in it as `block_text` shows them."""
+    """Return the `repr`, with the hashes in it as `block_text` shows them."""
     if type(value) is list:
         return f"[{', '.join(map(value_text, value))}]"
     if type(value) is tuple:

@@ -156,7 +156,7 @@ def block_hashes(
 
 
 def _packed_hashes(data: bytes, block_size: int, seed: int = SEED) -> list[int]:
-    """As `block_hashes`, of tokens that are words already."""
+    """Return the `block_hashes` of tokens that are words already."""
     chunks = _splitter(4 * block_size, len(data) // (4 * block_size)).unpack_from(data)
     return list(map(xxh3_64_intdigest, chunks, repeat(seed)))
 

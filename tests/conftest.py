@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from acme_dialect import acme  # noqa: F401 - a fixture
 from depth import examples
 from hypothesis import HealthCheck, settings
 

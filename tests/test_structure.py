@@ -29,7 +29,7 @@ MOST_LINES = 400
 MOST_OF_ONE_SUBJECT = 800
 LEAST_LINES = 60
 MOST_COLUMNS = 120
-LONG_LINES = 1659  # outside tables; it falls, and does not rise
+LONG_LINES = 1642  # outside tables; it falls, and does not rise
 MOST_FILES = 17  # in each of the rooms around engines, `__init__.py` counted
 
 SHORT_ON_PURPOSE = {

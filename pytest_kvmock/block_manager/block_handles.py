@@ -281,7 +281,7 @@ class MutableBlock(BlockHandle):
         block.state = _PARTIAL
 
     init_sequence = initialize_sequence
-    """As `initialize_sequence`: the original has both names, one at the block and one at its state."""
+    """Another name of `initialize_sequence`: the original has both, one at the block and one at its state."""
 
     def add_token(self, token: int) -> None:
         """Add a token to a Partial block.

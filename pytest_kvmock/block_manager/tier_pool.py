@@ -128,7 +128,7 @@ class TierPool:
     # ------------------------------------------------------------------------------------------------ requests
 
     async def allocate_blocks(self, count: int) -> MutableBlocks:
-        """As `allocate_blocks_blocking`."""
+        """Allocate blocks; the original's asynchronous form of `allocate_blocks_blocking`."""
         return self.allocate_blocks_blocking(count)
 
     def allocate_blocks_blocking(self, count: int) -> MutableBlocks:
@@ -173,7 +173,7 @@ class TierPool:
         return handles
 
     async def register_blocks(self, blocks: Iterable[MutableBlock]) -> ImmutableBlocks:
-        """As `register_blocks_blocking`."""
+        """Register blocks; the original's asynchronous form of `register_blocks_blocking`."""
         return self.register_blocks_blocking(blocks)
 
     def register_blocks_blocking(self, blocks: Iterable[MutableBlock]) -> ImmutableBlocks:
@@ -224,7 +224,7 @@ class TierPool:
         return out
 
     async def match_sequence_hashes(self, sequence_hashes: Iterable[int]) -> ImmutableBlocks:
-        """As `match_sequence_hashes_blocking`."""
+        """Match hashes; the original's asynchronous form of `match_sequence_hashes_blocking`."""
         return self.match_sequence_hashes_blocking(sequence_hashes)
 
     def match_sequence_hashes_blocking(self, sequence_hashes: Iterable[int]) -> ImmutableBlocks:
@@ -248,7 +248,7 @@ class TierPool:
         return out
 
     async def touch_blocks(self, sequence_hashes: Iterable[int]) -> None:
-        """As `touch_blocks_blocking`."""
+        """Touch blocks; the original's asynchronous form of `touch_blocks_blocking`."""
         self.touch_blocks_blocking(sequence_hashes)
 
     def touch_blocks_blocking(self, sequence_hashes: Iterable[int]) -> None:

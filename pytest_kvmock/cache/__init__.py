@@ -1,11 +1,11 @@
 """Block managers: one folder an engine, and what they share."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pytest_kvmock.cache.base import RequestLevel
 from pytest_kvmock.cache.dynamo.eviction.policy import EvictionPolicy, Slot
 from pytest_kvmock.cache.manager import KvManager, PrefillCost
+from pytest_kvmock.checks import late_names
 
 if TYPE_CHECKING:
     from pytest_kvmock.cache.paged import PagedCacheManager, PagedRequest
@@ -23,15 +23,11 @@ __all__ = [
 ]
 
 # Loaded when somebody asks for it: a test of a router needs none of these.
-_LATE = {
-    "CacheGroup": "cache.vllm.groups",
-    "PagedCacheManager": "cache.paged",
-    "PagedRequest": "cache.paged",
-}
-
-
-def __getattr__(name: str) -> Any:
-    home = _LATE.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"pytest_kvmock.{home}"), name)
+__getattr__ = late_names(
+    __name__,
+    {
+        "CacheGroup": "cache.vllm.groups",
+        "PagedCacheManager": "cache.paged",
+        "PagedRequest": "cache.paged",
+    },
+)

@@ -44,7 +44,7 @@ class CapturingJournal(Journal):
             self._write_event(event)
 
     def add(self, entry: entries.Entry, found: Sequence[Problem]) -> None:
-        """As `Journal.add`."""
+        """Add an entry that is no event, and write it down."""
         super().add(entry, found)
         if isinstance(entry, entries.Replayed):
             self._write_event(entry.event, replayed=True)

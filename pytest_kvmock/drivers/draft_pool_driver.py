@@ -53,7 +53,7 @@ class DraftPoolDriver(HybridPoolDriver):
         return self.need_runs(request, upto, [(token,) for token in tokens])
 
     def need_runs(self, request: GroupRequest, upto: int, runs: Sequence[Sequence[int]] = ()) -> int:
-        """As `need`, of steps that generate so many tokens each: accepted drafts and one more."""
+        """Return the `need` of steps that generate so many tokens each: accepted drafts and one more."""
         manager, count = self.manager, sum(map(len, runs))
         most = max(manager.missing_blocks(request, upto + count, self._hits(request)), 0) + self._spare
         if most <= self.room():

@@ -198,10 +198,10 @@ class DraftDriver(Driver, Protocol):
         """The most drafts that a step accepts."""
 
     def need_runs(self, request: Any, upto: int, runs: Sequence[Sequence[int]] = ()) -> int:
-        """As `need`, of steps that generate these tokens each."""
+        """Return the `need` of steps that generate these tokens each."""
 
     def extend_runs(self, request: Any, runs: Sequence[Sequence[int]]) -> None:
-        """As `extend`, of such steps."""
+        """Extend a request by such steps."""
 
 
 class GeneratingDriver(Driver, Protocol):

@@ -94,7 +94,7 @@ class HiCacheDriver(TreeDriver):
         return self.need_runs(request, upto, [(token,) for token in tokens])
 
     def need_runs(self, request: HybridRequest, upto: int, runs: Sequence[Sequence[int]] = ()) -> int:
-        """As `need`, of steps that generate so many tokens each: accepted drafts and one more."""
+        """Return the `need` of steps that generate so many tokens each: accepted drafts and one more."""
         draft, count = self.manager.speculative, sum(map(len, runs))
         if runs and draft is not None:  # the last step needs room ahead of what is committed before it
             count += draft.ahead(self.manager.block_size) - len(runs[-1])

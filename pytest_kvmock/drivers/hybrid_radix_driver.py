@@ -69,7 +69,7 @@ class HybridRadixDriver(TreeDriver):
         return self.need_runs(request, upto, [(token,) for token in tokens])
 
     def need_runs(self, request: HybridRequest, upto: int, runs: Sequence[Sequence[int]] = ()) -> int:
-        """As `need`, of steps that generate so many tokens each: accepted drafts and one more."""
+        """Return the `need` of steps that generate so many tokens each: accepted drafts and one more."""
         manager, room = self.manager, self.room()
         if request in manager.requests:
             count = sum(map(len, runs))

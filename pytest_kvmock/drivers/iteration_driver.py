@@ -19,7 +19,9 @@ ManagerT = TypeVar("ManagerT", V1Manager, V2Manager)
 
 
 class IterationDriver(Generic[ManagerT]):
-    """Ends an iteration after each operation of a worker, or after each pass of a scheduler.
+    """Turns requests into the calls of TensorRT-LLM's engine.
+
+    An iteration ends with each operation of a worker, or each pass of a scheduler.
 
     Args:
         manager: the cache.
@@ -28,7 +30,14 @@ class IterationDriver(Generic[ManagerT]):
         rng: source of the names of partial blocks.
     """
 
-    traits: Traits
+    traits = Traits(
+        recomputes_last_token=True,
+        stores_when="never",
+        removed_first=True,
+        cleared_first=True,
+        takes_hashes=False,
+        partial_blocks=True,
+    )
     manager: ManagerT
     prompt_keys = ("lora_name", "cache_salt", "session_id")
     admits_whole = True
@@ -75,6 +84,38 @@ class IterationDriver(Generic[ManagerT]):
     def clear(self) -> bool:
         """Evict all that is cached."""
         return self.manager.clear()
+
+    def extend(self, request: Any, tokens: Sequence[int]) -> None:
+        """Decode steps, one a token: each computes the token before, unless that was of the prompt."""
+        for token in tokens:
+            if self._length(request) < len(request):
+                self._step(request)
+            request.tokens.append(token)
+        self._operation_over()
+
+    def quiet_tokens(self, request: Any) -> int:
+        """Tokens that are computed, from the last one on, before one needs a block."""
+        return -self._length(request) % self.manager.block_size
+
+    def generate(self, request: Any, token: int) -> bool:
+        """Append a token; it gets its slot in the pass that computes it, the next one."""
+        request.tokens.append(token)
+        return True
+
+    def generate_quietly(self, request: Any, tokens: Sequence[int]) -> None:
+        """Compute the last token and append one, as often as there are tokens."""
+        step, output = self._step, request.tokens
+        for token in tokens:
+            step(request)
+            output.append(token)
+
+    def _length(self, request: Any) -> int:
+        """Tokens of a request that have room."""
+        raise NotImplementedError
+
+    def _step(self, request: Any) -> bool:
+        """Give a request room for one token more; False: there is none."""
+        raise NotImplementedError
 
     def _store(self) -> None:
         """Store what was computed of prompts."""

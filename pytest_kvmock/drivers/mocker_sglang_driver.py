@@ -117,7 +117,7 @@ class MockerRadixDriver(TreeDriver):
         return sum(max(-(-(request.computed + burst) // size) - request.allocated, 0) for request, burst in each)
 
     def make_burst_room(self, requests: Sequence[MockerRadixRequest], bursts: Sequence[int]) -> bool:
-        """As `make_room`, for so many tokens each."""
+        """Make room for so many tokens of each."""
         return self.manager.make_room(self.burst_pages(requests, bursts))
 
     def generate(self, request: MockerRadixRequest, token: int) -> bool:

@@ -189,28 +189,28 @@ class OffloadDriver(OffloadNotes, BlockPoolDriver):
     manager: BlockPoolManager
 
     def tables(self, request: PoolRequest) -> Sequence[Sequence[int]]:
-        """As `OffloadNotes`."""
+        """Return the blocks of a request, which are one group."""
         return (request.block_ids,)
 
     def found(self, request: PoolRequest) -> tuple[list[int], int]:
-        """As `OffloadNotes`."""
+        """Return the cached blocks of a request without any, and their tokens."""
         hits = self.manager.get_computed_blocks(request)
         return hits, len(hits) * self.manager.block_size
 
     def missing(self, request: PoolRequest, upto: int, hits: Sequence[int] | None = None) -> int:
-        """As `OffloadNotes`."""
+        """Return how many free blocks its first `upto` tokens need, beside those that were found."""
         return self.manager.missing_blocks(request, upto, hits or ())
 
     def place(self, request: PoolRequest, hits: Sequence[int], tokens: int) -> None:
-        """As `OffloadNotes`."""
+        """Take what was found, and blocks behind it that are cached once they are loaded."""
         self.manager.allocate_slots(request, tokens, hits, delay_cache_blocks=True)
 
     def cache(self, request: PoolRequest) -> None:
-        """As `OffloadNotes`."""
+        """Cache the blocks that were loaded."""
         self.manager.cache_blocks(request)
 
     def detach(self, request: PoolRequest) -> PoolRequest:
-        """As `OffloadNotes`."""
+        """Move the blocks of a request to another one with its tokens, and return that."""
         left = type(request)(request.tokens)
         left.block_ids, left.num_computed_tokens = request.block_ids, request.num_computed_tokens
         left.num_cached_blocks = request.num_cached_blocks
@@ -236,28 +236,28 @@ class HybridOffloadDriver(OffloadNotes, HybridPoolDriver):
     manager: VllmHybridManager
 
     def tables(self, request: GroupRequest) -> Sequence[Sequence[int]]:
-        """As `OffloadNotes`."""
+        """Return the blocks of a request, group by group."""
         return tuple(table.blocks for table in request.tables)
 
     def found(self, request: GroupRequest) -> tuple[ComputedBlocks | None, int]:
-        """As `OffloadNotes`."""
+        """Return what all groups have cached of a request without blocks, None for nothing, and its tokens."""
         hits = self.manager.get_computed_blocks(request)
         return hits if hits.num_tokens else None, hits.num_tokens
 
     def missing(self, request: GroupRequest, upto: int, hits: ComputedBlocks | None = None) -> int:
-        """As `OffloadNotes`."""
+        """Return how many free blocks its first `upto` tokens need in all groups, beside those that were found."""
         return self.manager.missing_blocks(request, upto, hits, for_admission=True)
 
     def place(self, request: GroupRequest, hits: ComputedBlocks | None, tokens: int) -> None:
-        """As `OffloadNotes`."""
+        """Take what was found, and blocks of each group behind it that are cached once they are loaded."""
         self.manager.allocate_slots(request, 0, hits, num_external_tokens=tokens, delay_cache_blocks=True)
 
     def cache(self, request: GroupRequest) -> None:
-        """As `OffloadNotes`."""
+        """Cache the blocks that were loaded, as far as they are computed."""
         self.manager.cache_blocks(request, request.num_computed_tokens)
 
     def detach(self, request: GroupRequest) -> GroupRequest:
-        """As `OffloadNotes`."""
+        """Move the blocks of all groups to another request with its tokens, and return that."""
         left = self.manager.another(request)
         left.tables, request.tables = request.tables, left.tables
         left.num_computed_tokens, request.num_computed_tokens = request.num_computed_tokens, 0
@@ -265,16 +265,16 @@ class HybridOffloadDriver(OffloadNotes, HybridPoolDriver):
         return left
 
     def keeps(self, request: GroupRequest) -> Keeps:
-        """As `OffloadNotes`."""
+        """Return what the manager keeps of the request's groups with a window."""
         return partial(self.manager.kept, request)
 
     def before_end(self, request: GroupRequest) -> None:
-        """As `OffloadNotes`."""
+        """Free what lies behind the windows, as the manager does before the connector learns of the end."""
         if request.holds_blocks:
             self.manager.free_behind_windows(request)
 
     def take_step(self) -> OffloadStep:
-        """As `OffloadNotes`; an operation of a worker is a step, which ends here."""
+        """Take the step that was noted; an operation of a worker is one, which ends here."""
         step = super().take_step()
         if not self._in_pass:
             self.end_pass()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING
 
 from pytest_kvmock.cache.trtllm.v1_manager import V1Manager
-from pytest_kvmock.drivers.driver import Traits, checked_manager
+from pytest_kvmock.drivers.driver import checked_manager
 from pytest_kvmock.drivers.iteration_driver import IterationDriver
 
 if TYPE_CHECKING:
@@ -24,26 +25,13 @@ if TYPE_CHECKING:
 
 
 class TrtllmDriver(IterationDriver[V1Manager]):
-    """Turns requests into the calls of TensorRT-LLM's engine.
-
-    Args:
-        manager: the cache.
-        prefix_caching: whether its requests reuse and leave anything.
-        rng: source of the names of partial blocks.
+    """Drives a `V1Manager`.
 
     Raises:
         ValueError: the manager is another.
     """
 
-    traits = Traits(
-        recomputes_last_token=True,
-        stores_when="finish",
-        removed_first=True,
-        cleared_first=True,
-        chunks=False,
-        takes_hashes=False,
-        partial_blocks=True,
-    )
+    traits = replace(IterationDriver.traits, stores_when="finish", chunks=False)
 
     def __init__(self, manager: KvManager, prefix_caching: bool, rng: Random) -> None:
         mine: V1Manager = checked_manager(manager, V1Manager, "TrtllmDriver")
@@ -67,13 +55,12 @@ class TrtllmDriver(IterationDriver[V1Manager]):
             self._computed.append(request)
         self._operation_over()
 
-    def extend(self, request: V1Request, tokens: Sequence[int]) -> None:
-        """Decode steps, one a token: each computes the token before, unless that was of the prompt."""
-        for token in tokens:
-            if request.length < len(request):
-                self.manager.add_token(request)
-            self.manager.new_token(request, token)
-        self._operation_over()
+    def _length(self, request: V1Request) -> int:
+        return request.length
+
+    def _step(self, request: V1Request) -> bool:
+        self.manager.add_token(request)
+        return True
 
     def free(self, request: V1Request, *, done: bool) -> None:  # noqa: ARG002 - a paused request is stored, too
         """Store what it has computed, the last block partial, and let its blocks go."""
@@ -130,20 +117,4 @@ class TrtllmDriver(IterationDriver[V1Manager]):
         """Count a token as computed, if that takes no block."""
         if upto != request.length + 1 or self.manager.takes_block(request):
             return False
-        self.manager.add_token(request)
-        return True
-
-    def quiet_tokens(self, request: V1Request) -> int:
-        """Tokens that are computed, from the last one on, before one needs a block."""
-        return -request.length % self.manager.block_size
-
-    def generate(self, request: V1Request, token: int) -> bool:
-        """Append a token; it gets its slot in the pass that computes it, the next one."""
-        self.manager.new_token(request, token)
-        return True
-
-    def generate_quietly(self, request: V1Request, tokens: Sequence[int]) -> None:
-        """Compute the last token and append one, as often as there are tokens."""
-        for token in tokens:
-            self.manager.add_token(request)
-            self.manager.new_token(request, token)
+        return self._step(request)

@@ -8,7 +8,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from pytest_kvmock.cache.trtllm.v2_manager import V2Manager
-from pytest_kvmock.drivers.driver import Traits, checked_manager
+from pytest_kvmock.drivers.driver import checked_manager
 from pytest_kvmock.drivers.iteration_driver import IterationDriver
 
 if TYPE_CHECKING:
@@ -27,25 +27,11 @@ if TYPE_CHECKING:
 
 
 class TrtllmV2Driver(IterationDriver[V2Manager]):
-    """Turns requests into the calls of TensorRT-LLM's engine.
-
-    Args:
-        manager: the cache.
-        prefix_caching: whether its requests reuse and leave anything.
-        rng: source of the names of partial blocks.
+    """Drives a `V2Manager`.
 
     Raises:
         ValueError: the manager is another.
     """
-
-    traits = Traits(
-        recomputes_last_token=True,
-        stores_when="never",
-        removed_first=True,
-        cleared_first=True,
-        takes_hashes=False,
-        partial_blocks=True,
-    )
 
     def __init__(self, manager: KvManager, prefix_caching: bool, rng: Random) -> None:
         mine: V2Manager = checked_manager(manager, V2Manager, "TrtllmV2Driver")
@@ -66,16 +52,10 @@ class TrtllmV2Driver(IterationDriver[V2Manager]):
             raise AssertionError("it fits, as was checked before")
         self._operation_over()
 
-    def extend(self, request: V2Request, tokens: Sequence[int]) -> None:
-        """Decode steps, one a token: each computes the token before, unless that was of the prompt."""
-        for token in tokens:
-            if request.capacity < len(request):
-                self._step(request)
-            request.tokens.append(token)
-        self._operation_over()
+    def _length(self, request: V2Request) -> int:
+        return request.capacity
 
     def _step(self, request: V2Request) -> bool:
-        """Compute one token more; False: there is no room."""
         if not self.manager.try_allocate_generation(request):
             return False
         self.manager.update_generation(request, request.capacity)
@@ -147,18 +127,3 @@ class TrtllmV2Driver(IterationDriver[V2Manager]):
         if upto != request.capacity + 1 or not request.capacity % self.manager.block_size:
             return False
         return self._step(request)
-
-    def quiet_tokens(self, request: V2Request) -> int:
-        """Tokens that are computed, from the last one on, before one needs a page."""
-        return -request.capacity % self.manager.block_size
-
-    def generate(self, request: V2Request, token: int) -> bool:
-        """Append a token; it gets its slot in the pass that computes it, the next one."""
-        request.tokens.append(token)
-        return True
-
-    def generate_quietly(self, request: V2Request, tokens: Sequence[int]) -> None:
-        """Compute the last token and append one, as often as there are tokens."""
-        for token in tokens:
-            self._step(request)
-            request.tokens.append(token)

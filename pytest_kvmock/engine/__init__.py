@@ -1,9 +1,9 @@
 """Engines: workers and their requests, and what those who write drivers of their own need."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pytest_kvmock.cache.dynamo.sequence import ActiveSequence
+from pytest_kvmock.checks import late_names
 from pytest_kvmock.drivers.driver import Driver, MakeDriver, SchedulerDriver, SlotsLost, Traits, WouldWait
 from pytest_kvmock.engine.worker import KvWorker, OutOfBlocks, Request, RequestError, Served
 
@@ -29,14 +29,10 @@ __all__ = [
 ]
 
 # Loaded when somebody asks for it: a test of a router needs none of these.
-_LATE = {
-    "SglangSpeculative": "cache.sglang.speculative",
-    "Speculative": "cache.vllm.speculative",
-}
-
-
-def __getattr__(name: str) -> Any:
-    home = _LATE.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"pytest_kvmock.{home}"), name)
+__getattr__ = late_names(
+    __name__,
+    {
+        "SglangSpeculative": "cache.sglang.speculative",
+        "Speculative": "cache.vllm.speculative",
+    },
+)

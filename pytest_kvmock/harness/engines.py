@@ -49,7 +49,7 @@ class HarnessEngine(MockEngine):
         self._key = worker.worker_id, worker.dp_rank
 
     def step(self) -> ForwardPass:
-        """As `MockEngine.step`.
+        """Run one pass of the engine (`MockEngine.step`).
 
         Raises:
             RequestError: another drives it.
@@ -58,7 +58,7 @@ class HarnessEngine(MockEngine):
         return super().step()
 
     def run(self, until_ms: float | None = None) -> Report:
-        """As `MockEngine.run`.
+        """Run passes of the engine (`MockEngine.run`).
 
         Raises:
             RequestError: another drives it.

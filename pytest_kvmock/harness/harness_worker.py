@@ -70,7 +70,7 @@ class HarnessWorker(KvWorker):
         )
 
     def accept(self, prompt: Prompt | TokenIds) -> Prompt:
-        """As `KvWorker.accept`; a prompt without tokens is refused where the index under test could not be asked for it.
+        """Accept a request; a prompt without tokens is refused where the index under test could not be asked for it.
 
         What the worker published for it would be one failure of the index an event.
         """

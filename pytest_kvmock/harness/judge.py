@@ -481,7 +481,7 @@ class Judge:
         return found
 
     async def acompare(self) -> list[Problem]:
-        """As `compare`, for an async index, which is first given the events that wait."""
+        """Give an async index the events that wait, and `compare` it."""
         assert self._comparison is not None
         self.note(self._oldest_first(await arun(self._comparison.catch_up())))
         found = self._oldest_first(await arun(self._comparison.everything(self.log.total - 1)))

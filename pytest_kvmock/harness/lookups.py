@@ -83,7 +83,7 @@ class Lookups:
             return run(lookup)
 
     async def arun(self, what: str, lookup: Calls[_T]) -> _T:
-        """As `run`, for an async index.
+        """Do what `run` does, for an async index.
 
         Raises:
             TypeError: the index is not async.

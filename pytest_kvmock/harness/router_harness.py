@@ -568,7 +568,7 @@ class RouterHarness:
             self._raise_if_any(self._judge.compare())
 
     async def aassert_in_sync(self) -> None:
-        """As `assert_in_sync`, for an async index, which is flushed first."""
+        """Flush an async index, and do what `assert_in_sync` does."""
         __tracebackhide__ = True
         self._lookups.need_async("aassert_in_sync")
         self._raise_if_any(await self._judge.acompare())

@@ -63,7 +63,7 @@ def run(calls: Calls[_T]) -> _T:
 
 
 async def arun(calls: Calls[_T]) -> _T:
-    """As `run`, awaiting what is awaitable."""
+    """Do what `run` does, and await what is awaitable."""
     __tracebackhide__ = True
     try:
         function, argument = next(calls)

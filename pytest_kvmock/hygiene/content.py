@@ -78,7 +78,7 @@ class DynamoChain:
         block_size: int | None,
         extra: EventExtra | None = None,
     ) -> Sequence[int]:
-        """As `Chain.expected`."""
+        """Return the names that follow from the parent and the local hashes of a Stored."""
         own = own_blocks(data, token_ids, block_size, extra)
         if own is not None and own.hasher is None:
             return own.names
@@ -93,7 +93,7 @@ class DynamoChain:
         block_size: int | None,  # noqa: ARG004 - likewise
         extra: EventExtra | None = None,  # noqa: ARG004 - as above
     ) -> int:
-        """As `Chain.name`."""
+        """Return the name that follows from the parent and the local hash of a block."""
         return chained_hash(None if parent is None else parent & _U64, local)
 
 

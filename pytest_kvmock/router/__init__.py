@@ -1,5 +1,8 @@
 """The router's side: the reference index of who holds which block, the recovery of missed events, and who gets a request."""
 
+from typing import TYPE_CHECKING
+
+from pytest_kvmock.checks import late_names
 from pytest_kvmock.router.index import (
     BlockNotFound,
     InvalidBlockSequence,
@@ -8,7 +11,6 @@ from pytest_kvmock.router.index import (
     RadixIndex,
     RadixIndexError,
 )
-from pytest_kvmock.router.loads import Load, LoadBook
 from pytest_kvmock.router.recovery import (
     Events,
     InvalidRange,
@@ -19,8 +21,11 @@ from pytest_kvmock.router.recovery import (
     TreeDump,
     WorkerQuery,
 )
-from pytest_kvmock.router.routing import Candidate, RouterRequest
-from pytest_kvmock.router.selection import DynamoRouter, LeastLoaded, MostCached, RoundRobin
+
+if TYPE_CHECKING:
+    from pytest_kvmock.router.loads import Load, LoadBook
+    from pytest_kvmock.router.routing import Candidate, RouterRequest
+    from pytest_kvmock.router.selection import DynamoRouter, LeastLoaded, MostCached, RoundRobin
 
 __all__ = [
     "BlockNotFound",
@@ -46,3 +51,18 @@ __all__ = [
     "TreeDump",
     "WorkerQuery",
 ]
+
+# Loaded when somebody asks for it: a test of an index needs none of these.
+__getattr__ = late_names(
+    __name__,
+    {
+        "Candidate": "router.routing",
+        "DynamoRouter": "router.selection",
+        "LeastLoaded": "router.selection",
+        "Load": "router.loads",
+        "LoadBook": "router.loads",
+        "MostCached": "router.selection",
+        "RoundRobin": "router.selection",
+        "RouterRequest": "router.routing",
+    },
+)

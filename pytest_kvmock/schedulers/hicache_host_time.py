@@ -128,7 +128,7 @@ class HiCacheHostTime(HostTime):
         return min((ends[0] for ends in (self._writes, self._loads, self._reads) if ends), default=None)
 
     def wakes(self) -> float | None:
-        """As `deadline`, and when the next request has waited for its prefetch as long as it may."""
+        """Return the `deadline`, or when the next request has waited for its prefetch as long as it may."""
         ends = [] if (deadline := self.deadline()) is None else [deadline]
         storage = self._driver.storage
         if storage is not None:

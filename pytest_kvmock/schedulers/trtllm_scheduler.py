@@ -402,7 +402,7 @@ class SuspendingScheduler(CapacityScheduler):
             named.add(block)
 
     def plan(self, now_ms: float, until_ms: float) -> list[float]:
-        """As `VllmScheduler.plan`; no pass while a request is suspended."""
+        """Plan passes (`VllmScheduler.plan`); none while a request is suspended."""
         if any(self._driver.is_suspended(each.state) for each in self._running):
             return []
         return super().plan(now_ms, until_ms)

@@ -199,7 +199,7 @@ class VllmScheduler(Scheduler):
                 self.wake_all()
 
     def wake(self, request: ScheduledRequest) -> bool:
-        """As `Scheduler.wake`; with it come all that are due."""
+        """Wake a request (`Scheduler.wake`); with it come all that are due."""
         calendar = self._calendar
         if request not in calendar:
             return False
@@ -549,7 +549,7 @@ class VllmScheduler(Scheduler):
         done.decode_lengths = lengths
 
     def accept_drafts(self, accepted: AcceptedDrafts | None) -> None:
-        """As `Scheduler.accept_drafts`; Dynamo's mock of vLLM drops the last block of a hit then."""
+        """Accept drafts (`Scheduler.accept_drafts`); Dynamo's mock of vLLM drops the last block of a hit then."""
         super().accept_drafts(accepted)
         if accepted is not None and hasattr(self._driver, "drops_last"):
             self._driver.drops_last = self.drops_last

@@ -87,7 +87,7 @@ class Controls:
         self._thread.call(self.await_step(n, worker))
 
     async def await_step(self, n: int = 1, worker: int | None = None) -> None:
-        """As `step`, in the server's loop. Who is cancelled takes back the passes that have not run."""
+        """Do what `step` does, in the server's loop. Who is cancelled takes back the passes that have not run."""
         check_integer("step: n", n, 1)
         ports = list(self._ports.values()) if worker is None else [self._port(worker)]
         loops = [loop for port in ports for loop in port.loops if loop.held]
@@ -116,7 +116,7 @@ class Controls:
         self._thread.call(self.await_requests(open, timeout))
 
     async def await_requests(self, open: int, timeout: float = WAIT_S) -> None:  # noqa: A002, ASYNC109 - as its twin
-        """As `wait_requests`, in the server's loop."""
+        """Wait for requests, in the server's loop."""
         __tracebackhide__ = True
         check_integer("wait_requests: open", open, 0)
         check_number("wait_requests: timeout", timeout)
@@ -138,7 +138,7 @@ class Controls:
         self._thread.call(self.await_subscribed(subscribers, timeout))
 
     async def await_subscribed(self, subscribers: int = 1, timeout: float = WAIT_S) -> None:  # noqa: ASYNC109 - as its twin
-        """As `wait_subscribed`, in the server's loop."""
+        """Wait for subscribers, in the server's loop."""
         __tracebackhide__ = True
         publishers = [port.publisher for port in self._ports.values()]
         await asyncio.gather(*(each.await_subscribed(subscribers, timeout) for each in publishers))

@@ -143,7 +143,7 @@ class DistinctBlocks(OverIndex):
             index.expect("abcd", {1: 2}, keys=second)
 
     def _start_keyed(self, keys: dict[str, Any]) -> Iterator[IndexDriver]:
-        """As `_start`, once for each form in which the engines of `backends` publish what a prompt carries.
+        """Start an index once for each form in which the engines of `backends` publish what a prompt carries.
 
         The test is skipped for an index that is asked by tokens alone, and where no engine names blocks by that.
         """

@@ -17,7 +17,7 @@ class DraftStreams(OverIndex):
     """
 
     def _start_drafts(self) -> IndexDriver:
-        """As `_start`; the test is skipped where no engine of `backends` has a draft model whose names look ahead."""
+        """Start with a new index; the test is skipped where no name of an engine of `backends` looks ahead."""
         index = self._start()
         if not self.reads_drafts and not any(spec.traits.looks_ahead for spec in self._specs()):
             pytest.skip(

@@ -30,7 +30,7 @@ class HybridStreams(OverIndex):
     """
 
     def _start_hybrid(self) -> IndexDriver:
-        """As `_start`; the test is skipped where no engine of `backends` publishes cache groups."""
+        """Start with a new index; the test is skipped where no engine of `backends` publishes cache groups."""
         index = self._start()
         if not self.reads_groups and not any(spec.traits.publishes_groups for spec in self._specs()):
             pytest.skip(

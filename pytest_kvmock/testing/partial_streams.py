@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 import pytest
 
-from pytest_kvmock.testing.index_driver import IndexDriver
+from pytest_kvmock.testing.index_driver import Group, IndexDriver
 from pytest_kvmock.testing.index_subject import OverIndex
-
-_SHORT: Final = (0, "sliding_window", 8)
-_LONGEST: Final = (1, "full_attention", None)
-"""Windows as cache groups: numbered by ascending window, and the longest one is that of attention."""
-
-_FIRST: Final = (0, "full_attention", None)
-_SECOND: Final = (1, "sliding_window", 8)
-"""V2's layer groups, which have any order."""
 
 
 class PartialStreams(OverIndex):
     """The part of `IndexContract` that is about engines of which blocks may be partial."""
 
     def _start_partial(self) -> IndexDriver:
-        """As `_start`; the test is skipped where no engine of `backends` publishes partial blocks."""
+        """Start with a new index; the test is skipped where no engine of `backends` publishes partial blocks."""
         index = self._start()
         if not any(spec.traits.partial_blocks for spec in self._specs()):
             pytest.skip("backends names no engine that publishes partial blocks (TensorRT-LLM): they were not checked")
         return index
+
+    def _start_updated(self) -> IndexDriver:
+        """Start with an index that takes Updated events; skip the test where it does not."""
+        index = self._start_partial()
+        if not index.index.takes_updates:
+            pytest.skip(
+                "the index has no takes_updates = True, so it is given no Updated: "
+                "that it holds such blocks, and tells levels apart, was not checked"
+            )
+        return index
+
+    def _attention_group_decides(self, attention: Group, window: Group) -> None:
+        """Store the same names in both groups: those of the window go first, then the last one of attention."""
+        index = self._start_partial()
+        index.store("abc", group=attention)
+        index.store("abc", group=window)
+        index.remove("abc", "ab", "a", group=window)
+        index.expect("abc", {0: 3})
+        index.store("xy", group=window)
+        index.expect("xy", {})
+        index.remove("abc", group=attention)
+        index.expect("abc", {0: 2})
 
     def test_a_partial_block_is_never_promised(self) -> None:
         """It has fewer tokens and a name of its own: no prompt has it as a whole block, and the whole one is another."""
@@ -51,16 +63,8 @@ class PartialStreams(OverIndex):
         index.expect("abc", {0: 3})
 
     def test_a_shorter_window_is_another_group(self) -> None:
-        """The same names are stored in each window, and removed from each by itself; the longest one counts."""
-        index = self._start_partial()
-        index.store("abc", group=_LONGEST)
-        index.store("abc", group=_SHORT)
-        index.remove("abc", "ab", "a", group=_SHORT)
-        index.expect("abc", {0: 3})
-        index.store("xy", group=_SHORT)
-        index.expect("xy", {})
-        index.remove("abc", group=_LONGEST)
-        index.expect("abc", {0: 2})
+        """Each window stores the same names, and removes them by itself; the longest one, numbered last, counts."""
+        self._attention_group_decides((1, "full_attention", None), (0, "sliding_window", 8))
 
     def test_names_from_2_to_the_63_on_are_one_block_in_every_event(self) -> None:
         """Hashes are unsigned: an index that reads some as signed loses what it stored."""
@@ -76,11 +80,7 @@ class PartialStreams(OverIndex):
 
     def test_a_block_that_is_updated_is_held(self) -> None:
         """An Updated moves a block between tiers or changes its priority; it takes nothing, and links nothing anew."""
-        index = self._start_partial()
-        if not index.index.takes_updates:
-            pytest.skip(
-                "the index has no takes_updates = True, so it is given no Updated: that it holds such was not checked"
-            )
+        index = self._start_updated()
         index.store("abc")
         index.update("ab", levels=(0, 1))
         index.update("abc", priorities=(35, 80))
@@ -103,24 +103,11 @@ class PartialStreams(OverIndex):
 
     def test_layer_groups_have_any_order(self) -> None:
         """The attention group of V2 may be the first; what the other one removes first is held in it."""
-        index = self._start_partial()
-        index.store("abc", group=_FIRST)
-        index.store("abc", group=_SECOND)
-        index.remove("abc", "ab", "a", group=_SECOND)
-        index.expect("abc", {0: 3})
-        index.store("xy", group=_SECOND)
-        index.expect("xy", {})
-        index.remove("abc", group=_FIRST)
-        index.expect("abc", {0: 2})
+        self._attention_group_decides((0, "full_attention", None), (1, "sliding_window", 8))
 
     def test_a_block_falls_level_by_level_and_comes_back_from_any(self) -> None:
         """What is below the device is the host's, on whichever level; from the last one it is lost with a Removed."""
-        index = self._start_partial()
-        if not index.index.takes_updates:
-            pytest.skip(
-                "the index has no takes_updates = True, so it is given no Updated: that it tells levels apart was "
-                "not checked"
-            )
+        index = self._start_updated()
         index.store("abc")
         for levels in ((0, 1), (1, 2)):
             index.update("abc", levels=levels)

@@ -39,7 +39,7 @@ class ProcessJudge(ProcessSubject):
 
     @contextmanager
     def _listening(self, make_kv_server: Callable[..., KvServer]) -> Iterator[ProcessWorld]:
-        """As `_world`, of a process that hears events."""
+        """Make the `_world` of a process that receives events."""
         __tracebackhide__ = True
         self._needs_events()
         with self._world(make_kv_server) as world:
@@ -49,7 +49,7 @@ class ProcessJudge(ProcessSubject):
     def _special(
         self, kv_dialect: str, *, model: str = "mock-model", num_blocks: int = 4096, **profile: Any
     ) -> Iterator[ProcessWorld]:
-        """As `_world`, of engines that the dialect chooses: a backend of its own, ranks, or tiers that not every one has."""
+        """Make the `_world` of engines that the dialect chooses: by backend, ranks, or tiers that not every one has."""
         __tracebackhide__ = True
         dialect = find_dialect(kv_dialect)
         with ExitStack() as stack:

@@ -69,7 +69,7 @@ class TiersBelow(OverIndex):
         return found
 
     def _start_tiered(self, traits: Traits | None = None) -> IndexDriver:
-        """As `_start`, for an engine of these traits; the test is skipped for an index that does not tell tiers apart.
+        """Start an index for an engine of these traits; the test is skipped where the index does not tell tiers apart.
 
         Where no traits are given the host is Dynamo's, or in chunks of one block.
         """
@@ -92,7 +92,7 @@ class TiersBelow(OverIndex):
         return index
 
     def _start_native(self, chunk: int = 1) -> IndexDriver:
-        """As `_start_tiered`, for an engine that copies to its host in such chunks; skipped where `backends` names none."""
+        """Start an index for an engine that copies to its host in such chunks; skipped where `backends` names none."""
         __tracebackhide__ = True
         found = (spec.traits_at(self.block_size, host) for spec, host in self._hosts())
         traits = next((each for each in found if each.chunk == chunk), None)

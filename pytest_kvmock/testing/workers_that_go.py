@@ -159,7 +159,7 @@ class WorkersThatGo(OverIndex):
         index.expect("xy", {0: 2})
 
     def _start_surviving(self, fault: str) -> IndexDriver:
-        """As `_start`; the test is skipped unless the contract declares that the index survives a fault."""
+        """Start with a new index; the test is skipped unless the contract declares that the index survives a fault."""
         index = self._start()
         if fault not in self.survives:
             pytest.skip(f"{type(self).__name__}.survives does not name {fault!r}: {SURVIVED[fault]} was not checked")

@@ -88,7 +88,7 @@ class World:
             raise AssertionError(f"{name}{args} answered {answer!r}; expected {error.__name__}")
 
     def prompt(self, blocks: int, after: Prompt | None = None, *, tail: int = 0) -> Prompt:
-        """As `RouterHarness.prompt`; where names of blocks look ahead, with as many tokens more, so that all blocks have names."""
+        """Make a prompt; where names look ahead, it has as many tokens more, so that all blocks have names."""
         more = self.worker.traits.looks_ahead if after is None else 0
         return self.harness.prompt(blocks, after, tail=tail + more)
 

@@ -239,7 +239,7 @@ def metadata_flaw(value: object) -> Flaw | None:
 
 
 def _of_map(dialect: Dialect, value: Pairs, note: Any) -> tuple[Tag, dict[str, Any], dict[str, Any]] | None:
-    """As `_of_array`."""
+    """Tag, values by the names of their fields, and what belongs to no field; None where that cannot be said."""
     values: dict[str, Any] = {}
     others: list[tuple[object, Any]] = []
     repeated = False

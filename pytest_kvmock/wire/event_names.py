@@ -229,7 +229,7 @@ class NameChain(HashChain):
         block_size: int | None,  # noqa: ARG002 - as its tokens have it
         extra: EventExtra | None = None,
     ) -> Sequence[int] | None:
-        """As `Chain.expected`; counts what was computed."""
+        """Return the names that blocks of a Stored should have; None: they cannot be computed. Both are counted."""
         names, count = self.names, len(data.block_hashes)
         if not count:
             return None
@@ -260,7 +260,7 @@ class NameChain(HashChain):
         block_size: int | None,  # noqa: ARG002 - as above
         extra: EventExtra | None = None,
     ) -> int | None:
-        """As `Chain.name`."""
+        """Return the name of a block below a parent; None: it has no tokens, or is a root and roots are random."""
         if not tokens or (parent is None and not self._roots):
             return None
         return super().name(parent, local, tokens, len(tokens), extra)

@@ -214,7 +214,7 @@ class KvPublisher(Batcher):
                 self._ranks[rank].restarted_alone = True
 
     def worker_restarted(self, dp_rank: int) -> None:
-        """As `restart`, of a rank whose worker restarts; of one that there is not, or when closed, nothing. A harness calls it."""
+        """Restart a rank whose worker restarts; do nothing where there is none, or when closed. A harness calls it."""
         with self._lock:
             super().worker_restarted(dp_rank)
             if dp_rank < self.ranks:
@@ -313,7 +313,7 @@ class KvPublisher(Batcher):
             self._wait(*waits)
 
     async def await_subscribed(self, subscribers: int = 1, timeout: float = 5.0) -> None:  # noqa: ASYNC109 - as its twin
-        """As `wait_subscribed`, while the loop of asyncio goes on."""
+        """Wait for subscribers, while the loop of asyncio goes on."""
         __tracebackhide__ = True
         missing = self._waits_for(subscribers, timeout)
         while (waits := missing()) is not None:
@@ -354,7 +354,7 @@ class KvPublisher(Batcher):
         expected: object = None,
         timeout: float = 5.0,  # noqa: ASYNC109 - as its twin
     ) -> Any:
-        """As `settle`, with a probe that is awaited, while the loop of asyncio goes on."""
+        """Do what `settle` does, with a probe that is awaited, while the loop of asyncio goes on."""
         __tracebackhide__ = True
         rest_of = self._settles(probe, expected, timeout)
         while True:

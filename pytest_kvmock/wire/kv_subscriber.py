@@ -192,7 +192,7 @@ class KvSubscriber:
             )
 
     async def areceive(self, batches: int = 1, timeout: float = 5.0) -> None:  # noqa: ASYNC109 - as its twin
-        """As `receive`, while the loop of asyncio goes on, in a replay too; several tasks take turns."""
+        """Receive while the loop of asyncio goes on, in a replay too; several tasks take turns."""
         __tracebackhide__ = True
         wanted, deadline = self._done() + check_integer("batches", batches, 1), Deadline(timeout)
         while self._done() < wanted:
@@ -247,7 +247,7 @@ class KvSubscriber:
         return self._do(self._caught_up())
 
     async def acatch_up(self) -> int:
-        """As `catch_up`, while the loop of asyncio goes on."""
+        """Catch up while the loop of asyncio goes on."""
         self._check_free()
         return await self._ado(self._caught_up())
 

@@ -12,6 +12,7 @@ from importlib.metadata import EntryPoint
 from types import SimpleNamespace
 
 import pytest
+from acme_dialect import HOOK
 from captured import Captured
 
 from pytest_kvmock import BACKENDS, Cleared, Removed, Stored
@@ -303,27 +304,6 @@ def test_the_end_of_a_capture_is_checked(end, clean, capsys):
     clean.write_text("\n".join([*change(clean.read_text().splitlines()), ""]))
     assert 2 == main(["check", str(clean)])
     assert re.fullmatch(rf"check: {clean}: line \d+: {message}.*\n", capsys.readouterr().err)
-
-
-HOOK = """
-from pytest_kvmock.wire import DIALECTS, WireField
-
-OURS = DIALECTS["vllm-0.33"].variant("acme-1", add_stored=(WireField("acme", "text", default=None, ordinary="x"),))
-
-def pytest_kvmock_dialects(config):
-    return {"acme-1": OURS}
-
-def pytest_configure(config):
-    raise AssertionError("this is no run of pytest")
-"""
-
-
-@pytest.fixture
-def acme(tmp_path, monkeypatch):
-    (tmp_path / "acme_kv.py").write_text(HOOK)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield "acme_kv"
-    sys.modules.pop("acme_kv", None)
 
 
 def test_a_dialect_of_a_module_is_known_while_the_command_runs(acme, tmp_path, capsys):

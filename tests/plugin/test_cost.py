@@ -94,6 +94,35 @@ print(json.dumps(sorted(m for m in sys.modules if m.startswith("pytest_kvmock.ti
     assert with_tiers == bool(loaded), loaded
 
 
+MODULES_OF_A_HARNESS = 103
+"""How many modules a test with `kv_harness` has loaded when it begins, those of `contrib` not counted. It may fall."""
+
+
+def test_a_test_with_a_harness_loads_what_a_harness_needs(pytester, monkeypatch):
+    """A router's own tests need its index, and neither engines in time nor anybody who chooses a worker."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    pytester.makepyfile(
+        """
+        import json, sys
+        def test(kv_harness):
+            print()
+            print(json.dumps(sorted(m for m in sys.modules if m.startswith("pytest_kvmock"))))
+        """
+    )
+    code = (
+        "import pytest; pytest.main(['-q', '-s', '-p', 'kvmock', '-p', 'no:cacheprovider', '--kv-backend', 'lineage'])"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    loaded = json.loads(next(line for line in output.splitlines() if line.startswith("[")))
+
+    core = [name for name in loaded if ".contrib" not in name]
+    assert len(core) == MODULES_OF_A_HARNESS, (
+        "who loads a module more says why such a test needs it; who needs less lowers it"
+    )
+    in_time = ("clock", "fleet", "report", "schedulers", "router.selection", "router.routing", "router.loads")
+    assert [] == [name for name in loaded if name.removeprefix("pytest_kvmock.").startswith(in_time)]
+
+
 def test_the_hooks_that_run_for_every_test_are_these():
     """Each further hook costs every test of every suite that has the plugin installed."""
     hooks = {

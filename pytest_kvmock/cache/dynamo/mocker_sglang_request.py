@@ -34,21 +34,21 @@ class DynamoHasher:
         position: int,
         parent: bytes | None,
     ) -> list[bytes]:
-        """As `BlockHasher.digests`."""
+        """Return the sequence hash of each complete block as bytes."""
         before = None if parent is None else self.name(parent)
         local = keyed_block_hashes(tokens, block_size, self.keys, position)
         return [name.to_bytes(8, "little") for name in sequence_hashes(local, parent=before)]
 
     def name(self, digest: bytes) -> int:
-        """As `BlockHasher.name`."""
+        """Return the sequence hash, of which the engine publishes all."""
         return int.from_bytes(digest, "little")
 
     def looking_ahead(self, lookahead: int) -> DynamoHasher:
-        """As `BlockHasher.looking_ahead`."""
+        """Refuse: no name of these looks ahead."""
         raise NotImplementedError("the names of its streams follow from local hashes alone")
 
     def of_event(self, extra: EventExtra, position: int) -> DynamoHasher:
-        """As `BlockHasher.of_event`."""
+        """Refuse: what travels beside an event changes none of these names."""
         raise NotImplementedError("the names of its streams follow from local hashes alone")
 
 

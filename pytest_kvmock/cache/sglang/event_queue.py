@@ -40,7 +40,7 @@ class TakenHostEvent(TakenEvent):
 
     @property
     def tier(self) -> StorageTier:
-        """As `TakenEvent`."""
+        """Where it happened."""
         return StorageTier.HOST_PINNED
 
 

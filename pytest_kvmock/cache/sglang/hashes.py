@@ -88,11 +88,11 @@ class SglangHasher:
         return replace(self, extra_key=extra_key, cache_salt=cache_salt, is_lora=is_lora)
 
     def looking_ahead(self, lookahead: int) -> SglangHasher:
-        """As `BlockHasher.looking_ahead`: by one token, with pages of bigrams, or not."""
+        """Return the hasher whose names look ahead by one token, with pages of bigrams, or not."""
         return self if self.is_eagle == bool(lookahead) else replace(self, is_eagle=bool(lookahead))
 
     def of_event(self, extra: EventExtra, position: int) -> SglangHasher:  # noqa: ARG002 - as BlockHasher has it
-        """As `BlockHasher.of_event`."""
+        """Return the hasher of the adapter and salt that travel beside an event."""
         lora_name = extra.get("lora_name")
         return self.keyed(lora_name, extra.get("cache_salt"), is_lora=lora_name is not None)
 

@@ -95,11 +95,11 @@ class ReuseScope:
     salt: int | None = None
 
     def looking_ahead(self, lookahead: int) -> Self:  # noqa: ARG002 - the signature of BlockHasher
-        """As `BlockHasher.looking_ahead`; no name here does."""
+        """Return this hasher: no name of these looks ahead."""
         return self
 
     def of_event(self, extra: EventExtra, position: int) -> Self:  # noqa: ARG002 - the signature of BlockHasher
-        """As `BlockHasher.of_event`."""
+        """Return the hasher of the adapter and salt that travel beside an event."""
         salt = extra.get("cache_salt")
         return type(self)(extra.get("lora_id"), None if salt is None else salt_number(salt))
 

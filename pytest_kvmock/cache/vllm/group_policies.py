@@ -94,7 +94,7 @@ class GroupPolicy:
         raise NotImplementedError
 
     def skipped(self, tokens: int) -> int:
-        """As `CacheGroup.skipped`."""
+        """Return how many of the leading tokens no later one attends to, once so many are computed."""
         return self.group.skipped(tokens)
 
     def found(self, request: GroupRequest, hit: int, reached: int) -> list[int]:  # noqa: ARG002 - of a subclass
@@ -380,7 +380,7 @@ class RingPolicy(GroupPolicy):
         """Nothing is freed before the end."""
 
     def behind(self, table: GroupTable, processed: int) -> Iterator[int]:  # noqa: ARG002 - as above
-        """As it says."""
+        """No block is behind a window."""
         return iter(())
 
     def adopt(self, table: GroupTable, hits: Sequence[int], hit: int) -> None:

@@ -168,7 +168,7 @@ class EventKeys:
         tagged: bool,
         lookahead: int = 0,
     ) -> tuple[Any, ...] | None:
-        """As `ExtraKeys.of_block`. An image that begins in the next tokens is in no event."""
+        """Return the extra keys of a block. An image that begins in the next tokens is in no event."""
         del lookahead
         at = position - self.first
         keys = self.blocks[at] if 0 <= at < len(self.blocks) else None
@@ -314,7 +314,7 @@ class VllmHasher:
         return out
 
     def digests_of_runs(self, ids: Sequence[int], times: int, blocks: int, block_size: int) -> list[bytes] | None:
-        """As `digests` from the root, of tokens that repeat, as a trace has them; None: they are to be made.
+        """Return the `digests` from the root of tokens that repeat, as a trace has them; None: they are to be made.
 
         Args:
             ids: the tokens.
@@ -337,7 +337,7 @@ class VllmHasher:
     def _digests_ahead(
         self, tokens: Sequence[int], block_size: int, position: int, parent: bytes | None
     ) -> list[bytes]:
-        """As `digests`: the third of the triple is (extra keys or None, the next tokens...)."""
+        """Make `digests` whose third of the triple is (extra keys or None, the next tokens...)."""
         before, ahead = self.none_hash if parent is None else parent, self.lookahead
         digest, out, release, request_keys = self._digest, [], self._release, self._keys
         head, third = _head(_ARRAY, block_size), _head(_ARRAY, 1 + ahead) + _NULL

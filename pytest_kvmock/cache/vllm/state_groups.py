@@ -141,7 +141,7 @@ class StatePolicy(GroupPolicy):
             copies.append((source, copy))
 
     def quiet_tokens(self, table: GroupTable, computed: int) -> int:
-        """As of others, once no copy is due."""
+        """Return 0 while a copy is due, and else what other groups return."""
         return 0 if table.named_inside is not None else super().quiet_tokens(table, computed)
 
     def _slots(self, table: GroupTable) -> int:

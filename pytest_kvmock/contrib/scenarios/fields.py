@@ -129,7 +129,7 @@ def read_block(node: YamlNode) -> int | str:
 
 
 def read_cached_block(node: YamlNode) -> int | str:
-    """As `read_block`, whatever engine has it."""
+    """Read a block as `read_block` does, whatever engine has it."""
     return read_published(node) if isinstance(node.value, int) else read_block(node)
 
 

@@ -2,33 +2,12 @@
 
 import gc
 import re
-import sys
 
 import pytest
 
 from pytest_kvmock.__main__ import main
 from pytest_kvmock.contrib.vectors import write_vectors
 from pytest_kvmock.long_runs import RAISED
-
-HOOK = """
-from pytest_kvmock.wire import DIALECTS, WireField
-
-OURS = DIALECTS["vllm-0.33"].variant("acme-1", add_stored=(WireField("acme", "text", default=None, ordinary="x"),))
-
-def pytest_kvmock_dialects(config):
-    return {"acme-1": OURS}
-
-def pytest_configure(config):
-    raise AssertionError("this is no run of pytest")
-"""
-
-
-@pytest.fixture
-def acme(tmp_path, monkeypatch):
-    (tmp_path / "acme_kv.py").write_text(HOOK)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield "acme_kv"
-    sys.modules.pop("acme_kv", None)
 
 
 def test_a_directory_of_payloads_is_checked_with_its_dialect(tmp_path, capsys):
