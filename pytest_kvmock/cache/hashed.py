@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from random import Random
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
@@ -174,7 +174,7 @@ class HashedTokens:
             assert not isinstance(before, int)
             blocks = self._tokens.cut(first * size, (first + count) * size)
             digests = hasher.digests(blocks, size, first, before)
-            names = list(map(hasher.name, digests))
+            names = _names(digests, hasher)
             self._last = digests[-1]
             self._made_digests().extend(digests)
         self.names += names
@@ -319,7 +319,7 @@ class HashChain:
     ) -> tuple[list[bytes], list[int]] | None:
         """The digests and the names of the blocks after one digest; None where they cannot be known."""
         made = event_digests(self._hasher, token_ids, block_size, before, extra, unit=self._unit)
-        return None if made is None else (made[0], list(map(made[1].name, made[0])))
+        return None if made is None else (made[0], _names(*made))
 
 
 def event_digests(
@@ -375,7 +375,13 @@ def _named(prompt: Prompt, block_size: int, hasher: BlockHasher) -> tuple[list[i
     if digests is None:
         assert prompt.tokens is not None
         digests = hasher.digests(prompt.tokens, block_size, 0, None)
-    return list(map(hasher.name, digests)), digests, digests[-1] if digests else None
+    return _names(digests, hasher), digests, digests[-1] if digests else None
+
+
+def _names(digests: list[bytes], hasher: BlockHasher) -> list[int]:
+    """The names of blocks: at once, where a hasher has them so."""
+    of_all: Callable[[Sequence[bytes]], list[int]] | None = getattr(hasher, "names", None)
+    return list(map(hasher.name, digests)) if of_all is None else of_all(digests)
 
 
 def _as_published(chain: list[int], hasher: BlockHasher) -> list[int]:

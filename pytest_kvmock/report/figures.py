@@ -142,7 +142,7 @@ class Rows:
             if not self.facts.sketches or what not in ("itl", "per_user"):
                 self._statistics[what] = statistics(self.values(what))
             elif what == "itl" and point in PERCENTILES:
-                self._statistics[what] = self.gap_sketches[0].percentiles()
+                self._statistics[what] = self.gap_sketch.percentiles()
             else:
                 self._statistics |= self._gap_statistics()
             known = self._statistics[what]
@@ -155,29 +155,23 @@ class Rows:
         return found if sum(len(each.done) for each in found) == len(self.done) else ()
 
     @cached_property
-    def gap_sketches(self) -> tuple[Sketch, Sketch]:
-        """The percentiles of the gaps between tokens, and of the rates of tokens a second that these are."""
+    def gap_sketch(self) -> Sketch:
+        """The percentiles of the gaps between tokens."""
         if self.parts:
-            of_gaps, of_rates = zip(*(each.gap_sketches for each in self.parts), strict=True)
-            return Sketch.of_all(of_gaps), Sketch.of_all(of_rates)
-        return self._count_gaps()[1]
-
-    def _count_gaps(self) -> tuple[tuple[Counted, Counted], tuple[Sketch, Sketch]]:
-        """Return how often each gap and each rate is there, and the sketches of these."""
-        counted = _counted(self.gaps)
-        rates = _rates_of(counted)
-        return (counted, rates), (Sketch(*counted), Sketch(*rates))
+            return Sketch.of_all(each.gap_sketch for each in self.parts)
+        return Sketch(*_counted(self.gaps))
 
     def _gap_statistics(self) -> dict[str, dict[str, float]]:
         """Return the statistics of the gaps between tokens, and of their rates, which are counted by worker."""
         gaps, rates = [], []
         for each in self.parts or (self,):
-            counted, each.gap_sketches = each._count_gaps()  # noqa: SLF001 - its own kind
-            gaps.append(counted[0])
-            rates.append(counted[1])
-        values, (of_gaps, of_rates) = self.gaps, self.gap_sketches
+            counted = _counted(each.gaps)
+            each.gap_sketch = Sketch(*counted)
+            gaps.append(counted)
+            rates.append(_rates_of(counted))
+        values, of_rates = self.gaps, Sketch.of_all(Sketch(*each) for each in rates)
         return {
-            "itl": statistics(values, few_values(gaps), of_gaps),
+            "itl": statistics(values, few_values(gaps), self.gap_sketch),
             "per_user": statistics(_rates(values), few_values(rates), of_rates),
         }
 

@@ -26,7 +26,6 @@ sent it (`semantics="e1"` brings the older rule back). Its dump does not end on 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -138,6 +137,46 @@ class OverlapScores:
     scores: dict[WorkerRank, int]
 
 
+class Copies:
+    """How many copies of each block a worker and rank holds in a tier: all blocks, and a number for each of several copies."""
+
+    __slots__ = ("_further", "_there")
+
+    def __init__(self) -> None:
+        self._there: set[int] = set()
+        self._further: dict[int, int] = {}
+
+    def add(self, blocks: Sequence[int]) -> None:
+        """Count one copy more of each block."""
+        there, new = self._there, set(blocks)
+        if len(new) == len(blocks) and there.isdisjoint(new):  # as nearly always
+            there |= new
+            return
+        for block in blocks:
+            if block in there:
+                self._further[block] = self.further(block) + 1
+            there.add(block)
+
+    def take(self, blocks: Sequence[int]) -> Sequence[int]:
+        """Count one copy less of each block; return the blocks that have none left, and those that had none."""
+        further = self._further
+        if further and not further.keys().isdisjoint(blocks):
+            last = []
+            for block in blocks:
+                more = further.pop(block, 0)
+                if not more:
+                    last.append(block)
+                elif more > 1:
+                    further[block] = more - 1
+            blocks = last
+        self._there.difference_update(blocks)
+        return blocks
+
+    def further(self, block: int) -> int:
+        """Return how many copies a block has beside the first."""
+        return self._further.get(block, 0)
+
+
 class RadixIndex:
     """A router's view of all caches, built from events; the reference that other indexes are compared with.
 
@@ -180,7 +219,7 @@ class RadixIndex:
         self._clear_all_ranks = semantics == "e1"
         # By worker, rank and tier: how often a block was stored and not removed since. A Stored that is refused counts
         # too: the engine holds those blocks.
-        self._copies: dict[tuple[WorkerRank, StorageTier], Counter[int]] | None = {} if count_copies else None
+        self._copies: dict[tuple[WorkerRank, StorageTier], Copies] | None = {} if count_copies else None
         self._moved: dict[
             WorkerRank, set[int]
         ] = {}  # blocks of the device's tree that an Updated has moved to the host
@@ -260,7 +299,7 @@ class RadixIndex:
             return
         if isinstance(data, Stored):
             if self._copies is not None:
-                self._copies.setdefault((key, tier), Counter()).update(data.block_hashes)
+                self._copies_in((key, tier)).add(data.block_hashes)
             if lower is None:
                 self._store(key, data, event)
                 if event.extra is not None and "cache_levels" in event.extra:
@@ -269,9 +308,9 @@ class RadixIndex:
             else:
                 lower.store(key, data)
         elif isinstance(data, Removed):
-            blocks = data.block_hashes
+            blocks: Sequence[int] = data.block_hashes
             if self._copies is not None:
-                blocks = self._last_copies((key, tier), blocks)
+                blocks = self._copies_in((key, tier)).take(blocks)
             unknown = blocks[0] if blocks else None
             if lower is not None:
                 unknown = lower.remove(key, blocks)
@@ -298,7 +337,7 @@ class RadixIndex:
                     self.apply(RouterEvent(worker_id, KvCacheEvent(0, Removed((block,)), dp_rank)))
             return
         if self._copies is not None:
-            blocks = self._last_copies((key, StorageTier.DEVICE), blocks)
+            blocks = self._copies_in((key, StorageTier.DEVICE)).take(blocks)
         if (rank := self._device.ranks.get(key)) is not None:
             self._device.remove(rank, blocks)
             if self._moved:
@@ -358,19 +397,13 @@ class RadixIndex:
                 found.clear()
         self._forget_copies(worker_id, dp_rank, below=below)
 
-    def _last_copies(self, where: tuple[WorkerRank, StorageTier], blocks: Sequence[int]) -> tuple[int, ...]:
-        """Drop one copy of each block; return the blocks that have none left, and those that had none."""
+    def _copies_in(self, where: tuple[WorkerRank, StorageTier]) -> Copies:
+        """The copies of a worker and rank in a tier."""
         assert self._copies is not None
-        copies = self._copies.setdefault(where, Counter())
-        last, count_of = [], copies.get
-        for block in blocks:
-            count = count_of(block, 0)
-            if count > 1:
-                copies[block] = count - 1
-            else:
-                copies.pop(block, None)
-                last.append(block)
-        return tuple(last)
+        found = self._copies.get(where)
+        if found is None:
+            found = self._copies[where] = Copies()
+        return found
 
     def _forget_copies(self, worker_id: int, dp_rank: int | None = None, *, below: bool = True) -> None:
         """Drop the copies of a worker, or of one rank of it; those below the device only if `below`."""
@@ -485,8 +518,7 @@ class RadixIndex:
         extras = {key: group_extra(group.group_idx) for key, group in self._groups.items()}
         found = list(self.edges())
         if self._copies is not None:
-            counted = self._copies
-            found += [each for each in found for _ in range(1, counted.get((each[1], each[0]), Counter())[each[2][1]])]
+            found += [each for each in found for _ in range(self._copies_in((each[1], each[0])).further(each[2][1]))]
         events: list[tuple[WorkerRank, EventData, StorageTier]] = [
             (key, Stored(parent, (block,), (local,)), tier) for tier, key, (parent, block, local) in found
         ]

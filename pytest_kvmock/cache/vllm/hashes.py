@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from struct import Struct
+from struct import Struct, iter_unpack
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from xxhash import xxh3_128_digest
+from xxhash import xxh3_128
 
 from pytest_kvmock.checks import did_you_mean
 from pytest_kvmock.prompt_keys import MultimodalItem, PromptKeys, block_keys, hashed_lora_id
@@ -101,11 +101,13 @@ def vllm_version(name: str) -> VllmVersion:
     raise ValueError(f"unknown vLLM version {name!r}; known: {', '.join(VERSIONS)}")
 
 
-def _sha256(data: bytes) -> bytes:
-    return hashlib.sha256(data).digest()
+class _Hashed(Protocol):
+    def digest(self) -> bytes: ...
 
 
-_FUNCTIONS: Final = MappingProxyType({"sha256": _sha256, "xxhash": xxh3_128_digest})
+_FUNCTIONS: Final[Mapping[str, Callable[[bytes], _Hashed]]] = MappingProxyType(
+    {"sha256": hashlib.sha256, "xxhash": xxh3_128}
+)
 ALGORITHMS: Final = tuple(f"{function}{form}" for function in _FUNCTIONS for form in ("", "_cbor"))
 """What vLLM calls them (`--prefix-caching-hash-algo`)."""
 
@@ -213,10 +215,11 @@ class VllmHasher:
 
     __slots__ = (
         "_begins",
-        "_digest",
         "_dump",
+        "_form",
         "_given",
         "_hash",
+        "_hashed",
         "_keys",
         "_naming",
         "_release",
@@ -253,7 +256,7 @@ class VllmHasher:
         elif not isinstance(seed, str) or not seed:
             raise ValueError(f"hash_seed must be a string, as PYTHONHASHSEED is, or None; got {seed!r}")
         self.algorithm, self.seed = algorithm, seed
-        self._digest: Callable[[bytes], bytes] = _FUNCTIONS[function]
+        self._hashed = _FUNCTIONS[function]
         self._release = release
         self.signed = release.signed_names
         self.lookahead = lookahead
@@ -262,10 +265,13 @@ class VllmHasher:
         self._dump: Callable[[object], bytes] | None = _pickled
         if form:
             text = seed.encode()
-            self.none_hash = self._digest(_head(_TEXT, len(text)) + text)
+            self.none_hash = self._hashed(_head(_TEXT, len(text)) + text).digest()
             self._dump = None if keys is None else _cbor
         else:
-            self.none_hash = self._digest(_pickled(seed))
+            self.none_hash = self._hashed(_pickled(seed)).digest()
+        self._form = (
+            f">{len(self.none_hash) - 8}x{'q' if self.signed else 'Q'}"  # of a digest: its name stands at the end
+        )
         # The head of the triple, and that of the digest in it: a digest is as long as NONE_HASH.
         self._begins = _head(_ARRAY, 3) + _head(_BYTES, len(self.none_hash))
         hashed_keys = release.tagged_keys, release.item_offsets, release.lora_by_id
@@ -296,7 +302,7 @@ class VllmHasher:
         if self.lookahead:
             return self._digests_ahead(tokens, block_size, position, parent)
         before = self.none_hash if parent is None else parent
-        digest, out, release = self._digest, [], self._release
+        hashed, out, release = self._hashed, [], self._release
         ends = range(block_size, len(tokens) + 1, block_size)
         if self._dump is not None:
             for place, end in enumerate(ends, position):
@@ -304,12 +310,12 @@ class VllmHasher:
                 if self._keys is not None:
                     keys = self._keys.of_block(place, block_size, tagged=release.tagged_keys)
                     keys = release.untagged(keys, self._keys.lora_name)
-                before = digest(self._dump((before, tuple(tokens[end - block_size : end]), keys)))
+                before = hashed(self._dump((before, tuple(tokens[end - block_size : end]), keys))).digest()
                 out.append(before)
             return out
         begins, head, least = self._begins, _head(_ARRAY, block_size), min(tokens, default=0)
         for end in ends:
-            before = digest(begins + before + head + _encoded(tokens[end - block_size : end], least) + _NULL)
+            before = hashed(begins + before + head + _encoded(tokens[end - block_size : end], least) + _NULL).digest()
             out.append(before)
         return out
 
@@ -325,12 +331,12 @@ class VllmHasher:
         if self._dump is not None or self.lookahead:
             return None
         out: list[bytes] = []
-        before, digest, begins = self.none_hash, self._digest, self._begins
+        before, hashed, begins = self.none_hash, self._hashed, self._begins
         head = _head(_ARRAY, block_size)
         for token in ids[: -(-blocks // times)]:
             own = head + _TOKENS[token] * block_size + _NULL
             for _ in range(min(times, blocks - len(out))):
-                before = digest(begins + before + own)
+                before = hashed(begins + before + own).digest()
                 out.append(before)
         return out
 
@@ -339,24 +345,28 @@ class VllmHasher:
     ) -> list[bytes]:
         """Make `digests` whose third of the triple is (extra keys or None, the next tokens...)."""
         before, ahead = self.none_hash if parent is None else parent, self.lookahead
-        digest, out, release, request_keys = self._digest, [], self._release, self._keys
+        hashed, out, release, request_keys = self._hashed, [], self._release, self._keys
         head, third = _head(_ARRAY, block_size), _head(_ARRAY, 1 + ahead) + _NULL
         for place, end in enumerate(range(block_size, len(tokens) + 1 - ahead, block_size), position):
             block, after = tokens[end - block_size : end], tokens[end : end + ahead]
             if self._dump is None:
                 own = head + _encoded(block, min(block)) + third + _encoded(after, min(after))
-                before = digest(self._begins + before + own)
+                before = hashed(self._begins + before + own).digest()
             else:
                 keys = None
                 if request_keys is not None:
                     keys = request_keys.of_block(place, block_size, tagged=release.tagged_keys, lookahead=ahead)
-                before = digest(self._dump((before, tuple(block), (keys, *after))))
+                before = hashed(self._dump((before, tuple(block), (keys, *after)))).digest()
             out.append(before)
         return out
 
     def name(self, digest: bytes) -> int:
         """The last 64 bits of a digest; unsigned, but in 0.9."""
         return int.from_bytes(digest[-8:], "big", signed=self.signed)
+
+    def names(self, digests: Sequence[bytes]) -> list[int]:
+        """As `name` of each."""
+        return [name for (name,) in iter_unpack(self._form, b"".join(digests))]
 
 
 def _pickled(value: object) -> bytes:

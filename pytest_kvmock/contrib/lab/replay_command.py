@@ -35,7 +35,9 @@ INTERRUPTED: Final = 130
 def replay_traces(given: argparse.Namespace) -> int:
     """Run all combinations; return the exit code: 0, 1 where a run failed or a router drifted, 130 after Ctrl-C."""
     before = None if given.compare is None else _read_json(given.compare)
-    cases = sweep_cases(_traces(given), _names(given.backend), _names(given.router), _settings(given))
+    traces, backends, routers = _traces(given), _names(given.backend), _names(given.router)
+    is_table = len(traces) * len(backends) * len(routers) > 1
+    cases = sweep_cases(traces, backends, routers, _settings(given, is_table=is_table))
     jobs = len(os.sched_getaffinity(0)) if given.jobs is None else given.jobs
     if jobs < 1:
         raise ValueError(f"--jobs must be at least 1, got {given.jobs}")
@@ -104,7 +106,8 @@ def _names(texts: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _settings(given: argparse.Namespace) -> SweepSettings:
+def _settings(given: argparse.Namespace, *, is_table: bool) -> SweepSettings:
+    """What all runs have in common; `is_table`: there are several, of which a table shows the figures."""
     engine = {"num_gpu_blocks": given.num_blocks, "block_size": given.block_size, "semantics": given.semantics}
     fleet = {
         "concurrency": given.concurrency,
@@ -119,6 +122,7 @@ def _settings(given: argparse.Namespace) -> SweepSettings:
         {name: value for name, value in engine.items() if value is not None},
         {name: value for name, value in fleet.items() if value is not None},
         pages=given.html is not None,
+        figures=is_table or given.json is not None or given.compare is not None,
     )
 
 

@@ -47,6 +47,7 @@ class SweepSettings:
 
     Attributes:
         pages: whether each run brings the data of its page.
+        figures: whether each run brings its figures (`SweepRun.report`), of which those of gaps between tokens take a while.
     """
 
     workers: int = 8
@@ -56,6 +57,7 @@ class SweepSettings:
     engine: Mapping[str, Any] = field(default_factory=dict)
     fleet: Mapping[str, Any] = field(default_factory=dict)
     pages: bool = False
+    figures: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +122,11 @@ class SweepRun:
         trace: name of the trace.
         backend: of the engines.
         router: name of the router.
-        report: what `Report.to_json()` returned; None: it failed.
+        report: what `Report.to_json()` returned; None: it failed, or no figures are wanted.
         text: the report, as it is printed; "" where it failed.
         error: why it failed, in one line; "" where it did not.
         page: the data of its page (`Report.page_data`); None where none is wanted.
+        drifts: what the router believed wrongly, the first of each kind; see `Report.beliefs`.
     """
 
     trace: str
@@ -133,16 +136,12 @@ class SweepRun:
     text: str = ""
     error: str = ""
     page: dict[str, Any] | None = field(default=None, repr=False)
+    drifts: Sequence[Belief] = ()
 
     @property
     def name(self) -> str:
         """What messages call it."""
         return f"{self.trace}, {self.backend}, {self.router}"
-
-    @property
-    def drifts(self) -> list[Belief]:
-        """What the router believed wrongly, the first of each kind; see `Report.beliefs`."""
-        return [] if self.report is None else [Belief(**row) for row in self.report["fleet"]["beliefs"] or ()]
 
     def figure(self, name: str) -> float | None:
         """Return one figure of all workers together (see `Report`); None: there is none.
@@ -171,7 +170,7 @@ class Sweep:
     @property
     def errors(self) -> list[SweepRun]:
         """The runs that failed."""
-        return [run for run in self.runs if run.report is None]
+        return [run for run in self.runs if run.error]
 
     @property
     def drifted(self) -> list[SweepRun]:
@@ -285,7 +284,9 @@ def run_case(case: SweepCase, watch: Callable[[Fleet], None] | None = None) -> S
             report: Report = fleet.run(case.requests(), name=case.trace[0])
         except (RouterError, RouterStalled, EngineStalled, OutOfBlocks, ValueError, TypeError, OSError) as error:
             return SweepRun(*names, error=_one_line(error))
-        return SweepRun(*names, report.to_json(), str(report), page=report.page_data() if case.settings.pages else None)
+        chosen = case.settings
+        figures, page = report.to_json() if chosen.figures else None, report.page_data() if chosen.pages else None
+        return SweepRun(*names, figures, str(report), page=page, drifts=report.beliefs or ())
 
 
 def _one_line(error: BaseException) -> str:

@@ -73,9 +73,9 @@ def test_plain_blocks_are_written_as_cbor2_writes_them(algorithm, block_size):
     tokens = (TOKENS * 30)[:block_size]
     parent = hasher.none_hash
     for digest in hasher.digests(tokens * 2, block_size, 0, None):
-        parent = hasher._digest(cbor2.dumps((parent, tokens, None), canonical=True))
+        parent = hasher._hashed(cbor2.dumps((parent, tokens, None), canonical=True)).digest()
         assert parent == digest
-    assert hasher.none_hash == hasher._digest(cbor2.dumps("0", canonical=True))
+    assert hasher.none_hash == hasher._hashed(cbor2.dumps("0", canonical=True)).digest()
 
 
 @pytest.mark.parametrize("seed", seeds(200))
@@ -89,7 +89,7 @@ def test_tokens_of_any_vocabulary_are_written_alike(seed):
     hasher, parent = VllmHasher(), None
     for digest in hasher.digests(tokens, 16, 0, None):
         block, tokens = tuple(tokens[:16]), tokens[16:]
-        parent = hasher._digest(hashes._cbor((parent or hasher.none_hash, block, None)))
+        parent = hasher._hashed(hashes._cbor((parent or hasher.none_hash, block, None))).digest()
         assert parent == digest
 
 
