@@ -15,18 +15,15 @@ import pytest
 
 from pytest_kvmock.backends import served_by, speaker_of
 from pytest_kvmock.testing.process_client import DONE
-from pytest_kvmock.testing.process_judge import ProcessJudge
+from pytest_kvmock.testing.process_judge import FRESH, ProcessJudge
 from pytest_kvmock.testing.process_world import asked_text
 from pytest_kvmock.wire import find_dialect
 
 if TYPE_CHECKING:
     from pytest_kvmock.serve.kv_server import KvServer
 
-_FRESH: Final = 16
-"""So many prompts of which nobody holds a block show whether a fleet is shared: by chance one of two gets none in 1 of 32,768."""
-
 _ENDED: Final = 30
-"""Requests that end well on one worker: who counts them for ever sends it none of `_FRESH` more."""
+"""Requests that end well on one worker, each with two blocks of its own as `FRESH` have: who counts any of it for ever sends it none of those."""
 
 _PICTURE: Final = "data:image/png;base64,iVBORw0KGgo="
 
@@ -306,9 +303,9 @@ class ProcessContract(ProcessJudge):
                 prompt = world.text(8)
                 world.direct(2, prompt)
                 world.judge(where, prompt)
-            picks = Counter(world.picked(where, world.text(2)) for _ in range(_FRESH))
+            picks = Counter(world.picked(where, world.text(2)) for _ in range(FRESH))
             if not self.packs and not self.first_of_equals and not picks[2]:
-                world.fail(f"{where}: of {_FRESH} prompts that nobody holds worker 2 got none; expected some")
+                world.fail(f"{where}: of {FRESH} prompts that nobody holds worker 2 got none; expected some")
 
     # --------------------------------------------------------------------------------------------- what it passes on
 
@@ -465,7 +462,7 @@ class ProcessContract(ProcessJudge):
                 self.skip(f"{name} is True", "whether an idle fleet is shared", f"{name} = False")
         with self._world(make_kv_server) as world:
             where = "prompts that nobody holds come one by one"
-            picks = Counter(world.picked(where, world.text(2)) for _ in range(_FRESH))
+            picks = Counter(world.picked(where, world.text(2)) for _ in range(FRESH))
             self._each_got_some(world, where, picks)
 
     @_fleet
@@ -530,7 +527,7 @@ class ProcessContract(ProcessJudge):
             worker = self._known_at(world, prompt)
             for number in range(6):  # of 6 that go away, streams and others
                 world.server.hold()
-                pending = world.begin(prompt, stream=number % 2 == 0, max_tokens=8)
+                pending = world.begin(self._next_of(world, prompt), stream=number % 2 == 0, max_tokens=8)
                 world.wait_open(1, "a completion was asked for, and no engine has it")
                 if number % 4 == 0:  # of streams some have begun: one whose head has not come is left in another way
                     world.server.step(1)
@@ -540,42 +537,30 @@ class ProcessContract(ProcessJudge):
                 world.server.release()
             for status in (400, 429, 500):
                 world.server.answer(worker, status)
-                world.send(prompt)
+                world.send(self._next_of(world, prompt))
                 world.server.start(worker)
             for chunks in (1, 3):
                 world.server.cut(worker, after_chunks=chunks)
-                world.send(prompt, stream=True, max_tokens=6)
+                world.send(self._next_of(world, prompt), stream=True, max_tokens=6)
                 world.server.start(worker)
-            where = f"11 requests of worker {worker} ended badly, and nothing is open"
-            picks = Counter(world.picked(where, world.text(2)) for _ in range(_FRESH))
-            if not picks[worker]:
-                world.fail(
-                    f"{where}: of {_FRESH} prompts that nobody holds it got none; expected some: what ended is counted as load still"
-                )
+            self._still_used(world, f"11 requests of worker {worker} ended badly, and nothing is open", worker)
 
     @_fleet
     def test_what_ended_well_is_no_load(self, make_kv_server: Callable[..., KvServer]) -> None:
-        """A worker alone serves many requests to their end: when the other one is back, it is as idle as that."""
+        """A worker serves many requests to their end, one by one: each goes where it is held, and at last the worker is as idle as before."""
         self._needs_open("whether what ended well counts as load")
         with self._world(make_kv_server) as world:
             prompt = world.text(8)
             worker = self._known_at(world, prompt)
-            other = 1 - worker
-            world.server.stop(other)
-            ended = 0
-            # Some may be refused, where it has yet to notice that the other one is gone.
-            for number in range(2 * _ENDED):
-                _, asked = world.send(prompt, stream=number % 2 == 0, max_tokens=2)
-                ended += bool(asked) and asked[-1].status == 200
-                if ended == _ENDED:
-                    break
-            world.server.start(other)
-            where = f"{ended} requests of worker {worker} ended well, and nothing is open"
-            picks = Counter(world.picked(where, world.text(2)) for _ in range(_FRESH))
-            if not picks[worker]:
-                world.fail(
-                    f"{where}: of {_FRESH} prompts that nobody holds it got none; expected some: what ended is counted as load still"
-                )
+            for number in range(_ENDED):
+                where = f"{number} requests of worker {worker} ended well, and nothing is open"
+                picked = world.picked(where, self._next_of(world, prompt), stream=number % 2 == 0, max_tokens=2)
+                if picked != worker:
+                    world.fail(
+                        f"{where}: a prompt whose first 8 blocks it alone holds was sent to worker {picked}: what ended is counted as load still"
+                    )
+            where = f"{_ENDED} requests of worker {worker} ended well, and nothing is open"
+            self._still_used(world, where, worker)
 
     # ------------------------------------------------------------------------------------------------------- its end
 

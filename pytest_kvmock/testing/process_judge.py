@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 _seeds: Final = count(1)
 """Of the texts of each test: a process that lives longer than one has seen none of them."""
 
+FRESH: Final = 16
+"""So many prompts of which nobody holds a block show whether a fleet is shared: by chance one of two gets none in 1 of 32,768."""
+
 
 class ProcessJudge(ProcessSubject):
     """The means of the tests of a `ProcessContract`."""
@@ -148,6 +151,21 @@ class ProcessJudge(ProcessSubject):
         world.direct(1, after)
         world.judge(f"{where}, of what it has served since", after)
         world.judge(f"{where}, of what it held before", prompt)
+
+    def _next_of(self, world: ProcessWorld, prompt: str) -> str:
+        """Return a prompt that begins with one that is known to be somewhere, and adds load of its own, in whatever that is measured."""
+        # Who goes by prefixes alone may go by whom it sent least of them, too: then what was sent stays, on purpose.
+        return prompt if self.follows_prefix else prompt + world.text(2)
+
+    def _still_used(self, world: ProcessWorld, where: str, worker: int) -> None:
+        """Fail unless a worker gets some of what nobody holds."""
+        __tracebackhide__ = True
+        picks = Counter(world.picked(where, world.text(2)) for _ in range(FRESH))
+        if not picks[worker]:
+            world.fail(
+                f"{where}: of {FRESH} prompts that nobody holds it got none; expected some: what ended is counted as load still, or "
+                "follows_prefix = True says that it goes by how much a worker was sent"
+            )
 
     def _each_got_some(self, world: ProcessWorld, where: str, picks: Counter[int]) -> None:
         __tracebackhide__ = True

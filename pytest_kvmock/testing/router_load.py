@@ -27,15 +27,19 @@ _REQUESTS: Final = 200
 _EVERY_MS: Final = 500.0
 """How old polled loads may be: a burst of one moment sees them once."""
 
-_ENDED_WELL: Final = 30
-"""Requests that a lone worker serves: who counts them for ever sends it none of a burst of 36, of which two others take 18 each."""
+_ENDED_WELL: Final = 120
+"""Requests that a lone worker serves: who counts them for ever, or their blocks, or their tokens, sends it none of a burst of 36.
+
+Of that two others take 18 each, all of two blocks: 18 requests, 36 blocks and 36 to compute, which are 90 for who adds up the three.
+"""
 
 _LATER_MS: Final = 3000.0
 """When they are long over."""
 
 _SERVED: Final = (
-    ": all that it had was served and is over, so the router counts it as open still. It is told by finished(request); with loads() the "
-    "request at which it parts is named"
+    ": all that it had was served and is over, so the router counts it as open still, its request, its blocks or its tokens. It is told by "
+    "finished(request); with loads() the request at which it parts is named. One that goes by how much a worker was sent declares "
+    "follows_prefix = True"
 )
 
 _CHANCES: Final = 40
@@ -113,8 +117,10 @@ class EverydayLoad:
             for _ in range(2):
                 fleet.at(_LATER_MS / 2).join(engine=self._engine())
 
-        prompt = range(2 * self.block_size)  # one, so that the worker does not hold more than the others do soon
-        rows = [FleetRequest(prompt, 4, 20.0 * at) for at in range(_ENDED_WELL)]
+        # With `follows_prefix` of one prompt: who goes by prefixes may go by who was sent least of them, which is more for ever.
+        size = 2 * self.block_size
+        firsts = [0 if self.follows_prefix else at * size for at in range(_ENDED_WELL)]
+        rows = [FleetRequest(range(first, first + size), 4, 10.0 * at) for at, first in enumerate(firsts)]
         where = f"{_ENDED_WELL} requests ended well on worker 0, workers 1 and 2 join, and a burst of new prompts comes"
         report = self._played(happens, workers=1, rows=[*rows, *self._burst(_LATER_MS)])
         self._judge(where, report)

@@ -19,6 +19,7 @@ from pytest_kvmock.testing.router_load import EverydayLoad
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "routing"))
 
 from llm_d_scorers import Scorers
+from sglang_rule import CacheAware
 from two_choices import TwoChoices
 
 TEMPLATE = "test_a_chat_template_is_no_hot_spot"
@@ -319,8 +320,89 @@ ENDED_WELL = "test_what_ended_well_is_no_load"
 
 
 class NeverFrees(Fewest):
+    """Counts load by `size`, and takes nothing away."""
+
+    def dispatched(self, request, worker):
+        self.open[worker] += self.size(request, worker)
+
+    def size(self, request, worker):
+        return 1
+
     def finished(self, request):
         pass
+
+
+class NeverFreesTokens(NeverFrees):
+    """Counts the tokens of prompts."""
+
+    def size(self, request, worker):
+        return request.prompt_tokens
+
+
+class NeverFreesPrefill(NeverFrees):
+    """Counts the tokens of prompts that are yet to be computed."""
+
+    def pick(self, request, candidates):
+        self.overlaps = {each.worker: each.overlap for each in candidates}
+        return super().pick(request, candidates)
+
+    def size(self, request, worker):
+        return request.prompt_tokens - request.block_size * self.overlaps[worker]
+
+
+class NeverFreesBlocks(NeverFrees):
+    """Counts blocks, one that requests share once."""
+
+    def __init__(self, workers):
+        super().__init__(workers)
+        self.blocks = set()
+
+    def size(self, request, worker):
+        new = {(worker, block) for block in request.sequence_hashes} - self.blocks
+        self.blocks |= new
+        return len(new)
+
+
+class Silent(RightRouter):
+    """Dynamo's cost, and the number of requests; it says nothing of what it believes."""
+
+    loads = overlap = workers = None
+
+    def pick(self, request, candidates):
+        costs = {each.worker: self.cost(request, each.worker, each.overlap) for each in candidates}
+        return min(costs, key=costs.get)
+
+    def cost(self, request, worker, overlap):
+        return super().cost(request, worker, overlap) + self.book.loads[worker].requests
+
+    def dispatched(self, request, worker):
+        self.book.dispatched(request, worker, 0)
+
+
+class KeepsRequests(Silent):
+    """Frees blocks and tokens, and never the number of requests."""
+
+    def finished(self, request):
+        load, _ = self.book._open[request]
+        super().finished(request)
+        load.requests += 1
+
+
+class KeepsBlocks(Silent):
+    """Frees the number of requests and tokens, and never blocks."""
+
+    def finished(self, request):
+        load, prefill = self.book._open.pop(request)
+        load.requests -= 1
+        load.prefill_tokens -= prefill
+
+
+class KeepsPrefill(Silent):
+    """Frees the number of requests and blocks, and never the tokens that were to be computed."""
+
+    def first_token(self, request):
+        load, _ = self.book._open[request]
+        self.book._open[request] = load, 0
 
 
 @pytest.mark.parametrize("backend", few([None, "vllm", "sglang", "vllm_gpt_oss"]))
@@ -335,17 +417,41 @@ class NeverFrees(Fewest):
         lambda _: MostCached(),
         lambda _: TwoChoices(1),
         lambda _: Scorers(1),
+        Silent,
     ],
-    ids=["counting", "right", "dynamo", "turns", "least", "cached", "two choices", "llm-d"],
+    ids=["counting", "right", "dynamo", "turns", "least", "cached", "two choices", "llm-d", "silent"],
 )
 def test_a_worker_that_has_served_much_is_used_again(make, backend):
     assert None is failure_of(of_workers(make, backend=backend), ENDED_WELL)
 
 
-def test_one_that_never_frees_what_it_served_is_found_without_loads():
-    text = failure_of(of_workers(NeverFrees), ENDED_WELL)
+@pytest.mark.parametrize("backend", few([None, "vllm", "sglang", "vllm_gpt_oss"]))
+@pytest.mark.parametrize(
+    "make",
+    [
+        NeverFrees,
+        NeverFreesTokens,
+        NeverFreesPrefill,
+        NeverFreesBlocks,
+        KeepsRequests,
+        KeepsBlocks,
+        KeepsPrefill,
+    ],
+)
+def test_one_that_never_frees_what_it_served_is_found_without_loads(make, backend):
+    text = failure_of(of_workers(make, backend=backend), ENDED_WELL)
     assert (
         "worker 0 got none of 36 requests (worker 0: 0, worker 1: 18, worker 2: 18); expected some: all that it had was "
         in text
     )
-    assert "so the router counts it as open still. It is told by finished(request)" in text
+    assert (
+        "so the router counts it as open still, its request, its blocks or its tokens. It is told by finished" in text
+    )
+
+
+def test_who_goes_by_the_smallest_tree_declares_that_it_follows_the_prefix():
+    assert failure_of(contract(CacheAware, follows_prefix=True), ENDED_WELL) is None
+    assert "One that goes by how much a worker was sent declares follows_prefix = True" in failure_of(
+        contract(CacheAware), ENDED_WELL
+    )
+    assert "worker 0 got none of 36" in failure_of(of_workers(NeverFrees, follows_prefix=True), ENDED_WELL)

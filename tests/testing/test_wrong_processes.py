@@ -165,6 +165,18 @@ FOUND = OF_EVENTS | {
         "what_ended_well_is_no_load",
         "30 requests of worker 0 ended well, and nothing is open: of 16 prompts that nobody holds it got none",
     ),
+    "frees_no_blocks": (
+        "what_ended_well_is_no_load",
+        "30 requests of worker 0 ended well, and nothing is open: of 16 prompts that nobody holds it got none",
+    ),
+    "frees_no_prefill": (
+        "what_ended_well_is_no_load",
+        "30 requests of worker 0 ended well, and nothing is open: of 16 prompts that nobody holds it got none",
+    ),
+    "weighs_what_it_never_frees": (
+        "what_ended_well_is_no_load",
+        "a prompt whose first 8 blocks it alone holds was sent to worker 1: what ended is counted as load still",
+    ),
     "drops_the_salt": (
         "what_a_client_sends_reaches_the_engine",
         "cache_salt came to an engine as None; 'tenant-a' was sent",

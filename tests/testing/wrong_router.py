@@ -6,6 +6,7 @@ Each mistake is a function here that changes the router; its docstring says what
 import asyncio
 import json
 import sys
+from collections import defaultdict
 from functools import partial
 from pathlib import Path
 
@@ -637,6 +638,41 @@ def counts_those_that_were_cut():
 def counts_those_that_ended_well():
     """A request that was served to its end counts as open for ever."""
     leaking(lambda status, error: status == 200)
+
+
+def counting(cost):
+    """Have `cost` say where a prompt goes, by what a worker holds of it and by all that it was ever sent, with what it held of that then."""
+    counted = defaultdict(list)
+    choosing(lambda worker, root, tokens: (cost(worker.overlap(root, tokens)[0], counted[worker]), worker.picked))
+    pick = Router.pick
+
+    def counts(self, root, tokens, tried):
+        worker = pick(self, root, tokens, tried)
+        size = self.block_size
+        chain = [tokens[:end] for end in range(size, len(tokens) + 1, size)]
+        if worker is not None:
+            counted[worker].append((chain, worker.overlap(root, tokens)[0]))
+        return worker
+
+    Router.pick = counts
+
+
+@bug
+def frees_no_blocks():
+    """Load is counted in blocks, one that requests share once, and those of a request that is over stay."""
+    counting(lambda overlap, sent: (-overlap, len({block for chain, _ in sent for block in chain})))
+
+
+@bug
+def frees_no_prefill():
+    """Load is counted in blocks that are yet to be computed, and stays when they are."""
+    counting(lambda overlap, sent: (-overlap, sum(len(chain) - held for chain, held in sent)))
+
+
+@bug
+def weighs_what_it_never_frees():
+    """Blocks that were yet to be computed of all that was sent speak against a worker: at last more than what it holds."""
+    counting(lambda overlap, sent: sum(len(chain) - held for chain, held in sent) - 2 * overlap)
 
 
 def sending(change):
