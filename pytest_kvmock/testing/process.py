@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 _ENDED: Final = 30
 """Requests that end well on one worker, each with two blocks of its own as `FRESH` have: who counts any of it for ever sends it none of those."""
 
+_MAY_BE_LATE: Final = 2
+"""So many of these may go elsewhere: a client may have the end of an answer before the process has counted it."""
+
 _PICTURE: Final = "data:image/png;base64,iVBORw0KGgo="
 
 _fleet = pytest.mark.kvmock(workers=2, num_blocks=4096)
@@ -552,13 +555,21 @@ class ProcessContract(ProcessJudge):
         with self._world(make_kv_server) as world:
             prompt = world.text(8)
             worker = self._known_at(world, prompt)
+            elsewhere = 0
             for number in range(_ENDED):
                 where = f"{number} requests of worker {worker} ended well, and nothing is open"
                 picked = world.picked(where, self._next_of(world, prompt), stream=number % 2 == 0, max_tokens=2)
-                if picked != worker:
+                if picked == worker:
+                    continue
+                elsewhere += 1
+                if elsewhere > _MAY_BE_LATE:
                     world.fail(
-                        f"{where}: a prompt whose first 8 blocks it alone holds was sent to worker {picked}: what ended is counted as load still"
+                        f"{where}: {elsewhere} of {number + 1} prompts went to worker {picked}, where worker {worker} alone held their "
+                        "first 8 blocks: what ended is counted as load still"
                     )
+                if not self.hears_events:
+                    break  # what the other one holds now it holds for good
+                prompt = self._heard_from(world, worker)
             where = f"{_ENDED} requests of worker {worker} ended well, and nothing is open"
             self._still_used(world, where, worker)
 

@@ -175,7 +175,7 @@ FOUND = OF_EVENTS | {
     ),
     "weighs_what_it_never_frees": (
         "what_ended_well_is_no_load",
-        "a prompt whose first 8 blocks it alone holds was sent to worker 1: what ended is counted as load still",
+        "prompts went to worker 1, where worker 0 alone held their first 8 blocks: what ended is counted as load still",
     ),
     "drops_the_salt": (
         "what_a_client_sends_reaches_the_engine",
