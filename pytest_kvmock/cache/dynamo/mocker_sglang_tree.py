@@ -87,7 +87,7 @@ class PageTree(RadixTree):
             Their identities, leaf by leaf, each from front to back.
         """
         out: list[int] = []
-        while len(out) < pages and (node := self._leaves.pop()) is not None:
+        while len(out) < pages and (node := self._first(self._leaves)) is not None:
             assert isinstance(node, PageNode)
             wanted = pages - len(out)
             out += node.pages[-wanted:]

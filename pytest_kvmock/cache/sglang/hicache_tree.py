@@ -85,6 +85,7 @@ class HiCacheTree(HybridTree):
         self.root.host.on_host = True
         self.host_free = self.host_pages
         self._host_leaves = LeafQueue(self._key, self._is_host_leaf)
+        self._queues.append(self._host_leaves)
         self._duplicates: dict[TreeNode, None] = {}
         self.ordered: list[Hold] = []
 
@@ -98,16 +99,6 @@ class HiCacheTree(HybridTree):
         return not (
             node.children or node.lock_ref or part.locks or node.on_device or node.parent is None or not part.on_host
         )
-
-    def note(self, node: TreeNode) -> None:
-        """Look at a node again before the next eviction from either place."""
-        super().note(node)
-        self._host_leaves.note(node)
-
-    def _forget(self, node: TreeNode) -> None:
-        super()._forget(node)
-        self._host_leaves.forget(node)
-        self._duplicates.pop(node, None)
 
     def find(self, names: Sequence[int], count: int, namespace: Hashable = None) -> TreeMatch:
         """Look pages up, and count the path as used now, wherever it is. A node that is shared in part is split."""
@@ -133,7 +124,6 @@ class HiCacheTree(HybridTree):
         """Give a node pages of the device, which its owner had."""
         super().put_on_device(node)
         self.note_duplicate(node)
-        self.note(node)
         self._stored(node, DEVICE)
 
     def _hit(self, node: TreeNode) -> None:
@@ -141,7 +131,6 @@ class HiCacheTree(HybridTree):
         if self.is_write_back:
             return
         super()._hit(node)
-        self.note(node)
         if node.host.on_host or node.hit_count < self._hits_to_write:
             return
         lacking = []
@@ -279,7 +268,7 @@ class HiCacheTree(HybridTree):
         for spares_leaves in (True, False) if self._duplicates else ():
             if self.host_free < until:
                 self._reclaim(until, spares_leaves=spares_leaves)
-        while self.host_free < until and (node := self._host_leaves.pop()) is not None:
+        while self.host_free < until and (node := self._first(self._host_leaves)) is not None:
             self._delete_host(node)
         return self.host_free - before
 
@@ -289,7 +278,7 @@ class HiCacheTree(HybridTree):
             if self.host_free >= until:
                 return
             part = node.host
-            if not (node.on_device and part.on_host):
+            if node.parent is None or not (node.on_device and part.on_host):
                 del self._duplicates[node]
                 continue
             if part.is_held or (spares_leaves and self._is_leaf(node)):

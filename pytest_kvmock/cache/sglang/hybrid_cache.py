@@ -89,10 +89,10 @@ class HybridCacheManager(PageCache[HybridRequest, HybridTree]):
 
     def make_room(self, tokens: int) -> None:
         """Evict until so many tokens of full attention and of windows are free, or no more may be evicted."""
-        free = 0 if self.window is None else self.window.free * self.block_size
-        lacking = tokens - self.available_size(), 0 if self.window is None else tokens - free
-        if max(lacking) > 0:
-            self._reclaim(max(lacking[0], 0), max(lacking[1], 0))
+        lacking = tokens - self._free * self.block_size
+        lacks_windows = 0 if self.window is None else tokens - self.window.free * self.block_size
+        if lacking > 0 or lacks_windows > 0:
+            self._reclaim(max(lacking, 0), max(lacks_windows, 0))
 
     def _make_slots(self, slots: int) -> None:
         if self.states is not None and self.states.free < slots:
@@ -250,11 +250,11 @@ class HybridCacheManager(PageCache[HybridRequest, HybridTree]):
             batch: each with how many tokens, from its first; `lacking` was asked about each.
         """
         size, geometry = self.block_size, self.geometry
-        held = 0 if self.states is None else 1 + geometry.spare_slots
-        wanted = [held - request.slots for request, _ in batch]
-        self._make_slots(sum(wanted))
-        for (request, _), slots in zip(batch, wanted, strict=True):
-            self._take_slots(request, slots)
+        if self.states is not None:
+            wanted = [1 + geometry.spare_slots - request.slots for request, _ in batch]
+            self._make_slots(sum(wanted))
+            for (request, _), slots in zip(batch, wanted, strict=True):
+                self._take_slots(request, slots)
         self.make_room(sum(upto - request.computed + (size if size > 1 else 0) for request, upto in batch))
         for request, upto in batch:
             self._allocate(request, upto)
@@ -429,25 +429,28 @@ class HybridCacheManager(PageCache[HybridRequest, HybridTree]):
 
         Room is made for a page a request then, though some need none (`alloc_paged_token_slots_decode`).
         """
-        size, geometry = self.block_size, self.geometry
+        size = self.block_size
         pages = sum(request.opens_page for request in requests)
         self.make_room(pages * size)
         fits = pages <= self._free and (self.window is None or pages <= self.window.free)
         if fits:
-            for request in requests:
-                if request.steps and self.window is not None:
-                    self._slide(request, request.computed, geometry.window_interval)
-                self._release_early(request)
+            self._slide_all(requests)
             self.make_room(len(requests) * size)
         self._flush()
         return fits
 
-    def _release_early(self, request: HybridRequest) -> None:
-        geometry, lock = self.geometry, request.lock
-        if geometry.release_window and geometry.window is not None and request.steps >= geometry.window:
-            assert lock is not None
-            if lock.edge:
-                self._tree.release_parts(lock)
+    def _slide_all(self, requests: Sequence[HybridRequest]) -> None:
+        """Slide the windows of requests before a step, and release the locks of those that are as old as their window."""
+        geometry = self.geometry
+        if geometry.window is None:
+            return
+        for request in requests:
+            if request.steps:
+                self._slide(request, request.computed, geometry.window_interval)
+            if geometry.release_window and request.steps >= geometry.window:
+                assert request.lock is not None
+                if request.lock.edge:
+                    self._tree.release_parts(request.lock)
 
     def end_step(self, request: HybridRequest, token: int) -> None:
         """Append a token, for which `begin_step` has made room, and compute it."""
@@ -456,7 +459,7 @@ class HybridCacheManager(PageCache[HybridRequest, HybridTree]):
         self._allocate(request, request.computed + 1)
         request.computed += 1
         request.steps += 1
-        if geometry.has_grid and not request.computed % geometry.state_interval:
+        if self.states is not None and geometry.has_grid and not request.computed % geometry.state_interval:
             request.tracked = request.computed
 
     # -------------------------------------------------------------------------------------- speculative decoding
@@ -472,10 +475,7 @@ class HybridCacheManager(PageCache[HybridRequest, HybridTree]):
         self.make_room(pages * size)
         fits = pages <= self._free and (self.window is None or pages <= self.window.free)
         if fits:
-            for request in requests:
-                if request.steps and self.window is not None:
-                    self._slide(request, request.computed, self.geometry.window_interval)
-                self._release_early(request)
+            self._slide_all(requests)
             self._take_ahead(requests, lacking)
         self._flush()
         return fits

@@ -152,7 +152,7 @@ class HybridTree(RadixTree):
             assert at.parent is not None
             at = at.parent
         self.note(node)
-        if node is not self.root:
+        if self._parts and node is not self.root:
             self._touch(node)
             if self.states is not None:
                 self.states.touch(node.state)
@@ -208,6 +208,8 @@ class HybridTree(RadixTree):
             has_state: whether it has one of the last page's end.
         """
         matched, node = self.insert(pages, count, namespace, 0, inserted)
+        if not self._parts:
+            return Inserted(matched, node, 0, False)
         windows = 0
         if matched < count:
             node.window, node.state = NodePart(node), NodePart(node)
@@ -311,9 +313,9 @@ class HybridTree(RadixTree):
         What one of them frees counts for the next.
         """
         before = [0 if part is None else part.free for part in (self.window, self.states)]
-        names: list[int] = []
-        for node in self.evict(pages):
-            names += node.names
+        names = [name for node in self.evict(pages) for name in node.names]
+        if not self._parts:
+            return Evicted(names, 0, 0)
         for part, free, wanted in zip((self.window, self.states), before, (windows, states), strict=True):
             if part is None or part.free >= free + wanted:
                 continue

@@ -6,7 +6,7 @@ One subject: nodes, with what subclasses keep of them, and the tree that they ma
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from operator import attrgetter
 from types import MappingProxyType
@@ -191,42 +191,39 @@ def _slru(threshold: int) -> Callable[[TreeNode], Any]:
 
 
 class LeafQueue:
-    """Leaves in the order of a policy. A node is noted when it may have become one, or when its key has changed.
+    """Leaves in the order of a policy.
 
     Args:
         key_of: the order; the least is first.
-        is_leaf: asked when a node's turn comes.
+        is_leaf: asked when nodes are offered, and when its turn comes.
     """
 
-    __slots__ = ("_changed", "_count", "_heap", "_is_leaf", "_key_of", "_queued")
+    __slots__ = ("_count", "_heap", "_is_leaf", "_key_of", "_queued")
 
     def __init__(self, key_of: Callable[[TreeNode], Any], is_leaf: Callable[[TreeNode], bool]) -> None:
         self._key_of, self._is_leaf = key_of, is_leaf
         self._heap: list[tuple[Any, int, TreeNode]] = []
         self._queued: dict[TreeNode, Any] = {}  # the key of the last entry of each
-        self._changed: dict[TreeNode, None] = {}
         self._count = 0
 
-    def note(self, node: TreeNode) -> None:
-        """Look at a node before the next leaf is taken."""
-        self._changed[node] = None
+    def offer(self, nodes: Iterable[TreeNode]) -> None:
+        """Queue those of some nodes that are leaves, unless they are queued by the key that they have."""
+        queued, is_leaf, key_of = self._queued, self._is_leaf, self._key_of
+        for node in nodes:
+            if is_leaf(node):
+                key = key_of(node)
+                if queued.get(node) != key:
+                    queued[node] = key
+                    self._count += 1  # which of those that had one key comes first: only one of them is a leaf
+                    heappush(self._heap, (key, self._count, node))
 
     def forget(self, node: TreeNode) -> None:
-        """Look at a node no more: it is deleted."""
-        self._changed.pop(node, None)
+        """Queue a node no more: it is deleted."""
         self._queued.pop(node, None)
 
     def pop(self) -> TreeNode | None:
         """Take the first leaf; None if there is none."""
-        heap, queued, is_leaf = self._heap, self._queued, self._is_leaf
-        for node in self._changed:
-            if is_leaf(node):
-                key = self._key_of(node)
-                if queued.get(node) != key:
-                    queued[node] = key
-                    self._count += 1  # which of those that had one key comes first: only one of them is a leaf
-                    heappush(heap, (key, self._count, node))
-        self._changed.clear()
+        heap, queued = self._heap, self._queued
         if len(heap) > 2 * len(queued) + 64:  # most are passed over, and would wait below for ever (mru)
             heap[:] = [entry for entry in heap if queued.get(entry[2]) == entry[0]]
             heapify(heap)
@@ -234,7 +231,7 @@ class LeafQueue:
             key, _, node = heappop(heap)
             if queued.get(node) == key:
                 del queued[node]
-                if is_leaf(node):
+                if self._is_leaf(node):
                     return node
         return None
 
@@ -252,7 +249,7 @@ class RadixTree:
         protected: pages on the device in nodes that are.
     """
 
-    __slots__ = ("_clock", "_key", "_leaves", "evictable", "protected", "root")
+    __slots__ = ("_changed", "_clock", "_key", "_leaves", "_queues", "evictable", "protected", "root")
 
     def __init__(self, policy: str, protected_threshold: int = PROTECTED_THRESHOLD) -> None:
         self._key = POLICIES[policy] if policy != "slru" else _slru(protected_threshold)
@@ -263,7 +260,9 @@ class RadixTree:
         """Drop everything, locked nodes too."""
         self.root = TreeNode(None, None, (), self._clock)
         self.evictable = self.protected = 0
+        self._changed: dict[TreeNode, None] = {}
         self._leaves = LeafQueue(self._key, self._is_leaf)
+        self._queues = [self._leaves]
 
     def _is_leaf(self, node: TreeNode) -> bool:
         """Whether a node may be evicted."""
@@ -271,11 +270,15 @@ class RadixTree:
 
     def note(self, node: TreeNode) -> None:
         """Look at a node again before the next eviction: it may be a leaf now, or its key has changed."""
-        self._leaves.note(node)
+        self._changed[node] = None
 
-    def _forget(self, node: TreeNode) -> None:
-        """Look at a node no more: it is deleted."""
-        self._leaves.forget(node)
+    def _first(self, queue: LeafQueue) -> TreeNode | None:
+        """Take the first leaf of a queue; None if there is none."""
+        if self._changed:
+            for each in self._queues:
+                each.offer(self._changed)
+            self._changed.clear()
+        return queue.pop()
 
     # ------------------------------------------------------------------------------------------------ lookups
 
@@ -475,7 +478,7 @@ class RadixTree:
         evicted: list[TreeNode] = []
         stay: list[TreeNode] = []
         freed = 0
-        while freed < pages and (node := self._leaves.pop()) is not None:
+        while freed < pages and (node := self._first(self._leaves)) is not None:
             if self._evict(node):
                 freed += len(node.names)
                 evicted.append(node)
@@ -497,7 +500,9 @@ class RadixTree:
         assert parent is not None
         del parent.children[node.edge]
         node.parent = None
-        self._forget(node)
+        self._changed.pop(node, None)
+        for queue in self._queues:
+            queue.forget(node)
         self.note(parent)
 
     def order(self) -> Iterator[TreeNode]:

@@ -221,9 +221,8 @@ def test_lookups_without_evictions_leave_no_trace_that_grows(policy):
         if not turn % 4:
             manager.evict(1)
             manager.insert([turn] * SIZE)
-    leaves = manager._tree._leaves
-    assert len(leaves._heap) <= 2 * 8 + 64 + 8
-    assert len(leaves._changed) <= 8
+    assert len(manager._tree._leaves._heap) <= 2 * 8 + 64 + 8
+    assert len(manager._tree._changed) <= 8
 
 
 @pytest.mark.parametrize(
