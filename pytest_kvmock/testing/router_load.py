@@ -34,8 +34,8 @@ _LATER_MS: Final = 3000.0
 """When they are long over."""
 
 _SERVED: Final = (
-    ": all that it had was served and is over, so the router counts it as open still. It is told by finished(request); with loads() the "
-    "request at which it parts is named"
+    ": all that it had was served and is over, so the router counts it as open still. finished(request) is called for "
+    "each; with loads() the request at which it parts is named"
 )
 
 _CHANCES: Final = 40

@@ -348,4 +348,4 @@ def test_one_that_never_frees_what_it_served_is_found_without_loads():
         "worker 0 got none of 36 requests (worker 0: 0, worker 1: 18, worker 2: 18); expected some: all that it had was "
         in text
     )
-    assert "so the router counts it as open still. It is told by finished(request)" in text
+    assert "so the router counts it as open still. finished(request) is called for each" in text

@@ -1,6 +1,6 @@
 """The block manager of Dynamo's newer mocker, on kvbm-logical (`KvManager` of dynamo-mocker 1.2.1).
 
-One subject: the manager's public face; what a move does to blocks is told by its two forms.
+One subject: the manager's public face; its two forms have what a move does to blocks.
 """
 
 from __future__ import annotations
