@@ -38,19 +38,18 @@ class HiCacheRequest(RadixRequest):
 
     Attributes:
         path: what its last lookup found; None before the first.
-        from_device: tokens that its admission found on the device.
         from_host: tokens that it loaded from the host.
         from_storage: of these, tokens that a prefetch had brought there for it.
         leaves_prefetch: what is fetched for it is cached when it comes, though nobody waits for it.
     """
 
-    __slots__ = ("from_device", "from_host", "from_storage", "leaves_prefetch", "path")
+    __slots__ = ("from_host", "from_storage", "leaves_prefetch", "path")
 
     def retract(self) -> None:
         """Forget what it has: it begins anew, with the tokens that it has."""
         super().retract()
         self.path: HostMatch | None = None
-        self.from_device = self.from_host = self.from_storage = 0
+        self.from_host = self.from_storage = 0
         self.leaves_prefetch = False
 
 
@@ -230,7 +229,6 @@ class HiCacheManager(PageCache[HiCacheRequest, HiCacheTree]):
         self._tree.lock(request.node)
         self.requests[request] = None
         self._has(request, path.device_pages)
-        request.from_device = path.device_pages * self.block_size
         self._flush()
 
     def _has(self, request: HiCacheRequest, pages: int) -> None:
@@ -244,7 +242,7 @@ class HiCacheManager(PageCache[HiCacheRequest, HiCacheTree]):
         self._tree.unlock(request.node)
         request.node = None
         self._has(request, 0)
-        request.from_device = request.from_host = request.from_storage = 0
+        request.from_host = request.from_storage = 0
 
     def lacking(self, request: HiCacheRequest, upto: int, pages: int = 0) -> int:
         """Count the pages that lack for the tokens of an admitted request up to one, with those that are spoken for."""
