@@ -424,17 +424,21 @@ class HybridCacheManager(PageCache[HybridRequest, HybridTree]):
 
         Room is made for a page a request then, though some need none (`alloc_paged_token_slots_decode`).
         """
-        size, geometry = self.block_size, self.geometry
-        pages = sum(request.opens_page for request in requests)
-        self.make_room(pages * size)
+        fits = self._slides(requests, sum(request.opens_page for request in requests))
+        if fits:
+            self.make_room(len(requests) * self.block_size)
+        self._flush()
+        return fits
+
+    def _slides(self, requests: Sequence[HybridRequest], pages: int) -> bool:
+        """Slide the windows of requests, if there is room for so many pages."""
+        self.make_room(pages * self.block_size)
         fits = pages <= self._free and (self.window is None or pages <= self.window.free)
         if fits:
             for request in requests:
                 if request.steps and self.window is not None:
-                    self._slide(request, request.computed, geometry.window_interval)
+                    self._slide(request, request.computed, self.geometry.window_interval)
                 self._release_early(request)
-            self.make_room(len(requests) * size)
-        self._flush()
         return fits
 
     def _release_early(self, request: HybridRequest) -> None:
@@ -461,16 +465,9 @@ class HybridCacheManager(PageCache[HybridRequest, HybridTree]):
 
         Where any slot is needed, room is made for a page a request more (`alloc_paged_token_slots_extend`).
         """
-        size = self.block_size
         lacking = [self.pages_ahead(request) for request in requests]
-        pages = sum(lacking)
-        self.make_room(pages * size)
-        fits = pages <= self._free and (self.window is None or pages <= self.window.free)
+        fits = self._slides(requests, sum(lacking))
         if fits:
-            for request in requests:
-                if request.steps and self.window is not None:
-                    self._slide(request, request.computed, self.geometry.window_interval)
-                self._release_early(request)
             self._take_ahead(requests, lacking)
         self._flush()
         return fits
