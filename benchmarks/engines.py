@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks import manager, workload
-from benchmarks.measure import Figure, alternating, cpu_seconds, dynamo
+from benchmarks.measure import Figure, alternating, cpu_seconds, dynamo, written
 from benchmarks.verdict import traces
-from pytest_kvmock import MockEngine, MockEngineArgs, replay
 from pytest_kvmock.traces import MOONCAKE_BLOCK_SIZE, read_mooncake
 
 ROUNDS = 3
+BLOCKS = 4_000  # of an engine
 BY_STEPS = "each running request of a pass that computes prompts, too, is a step of Python"
 BY_REPORT = "half of the time the report counts the gaps between tokens, one by one"
-
-
-def _engine(block_size, num_blocks):
-    return MockEngine(MockEngineArgs(block_size=block_size, num_gpu_blocks=num_blocks))
-
-
-def _statistics(requests, block_size, num_blocks, trace_block_size):
-    engine = _engine(block_size, num_blocks)
-    return replay(requests, [engine], concurrency=1, trace_block_size=trace_block_size).to_json()
+ONE_AT_A_TIME = """\
+engine = MockEngine(MockEngineArgs(block_size={size}, num_gpu_blocks={blocks}))
+replay(requests, [engine], concurrency=1, trace_block_size={size}).to_json()"""
+AS_IT_ARRIVES = f"""\
+args = MockEngineArgs(block_size={MOONCAKE_BLOCK_SIZE}, num_gpu_blocks={BLOCKS}, semantics="1.6.1")
+replay(read_mooncake(path), [MockEngine(args) for _ in range(engines)]).to_json()"""
 
 
 def shared_workload():
@@ -32,10 +28,10 @@ def shared_workload():
     size = workload.BLOCK_SIZE
     with directory:
         requests = list(read_mooncake(Path(directory.name, "trace.jsonl"), trace_block_size=size))
-        ours = partial(_statistics, requests, size, workload.CAPACITY, size)
-        seconds, other = alternating(ROUNDS, ours, peer, clock=cpu_seconds)
+        lines = ONE_AT_A_TIME.format(size=size, blocks=workload.CAPACITY)
+        seconds, other = alternating(ROUNDS, written(lines, requests=requests), peer, clock=cpu_seconds)
     name = "requests through a scheduler, one at a time, one output token"
-    yield Figure(name, other / seconds, 0.33, f"run_mocker_trace_replay, {version}")
+    yield Figure(name, other / seconds, 0.33, f"run_mocker_trace_replay, {version}", lines=lines)
 
 
 def mooncake():
@@ -49,34 +45,31 @@ def mooncake():
     def peer():
         core.run_mocker_trace_replay(str(path), args, replay_concurrency=1, trace_block_size=size)
 
-    seconds, other = alternating(ROUNDS, lambda: _statistics(requests, size, blocks, None), peer, clock=cpu_seconds)
+    lines = ONE_AT_A_TIME.format(size=size, blocks=blocks)
+    seconds, other = alternating(ROUNDS, written(lines, requests=requests), peer, clock=cpu_seconds)
     name = "the conversation trace through a scheduler, one request at a time"
-    yield Figure(name, other / seconds, 0.3, f"run_mocker_trace_replay, {version}")
+    yield Figure(name, other / seconds, 0.3, f"run_mocker_trace_replay, {version}", lines=lines)
 
 
 def newest():
     """The conversation trace as its requests arrive, over one engine and over eight, by the rules of 1.6.1 and beside it."""
     core, version = dynamo("1.6")
-    path, size, blocks = traces(), MOONCAKE_BLOCK_SIZE, 4_000
-    given = {"engine": {"backend": "vllm", "block_size": size, "num_gpu_blocks": blocks}}
-    args = MockEngineArgs(block_size=size, num_gpu_blocks=blocks, semantics="1.6.1")
+    path, size = traces(), MOONCAKE_BLOCK_SIZE
+    given = {"engine": {"backend": "vllm", "block_size": size, "num_gpu_blocks": BLOCKS}}
     with TemporaryDirectory() as directory:
         head = Path(directory, "trace.jsonl")
         head.write_text("".join(path.read_text().splitlines(keepends=True)[:8_000]))
         worlds = (("all requests", path, 1, 0.25, BY_STEPS), ("8,000 requests", head, 8, 0.83, BY_REPORT))
         for requests, file, count, bar, why in worlds:
 
-            def ours(file=file, count=count):
-                replay(read_mooncake(file), [MockEngine(args) for _ in range(count)]).to_json()
-
             def peer(file=file, count=count):
                 core.run_mocker_trace_replay(
                     [str(file)], extra_engine_args=given, num_workers=count, trace_block_size=size
                 )
 
+            ours = written(AS_IT_ARRIVES, path=file, engines=count)
             seconds, other = alternating(ROUNDS, ours, peer, clock=cpu_seconds)
             engines = f"{count} engine{'s' * (count > 1)}"
             name = "the conversation trace through schedulers, as it arrives"
-            yield Figure(
-                name, other / seconds, bar, f"run_mocker_trace_replay, {version}", f"{requests}, {engines}", why=why
-            )
+            beside, variant = f"run_mocker_trace_replay, {version}", f"{requests}, {engines}"
+            yield Figure(name, other / seconds, bar, beside, variant, why=why, lines=AS_IT_ARRIVES)

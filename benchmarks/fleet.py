@@ -8,7 +8,7 @@ import sys
 from functools import partial
 from itertools import product
 
-from benchmarks.measure import Figure, alternating, cpu_seconds, dynamo
+from benchmarks.measure import Figure, alternating, cpu_seconds, dynamo, written
 from benchmarks.verdict import traces
 from pytest_kvmock import EngineProfile, Fleet, MockEngine, MockEngineArgs, RouterHarness
 from pytest_kvmock.traces import MOONCAKE_BLOCK_SIZE, read_mooncake, synthetic_trace
@@ -33,11 +33,15 @@ def bare(workers):
     Fleet(engines).run(read_mooncake(traces())).to_json()
 
 
+JUDGED = f"""\
+profile = EngineProfile(block_size={MOONCAKE_BLOCK_SIZE}, num_blocks={BLOCKS}, workers=workers)
+with RouterHarness(profile, "lineage") as kv_harness:
+    kv_harness.fleet().run(read_mooncake(path)).to_json()"""
+
+
 def judged(workers):
     """Serve it with every event judged."""
-    profile = EngineProfile(block_size=MOONCAKE_BLOCK_SIZE, num_blocks=BLOCKS, workers=workers)
-    with RouterHarness(profile, "lineage") as kv:
-        kv.fleet().run(read_mooncake(traces())).to_json()
+    written(JUDGED, path=traces(), workers=workers)()
 
 
 def speed():
@@ -56,7 +60,7 @@ def speed():
     bare_8, bare_64, judged_8, judged_64, peer_8 = alternating(ROUNDS, *runs, clock=cpu_seconds)
     name = "the conversation trace behind the router"
     beside = f"run_mocker_trace_replay(router_mode='kv_router'), {version}"
-    yield Figure(name, peer_8 / judged_8, 0.83, beside, "8 workers, full verdict", why=NOT_JUDGED)
+    yield Figure(name, peer_8 / judged_8, 0.83, beside, "8 workers, full verdict", why=NOT_JUDGED, lines=JUDGED)
     name = "the conversation trace behind the router of 64 workers"
     for variant, few, many in (("no verdict", bare_8, bare_64), ("full verdict", judged_8, judged_64)):
         yield Figure(name, few / many, 0.71, "the same with 8 workers", variant)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
+import re
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
+
+import pytest_kvmock
+from pytest_kvmock.traces import read_mooncake
 
 
 @dataclass
@@ -24,6 +28,7 @@ class Figure:
         unit: of ratio and bar: the times sign, or what counts memory.
         most: whether the bar is the most, and not the least.
         why: why it misses its bar, where it does.
+        lines: what a user writes for it, where that is no command of the variant's name.
     """
 
     name: str
@@ -34,6 +39,7 @@ class Figure:
     unit: str = "×"
     most: bool = False
     why: str = ""
+    lines: str = ""
 
     @property
     def key(self) -> str:
@@ -75,6 +81,13 @@ def cpu_seconds(function: Callable[[], object]) -> float:
     start = time.process_time()
     function()
     return time.process_time() - start
+
+
+def written(lines: str, **names: object) -> Callable[[], object]:
+    """Return a function that runs lines as a user writes them, so that what a row shows is what is measured."""
+    code = compile(lines, "<lines of a user>", "exec")
+    used = {name: getattr(pytest_kvmock, name) for name in re.findall(r"\w+", lines) if name in pytest_kvmock.__all__}
+    return lambda: exec(code, {"read_mooncake": read_mooncake} | used | names)
 
 
 def alternating(rounds: int, *functions: Callable[[], object], clock=wall_seconds) -> list[float]:

@@ -62,8 +62,10 @@ def _cells(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     for why, variants in missed.items():
         which = "" if len(variants) == len(figures) else f" by {' / '.join(variants)}"
         bar += f"; missed{which}: {why}"
+    name = figures[0].name if len(figures) > 1 else figures[0].key
+    lines = _joined(figures, lambda figure: "<br>".join(f"`{line}`" for line in figure.lines.splitlines()))
     return (
-        figures[0].name if len(figures) > 1 else figures[0].key,
+        f"{name}:<br>{lines}" if lines else name,
         _joined(figures, lambda figure: figure.shown),
         bar,
         _joined(figures, lambda figure: figure.peer),

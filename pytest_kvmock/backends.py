@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.cache.manager import KvManager
     from pytest_kvmock.drivers.driver import MakeDriver, Traits
     from pytest_kvmock.hygiene.content import Chain
-    from pytest_kvmock.schedulers.scheduler import EngineSemantics
-    from pytest_kvmock.schedulers.scheduler_specs import EngineType
+    from pytest_kvmock.schedulers.scheduler_specs import EngineSemantics, EngineType
     from pytest_kvmock.sinks import GivenSink
     from pytest_kvmock.tiers.config import Tiers
     from pytest_kvmock.wire.table import Dialect

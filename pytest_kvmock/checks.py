@@ -159,7 +159,7 @@ def _parameter_kind(function: Callable[..., Any], name: str) -> int | None:
     return Parameter.VAR_KEYWORD if takes_any else None
 
 
-def check_time(now: object, what: str = "a time") -> float:
+def check_time(now: object) -> float:
     """Return a time in ms as a float.
 
     Raises:
@@ -167,7 +167,7 @@ def check_time(now: object, what: str = "a time") -> float:
     """
     if type(now) is float and 0.0 <= now < math.inf:  # nearly always, and without the call
         return now
-    return check_number(what, now, unit=" (ms)")
+    return check_number("a time", now, unit=" (ms)")
 
 
 def nearest(name: object, known: Iterable[str]) -> list[str]:

@@ -70,7 +70,7 @@ GivenSink: TypeAlias = "EventSink | Sink | TokenSink | Callable[..., object]"
 def event_sink(given: GivenSink, what: str = "sink") -> EventSink:
     """Return the sink itself if it takes events as values, else an adapter to it.
 
-    The shape is told by the positional parameters of `publish`, now; the method is looked up at each event. One with a default
+    The positional parameters of `publish` show the shape, now; the method is looked up at each event. One with a default
     counts after the first by its name alone: `storage_tier`, `tier`, `token_ids`, `extra`.
 
     Args:

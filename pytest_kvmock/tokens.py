@@ -23,7 +23,7 @@ from typing import Any, Final, NoReturn, SupportsIndex, TypeAlias, TypeVar, over
 from xxhash import xxh3_64_intdigest
 
 from pytest_kvmock.checks import check_integer
-from pytest_kvmock.plh import LineageHashes, lineage_hash, lineage_hashes
+from pytest_kvmock.plh import LineageHashes
 from pytest_kvmock.prompt_keys import MultimodalItem, PromptKeys
 
 T = TypeVar("T")
@@ -260,72 +260,6 @@ def _check_locals(hashes: Sequence[int]) -> None:
 def chained_hash(parent: int | None, local: int) -> int:
     """Sequence hash of one block whose local hash is `local`, after the block `parent` (None: it is a root)."""
     return local if parent is None else xxh3_64_intdigest(_pack_pair(parent, local), SEED)
-
-
-# ------------------------------------------------------------------------------------------ growing sequences
-
-
-class TokenBlockSequence:
-    """Tokens that grow at the end, with the hashes of their complete blocks kept in step.
-
-    A block is complete, and has its hashes, the moment its last token arrives; `pop` takes that back
-    (dynamo-tokens, `TokenBlockSequence`).
-
-    Attributes:
-        tokens: all tokens so far.
-        block_hashes: local hash of each complete block.
-        sequence_hashes: sequence hash of each complete block.
-        plhs: lineage hash of each complete block.
-    """
-
-    __slots__ = ("block_hashes", "block_size", "plhs", "sequence_hashes", "tokens")
-
-    def __init__(self, tokens: TokenIds, block_size: int) -> None:
-        self.block_size = check_block_size(block_size)
-        self.tokens: list[int] = list(tokens)
-        self.block_hashes = block_hashes(self.tokens, block_size)
-        self.sequence_hashes = sequence_hashes(self.block_hashes)
-        self.plhs = lineage_hashes(self.sequence_hashes)
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def append(self, token: int) -> None:
-        """Add one token.
-
-        Raises:
-            TypeError: the token is not an integer.
-            ValueError: it is below 0 or above 2**32 - 1.
-        """
-        if not isinstance(token, int) or not 0 <= token <= 0xFFFFFFFF:
-            _raise_for_token((token,))
-        self.tokens.append(token)
-        if len(self.tokens) % self.block_size == 0:
-            local = block_hashes(self.tokens[-self.block_size :], self.block_size)[0]
-            parent = self.sequence_hashes[-1] if self.sequence_hashes else None
-            own = chained_hash(parent, local)
-            self.plhs.append(lineage_hash(own, parent, len(self.plhs)))
-            self.block_hashes.append(local)
-            self.sequence_hashes.append(own)
-
-    def pop(self) -> int:
-        """Take the last token back and return it; a block that was complete is not any more.
-
-        Raises:
-            IndexError: there is no token.
-        """
-        if not self.tokens:
-            raise IndexError("pop from a token sequence that is empty")
-        if len(self.tokens) % self.block_size == 0:
-            self.plhs.pop()
-            self.block_hashes.pop()
-            self.sequence_hashes.pop()
-        return self.tokens.pop()
-
-    def block_tokens(self, index: int) -> tuple[int, ...]:
-        """The tokens of complete block `index`."""
-        start = index * self.block_size
-        return tuple(self.tokens[start : start + self.block_size])
 
 
 # ---------------------------------------------------------------------------------------------------- prompts

@@ -53,6 +53,14 @@ def test_a_figure_that_misses_its_bar_says_why():
     assert [] == [figure.key for figure in figures if figure.missed and not figure.why]
 
 
+def test_a_run_beside_a_peer_shows_what_a_user_writes_for_it():
+    groups = ("python -m benchmarks engines", "python -m benchmarks fleet")
+    beside = [each for each in ROWS.values() if each["command"] in groups and "run_mocker_trace_replay" in each["peer"]]
+    assert beside
+    assert all(each.get("lines") for each in beside)
+    assert line(row("a figure", 2) | {"lines": "a = 1\nb(a)"}).startswith("| a figure:<br>`a = 1`<br>`b(a)` | 2 × |")
+
+
 def test_variants_share_a_row():
     rows = [row("a figure", 2, bar=1.5, variant="lru"), row("a figure", 0.5, bar=1.5, variant="vllm", why="a reason")]
     assert line(*rows) == (

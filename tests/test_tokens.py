@@ -24,7 +24,6 @@ from pytest_kvmock.plh import (
 from pytest_kvmock.tokens import (
     GrowingTokens,
     Prompt,
-    TokenBlockSequence,
     TokenRuns,
     block_hashes,
     chained_hash,
@@ -212,63 +211,6 @@ def test_lineage_hashes_that_are_made_late_are_the_same():
 def test_a_position_out_of_range_is_refused(position):
     with pytest.raises(ValueError, match=f"position must be from 0 to 16777215, got {position}"):
         lineage_hash(1, None, position)
-
-
-# ---------------------------------------------------------------------------------------- growing sequences
-
-
-def assert_in_step(sequence):
-    fresh = block_hashes(sequence.tokens, sequence.block_size)
-    assert fresh == sequence.block_hashes
-    assert sequence_hashes(fresh) == sequence.sequence_hashes
-    assert lineage_hashes(sequence_hashes(fresh)) == sequence.plhs
-
-
-@given(tokens_and_size, st.lists(st.none() | u32, max_size=30))
-def test_a_sequence_that_grows_and_shrinks_keeps_its_hashes_in_step(start, changes):
-    tokens, size = start
-    sequence, model = TokenBlockSequence(tokens, size), list(tokens)
-    assert_in_step(sequence)
-    for change in changes:
-        if change is not None:
-            sequence.append(change)
-            model.append(change)
-        elif model:
-            assert model.pop() == sequence.pop()
-        assert (model, len(model)) == (sequence.tokens, len(sequence))
-        assert_in_step(sequence)
-
-
-def test_a_block_is_complete_with_its_last_token():
-    sequence = TokenBlockSequence([1, 2, 3], 4)
-    assert [] == sequence.block_hashes
-    sequence.append(4)
-    assert block_hashes([1, 2, 3, 4], 4) == sequence.block_hashes
-    assert (1, 2, 3, 4) == sequence.block_tokens(0)
-    assert 4 == sequence.pop()
-    assert [] == sequence.block_hashes
-
-
-def test_a_sequence_does_not_change_the_list_it_was_made_of():
-    given_ = [1, 2]
-    TokenBlockSequence(given_, 2).append(3)
-    assert [1, 2] == given_
-
-
-def test_popping_nothing_is_an_error():
-    with pytest.raises(IndexError, match="token sequence that is empty"):
-        TokenBlockSequence([], 4).pop()
-
-
-@pytest.mark.parametrize(
-    ("token", "error"), [(-1, ValueError), (2**32, ValueError), (1.0, TypeError), ("1", TypeError), (None, TypeError)]
-)
-def test_a_wrong_token_is_not_appended(token, error):
-    sequence = TokenBlockSequence([1], 2)
-    with pytest.raises(error, match="a token id is an integer from 0 to 4294967295"):
-        sequence.append(token)
-    assert [1] == sequence.tokens
-    assert_in_step(sequence)
 
 
 # -------------------------------------------------------------------------------------------------- prompts

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Final, NoReturn
 
 from pytest_kvmock.checks import check_integer, check_time, is_integer
-from pytest_kvmock.events import BlockTokens, EventData, KvCacheEvent, Removed, StorageTier
+from pytest_kvmock.events import BlockTokens, Cleared, EventData, KvCacheEvent, Removed, StorageTier
 from pytest_kvmock.moves import MoveError
 from pytest_kvmock.sinks import Sink, adapted, call_with_extra, given_sink
 
@@ -208,6 +208,12 @@ class ManagerBase:
     def take_event_id(self) -> int:
         """Consume the next event id, for an event that somebody else publishes for this manager."""
         return self._publisher.take_id()
+
+    def _cleared(self) -> bool:
+        """Publish a Cleared, as nothing is cached any more, and return True."""
+        self._publisher.publish(Cleared())
+        self._publisher.surface()
+        return True
 
     def tick(self, now: float) -> None:
         """Move the time of the tiers below the device forward to `now` (ms); nothing happens where there are none.

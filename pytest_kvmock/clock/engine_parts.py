@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +84,9 @@ def make_scheduler(args: MockEngineArgs, driver: Any, tiers: HostTime | None) ->
             f"semantics={args.scheduler_semantics!r} of engine_type {spec.name!r} schedules over {' or '.join(able)}; "
             f"got {driver.manager.backend!r}"
         )
-    return spec.make(driver, args, tiers)
+    module = import_module(f"pytest_kvmock.schedulers.{spec.module}")
+    scheduler: Scheduler = module.make_scheduler(driver, args, tiers)
+    return scheduler
 
 
 def accepted_drafts(args: MockEngineArgs, worker: KvWorker, number: int) -> AcceptedDrafts | None:

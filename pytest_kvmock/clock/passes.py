@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from pytest_kvmock.clock.arrivals import Turn
     from pytest_kvmock.clock.engine_request import EngineRequest
     from pytest_kvmock.clock.mock_engine import MockEngine
-    from pytest_kvmock.schedulers.scheduler import ForwardPass, Release
+    from pytest_kvmock.schedulers.scheduler import ForwardPass
+    from pytest_kvmock.schedulers.scheduler_specs import Release
 
 Calls: TypeAlias = Generator["Awaitable[Any]", Any, Any]
 """What awaits in an async run, and is run to its end in another."""

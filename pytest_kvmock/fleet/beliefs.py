@@ -71,7 +71,7 @@ class Beliefs:
         if self._sent is not None:
             self._sent.begin({worker for worker in book.loads if has_blocks(worker)})
         self._last_believed: Mapping[Worker, int] | None = None
-        self._told: dict[Worker, str] = {}
+        self._last_call: dict[Worker, str] = {}
         self._removed: dict[Worker, str] = {}
         self._parted: dict[str, str] = {}
         self.found: list[Belief] = []
@@ -87,7 +87,7 @@ class Beliefs:
                 self._sent.stored(argument, name)
             self._restarts.applied(argument, name, self._knowledge.new_index, now_ms)
             text = f"apply() of {type(data).__name__} event {argument.event.event_id} {at}"
-            self._told[of] = self._told[of[0]] = text
+            self._last_call[of] = self._last_call[of[0]] = text
             return
         if hook in ("worker_added", "worker_removed"):
             self._restarts.forget(argument)
@@ -114,8 +114,8 @@ class Beliefs:
             self._restarts.prefilled(argument)
         text = f"{hook}({f'request {argument.number}' if hasattr(argument, 'number') else repr(argument)}) {at}"
         if hook in ("worker_added", "worker_removed"):
-            before = self._told.get(argument, "")
-            self._told[argument] = f"{before}, and {text}" if before.startswith("worker_removed") else text
+            before = self._last_call.get(argument, "")
+            self._last_call[argument] = f"{before}, and {text}" if before.startswith("worker_removed") else text
         for rule, compare in ((LOAD_DRIFT, self._loads), (WORKER_DRIFT, self._workers)):
             if self._is_kept(rule):
                 continue
@@ -159,7 +159,7 @@ class Beliefs:
                 worker, observed, expected, follows = drift
                 after = self._parted.get(rule)
                 if rule == OVERLAP_DRIFT:
-                    after = self._told.get(worker)
+                    after = self._last_call.get(worker)
                     hook = "" if after is None else f"; the last that it was told of that worker is {after}"
                     removed = self._removed.get(worker)
                     if removed is not None and removed not in hook:

@@ -32,7 +32,7 @@ from pytest_kvmock.schedulers.args import MockEngineArgs
 if TYPE_CHECKING:
     from pytest_kvmock.clock.arrivals import FleetRequest
     from pytest_kvmock.router.routing import Worker
-    from pytest_kvmock.schedulers.scheduler import EngineSemantics
+    from pytest_kvmock.schedulers.scheduler_specs import EngineSemantics
     from pytest_kvmock.traces import TraceRequest
 
 LOADS: Final = ("router", "engine")

@@ -287,7 +287,7 @@ class Knowledge(KnownCaches, ABC, Generic[_T]):
     def restart(self, worker: Worker, engine: MockEngine, *, announced: bool) -> None:
         """Restart a worker: it is empty, and its requests are lost; where it is announced, what is known of it is dropped."""
 
-    def crash(self, worker: Worker, engine: MockEngine) -> None:  # noqa: ARG002 - it is told to the engine alone
+    def crash(self, worker: Worker, engine: MockEngine) -> None:  # noqa: ARG002 - the engine alone dies
         """Have a worker die: its requests are lost, and nothing that it has not published by now ever comes."""
         engine.worker.crash()
 

@@ -76,7 +76,7 @@ class JudgedEvents(Knowledge[Delivery]):
         self._harness = harness
         self._publisher = publisher
         self._found = 0  # problems before the run
-        self._told = 0  # events up to the end of the last run, of all of which the router was told
+        self._events_before = 0  # events up to the end of the last run, all of which the router has
         self._untold: set[Worker] = set()
         self._seen = (0, 0)  # injections and problems that have a mark
         self.marks: list[EventMark] = []
@@ -100,7 +100,7 @@ class JudgedEvents(Knowledge[Delivery]):
         super().end()
         for delivery in self._on_the_way.take(math.inf):
             self._publisher.receive(delivery)
-        self._told = self._harness.events.total
+        self._events_before = self._harness.events.total
 
     def _receive(self, thing: Delivery) -> tuple[RouterEvent, bool]:
         self._publisher.receive(thing)
@@ -130,7 +130,7 @@ class JudgedEvents(Knowledge[Delivery]):
     @property
     def untold(self) -> set[Worker]:
         """The workers that held blocks when events had arrived that the router was not told of; they restart, and it is told again."""
-        if self._harness.events.total != self._told:
+        if self._harness.events.total != self._events_before:
             self._untold.update(worker for worker in self._harness.workers if self.held_blocks(worker))
         return self._untold
 

@@ -5,7 +5,7 @@ itself. The same entries in the same order make the same ledger, whenever they a
 worker. So one journal serves all who look back: the second book replays it, a capture writes it down, a check reads it, and
 a failure is reduced from the events in it.
 
-Some entries state what a ledger can be told anew at any time: what is resident at a flush, and all that a worker has
+Some entries state what a ledger can learn anew at any time: what is resident at a flush, and all that a worker has
 published, at a recovery. They are long, and are kept only until the journal was replayed.
 """
 

@@ -29,10 +29,10 @@ EVENTS_BEGAN_ANEW: Final = {
 """Why the event ids of a worker and rank began anew, in the words that follow "before" and "after"."""
 
 
-def blocks_text(blocks: Sequence[int], most: int = MOST_BLOCKS) -> str:
+def blocks_text(blocks: Sequence[int]) -> str:
     """Several blocks; the first few, and how many more."""
-    shown = ", ".join(map(block_text, blocks[:most]))
-    more = f" and {len(blocks) - most} more" if len(blocks) > most else ""
+    shown = ", ".join(map(block_text, blocks[:MOST_BLOCKS]))
+    more = f" and {len(blocks) - MOST_BLOCKS} more" if len(blocks) > MOST_BLOCKS else ""
     return f"block{'s' * (len(blocks) != 1)} {shown}{more}"
 
 

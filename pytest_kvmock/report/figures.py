@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Figures: TypeAlias = dict[str, "float | None"]
 
 BALANCED: Final = ("requests", "prompt_tokens", "open_requests")
-"""What balance is told of: requests, prompt tokens that were computed, open requests at picks."""
+"""What has a balance: requests, prompt tokens that were computed, open requests at picks."""
 
 _OF_REQUESTS: Final = {"ttft": "ttft_ms", "ttst": "ttst_ms", "tpot": "itl_ms", "e2e": "e2e_ms"}
 """The distributions that have a value a request, and its name there."""

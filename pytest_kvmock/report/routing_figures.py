@@ -155,13 +155,13 @@ def aligned(rows: Iterable[Sequence[str]]) -> str:
 # ------------------------------------------------------------------------------------------------------ assertions
 
 
-def check_share(name: str, value: object, most: float = 1.0) -> float:
+def check_share(name: str, value: object) -> float:
     """Return what an assertion requires as a share, if it is one.
 
     Raises:
-        ValueError: it is no number from 0 to `most`.
+        ValueError: it is no number from 0 to 1.
     """
-    return check_number(name, value, 0.0, most)
+    return check_number(name, value, 0.0, 1.0)
 
 
 def assert_at_least(what: str, value: float | None, least: float, row: str) -> None:

@@ -37,8 +37,14 @@ from pytest_kvmock.schedulers.performance import (
     PerformanceModel,
     make_performance_model,
 )
-from pytest_kvmock.schedulers.scheduler import EngineSemantics, EventsVisible, Release
-from pytest_kvmock.schedulers.scheduler_specs import SCHEDULERS, EngineType, SchedulerSpec
+from pytest_kvmock.schedulers.scheduler_specs import (
+    SCHEDULERS,
+    EngineSemantics,
+    EngineType,
+    EventsVisible,
+    Release,
+    SchedulerSpec,
+)
 
 WorkerType: TypeAlias = Literal["aggregated", "prefill", "decode"]
 PreemptionMode: TypeAlias = Literal["lifo", "fifo"]

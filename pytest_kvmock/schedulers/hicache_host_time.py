@@ -103,11 +103,6 @@ class HiCacheHostTime(HostTime):
         """Blocks that the host has room for."""
         return self.manager.host_blocks
 
-    @property
-    def lost_text(self) -> str | None:
-        """None: nothing is ever lost."""
-        return None
-
     def _begin(self) -> None:
         """Let what was ordered begin, each group behind the one before it."""
         manager = self.manager

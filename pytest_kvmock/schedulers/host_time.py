@@ -79,9 +79,9 @@ class HostTime(ABC):
         """Blocks that the host has room for; None: there is none."""
 
     @property
-    @abstractmethod
     def lost_text(self) -> str | None:
-        """Which slots of the device are lost, and why; None while something is under way, or none are."""
+        """Which slots of the device are lost, and why; None while something is under way, or where none ever are."""
+        return None
 
     def arrive(self, state: Any) -> None:  # noqa: B027 - no other has a storage
         """Take note of a request that arrives at a scheduler: nothing, but where a storage is asked for it then."""

@@ -146,11 +146,6 @@ class NativeHostTime(HostTime):
         """Blocks that the host has room for."""
         return self._offload.num_blocks
 
-    @property
-    def lost_text(self) -> str | None:
-        """None: nothing is ever lost."""
-        return None
-
     def deadline(self) -> float | None:
         """When the next step has something to do; None: nothing is under way."""
         if self._driver.has_news or self._copies.waits_for_step:

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
+from pytest_kvmock.cache.manager import protocol_mismatch
+from pytest_kvmock.drivers.driver import PagedSchedulerDriver
 from pytest_kvmock.schedulers.scheduler import ForwardPass, ScheduledRequest, ScheduledTokens
 from pytest_kvmock.schedulers.sglang_scheduler import DECAY_PASSES, MIN_RATIO, SglangScheduler
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pytest_kvmock.drivers.driver import PagedSchedulerDriver
-    from pytest_kvmock.schedulers.scheduler import SchedulerArgs
+    from pytest_kvmock.schedulers.args import MockEngineArgs
+    from pytest_kvmock.schedulers.host_time import HostTime
 
 # Theory of operation
 #
@@ -52,7 +54,7 @@ class PrefillFirstScheduler(SglangScheduler):
 
     _driver: PagedSchedulerDriver
 
-    def __init__(self, driver: PagedSchedulerDriver, args: SchedulerArgs) -> None:
+    def __init__(self, driver: PagedSchedulerDriver, args: MockEngineArgs) -> None:
         super().__init__(driver, args)
         self._most_tokens = args.most_tokens or math.inf
         self._lpm &= args.enable_prefix_caching
@@ -266,3 +268,16 @@ class PrefillFirstScheduler(SglangScheduler):
         """Run passes that were planned."""
         super().run_plan(ends)
         self._wait = max(0, self._wait - len(ends))
+
+
+def make_scheduler(driver: Any, args: MockEngineArgs, tiers: HostTime | None) -> SglangScheduler:
+    """Make the scheduler of a release: this one, or the one over SGLang's own cache.
+
+    Raises:
+        ValueError: the driver is of 1.6.1, and the release is not.
+    """
+    if args.release.prefills_first:
+        return PrefillFirstScheduler(driver, args)
+    if protocol_mismatch(driver, PagedSchedulerDriver) is None:
+        raise ValueError(f"the backend {driver.manager.backend!r} is of 1.6.1, and its engine semantics='mixed'")
+    return SglangScheduler(driver, args, tiers)

@@ -9,20 +9,12 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from pytest_kvmock.acceptance import AcceptedDrafts
     from pytest_kvmock.drivers.driver import Driver
-    from pytest_kvmock.schedulers.nested_args import SglangArgs
-    from pytest_kvmock.schedulers.performance import PerformanceModel, Semantics
-
-EventsVisible: TypeAlias = Literal["pass_start", "pass_end"]
-"""When the events of a pass are published."""
-
-EngineSemantics: TypeAlias = Literal["1.2.1", "mixed", "1.6.1", "guaranteed_no_evict", "max_utilization"]
-"""The release of Dynamo whose scheduler is followed; "mixed" is the one over SGLang's own cache, which is of none, and
-the last two are policies of TensorRT-LLM's own."""
+    from pytest_kvmock.schedulers.args import MockEngineArgs
 
 ScheduledStatus: TypeAlias = Literal[
     "waiting", "running", "preempted", "finished", "rejected", "failed", "aborted", "lost", "unfinished"
@@ -311,128 +303,6 @@ def _variance(values: Sequence[int]) -> float:
     return sum((value - mean) ** 2 for value in values) / len(values)
 
 
-@dataclass(frozen=True, slots=True)
-class Release:
-    """What one release of a scheduler does that another does otherwise.
-
-    Attributes:
-        backend: the backend of an engine that names none.
-        dynamo: the release of Dynamo whose performance model and router go with it.
-        rejects_prompts: it rejects a prompt that is larger than all its blocks, when its turn comes.
-        takes_tiers: it was recorded with tiers below the device.
-        reserves_destination: the decode engine of a handoff reserves blocks for a prompt before that is on its way; what is
-            handed over waits in the order in which its blocks were asked for, and a prompt that can never fit ends its
-            session.
-        destination_first: the blocks are reserved before the prompt is computed, and however many requests run.
-        sessions_keep_place: in a closed loop a session counts as open until its last request is done.
-        arrivals_between_passes: a closed loop over one engine looks at the clock when a pass has ended, not before.
-        events_visible: when the events of a pass are published, by default.
-        prefill_generates: the first token of a request comes out of its prefill, and takes no time of decode; that is
-            charged for the others, by their lengths instead of the blocks in use (vllm).
-        last_token_free: the last token of a request needs no block, as a block is allocated when the token before it is
-            computed. A driver whose engine does so is asked for (`PoolSchedulerDriver`).
-        counts_all_hits: what an admission reports as cached may be output of a request that was preempted.
-        least_output: the fewest tokens of output that a request may ask for; of 0, its prompt is computed, and it is done.
-        takes_nested_arguments: its arguments have the nested form, and those that came with it, such as `max_model_len`.
-        prefills_first: a pass computes prompts or generates, never both, and a cached prefix counts for nothing (sglang).
-        reports_workers: its report is the long form: workers, GPU hours, goodput, and the percentiles of gaps by a sketch.
-        ranks_in_lock_step: the ranks of a worker start and end their passes together.
-        instant_passes_first: passes that take no time are repeated on an engine before the next engine starts one.
-        length_fits_blocks: a request has no more tokens than all blocks: a longer prompt is rejected, output ends there.
-        stalls_at_once: an aggregated engine with requests that can do nothing is stalled, whatever else may happen yet.
-        driver: what its drivers must be, beside what the scheduler asks for; None: no more.
-        pauses: TensorRT-LLM's own scheduler: whether its policy starts what the next step has room for and pauses the
-            last started where room runs short, or what has room to its end; None: it is Dynamo's mock of one.
-    """
-
-    backend: str
-    dynamo: Semantics
-    rejects_prompts: bool = False
-    takes_tiers: bool = False
-    reserves_destination: bool = False
-    destination_first: bool = False
-    sessions_keep_place: bool = False
-    arrivals_between_passes: bool = False
-    events_visible: EventsVisible = "pass_start"
-    prefill_generates: bool = False
-    last_token_free: bool = False
-    counts_all_hits: bool = False
-    least_output: int = 1
-    takes_nested_arguments: bool = False
-    prefills_first: bool = False
-    reports_workers: bool = False
-    ranks_in_lock_step: bool = False
-    instant_passes_first: bool = False
-    length_fits_blocks: bool = False
-    stalls_at_once: bool = False
-    driver: type | None = None
-    pauses: bool | None = None
-
-
-class SchedulerArgs(Protocol):
-    """What schedulers read of the arguments of their engine: the fields and properties of `MockEngineArgs` of these names."""
-
-    @property
-    def release(self) -> Release:
-        """What the release does that is followed."""
-
-    @property
-    def performance(self) -> PerformanceModel:
-        """Predicts times."""
-
-    @property
-    def worker_type(self) -> str:
-        """Which part of the work it does: "aggregated" (all), "prefill" or "decode"."""
-
-    @property
-    def speedup_ratio(self) -> float:
-        """What all times are divided by."""
-
-    @property
-    def decode_speedup_ratio(self) -> float:
-        """What times of decode are divided by besides."""
-
-    @property
-    def max_num_seqs(self) -> int | None:
-        """Most requests that run at once; None: unlimited."""
-
-    @property
-    def max_num_batched_tokens(self) -> int | None:
-        """Most tokens that one pass computes; None: unlimited."""
-
-    @property
-    def enable_prefix_caching(self) -> bool:
-        """Whether blocks are reused."""
-
-    @property
-    def enable_chunked_prefill(self) -> bool:
-        """Whether a prompt may be computed in several passes."""
-
-    @property
-    def preemption_mode(self) -> str:
-        """Who is preempted: "lifo", the newest, or "fifo", the oldest."""
-
-    @property
-    def most_tokens(self) -> int | None:
-        """Most tokens of a request, prompt and output together; None: unlimited."""
-
-    @property
-    def context_chunking_policy(self) -> str:
-        """How prompts share a pass: "first_come_first_served" or "equal_progress"."""
-
-    @property
-    def dp_size(self) -> int:
-        """Ranks of its worker."""
-
-    @property
-    def prefill_decode_interval(self) -> int:
-        """How many passes admit nothing after one that computed a part of a prompt."""
-
-    @property
-    def sglang_options(self) -> SglangArgs:
-        """The arguments of SGLang's scheduler, each set."""
-
-
 class Scheduler(ABC):
     """Decides what each forward pass computes; it has no clock and no arrivals, the engine has.
 
@@ -454,7 +324,7 @@ class Scheduler(ABC):
     defers_prefills: bool = False
     has_last_pass: bool = False
 
-    def __init__(self, driver: Driver, args: SchedulerArgs) -> None:
+    def __init__(self, driver: Driver, args: MockEngineArgs) -> None:
         self._driver = driver
         self._performance = args.performance
         self._prefills = args.worker_type != "decode"

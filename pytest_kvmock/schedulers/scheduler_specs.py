@@ -6,27 +6,88 @@ is added by a module of its own, which has its passes, and a row here. Each is i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
-from pytest_kvmock.cache.manager import protocol_mismatch
 from pytest_kvmock.drivers.driver import (
     CapacityDriver,
     PagedSchedulerDriver,
     PoolSchedulerDriver,
     RadixSchedulerDriver,
     SchedulerDriver,
-    SuspendingDriver,
 )
-from pytest_kvmock.schedulers.scheduler import Release
 
 if TYPE_CHECKING:
-    from pytest_kvmock.schedulers.host_time import HostTime
-    from pytest_kvmock.schedulers.scheduler import EngineSemantics, Scheduler, SchedulerArgs
+    from pytest_kvmock.schedulers.performance import Semantics
 
 EngineType: TypeAlias = Literal["vllm", "sglang", "trtllm"]
+
+EventsVisible: TypeAlias = Literal["pass_start", "pass_end"]
+"""When the events of a pass are published."""
+
+EngineSemantics: TypeAlias = Literal["1.2.1", "mixed", "1.6.1", "guaranteed_no_evict", "max_utilization"]
+"""The release of Dynamo whose scheduler is followed; "mixed" is the one over SGLang's own cache, which is of none, and
+the last two are policies of TensorRT-LLM's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """What one release of a scheduler does that another does otherwise.
+
+    Attributes:
+        backend: the backend of an engine that names none.
+        dynamo: the release of Dynamo whose performance model and router go with it.
+        rejects_prompts: it rejects a prompt that is larger than all its blocks, when its turn comes.
+        takes_tiers: it was recorded with tiers below the device.
+        reserves_destination: the decode engine of a handoff reserves blocks for a prompt before that is on its way; what is
+            handed over waits in the order in which its blocks were asked for, and a prompt that can never fit ends its
+            session.
+        destination_first: the blocks are reserved before the prompt is computed, and however many requests run.
+        sessions_keep_place: in a closed loop a session counts as open until its last request is done.
+        arrivals_between_passes: a closed loop over one engine looks at the clock when a pass has ended, not before.
+        events_visible: when the events of a pass are published, by default.
+        prefill_generates: the first token of a request comes out of its prefill, and takes no time of decode; that is
+            charged for the others, by their lengths instead of the blocks in use (vllm).
+        last_token_free: the last token of a request needs no block, as a block is allocated when the token before it is
+            computed. A driver whose engine does so is asked for (`PoolSchedulerDriver`).
+        counts_all_hits: what an admission reports as cached may be output of a request that was preempted.
+        least_output: the fewest tokens of output that a request may ask for; of 0, its prompt is computed, and it is done.
+        takes_nested_arguments: its arguments have the nested form, and those that came with it, such as `max_model_len`.
+        prefills_first: a pass computes prompts or generates, never both, and a cached prefix counts for nothing (sglang).
+        reports_workers: its report is the long form: workers, GPU hours, goodput, and the percentiles of gaps by a sketch.
+        ranks_in_lock_step: the ranks of a worker start and end their passes together.
+        instant_passes_first: passes that take no time are repeated on an engine before the next engine starts one.
+        length_fits_blocks: a request has no more tokens than all blocks: a longer prompt is rejected, output ends there.
+        stalls_at_once: an aggregated engine with requests that can do nothing is stalled, whatever else may happen yet.
+        driver: what its drivers must be, beside what the scheduler asks for; None: no more.
+        pauses: TensorRT-LLM's own scheduler: whether its policy starts what the next step has room for and pauses the
+            last started where room runs short, or what has room to its end; None: it is Dynamo's mock of one.
+    """
+
+    backend: str
+    dynamo: Semantics
+    rejects_prompts: bool = False
+    takes_tiers: bool = False
+    reserves_destination: bool = False
+    destination_first: bool = False
+    sessions_keep_place: bool = False
+    arrivals_between_passes: bool = False
+    events_visible: EventsVisible = "pass_start"
+    prefill_generates: bool = False
+    last_token_free: bool = False
+    counts_all_hits: bool = False
+    least_output: int = 1
+    takes_nested_arguments: bool = False
+    prefills_first: bool = False
+    reports_workers: bool = False
+    ranks_in_lock_step: bool = False
+    instant_passes_first: bool = False
+    length_fits_blocks: bool = False
+    stalls_at_once: bool = False
+    driver: type | None = None
+    pauses: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +98,8 @@ class SchedulerSpec:
 
     Attributes:
         name: the `engine_type`.
-        make: makes one, from a driver, the arguments of its engine, and the time of the tiers below the device, if any.
+        module: of `schedulers`, which has its passes; its `make_scheduler` makes one, from a driver, the arguments of its
+            engine, and the time of the tiers below the device, if any.
         driver: what its drivers must be.
         releases: the releases of Dynamo that it can follow; "mixed" is that over SGLang's own cache, which is of none.
         default_release: the one that it follows where neither arguments nor backend name one.
@@ -51,7 +113,7 @@ class SchedulerSpec:
     """
 
     name: EngineType
-    make: Callable[[Any, SchedulerArgs, HostTime | None], Scheduler]
+    module: str
     driver: type
     releases: Mapping[EngineSemantics, Release]
     default_release: EngineSemantics
@@ -62,34 +124,6 @@ class SchedulerSpec:
     block_size_alias: str | None = None
     hands_over: bool = True
     over: str | None = None
-
-
-def _vllm(driver: Any, args: SchedulerArgs, tiers: HostTime | None) -> Scheduler:
-    from pytest_kvmock.schedulers.vllm_scheduler import VllmScheduler
-
-    return VllmScheduler(driver, args, tiers)
-
-
-def _sglang(driver: Any, args: SchedulerArgs, tiers: HostTime | None) -> Scheduler:
-    if args.release.prefills_first:
-        from pytest_kvmock.schedulers.prefill_first_scheduler import PrefillFirstScheduler
-
-        return PrefillFirstScheduler(driver, args)
-    from pytest_kvmock.schedulers.sglang_scheduler import SglangScheduler
-
-    if protocol_mismatch(driver, PagedSchedulerDriver) is None:
-        raise ValueError(f"the backend {driver.manager.backend!r} is of 1.6.1, and its engine semantics='mixed'")
-    return SglangScheduler(driver, args, tiers)
-
-
-def _trtllm(driver: Any, args: SchedulerArgs, tiers: HostTime | None) -> Scheduler:
-    from pytest_kvmock.schedulers.trtllm_scheduler import CapacityScheduler, SuspendingScheduler, TrtllmScheduler
-
-    if args.release.pauses is None:
-        return TrtllmScheduler(driver, args, tiers)
-    if protocol_mismatch(driver, SuspendingDriver) is None:  # V2 has one policy, which stands in for any other
-        return SuspendingScheduler(driver, args, tiers)
-    return CapacityScheduler(driver, args, tiers)
 
 
 _VLLM_1_6_1: Final = Release(
@@ -125,7 +159,7 @@ SCHEDULERS: Final[Mapping[str, SchedulerSpec]] = MappingProxyType(
         for spec in (
             SchedulerSpec(
                 "vllm",
-                _vllm,
+                "vllm_scheduler",
                 SchedulerDriver,
                 {
                     "1.2.1": Release("lineage", "1.2.1", takes_tiers=True, arrivals_between_passes=True),
@@ -138,7 +172,7 @@ SCHEDULERS: Final[Mapping[str, SchedulerSpec]] = MappingProxyType(
             ),
             SchedulerSpec(
                 "sglang",
-                _sglang,
+                "prefill_first_scheduler",
                 RadixSchedulerDriver,
                 {
                     "mixed": Release(
@@ -177,7 +211,7 @@ SCHEDULERS: Final[Mapping[str, SchedulerSpec]] = MappingProxyType(
             ),
             SchedulerSpec(
                 "trtllm",
-                _trtllm,
+                "trtllm_scheduler",
                 SchedulerDriver,
                 {
                     "1.6.1": replace(_VLLM_1_6_1, length_fits_blocks=True),

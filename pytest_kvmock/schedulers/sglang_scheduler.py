@@ -15,8 +15,8 @@ from pytest_kvmock.schedulers.scheduler import ForwardPass, ScheduledRequest, Sc
 
 if TYPE_CHECKING:
     from pytest_kvmock.drivers.driver import RadixSchedulerDriver
+    from pytest_kvmock.schedulers.args import MockEngineArgs
     from pytest_kvmock.schedulers.host_time import HostTime
-    from pytest_kvmock.schedulers.scheduler import SchedulerArgs
 
 # Theory of operation
 #
@@ -68,7 +68,7 @@ class SglangScheduler(Scheduler):
 
     _driver: RadixSchedulerDriver
 
-    def __init__(self, driver: RadixSchedulerDriver, args: SchedulerArgs, tiers: HostTime | None = None) -> None:
+    def __init__(self, driver: RadixSchedulerDriver, args: MockEngineArgs, tiers: HostTime | None = None) -> None:
         super().__init__(driver, args)
         self._tiers = tiers
         options = args.sglang_options

@@ -9,8 +9,10 @@ from bisect import insort
 from collections.abc import Hashable, Iterable, Iterator
 from heapq import merge
 from operator import attrgetter
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
+from pytest_kvmock.cache.manager import protocol_mismatch
+from pytest_kvmock.drivers.driver import SuspendingDriver
 from pytest_kvmock.schedulers.scheduler import ScheduledRequest, ScheduledTokens
 from pytest_kvmock.schedulers.vllm_scheduler import VllmScheduler
 
@@ -20,10 +22,9 @@ if TYPE_CHECKING:
         CountingDriver,
         PoolSchedulerDriver,
         SchedulerDriver,
-        SuspendingDriver,
     )
+    from pytest_kvmock.schedulers.args import MockEngineArgs
     from pytest_kvmock.schedulers.host_time import HostTime
-    from pytest_kvmock.schedulers.scheduler import SchedulerArgs
 
 # Theory of operation
 #
@@ -67,7 +68,7 @@ class TrtllmScheduler(VllmScheduler):
 
     drops_last: ClassVar[bool] = False
 
-    def __init__(self, driver: SchedulerDriver, args: SchedulerArgs, tiers: HostTime | None = None) -> None:
+    def __init__(self, driver: SchedulerDriver, args: MockEngineArgs, tiers: HostTime | None = None) -> None:
         super().__init__(driver, args, tiers)
         longest = args.most_tokens
         assert longest is not None, "its release fits lengths to blocks"
@@ -128,7 +129,7 @@ class CapacityScheduler(VllmScheduler):
 
     _driver: CapacityDriver
 
-    def __init__(self, driver: CapacityDriver, args: SchedulerArgs, tiers: HostTime | None = None) -> None:
+    def __init__(self, driver: CapacityDriver, args: MockEngineArgs, tiers: HostTime | None = None) -> None:
         super().__init__(driver, args, tiers)
         self._pauses = bool(args.release.pauses)
         self._in_turns = args.context_chunking_policy == "equal_progress"
@@ -334,7 +335,7 @@ class SuspendingScheduler(CapacityScheduler):
 
     _driver: SuspendingDriver
 
-    def __init__(self, driver: SuspendingDriver, args: SchedulerArgs, tiers: HostTime | None = None) -> None:
+    def __init__(self, driver: SuspendingDriver, args: MockEngineArgs, tiers: HostTime | None = None) -> None:
         super().__init__(driver, args, tiers)
         self._done: set[ScheduledRequest] = set()
 
@@ -410,3 +411,12 @@ class SuspendingScheduler(CapacityScheduler):
 
 def _less(blocks: list[int], other: list[int]) -> list[int]:
     return [one - each for one, each in zip(blocks, other, strict=True)]
+
+
+def make_scheduler(driver: Any, args: MockEngineArgs, tiers: HostTime | None) -> VllmScheduler:
+    """Make the scheduler of a release: Dynamo's mock, or TensorRT-LLM's own over V1 or V2."""
+    if args.release.pauses is None:
+        return TrtllmScheduler(driver, args, tiers)
+    if protocol_mismatch(driver, SuspendingDriver) is None:  # V2 has one policy, which stands in for any other
+        return SuspendingScheduler(driver, args, tiers)
+    return CapacityScheduler(driver, args, tiers)

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from pytest_kvmock.acceptance import AcceptedDrafts
     from pytest_kvmock.drivers.driver import PoolSchedulerDriver, SchedulerDriver
+    from pytest_kvmock.schedulers.args import MockEngineArgs
     from pytest_kvmock.schedulers.host_time import HostTime
-    from pytest_kvmock.schedulers.scheduler import SchedulerArgs
 
 # Theory of operation
 #
@@ -69,7 +69,7 @@ class VllmScheduler(Scheduler):
     def __init__(
         self,
         driver: SchedulerDriver,
-        args: SchedulerArgs,
+        args: MockEngineArgs,
         tiers: HostTime | None = None,
     ) -> None:
         super().__init__(driver, args)
@@ -597,3 +597,7 @@ class VllmScheduler(Scheduler):
         size = manager.block_size
         active, total = self._pass.active_blocks * size, manager.max_capacity * size
         return rounded_ms(self._performance.decode_ms(active, total, tokens // count), self._decode_speedup)
+
+
+make_scheduler = VllmScheduler
+"""The scheduler of every release over vLLM's blocks; see `SchedulerSpec`."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.wire.kv_publisher import KvPublisher
 
 
-class _Told:
+class _BlocksRead:
     """What the batches of a rank say of the blocks of a prompt, as far as a replay has them still.
 
     Args:
@@ -33,7 +33,7 @@ class _Told:
         self._salt = salt
         self._places: dict[tuple[int, int], int] = {}  # by its group and the engine's name of it
 
-    def read(self, number: int, event: RouterEvent) -> None:
+    def take(self, number: int, event: RouterEvent) -> None:
         """Take an event of a batch."""
         data, group = event.event.data, (event.extra or {}).get("group_idx", 0)
         if event.storage_tier is not StorageTier.DEVICE:
@@ -87,11 +87,11 @@ def reason(publisher: KvPublisher, dp_rank: int, prompt: Prompt, block_size: int
     place = min(known, held)
     if place >= len(blocks):
         return f"the prompt has {len(blocks)} full blocks"
-    told = _Told(blocks, prompt.cache_salt)
+    read = _BlocksRead(blocks, prompt.cache_salt)
     for number, payload in publisher.kept(dp_rank):
         for event in decode(payload, publisher.dialect, dp_rank=dp_rank).events:
-            told.read(number, event)
-    stored, gone = told.stored.get(place), told.gone.get(place)
+            read.take(number, event)
+    stored, gone = read.stored.get(place), read.gone.get(place)
     if known < held:
         if stored is None:
             return "no batch that a replay has stored them"

@@ -73,7 +73,7 @@ class HybridStreams(OverIndex):
         index.expect("abcd", {0: 4}, least={})
 
     def test_the_attention_group_may_have_any_number(self) -> None:
-        """It is told by its kind: a window may be group 0, or come after it. Groups publish in the order of their numbers."""
+        """Its kind shows it: a window may be group 0, or come after it. Groups publish in the order of their numbers."""
         for full, window in ((0, 1), (2, 0), (1, 3)):
             index = self._start_hybrid()
             of_full, of_window = (full, FULL[1], None), (window, *WINDOW[1:])

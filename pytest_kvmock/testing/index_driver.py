@@ -241,14 +241,11 @@ class IndexDriver:
             extra, what = group_extra(group[0]), what + _of_group(group)
         self._apply(worker, rank, Removed(blocks), what, tier=tier, extra=extra, may_be_refused=may_be_refused)
 
-    def locate(self, *chains: str, group: Group | None = None) -> None:
-        """Apply a Located of worker 0's host: the last block of each chain, of a cache group."""
-        what = f"located the last block of {', '.join(map(_chain, chains))}" + (
-            "" if group is None else _of_group(group)
-        )
+    def locate(self, *chains: str) -> None:
+        """Apply a Located of worker 0's host: the last block of each chain."""
+        what = f"located the last block of {', '.join(map(_chain, chains))}"
         data = Located(self._names(chain)[-1] for chain in chains)
-        extra = None if group is None else group_extra(group[0])
-        self._apply(0, 0, data, what, tier=StorageTier.HOST_PINNED, extra=extra)
+        self._apply(0, 0, data, what, tier=StorageTier.HOST_PINNED)
 
     def store_kept(self, letters: str, kept: str, group: Group, *, after: str = "") -> None:
         """Apply a Stored of a sparse cache group of worker 0: a span of these letters, of which some blocks were kept."""

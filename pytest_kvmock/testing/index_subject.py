@@ -21,6 +21,7 @@ from pytest_kvmock.testing.subject import (
     call_with,
     check_backends,
     refuse,
+    refuse_to_wait,
     room_for,
     takes_argument,
     unjudged_text,
@@ -63,12 +64,7 @@ class OverIndex(SaysUnjudged):
     def run(self, awaitable: Awaitable[Any]) -> Any:
         """Wait for what an async index answers; to be defined for one, with a loop that outlives the test."""
         __tracebackhide__ = True
-        close = getattr(awaitable, "close", None)
-        if close is not None:  # or Python warns that it was never awaited
-            close()
-        refuse(
-            self, "the index is async, and a contract has no loop: define run(self, awaitable), which runs it in yours"
-        )
+        refuse_to_wait(self, "index", awaitable)
 
     def _made(self) -> Any:
         __tracebackhide__ = True
@@ -79,10 +75,10 @@ class OverIndex(SaysUnjudged):
         __tracebackhide__ = True
         return check_backends(self, self.backends, self.block_size)
 
-    def _harness(self, spec: BackendSpec, num_blocks: int, workers: int = 1, dp_size: int = 1) -> RouterHarness:
+    def _harness(self, spec: BackendSpec, num_blocks: int) -> RouterHarness:
         """A world of a backend, with room for a prompt of so many blocks, and an index made for it."""
         __tracebackhide__ = True
-        return self._world(spec, self._profile(spec, num_blocks, workers, dp_size))
+        return self._world(spec, self._profile(spec, num_blocks, 1, 1))
 
     def _profile(self, spec: BackendSpec, num_blocks: int, workers: int, dp_size: int) -> EngineProfile:
         """Sizes of an engine of a backend, with room for a prompt of so many blocks."""

@@ -189,7 +189,12 @@ def state_of(manager: KvManager) -> dict[str, Any]:
 def expect_unchanged(manager: KvManager, before: dict[str, Any], by: str) -> None:
     """All that shows is as it was (`state_of`)."""
     __tracebackhide__ = True
-    after = state_of(manager)
+    expect_same(before, state_of(manager), by)
+
+
+def expect_same(before: dict[str, Any], after: dict[str, Any], by: str) -> None:
+    """What shows, by its names, is as it was."""
+    __tracebackhide__ = True
     changed = [
         f"{name} from {value_text(before[name])} to {value_text(after[name])}"
         for name in before

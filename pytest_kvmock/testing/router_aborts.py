@@ -23,8 +23,8 @@ _BURST: Final = 90
 """Requests of one moment, thirty a worker: who counts those of one worker for ever sends it none of what comes later."""
 
 _CALLED_OFF: Final = (
-    ": all that was there was called off and is over, so the router counts it as open still. It is told by finished(request), whose status "
-    "is 'aborted', and of one that was not dispatched by withdrawn(request); with loads() the request at which it parts is named"
+    ": all that was there was called off and is over, so the router counts it as open still. finished(request) is called "
+    "with status 'aborted', and withdrawn(request) for one that was not dispatched; with loads() the request at which it parts is named"
 )
 
 

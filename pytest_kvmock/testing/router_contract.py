@@ -25,7 +25,7 @@ from pytest_kvmock.schedulers.args import MockEngineArgs
 from pytest_kvmock.testing.router_aborts import RouterAborts
 from pytest_kvmock.testing.router_absence import RouterAbsence
 from pytest_kvmock.testing.router_load import EverydayLoad
-from pytest_kvmock.testing.subject import SaysUnjudged, call_with, check_backends, refuse
+from pytest_kvmock.testing.subject import SaysUnjudged, call_with, check_backends, refuse, refuse_to_wait
 from pytest_kvmock.tokens import Prompt
 from pytest_kvmock.traces import TraceRequest, synthetic_trace
 
@@ -106,12 +106,7 @@ class RouterContract(RouterAborts, RouterAbsence, EverydayLoad, SaysUnjudged):
     def run(self, awaitable: Awaitable[Any]) -> Any:
         """Wait for an async router; to be defined for one, with a loop: `return asyncio.run(awaitable)`."""
         __tracebackhide__ = True
-        close = getattr(awaitable, "close", None)
-        if close is not None:  # or Python warns that it was never awaited
-            close()
-        refuse(
-            self, "the router is async, and a contract has no loop: define run(self, awaitable), which runs it in yours"
-        )
+        refuse_to_wait(self, "router", awaitable)
 
     # ------------------------------------------------------------------------------------------- it serves all
 

@@ -37,9 +37,9 @@ _LATER_MS: Final = 3000.0
 """When they are long over."""
 
 _SERVED: Final = (
-    ": all that it had was served and is over, so the router counts it as open still, its request, its blocks or its tokens. It is told by "
-    "finished(request); with loads() the request at which it parts is named. One that goes by how much a worker was sent declares "
-    "follows_prefix = True"
+    ": all that it had was served and is over, so the router counts it as open still, its request, its blocks or its tokens. "
+    "finished(request) is called for each; with loads() the request at which it parts is named. One that goes by how much a worker was sent "
+    "declares follows_prefix = True"
 )
 
 _CHANCES: Final = 40

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NoReturn, TypeVar, cast
@@ -56,6 +56,18 @@ def refuse(contract: object, why: str) -> NoReturn:
     """Fail the test, in one line: a contract is applied to something of another kind."""
     __tracebackhide__ = True
     pytest.fail(f"{type(contract).__name__}: {why}", pytrace=False)
+
+
+def refuse_to_wait(contract: object, what: str, awaitable: Awaitable[Any]) -> NoReturn:
+    """Fail the test of an async index or router whose contract does not say how to wait for it."""
+    __tracebackhide__ = True
+    close = getattr(awaitable, "close", None)
+    if close is not None:  # or Python warns that it was never awaited
+        close()
+    refuse(
+        contract,
+        f"the {what} is async, and a contract has no loop: define run(self, awaitable), which runs it in yours",
+    )
 
 
 _OF_DRAFTS: Final = 4

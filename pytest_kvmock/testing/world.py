@@ -9,10 +9,11 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from pytest_kvmock.engine.worker import KvWorker
-from pytest_kvmock.events import EventData, Stored, value_text
+from pytest_kvmock.events import EventData, Stored
 from pytest_kvmock.harness.router_harness import RouterHarness
 from pytest_kvmock.prompt_keys import is_attention_group
 from pytest_kvmock.testing.drafts import Player, random_traffic
+from pytest_kvmock.testing.manager_checks import expect_same
 from pytest_kvmock.tokens import Prompt
 
 P = ParamSpec("P")
@@ -68,13 +69,7 @@ class World:
     def expect_state(self, before: dict[str, Any], by: str) -> None:
         """Nothing that shows has changed."""
         __tracebackhide__ = True
-        after = self.state()
-        changed = [
-            f"{name} from {value_text(before[name])} to {value_text(after[name])}"
-            for name in before
-            if before[name] != after[name]
-        ]
-        assert not changed, f"{by} changed {', '.join(changed)}"
+        expect_same(before, self.state(), by)
 
     def expect_refused(self, error: type[Exception], call: Callable[P, Any], *args: P.args, **kwargs: P.kwargs) -> None:
         """The call raises this, and the events stay sound."""

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from pytest_kvmock.cache.offload import TierEvent
 from pytest_kvmock.events import StorageTier
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 #
 # Of a group with a window only those chunks are stored that later prompts can resume from, and those before the end of a hit loaded.
 
+_MOST_COUNTED: Final = 64_000
+"""Chunks whose offers are counted at most (vLLM: `max_tracker_size`)."""
+
 
 class NativeOffload:
     """The host tier of one engine, and what is copied to it and from it.
@@ -43,7 +46,6 @@ class NativeOffload:
         policy: what is evicted: "lru" or "arc".
         prompt_only: whether only prompts are stored, and not what is generated.
         store_threshold: how often a chunk must be offered before it is stored; below 2: at once.
-        max_tracker_size: of how many chunks that is counted.
         max_load_tokens: as `OffloadRequest`, like the next one; of requests that have no limit of their own.
         max_offload_tokens: as above.
         within_step_tokens: tokens that are loaded within one step at most; longer hits are waited for.
@@ -68,7 +70,6 @@ class NativeOffload:
         policy: str = "lru",
         prompt_only: bool = True,
         store_threshold: int = 0,
-        max_tracker_size: int = 64_000,
         max_load_tokens: int | None = None,
         max_offload_tokens: int | None = None,
         within_step_tokens: int = 0,
@@ -84,7 +85,6 @@ class NativeOffload:
         self._chunk = groups[0].block_size * blocks_per_chunk
         self._prompt_only = prompt_only
         self._threshold = store_threshold
-        self._most_counted = max_tracker_size
         self._limits = max_load_tokens, max_offload_tokens
         self._offers: OrderedDict[ChunkKey, int] = OrderedDict()
         self._budget = self._step_budget = within_step_tokens
@@ -408,7 +408,7 @@ class NativeOffload:
         """Count one more offer of a chunk."""
         offers = self._offers
         count = offers[key] = offers.pop(key, 0) + 1
-        if len(offers) > self._most_counted:
+        if len(offers) > _MOST_COUNTED:
             offers.popitem(last=False)
         return count
 

@@ -302,7 +302,7 @@ def _own_fields(dialect: Dialect, event: EventFields, values: Mapping[str, Any],
 
 
 def least_read(one: WireField) -> int | None:
-    """The smallest integer that is read in a field: a location, which is told by other fields, has block size 0."""
+    """The smallest integer that is read in a field: a location, which other fields show, has block size 0."""
     return 0 if one.type == "block_size" else FIELD_TYPES[one.type].least
 
 

@@ -6,8 +6,7 @@ import pytest
 
 from pytest_kvmock import MockEngine, MockEngineArgs, create_manager
 from pytest_kvmock.backends import BackendSpec, backend_spec
-from pytest_kvmock.schedulers.scheduler import Release
-from pytest_kvmock.schedulers.scheduler_specs import SCHEDULERS
+from pytest_kvmock.schedulers.scheduler_specs import SCHEDULERS, Release
 
 ROWS = pytest.mark.parametrize("spec", SCHEDULERS.values(), ids=SCHEDULERS)
 

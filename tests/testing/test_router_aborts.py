@@ -182,7 +182,7 @@ def test_one_that_goes_on_counting_who_waited_is_named():
     [
         (
             Leaks,
-            r"worker 0 got none of 90 requests .*; expected some: .* called off .* counts it as open still. It is told by finished",
+            r"worker 0 got none of 90 requests .*; expected some: .* called off .* counts it as open still. finished",
         ),
         (FreesTwice, r"worker . got none of 90 requests"),
         (LeaksCapped, r"worker 0 got none of 90 requests|pick\(\) returned None and nothing runs"),

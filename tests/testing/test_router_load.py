@@ -445,7 +445,8 @@ def test_one_that_never_frees_what_it_served_is_found_without_loads(make, backen
         in text
     )
     assert (
-        "so the router counts it as open still, its request, its blocks or its tokens. It is told by finished" in text
+        "so the router counts it as open still, its request, its blocks or its tokens. finished(request) is called"
+        in text
     )
 
 

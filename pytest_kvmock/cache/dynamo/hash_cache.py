@@ -41,7 +41,7 @@ from pytest_kvmock.cache.dynamo.hash_cache_use import (
 )
 from pytest_kvmock.cache.dynamo.short_forms import ShortForms
 from pytest_kvmock.cache.manager import PrefillCost, SequenceBlocks
-from pytest_kvmock.events import BlockTokens, Cleared, Removed, StorageTier, Stored
+from pytest_kvmock.events import BlockTokens, Removed, StorageTier, Stored
 from pytest_kvmock.moves import Block, Deref, Destroy, Move, MoveError, Promote, Use
 from pytest_kvmock.sinks import Sink
 
@@ -384,7 +384,4 @@ class HashCacheManager(ShortForms, ManagerBase):
         if self._active:
             return False
         self._inactive.clear()
-        self._publisher.publish(Cleared())
-        if self._publisher.failure is not None:
-            self._publisher.surface()
-        return True
+        return self._cleared()

@@ -1,6 +1,6 @@
 """The block manager of Dynamo's newer mocker, on kvbm-logical (`KvManager` of dynamo-mocker 1.2.1).
 
-One subject: the manager's public face; what a move does to blocks is told by its two forms.
+One subject: the manager's public face; its two forms have what a move does to blocks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pytest_kvmock.cache.dynamo.runs import Runs
 from pytest_kvmock.cache.dynamo.short_forms import LineageShortForms
 from pytest_kvmock.cache.manager import PrefillCost, SequenceBlocks
 from pytest_kvmock.cache.offload import BlockDetails, OffloadEngine, Scheduled, SwapIn
-from pytest_kvmock.events import Cleared, StorageTier, Stored
+from pytest_kvmock.events import StorageTier, Stored
 from pytest_kvmock.moves import Block, Deref, Destroy, Move, MoveError, Promote, Use
 from pytest_kvmock.sinks import Sink
 
@@ -271,10 +271,7 @@ class LogicalManager(LineageShortForms, ManagerBase):
             return False
         self._below.clear()
         self._form.clear()
-        self._publisher.publish(Cleared())
-        if self._publisher.failure is not None:
-            self._publisher.surface()
-        return True
+        return self._cleared()
 
     def _plh_of(self, name: int) -> int | None:
         return self._form.plh_of(name)

@@ -15,7 +15,7 @@ from pytest_kvmock.cache.dynamo.mocker_sglang_request import MockerRadixRequest
 from pytest_kvmock.cache.dynamo.mocker_sglang_tree import PageTree
 from pytest_kvmock.cache.hashed import HashedTokens
 from pytest_kvmock.cache.sglang.radix_manager import RadixManager
-from pytest_kvmock.events import BlockTokens, Cleared, Removed, StorageTier, Stored
+from pytest_kvmock.events import BlockTokens, Removed, StorageTier, Stored
 from pytest_kvmock.prompt_keys import LoraIds, part_of
 from pytest_kvmock.sinks import Sink
 from pytest_kvmock.tokens import Prompt, chained_hash
@@ -277,10 +277,7 @@ class MockerRadixManager(RadixManager[MockerRadixRequest, PageTree]):
         self.free_pages = self.max_capacity
         self._hashes.clear()
         self._copies.clear()
-        self._publisher.publish(Cleared())
-        if self._publisher.failure is not None:
-            self._publisher.surface()
-        return True
+        return self._cleared()
 
     # --------------------------------------------------------------------------------------------------- events
 

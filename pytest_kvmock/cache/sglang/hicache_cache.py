@@ -179,15 +179,10 @@ class HiCacheManager(HybridCacheManager):
 
     # ---------------------------------------------------------------------------------------------- admission
 
-    def admit(self, request: HybridRequest) -> None:
-        """Lock what was found on the device for a request."""
-        super().admit(request)
-        request.from_device = request.computed
-
     def withdraw(self, request: HybridRequest) -> None:
         """Take back `admit`, and `load`, of a request for which nothing was allocated."""
         super().withdraw(request)
-        request.from_device = request.from_host = request.from_storage = 0
+        request.from_host = request.from_storage = 0
 
     def load(self, request: HybridRequest) -> int:
         """Load what an admitted request has on the host, all of it or nothing, for the next batch.

@@ -429,21 +429,19 @@ class HybridCacheManager(PageCache[HybridRequest, HybridTree]):
 
         Room is made for a page a request then, though some need none (`alloc_paged_token_slots_decode`).
         """
-        size = self.block_size
-        pages = sum(request.opens_page for request in requests)
-        self.make_room(pages * size)
-        fits = pages <= self._free and (self.window is None or pages <= self.window.free)
+        fits = self._slides(requests, sum(request.opens_page for request in requests))
         if fits:
-            self._slide_all(requests)
-            self.make_room(len(requests) * size)
+            self.make_room(len(requests) * self.block_size)
         self._flush()
         return fits
 
-    def _slide_all(self, requests: Sequence[HybridRequest]) -> None:
-        """Slide the windows of requests before a step, and release the locks of those that are as old as their window."""
+    def _slides(self, requests: Sequence[HybridRequest], pages: int) -> bool:
+        """Slide the windows of requests, if there is room for so many pages, and release the locks of those that are as old as their window."""
         geometry = self.geometry
-        if geometry.window is None:
-            return
+        self.make_room(pages * self.block_size)
+        fits = pages <= self._free and (self.window is None or pages <= self.window.free)
+        if not fits or geometry.window is None:
+            return fits
         for request in requests:
             if request.steps:
                 self._slide(request, request.computed, geometry.window_interval)
@@ -451,6 +449,7 @@ class HybridCacheManager(PageCache[HybridRequest, HybridTree]):
                 assert request.lock is not None
                 if request.lock.edge:
                     self._tree.release_parts(request.lock)
+        return fits
 
     def end_step(self, request: HybridRequest, token: int) -> None:
         """Append a token, for which `begin_step` has made room, and compute it."""
@@ -469,13 +468,9 @@ class HybridCacheManager(PageCache[HybridRequest, HybridTree]):
 
         Where any slot is needed, room is made for a page a request more (`alloc_paged_token_slots_extend`).
         """
-        size = self.block_size
         lacking = [self.pages_ahead(request) for request in requests]
-        pages = sum(lacking)
-        self.make_room(pages * size)
-        fits = pages <= self._free and (self.window is None or pages <= self.window.free)
+        fits = self._slides(requests, sum(lacking))
         if fits:
-            self._slide_all(requests)
             self._take_ahead(requests, lacking)
         self._flush()
         return fits

@@ -49,7 +49,6 @@ class HybridRequest(RadixRequest):
         slots: of states that it has.
         short: of its last match, how many of its units full attention had, and the parts that were not there, by their sizes.
         match: what its last lookup found; None before the first.
-        from_device: tokens that its admission found on the device.
         from_host: tokens that it loaded from a host.
         from_storage: of these, tokens that a prefetch had brought there for it.
         leaves_prefetch: what is fetched for it is cached when it comes, though nobody waits for it.
@@ -58,7 +57,6 @@ class HybridRequest(RadixRequest):
     __slots__ = (
         "branch",
         "dead",
-        "from_device",
         "from_host",
         "from_storage",
         "leaves_prefetch",
@@ -93,5 +91,5 @@ class HybridRequest(RadixRequest):
         self.state_branch: int | None = None
         self.tracked: int | None = None
         self.match: TreeMatch | None = None
-        self.from_device = self.from_host = self.from_storage = 0
+        self.from_host = self.from_storage = 0
         self.leaves_prefetch = False

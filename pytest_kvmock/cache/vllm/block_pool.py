@@ -16,7 +16,7 @@ from pytest_kvmock.cache.cache_trace import TRACE_LEVEL, trace
 from pytest_kvmock.cache.hashed import HashedTokens
 from pytest_kvmock.cache.vllm.hashes import ExtraKeys
 from pytest_kvmock.cache.vllm.vllm_manager import VllmManager
-from pytest_kvmock.events import Cleared, StorageTier
+from pytest_kvmock.events import StorageTier
 from pytest_kvmock.tokens import Prompt, TokenIds
 
 if TYPE_CHECKING:
@@ -433,10 +433,7 @@ class BlockPoolManager(VllmManager):
         self._cached.clear()
         self._copies.clear()
         self._changes += 1
-        self._publisher.publish(Cleared())
-        if self._publisher.failure is not None:
-            self._publisher.surface()
-        return True
+        return self._cleared()
 
     def clear(self) -> bool:
         """Reset the prefix cache; see `reset_prefix_cache`."""

@@ -33,7 +33,7 @@ from pytest_kvmock.cache.vllm.speculative import Speculative
 from pytest_kvmock.cache.vllm.state_groups import ChunkEnds
 from pytest_kvmock.cache.vllm.vllm_manager import VllmManager
 from pytest_kvmock.checks import check_integer
-from pytest_kvmock.events import Cleared, Removed, SparseStored, StorageTier, Stored
+from pytest_kvmock.events import Removed, SparseStored, StorageTier, Stored
 from pytest_kvmock.prompt_keys import FULL_ATTENTION, LOOKAHEAD, LOOKAHEAD_KEYS, group_extra
 from pytest_kvmock.tokens import Prompt, TokenIds, keyed_block_hashes
 
@@ -493,10 +493,7 @@ class VllmHybridManager(VllmManager):
         if len(self._pool.free) < self.max_capacity:
             return False
         self._pool.reset()
-        self._publisher.publish(Cleared())
-        if self._publisher.failure is not None:
-            self._publisher.surface()
-        return True
+        return self._cleared()
 
     def clear(self) -> bool:
         """Reset the prefix cache; see `reset_prefix_cache`."""

@@ -8,8 +8,8 @@ import pytest
 
 from pytest_kvmock.cache.dynamo.sequence import ActiveSequence
 from pytest_kvmock.moves import Deref, Promote, Use
-from pytest_kvmock.plh import lineage_hash
-from pytest_kvmock.tokens import Prompt, TokenBlockSequence, TokenRuns, block_hashes, sequence_hashes
+from pytest_kvmock.plh import lineage_hash, lineage_hashes
+from pytest_kvmock.tokens import Prompt, TokenRuns, block_hashes, sequence_hashes
 
 
 def is_partial_use(move):
@@ -71,12 +71,12 @@ def test_a_promotion_names_the_full_block_before_it():
     for token in range(17, 32):
         assert [] == sequence.push(token)
     promote, _ = sequence.push(32)
-    reference = TokenBlockSequence(range(32), 16)
+    local = block_hashes(range(32), 16)
+    names = sequence_hashes(local)
+    plhs = lineage_hashes(names)
     assert sequence.unique_blocks[0] == promote.parent
-    assert (reference.sequence_hashes[1], reference.block_hashes[1]) == (promote.block, promote.local_hash)
-    assert reference.plhs[1] == promote.plh
-    assert reference.plhs == sequence.positional_lineage_hashes
-    assert reference.block_hashes == sequence.block_hashes
+    assert (names[1], local[1], plhs[1]) == (promote.block, promote.local_hash, promote.plh)
+    assert (plhs, local) == (sequence.positional_lineage_hashes, sequence.block_hashes)
 
 
 def test_a_reset_frees_the_blocks_and_keeps_the_tokens():
