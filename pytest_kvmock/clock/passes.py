@@ -40,6 +40,7 @@ Stage: TypeAlias = Callable[[float], Iterable[Any]]
 
 
 _order_of = attrgetter("order")
+_start_of = attrgetter("started")
 
 
 class Seat:
@@ -229,10 +230,13 @@ class Passes:
 
     def end(self, now_ms: float) -> Calls:
         """End the passes that end by now, in the order in which they were started; beside prefill engines in that of the seats."""
-        due: dict[Seat, None] = {}
-        while self.next_ms <= now_ms:
-            due[heappop(self._ends)[2]] = None
-        for seat in sorted(due, key=attrgetter("order" if self._sources else "started")):
+        if self.next_ms > now_ms:
+            return
+        ends = self._ends
+        due = {heappop(ends)[2]: None}
+        while ends and self.next_ms <= now_ms:
+            due[heappop(ends)[2]] = None
+        for seat in due if len(due) == 1 else sorted(due, key=_order_of if self._sources else _start_of):
             yield from self._end(seat)
 
     def _end(self, seat: Seat) -> Calls:

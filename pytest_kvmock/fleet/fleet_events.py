@@ -1,5 +1,7 @@
 """What a fleet knows of its caches: the events of its engines on their way to index and router, at once or late.
 
+One subject: what is published, until an index or a router is told it.
+
 A fleet declares what it asks for (`Knowledge`); here is that of bare engines, which nobody judges. A harness has its own.
 """
 
@@ -128,8 +130,10 @@ class Tap:
 
     def publish_row(self, row: RemovedRow) -> None:
         """Pass on events in a row."""
-        worker_id, dp_rank = self._key
-        self._take(row._replace(worker_id=worker_id, dp_rank=dp_rank))
+        if row.key != self._key:
+            worker_id, dp_rank = self._key
+            row = row._replace(worker_id=worker_id, dp_rank=dp_rank)
+        self._take(row)
 
     def publish(self, event: RouterEvent) -> None:
         """Pass on an event."""
@@ -238,9 +242,16 @@ class Knowledge(KnownCaches, ABC, Generic[_T]):
         """When the next event is due that is late; infinite where none is."""
         return self._on_the_way.next_ms
 
-    def deliver(self, now_ms: float) -> Calls:
+    def deliver(self, now_ms: float) -> Iterable[Any]:
         """Deliver the events that were published since, and those that were late, as far as they are due by now."""
-        for thing in self._on_the_way.take(now_ms):
+        due = self._on_the_way.take(now_ms)
+        if due:
+            return self._deliver(due, now_ms)
+        self._delivered(now_ms)  # at once, as most often nothing is due
+        return ()
+
+    def _deliver(self, due: Iterable[_T], now_ms: float) -> Calls:
+        for thing in due:
             received = self._receive(thing)
             if received is not None and self._calls is not None and self._calls.wants("apply"):
                 event, may_be_refused = received

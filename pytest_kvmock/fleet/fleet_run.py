@@ -14,7 +14,7 @@ and again until nothing changes:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
@@ -215,7 +215,7 @@ class FleetRun(EngineRun):
         """Record passes, before they are computed, or the request that cuts them short comes."""
         seat.driven.record_passes(passes)
 
-    def started(self) -> Calls:
+    def started(self) -> Iterable[Any]:
         """Deliver what a pass published as it started."""
         return self._knowledge.deliver(self.now_ms)
 

@@ -367,7 +367,8 @@ def rounded_ms(ms: float, speedup: float = 1.0) -> float:
         ValueError: the duration is negative, infinite or NaN.
     """
     nanoseconds = whole_nanoseconds(ms / 1000)
-    if speedup > 0:
+    # By 1 nothing is divided, and seconds of fewer nanoseconds than these are rounded to the same again.
+    if speedup > 0 and (speedup != 1.0 or nanoseconds >= 2**50):
         nanoseconds = whole_nanoseconds(_seconds(nanoseconds) / speedup)
     return _seconds(nanoseconds) * 1000.0
 

@@ -313,7 +313,7 @@ class VllmHasher:
                 before = hashed(self._dump((before, tuple(tokens[end - block_size : end]), keys))).digest()
                 out.append(before)
             return out
-        begins, head, least = self._begins, _head(_ARRAY, block_size), min(tokens, default=0)
+        begins, head, least = self._begins, _head_of(block_size), min(tokens, default=0)
         for end in ends:
             before = hashed(begins + before + head + _encoded(tokens[end - block_size : end], least) + _NULL).digest()
             out.append(before)
@@ -332,7 +332,7 @@ class VllmHasher:
             return None
         out: list[bytes] = []
         before, hashed, begins = self.none_hash, self._hashed, self._begins
-        head = _head(_ARRAY, block_size)
+        head = _head_of(block_size)
         for token in ids[: -(-blocks // times)]:
             own = head + _TOKENS[token] * block_size + _NULL
             for _ in range(min(times, blocks - len(out))):
@@ -346,7 +346,7 @@ class VllmHasher:
         """Make `digests` whose third of the triple is (extra keys or None, the next tokens...)."""
         before, ahead = self.none_hash if parent is None else parent, self.lookahead
         hashed, out, release, request_keys = self._hashed, [], self._release, self._keys
-        head, third = _head(_ARRAY, block_size), _head(_ARRAY, 1 + ahead) + _NULL
+        head, third = _head_of(block_size), _head_of(1 + ahead) + _NULL
         for place, end in enumerate(range(block_size, len(tokens) + 1 - ahead, block_size), position):
             block, after = tokens[end - block_size : end], tokens[end : end + ahead]
             if self._dump is None:
@@ -389,12 +389,23 @@ def _head(major: int, value: int) -> bytes:
     return bytes((first | 23 + size.bit_length(),)) + value.to_bytes(size, "big")
 
 
+@lru_cache(maxsize=64)
+def _head_of(count: int) -> bytes:
+    """What stands before so many things in an array."""
+    return _head(_ARRAY, count)
+
+
+_FULL_HEAD: Final = _head(_UNSIGNED, 2**32 - 1)[:1]
+
+
 class _Tokens(dict[int, bytes]):
     """Token ids as CBOR; those of any vocabulary are kept."""
 
     KEPT: Final = 2**18
 
     def __missing__(self, token: int) -> bytes:
+        if self.KEPT <= token < 2**32:  # as engines generate them
+            return _FULL_HEAD + token.to_bytes(4, "big")
         encoded = _head(_UNSIGNED, token)
         if token < self.KEPT:
             self[token] = encoded
@@ -402,7 +413,6 @@ class _Tokens(dict[int, bytes]):
 
 
 _TOKENS: Final = _Tokens()
-_FULL_HEAD: Final = _head(_UNSIGNED, 2**32 - 1)[:1]
 
 
 class _Heads(dict[int, bytes]):
