@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 from uuid import UUID
@@ -10,8 +9,6 @@ from uuid import UUID
 from pytest_kvmock.events import StorageTier
 from pytest_kvmock.moves import Block, Move
 from pytest_kvmock.sinks import Sink
-
-_log = logging.getLogger("pytest_kvmock.cache")
 
 
 class PrefillCost(NamedTuple):

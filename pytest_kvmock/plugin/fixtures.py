@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 
 CASE: Final = pytest.StashKey["Case"]()
-_CASE: Final = "_kvmock_case"
 _RECOVERY: Final = pytest.StashKey["Recovery"]()
 _BASE: Final = pytest.StashKey["EngineProfile"]()
 _EXPLAINER: Final = "kvmock-nearest-fixtures"
