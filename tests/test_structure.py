@@ -286,7 +286,7 @@ STOREYS = {
             "router/lower_tier.py",
             "router/locations.py",
         ),
-        3_700,
+        3_600,
     ),
     "contrib": (("contrib/*", "block_manager/*"), 4_650),
     "pytest": (("plugin/*",), 2_250),

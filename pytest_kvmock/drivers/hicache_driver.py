@@ -11,6 +11,7 @@ from pytest_kvmock.cache.sglang.hicache_cache import HiCacheManager
 from pytest_kvmock.cache.sglang.hybrid_request import HybridRequest
 from pytest_kvmock.checks import check_integer
 from pytest_kvmock.drivers.driver import SlotsLost, checked_manager
+from pytest_kvmock.drivers.hybrid_radix_driver import HybridRadixDriver
 from pytest_kvmock.drivers.tree_driver import TreeDriver
 from pytest_kvmock.tokens import Prompt, TokenIds
 
@@ -57,7 +58,7 @@ class WorkerStorage:
         return self._manager.in_storage(self._request(prompt)) * self._manager.block_size
 
 
-class HiCacheDriver(TreeDriver):
+class HiCacheDriver(HybridRadixDriver):
     """Serves requests from a `HiCacheManager`.
 
     A request loads what the host has of it when it is admitted, and computes in the same batch. What it computed is
@@ -73,14 +74,13 @@ class HiCacheDriver(TreeDriver):
         ValueError: the manager is no such cache.
     """
 
-    traits = replace(TreeDriver.traits, promises_more=True)
-
     manager: HiCacheManager
+    admit = TreeDriver.admit
+    """A chunk may end within a page."""
 
     def __init__(self, manager: KvManager, prefix_caching: bool, rng: Random) -> None:
         super().__init__(checked_manager(manager, HiCacheManager, "HiCacheDriver"), prefix_caching, rng)
-        draft = self.manager.speculative
-        self.drafts = 0 if draft is None else draft.drafts
+        self.traits = replace(self.traits, promises_more=True)
 
     def lookup(self, request: HybridRequest) -> int:
         """Tokens of the request that are on the device, without its last one; of an admitted one, all that it reuses."""
@@ -88,10 +88,6 @@ class HiCacheDriver(TreeDriver):
             return 0
         pages = request.found if request in self.manager.requests else self.manager.on_device(request)
         return pages * self.manager.block_size
-
-    def need(self, request: HybridRequest, upto: int, tokens: Sequence[int] = ()) -> int:
-        """Pages that no request holds. Changes nothing."""
-        return self.need_runs(request, upto, [(token,) for token in tokens])
 
     def need_runs(self, request: HybridRequest, upto: int, runs: Sequence[Sequence[int]] = ()) -> int:
         """Return the `need` of steps that generate so many tokens each: accepted drafts and one more."""
@@ -132,12 +128,6 @@ class HiCacheDriver(TreeDriver):
     def _start(self, request: HybridRequest, upto: int) -> bool:
         return self.start(request, upto)
 
-    def _fits(self, request: HybridRequest, upto: int) -> bool:
-        return not self.manager.lacking(request, upto)
-
-    def _withdraw(self, request: HybridRequest) -> None:
-        self.manager.withdraw(request)
-
     def _compute(self, request: HybridRequest, upto: int) -> None:
         manager = self.manager
         needed = (manager.pages_of(upto) - request.allocated) * manager.block_size
@@ -153,27 +143,6 @@ class HiCacheDriver(TreeDriver):
                     )
                 break
         manager.prefill([(request, upto)])
-
-    def _computed(self, request: HybridRequest) -> None:
-        if self._prefix_caching:
-            self.manager.checkpoint(request)
-
-    def extend(self, request: HybridRequest, tokens: Sequence[int]) -> None:
-        """Decode steps, one a token."""
-        self.extend_runs(request, [(token,) for token in tokens])
-
-    def extend_runs(self, request: HybridRequest, runs: Sequence[Sequence[int]]) -> None:
-        """Decode steps, each of which commits the last sampled token and accepted drafts."""
-        for run in runs:
-            self.make_room((request,))
-            self.commit(request, run)
-
-    def commit(self, request: HybridRequest, run: Sequence[int]) -> None:
-        """End a step, for which `make_room` has made room."""
-        if self.drafts:
-            self.manager.end_verify(request, run)
-        else:
-            self.manager.end_step(request, run[0])
 
     def clear(self) -> bool:
         """Drop all that is cached, on device and host; the storage keeps what it has."""
@@ -198,37 +167,9 @@ class HiCacheDriver(TreeDriver):
 
     # ------------------------------------------------------------------------------------------- a scheduler's
 
-    def step_tokens(self, requests: Sequence[HybridRequest]) -> int:
-        """A page for each that needs one, or room for its drafts."""
-        if not self.drafts:
-            return super().step_tokens(requests)
-        return sum(map(self.manager.pages_ahead, requests)) * self.manager.block_size
-
     def make_room(self, requests: Sequence[HybridRequest]) -> bool:
         """Evict until there is a page for each that needs one, or room for their drafts."""
-        begin = self.manager.begin_verify if self.drafts else self.manager.begin_step
-        if begin(requests):
+        if super().make_room(requests):
             return True
         self._release_held()
-        return begin(requests)
-
-    def generate(self, request: HybridRequest, token: int) -> bool:
-        """Compute one token, for which `make_room` has made room; False, and nothing is computed, where it has not."""
-        self.checkpoint(request)  # of the prompt alone: the token is computed in a step of its own
-        if not (self.drafts or self.manager.may_step(request)):
-            return False
-        self.commit(request, (token,))
-        return True
-
-    def generate_run(self, request: HybridRequest, tokens: Sequence[int]) -> None:
-        """Commit a step: the last sampled token and accepted drafts."""
-        self.checkpoint(request)
-        self.commit(request, tokens)
-
-    def quiet_passes(self, requests: Sequence[HybridRequest]) -> int:
-        """Passes in which each generates a token, and none needs a page or evicts."""
-        manager = self.manager
-        short = manager.available_size() < len(requests) * manager.block_size and manager.evictable_size() > 0
-        if self.drafts or short or not self._prefilled.isdisjoint(requests):
-            return 0
-        return min(request.allocated * manager.block_size - request.computed for request in requests)
+        return super().make_room(requests)

@@ -123,18 +123,20 @@ class HybridRadixDriver(TreeDriver):
     def extend_runs(self, request: HybridRequest, runs: Sequence[Sequence[int]]) -> None:
         """Decode steps, each of which commits the last sampled token and accepted drafts."""
         for run in runs:
-            fits = self.manager.begin_verify((request,))
+            fits = self.make_room((request,))
             assert fits  # it was asked before
-            self.manager.end_verify(request, run)
+            self.commit(request, run)
 
     def extend(self, request: HybridRequest, tokens: Sequence[int]) -> None:
         """Decode steps, one a token."""
+        self.extend_runs(request, [(token,) for token in tokens])
+
+    def commit(self, request: HybridRequest, run: Sequence[int]) -> None:
+        """End a step, for which `make_room` has made room."""
         if self.drafts:
-            self.extend_runs(request, [(token,) for token in tokens])
-            return
-        for token in tokens:
-            self.manager.begin_step((request,))
-            self.manager.end_step(request, token)
+            self.manager.end_verify(request, run)
+        else:
+            self.manager.end_step(request, run[0])
 
     # ------------------------------------------------------------------------------------------- a scheduler's
 
@@ -154,17 +156,14 @@ class HybridRadixDriver(TreeDriver):
     def generate_run(self, request: HybridRequest, tokens: Sequence[int]) -> None:
         """Commit a step: the last sampled token and accepted drafts."""
         self.checkpoint(request)
-        self.manager.end_verify(request, tokens)
+        self.commit(request, tokens)
 
     def generate(self, request: HybridRequest, token: int) -> bool:
         """Compute one token, for which `make_room` has made room; False, and nothing is computed, where it has not."""
         self.checkpoint(request)  # of the prompt alone: the token is computed in a step of its own
-        if self.drafts:
-            self.manager.end_verify(request, (token,))
-            return True
-        if not self.manager.may_step(request):
+        if not (self.drafts or self.manager.may_step(request)):
             return False
-        self.manager.end_step(request, token)
+        self.commit(request, (token,))
         return True
 
     def quiet_passes(self, requests: Sequence[HybridRequest]) -> int:

@@ -195,7 +195,7 @@ class LeafQueue:
 
     Args:
         key_of: the order; the least is first.
-        is_leaf: asked when nodes are offered, and when its turn comes.
+        is_leaf: asked of a node that is offered, and when its turn comes.
     """
 
     __slots__ = ("_count", "_heap", "_is_leaf", "_key_of", "_queued")
