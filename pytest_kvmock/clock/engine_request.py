@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from array import array
 from random import Random
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -9,7 +11,7 @@ from pytest_kvmock.engine.worker import RequestError
 from pytest_kvmock.schedulers.scheduler import ScheduledRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from pytest_kvmock.moves import Block
     from pytest_kvmock.tokens import Prompt
@@ -103,10 +105,16 @@ class EngineRequest(ScheduledRequest):
         token = self._planned.get(self.generated_tokens) if self._planned else None
         return self._rng.getrandbits(32) if token is None else token
 
-    def next_tokens(self, count: int) -> list[int]:
+    def next_tokens(self, count: int) -> Sequence[int]:
         """The tokens that it generates next, as so many calls of `next_token` would return them."""
         if self._rng is None:
             return [0] * count
+        if type(self._rng) is Random and not self._planned:
+            # What Python draws at once are the words that it draws one by one, the first one lowest.
+            words = array("I", self._rng.getrandbits(32 * count).to_bytes(4 * count, "little"))
+            if sys.byteorder == "big":
+                words.byteswap()
+            return words
         draw, planned, start = self._rng.getrandbits, self._planned, self.generated_tokens
         if not planned:
             return [draw(32) for _ in range(count)]

@@ -12,8 +12,10 @@ from hybrid_sizes import EACH, block_size_of, blocks_a_block
 
 from pytest_kvmock import Fleet, MockEngine, MockEngineArgs, Prompt, replay
 from pytest_kvmock.backends import BACKENDS
+from pytest_kvmock.clock.engine_request import EngineRequest
 from pytest_kvmock.fleet import FleetRequest
 from pytest_kvmock.router import DynamoRouter, RoundRobin
+from pytest_kvmock.serve.text import Letters
 from pytest_kvmock.traces import TraceRequest
 
 BY_VLLM = [name for name in EACH if BACKENDS[name].scheduler in ("vllm", "trtllm")]
@@ -265,3 +267,19 @@ def test_so_does_a_fleet_whose_workers_crash_restart_and_join(backend, seed):
     router = rng.choice([RoundRobin, DynamoRouter])
     each_pass, in_one_go = (routed(world, requests, happens, router(), plans=plans) for plans in (False, True))
     assert each_pass == in_one_go
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 63, 64, 65, 1000])
+@pytest.mark.parametrize("planned", [{}, {2: 7, 64: 9}], ids=["none", "planned"])
+@pytest.mark.parametrize("source", [Random, Letters])
+def test_tokens_that_are_drawn_at_once_are_those_that_are_drawn_one_by_one(source, planned, count):
+    at_once, one_by_one = (
+        EngineRequest(None, None, Prompt((1,)), 1, 2000, rng=source(count), planned=planned) for _ in range(2)
+    )
+    tokens = []
+    for _ in range(count):
+        tokens.append(one_by_one.next_token())
+        one_by_one.generated_tokens += 1
+    assert tokens == list(at_once.next_tokens(count))
+    at_once.generated_tokens += count
+    assert one_by_one.next_token() == at_once.next_token()

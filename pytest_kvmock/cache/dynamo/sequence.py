@@ -294,7 +294,8 @@ class ActiveSequence:
         if len(tokens) > -len(self) % self.block_size:
             raise ValueError(f"the last block takes {-len(self) % self.block_size} tokens, got {len(tokens)}")
         if self._tokens is not None:
-            self._tokens.output.extend(map(_checked, tokens))
+            are_words = isinstance(tokens, array) and tokens.typecode == "I"
+            self._tokens.output.extend(tokens if are_words else map(_checked, tokens))
         self.generated_tokens += len(tokens)
 
     def _promote_last(self) -> Promote:
