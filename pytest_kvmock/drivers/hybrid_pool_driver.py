@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -138,7 +139,8 @@ class HybridPoolDriver(PoolDriver):
         """
         manager = self.manager
         caps = manager.admission_caps if capped else [None] * len(manager.geometry.groups)
-        return BlocksAlone(manager.geometry.groups, tuple(caps), chunk)
+        chunks = partial(manager.chunks_alone, most=chunk)
+        return BlocksAlone(manager.geometry.groups, tuple(caps), chunks, manager.exported_alone)
 
     def allocate(self, request: GroupRequest, upto: int) -> int:
         """Allocate for the first `upto` tokens, and count them as computed; all of them, or none."""

@@ -74,21 +74,65 @@ PROMPTS = st.integers(1, 120)
 OUTPUTS = st.integers(1, 60)
 
 
-@given(engine=engines(states=False), prompt=PROMPTS, output=OUTPUTS)
+@pytest.mark.parametrize("states", [False, True])
+@given(data=st.data(), prompt=PROMPTS, output=OUTPUTS)
 @settings(max_examples=examples(300), deadline=None)
-def test_refused_is_what_an_empty_engine_does_not_serve(engine, prompt, output):
+def test_refused_is_what_an_empty_engine_does_not_serve(states, data, prompt, output):
+    engine = data.draw(engines(states=states))
     refused = is_refused(*engine, prompt, output)
     event(f"refused: {refused}")
     became = outcome(*engine, prompt, output)
     assert refused is (became != "finished") or became == "rejected"
 
 
-@given(engine=engines(states=True), prompt=PROMPTS, output=OUTPUTS)
-@settings(max_examples=examples(300), deadline=None)
-def test_with_states_nothing_is_refused_that_an_empty_engine_serves(engine, prompt, output):
-    refused = is_refused(*engine, prompt, output)
-    event(f"refused: {refused}")
-    assert not (refused and outcome(*engine, prompt, output) == "finished")
+def state(size, **fields):
+    return CacheGroup("mamba", size, **fields)
+
+
+FULL_4, RING_4 = CacheGroup("full_attention", 4), CacheGroup("ring", 4)
+NARROW = {  # found by a search: one block more is enough
+    "a chunk that ends in a later block than the one before": (
+        ([state(8, speculative_blocks=1), RING_4, FULL_4], 14, "1.2.1", 16),
+        (41, 1),
+    ),
+    "a state that is copied, as it was named inside its block": (
+        ([RING_4, state(16, checkpoint=4), FULL_4, CacheGroup("sliding_window", 4, window=38)], 10, "1.6.1", None),
+        (14, 2),
+    ),
+    "a state that is exported, in the chunk": (
+        ([FULL_4, RING_4, state(4, checkpoint=2), state(4, checkpoint=2)], 13, "1.2.1", 64),
+        (34, 1),
+    ),
+    "a state that would be exported, were the prompt one chunk": (
+        (
+            [
+                CacheGroup("chunked_local_attention", 2, chunk=8),
+                FULL_4,
+                state(8, checkpoint=2, speculative_blocks=2),
+            ],
+            27,
+            "1.2.1",
+            7,
+        ),
+        (32, 6),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_states_that_are_held_beside_the_running_one_count(name):
+    (groups, blocks, semantics, most), request = NARROW[name]
+
+    def sized(num_gpu_blocks):
+        args = MockEngineArgs(
+            num_gpu_blocks=num_gpu_blocks, block_size=4, semantics=semantics, max_num_batched_tokens=most
+        )
+        return groups, args
+
+    assert outcome(*sized(blocks), *request) == "stalled"
+    assert is_refused(*sized(blocks), *request)
+    assert outcome(*sized(blocks + 1), *request) == "finished"
+    assert not is_refused(*sized(blocks + 1), *request)
 
 
 GEMMA = "vllm_gemma3"  # windows of 1024 tokens in six groups, and full attention

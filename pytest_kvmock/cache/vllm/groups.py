@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from math import gcd, lcm
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
@@ -329,40 +329,41 @@ def with_scratch(groups: tuple[CacheGroup, ...], drafts: int) -> tuple[CacheGrou
 class BlocksAlone:
     """The blocks that a request needs of all groups together where it is the only one, and nothing is cached.
 
-    It is exact where no group keeps states; with them a prompt may need more, as where its chunks end depends on more than sizes.
-    What needs more than there are can never run.
+    It is exact where no group keeps states. What needs more than there are can never run.
 
     Attributes:
         groups: of the engine.
         caps: of each group, the most blocks that it is asked for as a request is admitted; None: as many as it has tokens for.
-        chunk: the most tokens of a prompt that are computed in one step; None: all of them.
+        chunks: how a prompt of so many tokens is computed: of each chunk where it begins and ends, and the states that it takes beside the
+            running ones.
+        exported: the states that a prompt of so many tokens takes beside the running ones if it is one chunk: so it is admitted.
     """
 
     groups: tuple[CacheGroup, ...]
     caps: tuple[int | None, ...]
-    chunk: int | None
+    chunks: Callable[[int], Iterable[tuple[int, int, int]]]
+    exported: Callable[[int], int]
 
     def to_admit(self, prompt: int) -> int:
         """The blocks that must be free for a prompt of so many tokens to be admitted."""
-        return sum(
+        return self.exported(prompt) + sum(
             _held(group, 0, prompt) if cap is None else min(_held(group, 0, prompt), cap)
             for group, cap in zip(self.groups, self.caps, strict=True)
         )
 
     def to_compute(self, prompt: int, tokens: int) -> int:
         """The most blocks that are held at once until so many tokens are computed: a prompt in chunks, others one a step."""
-        # How a prompt is cut where states are cached depends on more; a token is the shortest chunk, and needs least.
-        chunk = 1 if any(group.kind == STATE for group in self.groups) else self.chunk or max(prompt, 1)
+        most = max((self._held(start, end) + states for start, end, states in self.chunks(prompt)), default=0)
         # What a token needs repeats after so many, but for groups that let go of nothing: those before the last need no more.
         period = lcm(*(each for group in self.groups for each in (group.block_size, group.chunk or 1)))
-        most = 0
-        for begin, end, size in ((0, prompt, chunk), (prompt, tokens, 1)):
-            first = begin if size > 1 else max(begin, end - period)
-            for start in range(first, end, size):
-                if size > 1 or start == first or any(not start % group.block_size for group in self.groups):
-                    held = sum(_held(group, start, min(start + size, end), start >= prompt) for group in self.groups)
-                    most = max(most, held)
+        first = max(prompt, tokens - period)
+        for start in range(first, tokens):
+            if start == first or any(not start % group.block_size for group in self.groups):
+                most = max(most, self._held(start, start + 1))
         return most
+
+    def _held(self, start: int, end: int) -> int:
+        return sum(_held(group, start, end) for group in self.groups)
 
     def at_most(self, tokens: int) -> int:
         """Blocks that are surely enough for so many tokens, quickly counted."""
@@ -372,14 +373,14 @@ class BlocksAlone:
         )
 
 
-def _held(group: CacheGroup, start: int, end: int, decodes: bool = False) -> int:
-    """The blocks that a request holds of a group as it computes the tokens from one on up to another, of its prompt or after it."""
+def _held(group: CacheGroup, start: int, end: int) -> int:
+    """The blocks that a request holds of a group as it computes the tokens from one on up to another."""
     if group.kind == RING:
         return 1
-    if group.kind == STATE and group.mode == "align":
-        # The running state, and the one before it as a token goes on in the next block.
-        return 1 + group.speculative_blocks + (decodes and not start % group.block_size)
     size = group.block_size
+    if group.kind == STATE and group.mode == "align":
+        # The running state, and the one before it where the tokens end in a later block.
+        return 1 + group.speculative_blocks + (start > 0 and (start - 1) // size < (end - 1) // size)
     return -(-end // size) + group.speculative_blocks - max(group.skipped(start), 0) // size
 
 

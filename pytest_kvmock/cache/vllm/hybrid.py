@@ -5,7 +5,7 @@ One subject: what the engine of such a model is asked, and what it publishes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from random import Random
@@ -302,10 +302,33 @@ class VllmHybridManager(VllmManager):
             start, junction = start + new_computed_blocks.num_tokens, new_computed_blocks.junction
         if new_computed_blocks is None and self.speculative is not None:
             most = max(min(most, self._most_tokens - 1 - start), 0)
-        tokens = self._chunks.tokens(request, start, most, junction)
+        return self._chunk(request.tokens.num_prompt_tokens, len(request), start, most, junction)
+
+    def exported_alone(self, prompt: int) -> int:
+        """The states that a prompt of which nothing is cached takes beside the running ones, if it is one chunk."""
+        return self._chunks.taken(prompt, 0, 0, prompt)
+
+    def chunks_alone(self, prompt: int, most: int | None) -> Iterator[tuple[int, int, int]]:
+        """Yield the chunks of a prompt of which nothing is cached: where each begins and ends, and the states that it takes beside the running ones.
+
+        Args:
+            prompt: its tokens.
+            most: those of a step; None: any.
+        """
+        before = start = 0
+        while start < prompt:
+            fit = min(most or prompt, prompt - start)
+            end = start + (
+                self._chunk(prompt, prompt, start, fit) or fit
+            )  # what fits into no step waits, which is no matter of blocks
+            yield start, end, self._chunks.taken(prompt, before, start, end)
+            before, start = start, end
+
+    def _chunk(self, prompt: int, length: int, start: int, most: int, junction: int = 0) -> int:
+        tokens = self._chunks.tokens(prompt, length, start, most, junction)
         if self.speculative is None or self.speculative.chunk_lookahead < 2:
             return tokens
-        left = len(request) - start - tokens
+        left = length - start - tokens
         need = self.speculative.chunk_lookahead
         return max(tokens - (need - left), 0) if 0 < left < need else tokens
 

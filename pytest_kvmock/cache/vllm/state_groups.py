@@ -76,16 +76,25 @@ class StatePolicy(GroupPolicy):
 
     def _checkpoint(self, request: GroupRequest, table: GroupTable, span: Span) -> Checkpoint | None:
         """The state that is exported within a chunk; None: none is."""
-        every = self.group.checkpoint
-        last = max(request.tokens.num_prompt_tokens, len(request) - 1)
-        if every is None or (self._geometry.retention == 0 and span.end < last):
-            return None
-        checkpoint = self.exported(span.start, span.end, every)
+        checkpoint = self.exports(max(request.tokens.num_prompt_tokens, len(request) - 1), span.start, span.end)
         if checkpoint is None:
             return None
         held = len(table.blocks) - (self._scratch if table.begun else 0)
         free = checkpoint.position >= held or table.blocks[checkpoint.position] == NULL
         return checkpoint if free else None
+
+    def exports(self, last: int, start: int, end: int) -> Checkpoint | None:
+        """The state that is exported within a chunk of a prefill of so many tokens; None: none is."""
+        every = self.group.checkpoint
+        if every is None or (self._geometry.retention == 0 and end < last):
+            return None
+        return self.exported(start, end, every)
+
+    def taken(self, prompt: int, before: int, start: int, end: int) -> int:
+        """The blocks that a chunk of a prompt takes beside the running state: what is exported, and the copy of what the last one named inside."""
+        names_inside = start == self._geometry.prompt_end(prompt, self._unit) and start % self.block_size
+        copies = bool(names_inside) and self.exports(prompt, before, start) is None
+        return copies + (self.exports(prompt, start, end) is not None)
 
     def exported(self, start: int, end: int, every: int) -> Checkpoint | None:
         """What a backend that exports states at multiples of `every` tokens would export in a chunk; None: nothing."""
@@ -248,17 +257,18 @@ class ChunkEnds:
         every = [group.checkpoint for group in geometry.groups if group.kind == STATE]
         self._every = every[0] if None not in every and every else None
 
-    def tokens(self, request: GroupRequest, start: int, tokens: int, junction: int) -> int:
+    def tokens(self, prompt: int, length: int, start: int, tokens: int, junction: int) -> int:
         """Tokens of the next chunk; 0: the request is not in this step.
 
         Args:
-            request: whose.
+            prompt: tokens of the prompt.
+            length: those that are there, of prompt and output.
             start: tokens that are computed.
             tokens: those that are left and fit into the step.
             junction: as `GroupRequest.junction`.
         """
-        prompt, size, geometry = request.tokens.num_prompt_tokens, self._size, self._geometry
-        end, prefill = start + tokens, max(prompt, len(request) - 1)
+        size, geometry = self._size, self._geometry
+        end, prefill = start + tokens, max(prompt, length - 1)
         if not self._cuts or start >= prefill:
             return tokens
         exported = self._every is not None and end >= prefill and self._states[0].exported(start, end, self._every)
@@ -268,10 +278,14 @@ class ChunkEnds:
                 end = max(whole, start)
         cuts: list[int] = []
         if not exported:
-            cuts = [-(-start // size) * size, geometry.prompt_end(len(request), size)]
+            cuts = [-(-start // size) * size, geometry.prompt_end(length, size)]
             fine = geometry.prompt_end(prompt, geometry.hash_unit)
             if geometry.fine_hits and cuts[1] < fine < prompt:
                 cuts.append(fine)
         if start < junction < end:
             cuts.append(start + (junction - start) // size * size)
         return min([cut for cut in cuts if start < cut < end], default=end) - start
+
+    def taken(self, prompt: int, before: int, start: int, end: int) -> int:
+        """The blocks that states take in a chunk of a prompt beside the running ones; the chunk before began at `before`."""
+        return sum(each.taken(prompt, before, start, end) for each in self._states)
