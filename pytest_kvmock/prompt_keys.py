@@ -325,8 +325,8 @@ def is_tail(
 ) -> bool:
     """Whether a Stored of an attention group names a prompt's tail: a block once more, by a part of its tokens.
 
-    Its size shows it. Where the size of blocks is not known yet, a parent that nobody has shows it: it may be in the middle of a
-    block, too.
+    Its size shows it. Where the size of blocks is not known yet, a parent that nobody has shows it: it may be in the
+    middle of a block, too.
 
     Args:
         blocks: how many blocks it names; a tail is one.

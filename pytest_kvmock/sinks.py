@@ -70,8 +70,8 @@ GivenSink: TypeAlias = "EventSink | Sink | TokenSink | Callable[..., object]"
 def event_sink(given: GivenSink, what: str = "sink") -> EventSink:
     """Return the sink itself if it takes events as values, else an adapter to it.
 
-    The positional parameters of `publish` show the shape, now; the method is looked up at each event. One with a default
-    counts after the first by its name alone: `storage_tier`, `tier`, `token_ids`, `extra`.
+    The positional parameters of `publish` show the shape, now; the method is looked up at each event. One with a
+    default counts after the first by its name alone: `storage_tier`, `tier`, `token_ids`, `extra`.
 
     Args:
         given: an object with a method `publish`, or a function.

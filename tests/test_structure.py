@@ -29,7 +29,7 @@ MOST_LINES = 400
 MOST_OF_ONE_SUBJECT = 800
 LEAST_LINES = 60
 MOST_COLUMNS = 120
-LONG_LINES = 1641  # outside tables; it falls, and does not rise
+LONG_LINES = 1631  # outside tables; it falls, and does not rise
 MOST_FILES = 17  # in each of the rooms around engines, `__init__.py` counted
 
 SHORT_ON_PURPOSE = {
@@ -290,11 +290,11 @@ STOREYS = {
     ),
     "contrib": (("contrib/*", "block_manager/*"), 4_650),
     "pytest": (("plugin/*",), 2_250),
-    "for authors": (("testing/*", "reduce/*"), 7_550),
+    "for authors": (("testing/*", "reduce/*"), 7_560),
     "bytes and servers": (("wire/*", "capture/*", "serve/*"), 8_900),
     "pages and command": (("pages/*", "__main__.py", "programs/*", "strict_yaml.py", "profiles.py"), 1_350),
     "engines in time": (("clock/*", "schedulers/*", "fleet/*", "report/*", "traces/*", "long_runs.py"), 9_150),
-    "core": (("*",), 19_700),
+    "core": (("*",), 19_710),
 }
 """What a storey is made of, and its budget in lines of code. The first that has a module is its storey.
 

@@ -138,7 +138,7 @@ class OverlapScores:
 
 
 class Copies:
-    """How many copies of each block a worker and rank holds in a tier: all blocks, and a number for each of several copies."""
+    """How many copies of each block a worker and rank holds in a tier: a set, and numbers where there are several."""
 
     __slots__ = ("_further", "_there")
 

@@ -41,9 +41,9 @@ class Release:
         dynamo: the release of Dynamo whose performance model and router go with it.
         rejects_prompts: it rejects a prompt that is larger than all its blocks, when its turn comes.
         takes_tiers: it was recorded with tiers below the device.
-        reserves_destination: the decode engine of a handoff reserves blocks for a prompt before that is on its way; what is
-            handed over waits in the order in which its blocks were asked for, and a prompt that can never fit ends its
-            session.
+        reserves_destination: the decode engine of a handoff reserves blocks for a prompt before that is on its way;
+            what is handed over waits in the order in which its blocks were asked for, and a prompt that can never fit
+            ends its session.
         destination_first: the blocks are reserved before the prompt is computed, and however many requests run.
         sessions_keep_place: in a closed loop a session counts as open until its last request is done.
         arrivals_between_passes: a closed loop over one engine looks at the clock when a pass has ended, not before.
@@ -53,13 +53,18 @@ class Release:
         last_token_free: the last token of a request needs no block, as a block is allocated when the token before it is
             computed. A driver whose engine does so is asked for (`PoolSchedulerDriver`).
         counts_all_hits: what an admission reports as cached may be output of a request that was preempted.
-        least_output: the fewest tokens of output that a request may ask for; of 0, its prompt is computed, and it is done.
-        takes_nested_arguments: its arguments have the nested form, and those that came with it, such as `max_model_len`.
-        prefills_first: a pass computes prompts or generates, never both, and a cached prefix counts for nothing (sglang).
-        reports_workers: its report is the long form: workers, GPU hours, goodput, and the percentiles of gaps by a sketch.
+        least_output: the fewest tokens of output that a request may ask for; of 0, its prompt is computed, and it is
+            done.
+        takes_nested_arguments: its arguments have the nested form, and those that came with it, such as
+            `max_model_len`.
+        prefills_first: a pass computes prompts or generates, never both, and a cached prefix counts for nothing
+            (sglang).
+        reports_workers: its report is the long form: workers, GPU hours, goodput, and the percentiles of gaps by a
+            sketch.
         ranks_in_lock_step: the ranks of a worker start and end their passes together.
         instant_passes_first: passes that take no time are repeated on an engine before the next engine starts one.
-        length_fits_blocks: a request has no more tokens than all blocks: a longer prompt is rejected, output ends there.
+        length_fits_blocks: a request has no more tokens than all blocks: a longer prompt is rejected, output ends
+            there.
         stalls_at_once: an aggregated engine with requests that can do nothing is stalled, whatever else may happen yet.
         driver: what its drivers must be, beside what the scheduler asks for; None: no more.
         pauses: TensorRT-LLM's own scheduler: whether its policy starts what the next step has room for and pauses the
@@ -98,8 +103,8 @@ class SchedulerSpec:
 
     Attributes:
         name: the `engine_type`.
-        module: of `schedulers`, which has its passes; its `make_scheduler` makes one, from a driver, the arguments of its
-            engine, and the time of the tiers below the device, if any.
+        module: of `schedulers`, which has its passes; its `make_scheduler` makes one, from a driver, the arguments of
+            its engine, and the time of the tiers below the device, if any.
         driver: what its drivers must be.
         releases: the releases of Dynamo that it can follow; "mixed" is that over SGLang's own cache, which is of none.
         default_release: the one that it follows where neither arguments nor backend name one.

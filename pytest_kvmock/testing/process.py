@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from pytest_kvmock.serve.kv_server import KvServer
 
 _ENDED: Final = 30
-"""Requests that end well on one worker, each with two blocks of its own as `FRESH` have: who counts any of it for ever sends it none of those."""
+"""Requests that end well on one worker, each with two blocks of its own as `FRESH` have.
+
+Who counts any of it for ever sends it none of those.
+"""
 
 _MAY_BE_LATE: Final = 2
 """So many of these may go elsewhere: a client may have the end of an answer before the process has counted it."""
@@ -550,7 +553,10 @@ class ProcessContract(ProcessJudge):
 
     @_fleet
     def test_what_ended_well_is_no_load(self, make_kv_server: Callable[..., KvServer]) -> None:
-        """A worker serves many requests to their end, one by one: each goes where it is held, and at last the worker is as idle as before."""
+        """A worker serves many requests to their end, one by one: each goes where it is held.
+
+        At last the worker is as idle as before.
+        """
         self._needs_open("whether what ended well counts as load")
         with self._world(make_kv_server) as world:
             prompt = world.text(8)

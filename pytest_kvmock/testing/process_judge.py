@@ -24,7 +24,10 @@ _seeds: Final = count(1)
 """Of the texts of each test: a process that lives longer than one has seen none of them."""
 
 FRESH: Final = 16
-"""So many prompts of which nobody holds a block show whether a fleet is shared: by chance one of two gets none in 1 of 32,768."""
+"""So many prompts of which nobody holds a block show whether a fleet is shared.
+
+By chance one of two gets none in 1 of 32,768.
+"""
 
 
 class ProcessJudge(ProcessSubject):
@@ -153,7 +156,10 @@ class ProcessJudge(ProcessSubject):
         world.judge(f"{where}, of what it held before", prompt)
 
     def _next_of(self, world: ProcessWorld, prompt: str) -> str:
-        """Return a prompt that begins with one that is known to be somewhere, and adds load of its own, in whatever that is measured."""
+        """Return a prompt that begins with one that is known to be somewhere.
+
+        It adds load of its own, in whatever that is measured.
+        """
         # Who goes by prefixes alone may go by whom it sent least of them, too: then what was sent stays, on purpose.
         return prompt if self.follows_prefix else prompt + world.text(2)
 

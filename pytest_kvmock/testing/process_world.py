@@ -169,7 +169,10 @@ class ProcessWorld:
         return reply
 
     def push(self, where: str, worker: int, prompt: str) -> None:
-        """Have an engine serve a new prompt, past the process, and wait until that says it knows it: what was published before is applied by then."""
+        """Have an engine serve a new prompt, past the process, and wait until the process says that it knows it.
+
+        What was published before is applied by then.
+        """
         __tracebackhide__ = True
         self.direct(worker, prompt)
         if self._contract.tells_blocks({}):

@@ -30,7 +30,8 @@ _EVERY_MS: Final = 500.0
 _ENDED_WELL: Final = 120
 """Requests that a lone worker serves: who counts them for ever, or their blocks, or their tokens, sends it none of a burst of 36.
 
-Of that two others take 18 each, all of two blocks: 18 requests, 36 blocks and 36 to compute, which are 90 for who adds up the three.
+Of that two others take 18 each, all of two blocks: 18 requests, 36 blocks and 36 to compute, which are 90 for who adds
+up the three.
 """
 
 _LATER_MS: Final = 3000.0
@@ -117,7 +118,8 @@ class EverydayLoad:
             for _ in range(2):
                 fleet.at(_LATER_MS / 2).join(engine=self._engine())
 
-        # With `follows_prefix` of one prompt: who goes by prefixes may go by who was sent least of them, which is more for ever.
+        # With `follows_prefix` of one prompt: who goes by prefixes may go by who was sent least of them, which is more
+        # for ever.
         size = 2 * self.block_size
         firsts = [0 if self.follows_prefix else at * size for at in range(_ENDED_WELL)]
         rows = [FleetRequest(range(first, first + size), 4, 10.0 * at) for at, first in enumerate(firsts)]

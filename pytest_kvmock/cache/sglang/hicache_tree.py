@@ -22,8 +22,8 @@ from pytest_kvmock.events import StorageTier
 # the host alone and has no children. Locks of requests and copies hold a path, on whichever side its nodes are, but only
 # nodes on the device count as evictable or protected. A lock of the host holds one node there.
 #
-# All else is the tree's: it asks here what a leaf is, what becomes of one that leaves the device, and what an insert does to
-# a node that it passes or makes.
+# All else is the tree's: it asks here what a leaf is, what becomes of one that leaves the device, and what an insert
+# does to a node that it passes or makes.
 
 DEVICE: Final = StorageTier.DEVICE
 HOST: Final = StorageTier.HOST_PINNED

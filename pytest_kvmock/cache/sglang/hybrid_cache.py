@@ -436,7 +436,10 @@ class HybridCacheManager(PageCache[HybridRequest, HybridTree]):
         return fits
 
     def _slides(self, requests: Sequence[HybridRequest], pages: int) -> bool:
-        """Slide the windows of requests, if there is room for so many pages, and release the locks of those that are as old as their window."""
+        """Slide the windows of requests, if there is room for so many pages.
+
+        The lock of one that is as old as its window is released.
+        """
         geometry = self.geometry
         self.make_room(pages * self.block_size)
         fits = pages <= self._free and (self.window is None or pages <= self.window.free)

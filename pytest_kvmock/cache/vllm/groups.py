@@ -334,9 +334,9 @@ class BlocksAlone:
     Attributes:
         groups: of the engine.
         caps: of each group, the most blocks that it is asked for as a request is admitted; None: as many as it has tokens for.
-        chunks: how a prompt of so many tokens is computed: of each chunk where it begins and ends, and the states that it takes beside the
-            running ones.
-        exported: the states that a prompt of so many tokens takes beside the running ones if it is one chunk: so it is admitted.
+        chunks: how a prompt of so many tokens is computed: of each chunk where it begins and ends, and the states that
+            it takes beside the running ones.
+        exported: of a prompt of so many tokens that is one chunk, as which it is admitted, likewise those states.
     """
 
     groups: tuple[CacheGroup, ...]

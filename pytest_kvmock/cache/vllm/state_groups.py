@@ -91,7 +91,10 @@ class StatePolicy(GroupPolicy):
         return self.exported(start, end, every)
 
     def taken(self, prompt: int, before: int, start: int, end: int) -> int:
-        """The blocks that a chunk of a prompt takes beside the running state: what is exported, and the copy of what the last one named inside."""
+        """The blocks that a chunk of a prompt takes beside the running state.
+
+        They are what is exported, and the copy of what the last chunk named inside a block.
+        """
         names_inside = start == self._geometry.prompt_end(prompt, self._unit) and start % self.block_size
         copies = bool(names_inside) and self.exports(prompt, before, start) is None
         return copies + (self.exports(prompt, start, end) is not None)
@@ -287,5 +290,5 @@ class ChunkEnds:
         return min([cut for cut in cuts if start < cut < end], default=end) - start
 
     def taken(self, prompt: int, before: int, start: int, end: int) -> int:
-        """The blocks that states take in a chunk of a prompt beside the running ones; the chunk before began at `before`."""
+        """The blocks that states take in a chunk beside the running ones; the chunk before began at `before`."""
         return sum(each.taken(prompt, before, start, end) for each in self._states)

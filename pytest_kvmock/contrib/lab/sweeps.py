@@ -47,7 +47,8 @@ class SweepSettings:
 
     Attributes:
         pages: whether each run brings the data of its page.
-        figures: whether each run brings its figures (`SweepRun.report`), of which those of gaps between tokens take a while.
+        figures: whether each run brings its figures (`SweepRun.report`), of which those of gaps between tokens take a
+            while.
     """
 
     workers: int = 8
