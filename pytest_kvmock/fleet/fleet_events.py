@@ -1,6 +1,6 @@
 """What a fleet knows of its caches: the events of its engines on their way to index and router, at once or late.
 
-One subject: what is published, until an index or a router is told it.
+One subject: what is published, until it reaches an index or a router.
 
 A fleet declares what it asks for (`Knowledge`); here is that of bare engines, which nobody judges. A harness has its own.
 """

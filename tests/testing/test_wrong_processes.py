@@ -241,6 +241,10 @@ def test_a_process_that_applies_events_late_is_no_wrong_one(name):
     assert outcome_of(of_bug("applies_late"), f"test_{name}") == ""
 
 
+def test_a_process_that_counts_an_answer_a_moment_late_is_no_wrong_one():
+    assert outcome_of(of_bug("counts_two_late"), "test_what_ended_well_is_no_load") == ""
+
+
 def test_a_process_that_leaves_who_refused_alone_for_a_while_is_no_wrong_one():
     right = of_bug("rests_who_refused", first_of_equals=True, counts_open=False)
     assert outcome_of(right, "test_it_lives_without_a_worker") == ""

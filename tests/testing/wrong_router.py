@@ -838,7 +838,19 @@ def applies_late():
     Rank.receive = late
 
 
-RIGHT = {each.__name__: each for each in (rests_who_refused, applies_late)}
+def counts_two_late():
+    """No mistake: twice an answer is counted only after its client has asked again, so that the next prompt goes elsewhere."""
+    pick = Router.pick
+
+    def elsewhere(self, root, tokens, tried):
+        worker = pick(self, root, tokens, tried)
+        others = [each for each in self.workers.values() if each is not worker]
+        return others[0] if self.picks in (5, 12) and others else worker
+
+    Router.pick = elsewhere
+
+
+RIGHT = {each.__name__: each for each in (rests_who_refused, applies_late, counts_two_late)}
 
 
 if __name__ == "__main__":
