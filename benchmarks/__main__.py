@@ -7,7 +7,7 @@
 
 Dynamo 1.2.1 and 1.6.1 cannot be in one process: run it once in an environment of each. A run replaces the rows that it
 measured and leaves the others. `results.json` has the same as data.
-"""
+"""  # noqa: E501, W505
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def main() -> int:
         for line in fallen:
             print(f"FALLEN: {line}", file=sys.stderr)
         return 1 if fallen else 0
-    place = f"{datetime.now(UTC):%Y-%m-%d}, Python {platform.python_version()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}"
+    place = f"{datetime.now(UTC):%Y-%m-%d}, Python {platform.python_version()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}"  # noqa: E501
     for group in chosen:
         if group == "scaling":  # sizes that this run leaves out would have another run's smallest beside them
             rows = {key: row for key, row in rows.items() if not row["command"].endswith(" scaling")}

@@ -1,7 +1,8 @@
-"""What people type: the command `replay` with its default sizes, beside the original's replay of the same, each a process of its own.
+"""What people type: the command `replay` with its default sizes, beside the original's replay of the same, each a
+process of its own.
 
-One run is that of a shell, from the start of Python to its end: CPU time of the process, and the most memory that it had, which is
-far more than this one has (`ru_maxrss` of a process is at least that).
+One run is that of a shell, from the start of Python to its end: CPU time of the process, and the most memory that it
+had, which is far more than this one has (`ru_maxrss` of a process is at least that).
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ def taken(*arguments: str) -> Process:
 
 
 def replays():
-    """The conversation trace as typed, and the original's; one run of each, as CPU time of half a minute differs by a hundredth."""
+    """The conversation trace as typed, and the original's; one run of each, as CPU time of half a minute differs by
+    a hundredth.
+    """
     _, version = dynamo("1.6")
     path = str(traces())
     for given, mode, bar, why in TYPED:

@@ -7,7 +7,7 @@ import tracemalloc
 from functools import cache
 
 from benchmarks.measure import Figure
-from pytest_kvmock.block_manager import (
+from pytest_kvmock.contrib.block_manager import (
     DeviceAllocator,
     KvBlockManager,
     KvBlockManagerConfig,
@@ -76,7 +76,8 @@ def memory():
     assert pool.counts.inactive == CAPACITY
     del held, block
     gc.collect()
-    # Hashes are integers of the token blocks, which are not counted; where the pool alone kept them they would cost 32 B each.
+    # Hashes are integers of the token blocks, which are not counted; where the pool alone kept them they would cost 32
+    # B each.
     used = (tracemalloc.get_traced_memory()[0] - before) / CAPACITY + 3 * 32
     tracemalloc.stop()
     yield Figure("memory of a registered block in KvBlockManager, its hashes counted", used, BYTES, unit="B", most=True)

@@ -1,4 +1,6 @@
-"""What a long run gains by having Python look for cycles less often, beside the same run that leaves the collector alone."""
+"""What a long run gains by having Python look for cycles less often, beside the same run that leaves the collector
+alone.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ from itertools import islice
 from benchmarks.measure import Figure, alternating, cpu_seconds
 from benchmarks.verdict import TRACE_CAPACITY, traces
 from pytest_kvmock import EngineProfile, Fleet, MockEngine, MockEngineArgs, RouterHarness, replay
-from pytest_kvmock.long_runs import long_run
-from pytest_kvmock.traces import MOONCAKE_BLOCK_SIZE, read_mooncake
+from pytest_kvmock.fleets import MOONCAKE_BLOCK_SIZE, read_mooncake
+from pytest_kvmock.values.long_runs import long_run
 
 ROUNDS, REQUESTS = 3, 2_500
 TRACE = f"{REQUESTS:,} requests of the conversation trace"

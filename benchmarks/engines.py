@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from benchmarks import manager, workload
 from benchmarks.measure import Figure, alternating, cpu_seconds, dynamo, written
 from benchmarks.verdict import traces
-from pytest_kvmock.traces import MOONCAKE_BLOCK_SIZE, read_mooncake
+from pytest_kvmock.fleets import MOONCAKE_BLOCK_SIZE, read_mooncake
 
 ROUNDS = 3
 BLOCKS = 4_000  # of an engine
@@ -52,7 +52,9 @@ def mooncake():
 
 
 def newest():
-    """The conversation trace as its requests arrive, over one engine and over eight, by the rules of 1.6.1 and beside it."""
+    """The conversation trace as its requests arrive, over one engine and over eight, by the rules of 1.6.1 and
+    beside it.
+    """
     core, version = dynamo("1.6")
     path, size = traces(), MOONCAKE_BLOCK_SIZE
     given = {"engine": {"backend": "vllm", "block_size": size, "num_gpu_blocks": BLOCKS}}

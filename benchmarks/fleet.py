@@ -1,4 +1,6 @@
-"""A fleet in virtual time behind Dynamo's router: with its verdict beside the original, and memory; the command is in `as_typed`."""
+"""A fleet in virtual time behind Dynamo's router: with its verdict beside the original, and memory; the command is
+in `as_typed`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from itertools import product
 from benchmarks.measure import Figure, alternating, cpu_seconds, dynamo, written
 from benchmarks.verdict import traces
 from pytest_kvmock import EngineProfile, Fleet, MockEngine, MockEngineArgs, RouterHarness
-from pytest_kvmock.traces import MOONCAKE_BLOCK_SIZE, read_mooncake, synthetic_trace
+from pytest_kvmock.fleets import MOONCAKE_BLOCK_SIZE, read_mooncake, synthetic_trace
 
 ROUNDS = 3
 BLOCKS = 4_000  # of a worker

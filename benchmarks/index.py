@@ -12,8 +12,8 @@ import tracemalloc
 
 from benchmarks import workload
 from benchmarks.measure import Figure, alternating, dynamo
-from pytest_kvmock.events import RouterEvent
-from pytest_kvmock.router.index import RadixIndex
+from pytest_kvmock import RouterEvent
+from pytest_kvmock.oracle import RadixIndex
 
 ROUNDS = 7
 

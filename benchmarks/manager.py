@@ -14,11 +14,8 @@ from pathlib import Path
 
 from benchmarks import workload
 from benchmarks.measure import Figure, NotHere, alternating, cpu_seconds, dynamo
-from pytest_kvmock import create_manager
-from pytest_kvmock.moves import Deref, Use
-from pytest_kvmock.plh import lineage_hashes
-from pytest_kvmock.sinks import CapturingSink
-from pytest_kvmock.tokens import sequence_hashes
+from pytest_kvmock import CapturingSink, create_manager, sequence_hashes
+from pytest_kvmock.values import Deref, Use, lineage_hashes
 
 BACKENDS = {"lineage": 150, "lru": 150, "multi_lru": 600}
 """The most bytes of a cached block."""
@@ -66,8 +63,8 @@ def rust_rates(program: str) -> dict[str, float]:
 def beside_rust():
     """Dynamo's manager in Rust on the same workload, in alternating runs.
 
-    The program of `KVMOCK_RUST_MANAGER` prints a line a backend, "lineage events=true 0.58 M blocks/s": each request is a
-    Use with hashes that were made before, and 32 Derefs, events captured (dynamo-mocker 1.2.1, optimised).
+    The program of `KVMOCK_RUST_MANAGER` prints a line a backend, "lineage events=true 0.58 M blocks/s": each request is
+    a Use with hashes that were made before, and 32 Derefs, events captured (dynamo-mocker 1.2.1, optimised).
     """
     program = os.environ.get(RUST)
     if not program:

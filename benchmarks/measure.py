@@ -12,7 +12,7 @@ from importlib import metadata
 from importlib.util import find_spec
 
 import pytest_kvmock
-from pytest_kvmock.traces import read_mooncake
+from pytest_kvmock.fleets import read_mooncake
 
 
 @dataclass

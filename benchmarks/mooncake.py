@@ -1,4 +1,6 @@
-"""Both published request traces, whole, through a worker with full verdict: what is reused, beside what was recorded of Dynamo and vLLM (`tests/data`)."""
+"""Both published request traces, whole, through a worker with full verdict: what is reused, beside what was recorded
+of Dynamo and vLLM (`tests/data`).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from pathlib import Path
 from benchmarks.measure import Figure, NotHere
 from benchmarks.verdict import traces
 from pytest_kvmock import EngineProfile, Prompt, RouterHarness
-from pytest_kvmock.traces import MOONCAKE_BLOCK_SIZE, read_mooncake
+from pytest_kvmock.fleets import MOONCAKE_BLOCK_SIZE, read_mooncake
 
 DATA = Path(__file__).parents[1] / "tests" / "data"
 NAMES = ("conversation", "synthetic")

@@ -18,7 +18,7 @@ each run are in `results.json`.
 
 | figure | ratio | bar | beside | `python -m benchmarks` | date |
 |---|---|---|---|---|---|
-"""
+"""  # noqa: E501
 AXES = {
     "blocks": ("blocks of cache", 2**10, 2**22),
     "workers": ("workers", 1, 2**10),

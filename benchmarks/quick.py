@@ -1,8 +1,8 @@
 """Ratios that a minute can measure, beside a loop of plain Python: what a change must not halve unseen.
 
-The loop does what the package does most, with dictionaries, tuples and a hash a block, so that a ratio says little of the
-machine and much of the code: how fast our blocks are where those of the loop are 1. `python -m benchmarks quick` records
-them, `python -m benchmarks --quick` compares with what is recorded.
+The loop does what the package does most, with dictionaries, tuples and a hash a block, so that a ratio says little of
+the machine and much of the code: how fast our blocks are where those of the loop are 1. `python -m benchmarks quick`
+records them, `python -m benchmarks --quick` compares with what is recorded.
 """
 
 from __future__ import annotations
@@ -15,11 +15,18 @@ from benchmarks import workload
 from benchmarks.block_manager import full_cycles
 from benchmarks.measure import Figure, NotHere, cpu_seconds, needs
 from benchmarks.wire import stored_events
-from pytest_kvmock import EngineProfile, MockEngine, MockEngineArgs, RouterHarness, create_manager, replay
-from pytest_kvmock.router.index import RadixIndex
-from pytest_kvmock.sinks import CapturingSink
-from pytest_kvmock.tokens import block_hashes
-from pytest_kvmock.traces import TraceRequest, synthetic_trace
+from pytest_kvmock import (
+    CapturingSink,
+    EngineProfile,
+    MockEngine,
+    MockEngineArgs,
+    RouterHarness,
+    block_hashes,
+    create_manager,
+    replay,
+)
+from pytest_kvmock.fleets import TraceRequest, synthetic_trace
+from pytest_kvmock.oracle import RadixIndex
 
 FALL = 2.0
 """So many times less than what is recorded is a failure."""

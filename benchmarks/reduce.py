@@ -5,11 +5,10 @@ from __future__ import annotations
 import random
 
 from benchmarks.measure import Figure, NotHere, cpu_seconds
-from pytest_kvmock import EngineProfile, Removed, RouterHarness
-from pytest_kvmock.backends import BackendSpec
-from pytest_kvmock.events import KvCacheEvent, Stored
-from pytest_kvmock.reduce import NotReduced, reproduce
-from pytest_kvmock.router.index import RadixIndex
+from pytest_kvmock import BackendSpec, EngineProfile, KvCacheEvent, Removed, RouterHarness, Stored
+from pytest_kvmock.harness.reduce import reproduce
+from pytest_kvmock.harness.reduce.program import NotReduced
+from pytest_kvmock.oracle import RadixIndex
 
 EVENTS = 10_000
 MARK = 4711
@@ -47,7 +46,9 @@ class ForgetsWhenItKnows(ForgetsARemoved):
 
 
 def traffic(kv, amid=lambda _: None):
-    """A harness that served requests of 8 to 16 blocks that share prefixes, until there are 10,000 events; CPU time of it."""
+    """A harness that served requests of 8 to 16 blocks that share prefixes, until there are 10,000 events; CPU time
+    of it.
+    """
     rng = random.Random(0)
     shared = [kv.prompt(8) for _ in range(30)]
 
@@ -109,9 +110,9 @@ class Quiet:
 def requests():
     from types import MappingProxyType
 
-    from pytest_kvmock import backends
-    from pytest_kvmock.cache.dynamo.eviction.lru import LruPolicy
-    from pytest_kvmock.cache.dynamo.logical import LogicalManager
+    from pytest_kvmock.engines import backends
+    from pytest_kvmock.engines.dynamo.eviction.lru import LruPolicy
+    from pytest_kvmock.engines.dynamo.logical import LogicalManager
 
     def make(*, sink, **sizes):
         return LogicalManager(backend="quiet", eviction=LruPolicy(), sink=Quiet(sink), **sizes)

@@ -1,4 +1,5 @@
-"""Cost a block, beside that at the smallest size, as caches, fleets and traces grow: what a plot shows, and should be flat.
+"""Cost a block, beside that at the smallest size, as caches, fleets and traces grow: what a plot shows, and should be
+flat.
 
 Each size is four times the one before, up to the largest that is asked for. All with full verdict, over `lineage`.
 """

@@ -1,4 +1,6 @@
-"""Served engines: how soon they are there, what a completion and a stream cost. Two workers, time scale 0, with verdict."""
+"""Served engines: how soon they are there, what a completion and a stream cost. Two workers, time scale 0, with
+verdict.
+"""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ from itertools import product
 from benchmarks.measure import Figure
 from benchmarks.verdict import traces
 from pytest_kvmock import KvWorker, MockEngine, MockEngineArgs, create_manager, replay
-from pytest_kvmock.tiers import Tiers
-from pytest_kvmock.traces import MOONCAKE_BLOCK_SIZE, read_mooncake
+from pytest_kvmock.engines import Tiers
+from pytest_kvmock.fleets import MOONCAKE_BLOCK_SIZE, read_mooncake
 
 DEVICE, HOST = 1_000, 4_000  # blocks
 GBPS, BYTES_PER_TOKEN = 14.0, 160_000

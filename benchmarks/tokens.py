@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from benchmarks.measure import Figure, alternating, dynamo
-from pytest_kvmock.tokens import block_hashes
+from pytest_kvmock import block_hashes
 
 BLOCKS, BLOCK_SIZE, PROMPTS = 512, 16, 40
 

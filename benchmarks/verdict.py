@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks import workload
 from benchmarks.measure import Figure, NotHere, alternating, cpu_seconds
 from pytest_kvmock import EngineProfile, RouterHarness
-from pytest_kvmock.router.index import RadixIndex
+from pytest_kvmock.oracle import RadixIndex
 
 TRACE = "mooncake_conversation_trace.jsonl"
 TRACE_CAPACITY = 4_000

@@ -1,4 +1,6 @@
-"""Publish to applied: what `KvPublisher` sends to Dynamo's standalone indexer, beside batches that were encoded before."""
+"""Publish to applied: what `KvPublisher` sends to Dynamo's standalone indexer, beside batches that were encoded
+before.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,7 @@ class Taken(NamedTuple):
 
 def _medians(ask: Indexer, dialect: str, *ways: Callable[[Any], None]) -> list[Taken]:
     """What each way takes, a new publisher each time; the medians."""
-    from pytest_kvmock.wire.zmq import KvPublisher
+    from pytest_kvmock.wire.sockets import KvPublisher
 
     numbers, taken = count(), [[] for _ in ways]
 

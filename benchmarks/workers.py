@@ -10,11 +10,8 @@ from itertools import islice
 from benchmarks import workload
 from benchmarks.engine_peers import Sglang, Vllm, row_of
 from benchmarks.measure import Figure, NotHere, alternating, cpu_seconds
-from pytest_kvmock import Prompt
-from pytest_kvmock.backends import BACKENDS
-from pytest_kvmock.engine.worker import KvWorker
-from pytest_kvmock.events import Removed, Stored
-from pytest_kvmock.sinks import CapturingSink
+from pytest_kvmock import BACKENDS, CapturingSink, Prompt, Removed, Stored
+from pytest_kvmock.engines import KvWorker
 
 TIMES = 3
 """How often that a worker should do."""

@@ -12,12 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from pytest_kvmock import create_manager
-from pytest_kvmock.events import RouterEvent
-from pytest_kvmock.moves import Deref, Use
-from pytest_kvmock.plh import lineage_hashes
-from pytest_kvmock.sinks import CapturingSink
-from pytest_kvmock.tokens import sequence_hashes
+from pytest_kvmock import CapturingSink, RouterEvent, create_manager, sequence_hashes
+from pytest_kvmock.values import Deref, Use, lineage_hashes
 
 REQUESTS, BLOCKS, SHARED, GROUPS, CAPACITY, BLOCK_SIZE = 10_000, 32, 16, 64, 8_192, 16
 

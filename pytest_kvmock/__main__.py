@@ -1,4 +1,5 @@
-"""The command, `python -m pytest_kvmock`: check a capture, record an engine, serve engines, list backends, and what entry points add.
+"""The command, `python -m pytest_kvmock`: check a capture, record an engine, serve engines, list backends, and what
+entry points add.
 
 It exits with 0 where all is well, 1 where a stream has problems or nothing was received, 2 where it was asked for what
 cannot be done, with one line that says why.
@@ -24,15 +25,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from pytest_kvmock.capture.check import Checked, Progress
-    from pytest_kvmock.capture.recorder import Recorded
+    from pytest_kvmock.servers.capture.check import Checked, Progress
+    from pytest_kvmock.servers.capture.recorder import Recorded
 
 CLEAN: Final = 0
 PROBLEMS: Final = 1
 UNUSABLE: Final = 2
 
 COMMANDS: Final = "pytest_kvmock.commands"
-"""The entry points of further commands: each is a function of the subparsers and of the parser of `-p`, which adds one."""
+"""The entry points of further commands: each is a function of the subparsers and of the parser of `-p`, which adds
+one."""
 
 LONG: Final = 8_000_000
 """Bytes of a file from which on progress is shown, on a terminal."""
@@ -40,7 +42,7 @@ LONG: Final = 8_000_000
 
 def parser() -> argparse.ArgumentParser:
     """The arguments of the command."""
-    from pytest_kvmock.serve.command import add_parsers
+    from pytest_kvmock.servers.serve.command import add_parsers
 
     out = argparse.ArgumentParser(
         prog="python -m pytest_kvmock", description="KV events of LLM engines: captures, checks, mock engines."
@@ -89,7 +91,8 @@ def parser() -> argparse.ArgumentParser:
     check.add_argument(
         "--hash",
         metavar="NAME",
-        help="by which of vLLM's hashes blocks are named: sha256, sha256_cbor, xxhash, xxhash_cbor (default: that which fits)",
+        help="by which of vLLM's hashes blocks are named: sha256, sha256_cbor, xxhash, xxhash_cbor (default: that "
+        "which fits)",
     )
     check.add_argument("--seed", metavar="TEXT", help="of the hash, as PYTHONHASHSEED (default: 0, or none)")
     check.add_argument(
@@ -97,6 +100,11 @@ def parser() -> argparse.ArgumentParser:
         choices=("ignore", "fail"),
         default="ignore",
         help="what a result of a fault does that the captured test injected: ignore (default; it is counted), fail",
+    )
+    check.add_argument(
+        "--full-reports",
+        action="store_true",
+        help="requests of vLLM carried full reports: a Stored without a parent of blocks that are all held may be one",
     )
     check.set_defaults(run=_check)
 
@@ -113,8 +121,8 @@ def parser() -> argparse.ArgumentParser:
     record.add_argument("--replay", metavar="ENDPOINT", help="where it answers for batches that it published before")
     record.add_argument("--ranks", metavar="N", type=int, help="data-parallel ranks, on the ports from there on")
     record.add_argument("--topic", metavar="TEXT", default="", help="what the topic of a batch begins with")
-    record.add_argument("--batches", metavar="N", type=int, help="end after so many batches")
-    record.add_argument("--seconds", metavar="S", type=float, help="end after so many seconds")
+    record.add_argument("--batches", metavar="N", type=int, help="end after N batches")
+    record.add_argument("--seconds", metavar="S", type=float, help="end after S seconds")
     record.add_argument("--overwrite", action="store_true", help="replace a file that is there")
     record.add_argument("--allow-empty", action="store_true", help="exit with 0 where nothing was received, too")
     record.set_defaults(run=_record)
@@ -131,7 +139,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add(point: EntryPoint, commands: Any, plugins: argparse.ArgumentParser) -> None:
-    """Add a command of another distribution, or of `contrib`; one that cannot be loaded is refused when it is called."""
+    """Add a command of another distribution, or of `contrib`; one that cannot be loaded is refused when it is
+    called.
+    """
     try:
         add_parser: Callable[[Any, argparse.ArgumentParser], None] = point.load()
     except ImportError as error:
@@ -140,7 +150,7 @@ def _add(point: EntryPoint, commands: Any, plugins: argparse.ArgumentParser) -> 
         def refuse(_: argparse.Namespace) -> int:
             raise ValueError(text)
 
-        broken = commands.add_parser(point.name, add_help=False, prefix_chars="\0")  # whatever follows is not looked at
+        broken = commands.add_parser(point.name, add_help=False, prefix_chars="\0")  # later arguments are not read
         broken.add_argument("rest", nargs="*")
         broken.set_defaults(run=refuse, plugin=())
     else:
@@ -156,7 +166,7 @@ def _path(text: str) -> str:
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
-    from pytest_kvmock.serve.loop_thread import print_error
+    from pytest_kvmock.servers.serve.loop_thread import print_error
 
     given = parser().parse_args(args)
     run: Callable[[argparse.Namespace], int] = given.run
@@ -195,8 +205,8 @@ def _loaded(modules: Sequence[str]) -> Iterator[None]:
 
 
 def _check(given: argparse.Namespace) -> int:
-    from pytest_kvmock.capture.lines import CaptureError
-    from pytest_kvmock.wire.table import find_dialect
+    from pytest_kvmock.servers.capture.lines import CaptureError
+    from pytest_kvmock.wire.codec.table import find_dialect
 
     row = None if given.dialect is None else find_dialect(given.dialect)
     pattern = "*.jsonl" if row is None or not row.is_msgpack else "*.msgpack"
@@ -219,19 +229,20 @@ def _check(given: argparse.Namespace) -> int:
         exits[CLEAN if is_good else PROBLEMS] += 1
         events += checked.log.total
         text = checked.text(warnings=fail)
-        if len(paths) == 1 or text.count("\n") > 1 or not is_good:  # of many clean ones, the total is enough
+        if len(paths) == 1 or text.count("\n") > 1 or not is_good:  # for many clean files, the total is enough
             _say(text)
     if len(paths) > 1:
         counts = ((PROBLEMS, "with problems"), (UNUSABLE, "cannot be read"), (CLEAN, "without"))
         _say(
-            f"{len(paths):,} files, {events:,} events: {', '.join(f'{exits[of]:,} {what}' for of, what in counts if exits[of])}"
+            f"{len(paths):,} files, {events:,} events: "
+            f"{', '.join(f'{exits[of]:,} {what}' for of, what in counts if exits[of])}"
         )
     return max(code for code, count in exits.items() if count)
 
 
 def _checked(path: Path, given: argparse.Namespace) -> Checked:
     """Judge one file, and show on a terminal how far it is."""
-    from pytest_kvmock.capture.check import check_file
+    from pytest_kvmock.servers.capture.check import check_file
 
     progress = _bytes_read(path)
     try:
@@ -243,6 +254,7 @@ def _checked(path: Path, given: argparse.Namespace) -> Checked:
             hash=given.hash,
             seed=given.seed,
             counts_injected=given.injected == "fail",
+            full_reports=given.full_reports,
             progress=progress,
         )
     finally:
@@ -251,7 +263,7 @@ def _checked(path: Path, given: argparse.Namespace) -> Checked:
 
 
 def _bytes_read(path: Path) -> Progress | None:
-    """What shows how far the reading of a file is; None where nobody looks, or it is soon done."""
+    """What shows how far the reading of a file is; None if no terminal shows it, or it is soon done."""
     try:
         size = path.stat().st_size
     except OSError:
@@ -272,14 +284,14 @@ def _wipe() -> None:
 
 
 def _record(given: argparse.Namespace) -> int:
-    from pytest_kvmock.capture.recorder import record
+    from pytest_kvmock.servers.capture.recorder import record
 
     def show(now: Recorded) -> None:
         sys.stderr.write(f"\r{now.batches:,} batches, {now.log.total:,} events (Ctrl-C ends it)")
         sys.stderr.flush()
 
     is_seen = sys.stderr.isatty()
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was recorded is kept
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: the recording so far is kept
     try:
         recorded = record(
             given.endpoint,
@@ -308,13 +320,13 @@ def _record(given: argparse.Namespace) -> int:
 
 
 def _backends(_: argparse.Namespace) -> int:
-    from pytest_kvmock.backends import known_backends
+    from pytest_kvmock.engines.backends import known_backends
 
     return _list({name: spec.models for name, spec in known_backends().items()})
 
 
 def _dialects(_: argparse.Namespace) -> int:
-    from pytest_kvmock.wire.table import known_dialects
+    from pytest_kvmock.wire.codec.table import known_dialects
 
     return _list({name: f"{row.models}; engine: {row.backend}" for name, row in known_dialects().items()})
 

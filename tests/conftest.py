@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from acme_dialect import acme  # noqa: F401 - a fixture
-from depth import examples
+from depth import DEEP, MARKERS, MOST_CPU_S, examples
 from hypothesis import HealthCheck, settings
 
 HERE = Path(__file__).parent
@@ -50,31 +50,42 @@ def pytest_addoption(parser):
         help="run 1,280 right routers, to count how often assertions on reports fail",
     )
     parser.addoption(
-        "--smoke",
-        action="store_true",
-        help="of each test of a room (a folder here but plugin), and of the examples, run the first parameters only",
-    )
-    parser.addoption(
         "--cpu",
         action="store_true",
         help="say at the end where the CPU time went: by room (a folder here), by file, by test; with -n as well",
     )
+    parser.addoption(
+        "--most-cpu",
+        action="store_true",
+        help=f"fail a quick run in which a test takes more than {MOST_CPU_S:g} s of CPU time and says nothing of it, "
+        "and name it",
+    )
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config, items):
-    """What a Python or pytest breaks in a room shows with any parameters; what a bug breaks is for the whole run."""
-    if not config.getoption("--smoke"):
-        return
-    seen, left, kept = set(), [], []
-    for item in items:
-        room = item.path.relative_to(HERE).parts[0] if item.path.is_relative_to(HERE) else ""
-        test = item.nodeid.partition("[")[0]
-        has_many = item.path.is_relative_to(EXAMPLES) or ((HERE / room).is_dir() and room not in ("", "plugin"))
-        (left if has_many and test in seen else kept).append(item)
-        seen.add(test)
-    config.hook.pytest_deselected(items=left)
-    items[:] = kept
+def pytest_configure(config):
+    for name, meaning in MARKERS.items():
+        config.addinivalue_line("markers", f"{name}: {meaning}")
+
+
+def is_thinned(path):
+    """Whether a quick run has each test of a file with its first parameters: in each room here but the plugin's.
+
+    What a Python or pytest breaks in a room shows with any parameters; what a user sees of the plugin is in each of
+    them.
+    """
+    if DEEP or not path.is_relative_to(HERE):
+        return False
+    room = path.relative_to(HERE).parts[0]
+    return room != "plugin" and (HERE / room).is_dir()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # around all that parametrises, the matrix of the plugin as well
+def pytest_generate_tests(metafunc):
+    """Leave the first parameters before a test is made of any: 20,000 are collected for 8,000 otherwise."""
+    yield
+    definition = metafunc.definition
+    if is_thinned(definition.path) and not any(definition.iter_markers("each_parameter")):
+        del metafunc._calls[1:]
 
 
 def cpu_s():
@@ -93,23 +104,36 @@ def pytest_runtest_makereport(item, call):
     report = yield
     if call.when == "teardown":
         report.cpu_s = cpu_s() - item.stash[BEGAN]  # a worker of xdist sends it with the report
+        report.worth_its_time = any(item.iter_markers("worth_its_time"))
     return report
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    if not config.getoption("--cpu"):
-        return
+    reports = [each for each in terminalreporter.getreports("") if hasattr(each, "cpu_s")]  # those of teardowns
+    if config.getoption("--cpu"):
+        cpu_times(terminalreporter, reports)
+    if config.getoption("--most-cpu") and not DEEP:
+        too_long = [each for each in reports if each.cpu_s > MOST_CPU_S and not each.worth_its_time]
+        for report in too_long:
+            terminalreporter.write_line(
+                f"FAILED {report.nodeid} - {report.cpu_s:.1f} s of CPU time, over {MOST_CPU_S:g}: "
+                "do less, or say @takes_long or @worth_its_time (tests/depth.py)"
+            )
+        if too_long:
+            config.pluginmanager.get_plugin("session").exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def cpu_times(terminalreporter, reports):
     by_room, by_file, by_test = Counter(), Counter(), Counter()
-    for report in terminalreporter.getreports("passed") + terminalreporter.getreports(""):
-        if hasattr(report, "cpu_s"):
-            path, _, name = report.nodeid.partition("::")
-            folders = path.split("/")[:-1]
-            for counter, key in (
-                (by_room, "/".join(folders[:2])),
-                (by_file, path),
-                (by_test, f"{path}::{name.partition('[')[0]}"),
-            ):
-                counter[key] += report.cpu_s
+    for report in reports:
+        path, _, name = report.nodeid.partition("::")
+        folders = path.split("/")[:-1]
+        for counter, key in (
+            (by_room, "/".join(folders[:2])),
+            (by_file, path),
+            (by_test, f"{path}::{name.partition('[')[0]}"),
+        ):
+            counter[key] += report.cpu_s
     terminalreporter.section(f"CPU time, {sum(by_room.values()):.0f} s in all")
     for title, counter, most in (("room", by_room, None), ("file", by_file, 25), ("test", by_test, 40)):
         terminalreporter.write_line(f"   s  {title}")

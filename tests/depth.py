@@ -1,9 +1,10 @@
 """How deep the tests look: quick as README runs them, deep where the environment variable KVMOCK_DEEP is 1.
 
-Deep is what CI runs once. It differs in five things, and each has its rule here: how many examples of a property are
-tried, how many seeds of a random test, how many values of a parameter that has many alike, whether a recording of a whole
-trace is played to its end, and whether a test is run that takes long, a long search or
-processes beside each other (xdist).
+Deep is what CI runs once. It differs in six things, and each has its rule here: how many examples of a property are
+tried, how many seeds of a random test, how many values of a parameter that has many alike, whether a recording of a
+whole trace is played to its end, whether a test is run that takes long (a long search, or processes of xdist), and with
+how many of its parameters a test runs. In a quick run a test of a room other than `plugin` has its first parameters
+alone, unless it says `@each_parameter`.
 """
 
 import os
@@ -31,6 +32,25 @@ def few(values, quick=1):
     """The values of a parameter that are many of one kind, in a quick run `quick` of them, spread evenly over all."""
     values = list(values)
     return values if DEEP or quick >= len(values) else [values[n * len(values) // quick] for n in range(quick)]
+
+
+MOST_CPU_S = 1.5
+"""What a test of a quick run may take, unless it says `@worth_its_time`; held by `--most-cpu`, as CI runs it."""
+
+MARKERS = {
+    "each_parameter": "each value of its parameters is a case of its own: a quick run has them all",
+    "worth_its_time": f"it may take more than {MOST_CPU_S:g} s of CPU time in a quick run, where nothing less shows "
+    "the same",
+}
+
+each_parameter = pytest.mark.each_parameter
+worth_its_time = pytest.mark.worth_its_time
+
+
+def only_deep(test_class):
+    """Collect a class of tests in a deep run alone: contracts have 99 tests, and each would be a skip to read."""
+    test_class.__test__ = DEEP
+    return test_class
 
 
 whole_trace = pytest.mark.skipif(not DEEP, reason="a whole trace is played where KVMOCK_DEEP=1")

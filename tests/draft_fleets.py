@@ -1,18 +1,17 @@
-"""Fleets of engines with a draft model behind routers that read them rightly or not: what is promised of prompts, and what is reused.
+"""Fleets of engines with a draft model behind routers that read them rightly or not: what is promised of prompts, and
+what is reused.
 
-Four engines of vLLM with MTP (three drafts a step, blocks of 16) serve 240 requests of conversations that share beginnings, in two modes:
-names look ahead, or hits drop a block.
+Four engines of vLLM with MTP (three drafts a step, blocks of 16) serve 240 requests of conversations that share
+beginnings, in two modes: names look ahead, or hits drop a block.
 """
 
 from collections import Counter
 
 from draft_readers import ByTokens, ByWindows, PlainNames
 
-from pytest_kvmock import Fleet, MockEngine
-from pytest_kvmock.backends import BACKENDS
-from pytest_kvmock.engine import Speculative
-from pytest_kvmock.schedulers.args import MockEngineArgs
-from pytest_kvmock.traces import synthetic_trace
+from pytest_kvmock import BACKENDS, Fleet, MockEngine
+from pytest_kvmock.engines import MockEngineArgs, Speculative
+from pytest_kvmock.fleets import synthetic_trace
 
 SIZE = 16
 ENGINES = 4
@@ -71,7 +70,9 @@ def served(mode, reader, num_blocks=400):
 
 
 def shares(rows):
-    """Of such rows the shares of prompt tokens that are promised and reused, and of prompts that are promised too much and too little."""
+    """Of such rows the shares of prompt tokens that are promised and reused, and of prompts that are promised too
+    much and too little.
+    """
     total = sum(tokens for tokens, *_ in rows)
     return (
         sum(promised for _, promised, _ in rows) / total,

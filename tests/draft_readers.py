@@ -3,9 +3,9 @@
 from collections import Counter, defaultdict
 
 from pytest_kvmock import Cleared, RadixIndex, Stored, block_hashes
-from pytest_kvmock.cache.vllm.hashes import VllmHasher
-from pytest_kvmock.prompt_keys import LOOKAHEAD
-from pytest_kvmock.tokens import windows_of
+from pytest_kvmock.engines import VllmHasher
+from pytest_kvmock.values.prompt_keys import LOOKAHEAD
+from pytest_kvmock.values.tokens import windows_of
 
 SIZE = 4
 

@@ -2,7 +2,7 @@
 
 import math
 
-from pytest_kvmock.router.selection import DynamoRouter
+from pytest_kvmock.fleets import DynamoRouter
 
 
 class Follower(DynamoRouter):

@@ -1,15 +1,15 @@
 """Readers of the events of hybrid models, as a router has them: two right ones, and eight that misread cache groups.
 
-Each reads events of one worker as vLLM writes them, and answers how many leading blocks of a prompt there are. `UnderTest` makes
-an index of a harness from one.
+Each reads events of one worker as vLLM writes them, and answers how many leading blocks of a prompt there are.
+`UnderTest` makes an index of a harness from one.
 """
 
 from collections import Counter, defaultdict
 from functools import lru_cache
 
-from pytest_kvmock import Cleared, Removed
-from pytest_kvmock.cache.vllm.hashes import VllmHasher
-from pytest_kvmock.events import SparseStored, StorageTier
+from pytest_kvmock import Cleared, Removed, StorageTier
+from pytest_kvmock.engines import VllmHasher
+from pytest_kvmock.values import SparseStored
 
 ATTENTION = ("full_attention", "mla_attention")
 

@@ -2,8 +2,8 @@
 
 from depth import few
 
-from pytest_kvmock import create_manager
-from pytest_kvmock.backends import BACKENDS, backend_spec
+from pytest_kvmock import BACKENDS, create_manager
+from pytest_kvmock.engines import backend_spec
 
 HYBRID = [name for name, spec in BACKENDS.items() if spec.group == "hybrid"]
 

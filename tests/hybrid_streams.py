@@ -1,7 +1,8 @@
-"""Streams of vLLM's hybrid models and of its offloading, as they were recorded: the bytes of each step, and what was looked up.
+"""Streams of vLLM's hybrid models and of its offloading, as they were recorded: the bytes of each step, and what was
+looked up.
 
-A recording of a hybrid model has of a Stored how many token ids it had, and the first; they are those of the request at the
-place where the hash of what stands before them is the parent.
+A recording of a hybrid model has of a Stored how many token ids it had, and the first; they are those of the request at
+the place where the hash of what stands before them is the parent.
 """
 
 import gzip
@@ -12,11 +13,13 @@ from pathlib import Path
 
 import msgspec
 
-from pytest_kvmock.cache.vllm.hashes import ExtraKeys, VllmHasher
+from pytest_kvmock.engines import VllmHasher
+from pytest_kvmock.engines.vllm.hashes import ExtraKeys
 
 DENSE = ("full_attention", "mla_attention")
 DEFAULTS = ("extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window")
-"""Fields that a map leaves out where they are None, as far as these recordings have them; so it does with later ones."""
+"""Fields that a map leaves out where they are None, as far as these recordings have them; so it does with later
+ones."""
 
 
 @dataclass
@@ -166,7 +169,7 @@ def named(event, fields):
 def payload(events, dialect="vllm-0.33"):
     """A batch as vLLM writes it: events as maps, or as arrays with every field of the dialect."""
     from pytest_kvmock.wire import DIALECTS
-    from pytest_kvmock.wire.structs import structs_of
+    from pytest_kvmock.wire.codec.structs import structs_of
 
     structs = structs_of(DIALECTS[dialect])
     kinds = {tag: kind for kind, tag in structs.tags.items()}

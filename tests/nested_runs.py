@@ -38,7 +38,9 @@ WITHOUT = [part for name in (*UNUSED, "randomly", "cacheprovider") for part in (
 
 
 class ShortInterrupt:
-    """An error of collection interrupts the run. pytest shows its last line; it need not read the source of each frame."""
+    """An error of collection interrupts the run. pytest shows its last line; it need not read the source of each
+    frame.
+    """
 
     @staticmethod
     @pytest.hookimpl(tryfirst=True)

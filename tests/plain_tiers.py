@@ -1,6 +1,6 @@
 """A plain model of an index over tiers: what each rank holds, and queries that are walked block by block."""
 
-from pytest_kvmock.events import Cleared, Removed, StorageTier
+from pytest_kvmock import Cleared, Removed, StorageTier
 
 DEVICE = StorageTier.DEVICE
 

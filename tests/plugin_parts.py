@@ -7,4 +7,5 @@ from pytest_kvmock.plugin.options import OPTIONS as OF_CORE
 
 MODULES = [import_module(name) for name in pytest_plugins]
 FIXTURES = [name for module in MODULES for name in vars(module) if name.startswith(("kv_", "make_kv_"))]
-OPTIONS = (*OF_CORE, *(option for module in MODULES for option in getattr(module, "OPTIONS", ())))
+TABLES = [OF_CORE, *(module.OPTIONS for module in MODULES if hasattr(module, "OPTIONS"))]
+OPTIONS = tuple(option for table in {id(table): table for table in TABLES}.values() for option in table)

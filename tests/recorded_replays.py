@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 
 from pytest_kvmock import MockEngine, replay
-from pytest_kvmock.clock import EngineStalled
-from pytest_kvmock.engine.worker import OutOfBlocks
-from pytest_kvmock.schedulers.args import MockEngineArgs
-from pytest_kvmock.traces import TraceRequest
+from pytest_kvmock.engines import MockEngineArgs, OutOfBlocks
+from pytest_kvmock.fleets import EngineStalled, TraceRequest
 
 DATA = Path(__file__).parent / "data"
 
@@ -101,4 +99,4 @@ def check_run(case, version, backend="lineage", *, watched=False, semantics=None
     check_summary(run["summary"], report)
     if "per_request" in run:
         expected = sorted(map(tuple, run["per_request"]), key=str)
-        assert expected == rows_of(report)
+        assert rows_of(report) == expected

@@ -1,4 +1,6 @@
-"""Scenario files for tests that are about something else; where their folder of contrib was deleted, such a test is left out."""
+"""Scenario files for tests that are about something else; where their folder of contrib was deleted, such a test is
+left out.
+"""
 
 import pytest
 

@@ -1,7 +1,6 @@
-"""How deep a run of these tests looks, and which of them are a smoke of a room."""
+"""How deep a run of these tests looks, which of them a quick one makes, and what each may take."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import depth
 import pytest
@@ -21,46 +20,119 @@ def test_a_quick_run_tries_a_tenth_and_the_first_seeds(monkeypatch):
 
 def test_a_quick_run_tries_no_more_than_a_deep_one_and_no_less_than_ten(monkeypatch):
     monkeypatch.setattr(depth, "DEEP", False)
-    assert [10, 10, 7] == [depth.examples(deep) for deep in (30, 10, 7)]
+    assert [depth.examples(deep) for deep in (30, 10, 7)] == [10, 10, 7]
     assert range(2) == depth.seeds(2)
 
 
 @pytest.mark.parametrize(("quick", "expected"), [(1, [0]), (2, [0, 5]), (3, [0, 3, 6]), (10, list(range(10)))])
 def test_a_quick_run_tries_few_of_many_alike_spread_over_all(monkeypatch, quick, expected):
     monkeypatch.setattr(depth, "DEEP", False)
-    assert expected == depth.few(range(10), quick)
+    assert depth.few(range(10), quick) == expected
 
 
 def test_a_quick_run_tries_all_where_there_are_no_more(monkeypatch):
     monkeypatch.setattr(depth, "DEEP", False)
-    assert ["a", "b"] == depth.few(iter("ab"), 3)
+    assert depth.few(iter("ab"), 3) == ["a", "b"]
+
+
+FILE = """
+import pytest
+
+@pytest.fixture(params=["x", "y"])
+def axis(request): return request.param
+
+@pytest.mark.parametrize("value", [1, 2, 3])
+def test_value(value): pass
+
+@pytest.mark.parametrize("value", [1, 2])
+def test_of_an_axis(axis, value): pass
+
+@pytest.mark.each_parameter
+@pytest.mark.parametrize("value", [1, 2])
+def test_each(value): pass
+
+def test_none(): pass
+
+def test_of_a_matrix(kv_backend): pass
+"""
 
 
 @pytest.fixture
-def left(pytestconfig):
-    """The ids that are left of some, with `--smoke` or without."""
-    conftest = pytestconfig.pluginmanager.get_plugin(str(HERE / "conftest.py"))
+def conftest(pytestconfig):
+    return pytestconfig.pluginmanager.get_plugin(str(HERE / "conftest.py"))
 
-    def run(*ids, smoke=True):
-        items = [SimpleNamespace(path=HERE.parent / each.partition("::")[0], nodeid=each) for each in ids]
-        hook = SimpleNamespace(pytest_deselected=lambda items: None)
-        conftest.pytest_collection_modifyitems(SimpleNamespace(getoption=lambda name: smoke, hook=hook), items)
-        return [item.nodeid for item in items]
+
+@pytest.fixture
+def hooks_of(conftest, monkeypatch):
+    """A plugin with some of the hooks of these tests, in a quick run or in a deep one."""
+
+    def make(*names, deep):
+        monkeypatch.setattr(conftest, "DEEP", deep)
+        hooks = {f"pytest_{name}": staticmethod(getattr(conftest, f"pytest_{name}")) for name in names}
+        return type("Hooks", (), hooks)()
+
+    return make
+
+
+@pytest.fixture
+def collected(conftest, hooks_of, pytester, monkeypatch):
+    """The names of the tests that are made of FILE, at a path below `tests/`."""
+
+    def run(path, *, deep):
+        monkeypatch.setattr(conftest, "HERE", pytester.path)
+        file = pytester.path / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(FILE)
+        plugin = hooks_of("generate_tests", "configure", deep=deep)
+        options = ("--collect-only", "--kv-backend=lru", "--kv-backend=multi_lru", "-p", "no:asyncio")
+        result = pytester.inline_run(file, *options, plugins=[plugin])
+        return [call.item.name for call in result.getcalls("pytest_itemcollected")]
 
     return run
 
 
-@pytest.mark.parametrize("room", ["tests/cache/vllm/test_a.py", "examples/a/test_a.py"])
-def test_a_smoke_of_a_room_and_of_the_examples_is_each_test_once(left, room):
-    found = left(f"{room}::test[1]", f"{room}::test[2]", f"{room}::TestC::test[1]", f"{room}::test_other")
-    assert [f"{room}::test[1]", f"{room}::TestC::test[1]", f"{room}::test_other"] == found
+ALL = ["test_value[1]", "test_value[2]", "test_value[3]"]
+ALL += [f"test_of_an_axis[{axis}-{value}]" for axis in "xy" for value in (1, 2)]
+ALL += ["test_each[1]", "test_each[2]", "test_none", "test_of_a_matrix[lru]", "test_of_a_matrix[multi_lru]"]
+FIRST = ["test_value[1]", "test_of_an_axis[x-1]", "test_each[1]", "test_each[2]", "test_none", "test_of_a_matrix[lru]"]
 
 
-@pytest.mark.parametrize("file", ["tests/plugin/test_a.py", "tests/test_a.py"])
-def test_a_smoke_has_all_of_the_plugin_and_the_top_level(left, file):
-    assert [f"{file}::test[1]", f"{file}::test[2]"] == left(f"{file}::test[1]", f"{file}::test[2]")
+def test_a_quick_run_of_a_room_has_each_test_with_its_first_parameters(collected):
+    assert sorted(collected("engines/vllm/test_a.py", deep=False)) == sorted(FIRST)
 
 
-def test_without_the_option_all_are_left(left):
-    ids = ["tests/cache/test_a.py::test[1]", "tests/cache/test_a.py::test[2]"]
-    assert ids == left(*ids, smoke=False)
+@pytest.mark.parametrize("path", ["plugin/test_a.py", "test_a.py"])
+def test_a_quick_run_has_all_of_the_plugin_and_the_top_level(collected, path):
+    assert sorted(collected(path, deep=False)) == sorted(ALL)
+
+
+def test_a_deep_run_of_a_room_has_all(collected):
+    assert sorted(collected("engines/vllm/test_a.py", deep=True)) == sorted(ALL)
+
+
+def test_a_class_for_the_deep_run_is_not_collected_in_a_quick_one(monkeypatch):
+    for deep in (True, False):
+        monkeypatch.setattr(depth, "DEEP", deep)
+        assert depth.only_deep(type("TestIt", (), {})).__test__ is deep
+
+
+LONG = """
+import pytest
+def test_long(): pass
+@pytest.mark.worth_its_time
+def test_worth(): pass
+def test_short(): pass
+"""
+
+
+@pytest.mark.parametrize(("run", "code"), [("quick --most-cpu", 1), ("quick", 0), ("deep --most-cpu", 0)])
+def test_a_lane_fails_by_a_test_that_takes_long_and_says_nothing_of_it(conftest, hooks_of, pytester, run, code):
+    names = ("configure", "addoption", "runtest_protocol", "runtest_makereport", "terminal_summary")
+    which, *options = run.split()
+    plugin = hooks_of(*names, deep=which == "deep")
+    conftest.cpu_s, real = iter([0.0, 2.0, 2.0, 4.0, 4.0, 5.0]).__next__, conftest.cpu_s  # around each of three tests
+    try:
+        result = pytester.inline_run(pytester.makepyfile(LONG), "-p", "no:asyncio", *options, plugins=[plugin])
+    finally:
+        conftest.cpu_s = real
+    assert (result.ret, result.countoutcomes()) == (code, [3, 0, 0])

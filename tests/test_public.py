@@ -10,34 +10,9 @@ from pathlib import Path
 
 import pytest
 from plugin_parts import FIXTURES, MODULES
+from public_doors import DOORS, SUBJECTS
 
 import pytest_kvmock
-
-SUBJECTS = [
-    "block_manager",
-    "cache",
-    "clock",
-    "engine",
-    "fleet",
-    "harness",
-    "harness.faults",
-    "reduce",
-    "report",
-    "router",
-    "schedulers",
-    "serve",
-    "tiers",
-    "traces",
-    "wire",
-    "wire.zmq",
-]
-"""The modules of names that the root does not have."""
-
-SUBJECTS += [
-    f"contrib.{path.parent.name}"
-    for path in sorted(Path(pytest_kvmock.__file__).parent.glob("contrib/*/__init__.py"))
-    if "__all__" in path.read_text(encoding="utf-8")
-]
 
 
 @pytest.mark.parametrize("name", sorted(set(pytest_kvmock.__all__) - {"__version__"}))
@@ -55,7 +30,7 @@ def test_an_unknown_name_is_an_attribute_error():
 def test_importing_the_package_loads_none_of_its_rooms():
     code = "import sys, pytest_kvmock; print(*sorted(m for m in sys.modules if m.startswith('pytest_kvmock')))"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
-    assert ["pytest_kvmock"] == loaded
+    assert loaded == ["pytest_kvmock"]
 
 
 def test_everything_but_the_plugin_works_without_pytest():
@@ -68,7 +43,7 @@ def test_everything_but_the_plugin_works_without_pytest():
         "    print(kv.overlap(prompt))\n"
     )
     result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert "{0: 4}\n" == result.stdout
+    assert result.stdout == "{0: 4}\n"
 
 
 def test_the_readable_names_are_the_table_of_homes():
@@ -88,21 +63,17 @@ def test_type_checkers_see_the_names_of_the_table():
 @pytest.mark.parametrize(
     ("module", "names"),
     [
-        ("block_manager", "Fabric KvBlockManager"),
-        ("cache", "PagedCacheManager PagedRequest"),
-        ("clock", "EngineRequest EngineStalled"),
-        ("engine", "SlotsLost Traits WouldWait"),
-        ("fleet", "FleetRequest Moment RouterError"),
-        ("harness", "Recovery"),
-        ("harness.faults", "Faults"),
-        ("reduce", "Reproduction reproduce"),
-        ("report", "Pick Regret Report"),
-        ("router", "BlockNotFound InvalidBlockSequence OverlapScores ParentBlockNotFound"),
-        ("schedulers", "ForwardPass PolynomialModel SglangArgs"),
-        ("traces", "TraceRequest"),
-        ("tiers", "Tiers"),
+        (
+            "engines",
+            "PagedCacheManager PagedRequest PolynomialModel Tiers Traits WouldWait",
+        ),
+        ("fleets", "EngineStalled FleetRequest Report RouterError TraceRequest"),
+        ("harness", "Faults Recovery"),
+        ("harness.reduce", "reproduce"),
+        ("oracle", "OverlapScores"),
+        ("values", "Located MoveError"),
         ("wire", "KvWire"),
-        ("wire.zmq", "KvPublisher KvSubscriber"),
+        ("wire.sockets", "KvPublisher KvSubscriber"),
     ],
 )
 def test_the_names_of_one_subject_are_in_its_module(module, names):
@@ -126,7 +97,7 @@ def test_what_public_fixtures_give_has_a_public_name():
 def test_a_module_of_public_names_has_what_it_lists(name):
     module = importlib.import_module(f"pytest_kvmock.{name}")
     values = [getattr(module, name) for name in module.__all__]
-    assert [] == [each for each in values if inspect.isclass(each) and not inspect.getdoc(each)]
+    assert [each for each in values if inspect.isclass(each) and not inspect.getdoc(each)] == []
 
 
 def test_the_contracts_are_listed_and_nothing_else_is_there():
@@ -145,4 +116,34 @@ def test_what_a_mock_raises_is_of_one_family():
     raised = {each for each in values if inspect.isclass(each) and issubclass(each, Exception)}
     apart = {each for each in raised if issubclass(each, AssertionError | Warning)}
     assert {"EventRulesBroken", "KvEventWarning"} <= {each.__name__ for each in apart}
-    assert [] == sorted(each.__name__ for each in raised - apart if not issubclass(each, pytest_kvmock.KvMockError))
+    assert sorted(each.__name__ for each in raised - apart if not issubclass(each, pytest_kvmock.KvMockError)) == []
+
+
+IMPORTED = re.compile(r"^\s*(?:from|import) (pytest_kvmock[\w.]*)", re.MULTILINE)
+
+
+def test_what_users_read_imports_from_doors_alone():
+    root = Path(__file__).parents[1]
+    read = [root / "README.md", *(root / "docs").rglob("*.md"), *(root / "examples").rglob("*.py")]
+    behind = {
+        (path.relative_to(root).as_posix(), name)
+        for path in read
+        for name in IMPORTED.findall(path.read_text(encoding="utf-8"))
+        if name not in DOORS
+    }
+    assert behind == set()
+
+
+def test_tests_that_users_would_write_import_from_doors_alone():
+    """They stand in strings here, which pytester makes files of."""
+    root = Path(__file__).parent
+    written = {
+        (path.relative_to(root).as_posix(), name)
+        for path in root.rglob("*.py")
+        if "pytester" in (text := path.read_text(encoding="utf-8"))
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "def test_" in node.value
+        for name in IMPORTED.findall(node.value)
+    }
+    assert len(written) >= 10
+    assert {each for each in written if each[1] not in DOORS} == set()

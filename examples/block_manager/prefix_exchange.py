@@ -1,7 +1,8 @@
-"""Two ways in which workers of an engine share prefixes: a worker gets from a peer what that has, or is put it by a peer.
+"""Two ways in which workers of an engine share prefixes: a worker gets from a peer what that has, or is put it by a
+peer.
 
-It is what `test_prefix_exchange.py` tests, on the mock of dynamo-llm's block manager. Between workers go messages, which
-are bytes, and payloads, which the block managers transfer. A worker that cannot get a block computes it.
+It is what `test_prefix_exchange.py` tests, on the mock of dynamo-llm's block manager. Between workers go messages,
+which are bytes, and payloads, which the block managers transfer. A worker that cannot get a block computes it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pytest_kvmock.block_manager import (
+from pytest_kvmock.contrib.block_manager import (
     BlockDescriptorList,
     ImmutableBlocks,
     KvBlockManager,

@@ -1,7 +1,7 @@
 """Two workers that exchange prefixes: what is transferred is not computed, and what cannot be transferred is.
 
-The mock moves the payloads, so a test sees that the right ones arrived. `kv_fabric` cuts links and counts transfers. As the
-tests have `kv_events`, the managers publish, and what they publish is judged, as a router would see it.
+The mock moves the payloads, so a test sees that the right ones arrived. `kv_fabric` cuts links and counts transfers. As
+the tests have `kv_events`, the managers publish, and what they publish is judged, as a router would see it.
 """
 
 import pytest
@@ -58,7 +58,7 @@ def test_a_router_sees_both_workers(workers, kv_index, kv_events):
     one, other = workers
     one.serve(FIRST)
     other.serve(SECOND)
-    kv_events.check(at_least=2)  # and what each published is what it holds
+    kv_events.assert_no_event_errors(at_least=2)  # and what each published is what it holds
     held = {worker.manager.worker_id(): blocks for worker, blocks in ((one, 3), (other, 5))}
     assert held == {
         worker: blocks for (worker, _), blocks in kv_index.find_matches(block_hashes(SECOND, PAGE)).scores.items()
@@ -70,7 +70,7 @@ def test_behind_a_cut_link_blocks_are_computed(workers, kv_fabric):
     one.serve(FIRST)
     with kv_fabric.cut_link(one.manager.worker_id(), other.manager.worker_id()):
         assert Served(cached=0, received=0, computed=5) == other.serve(SECOND)
-    assert [] == kv_fabric.transfers
+    assert kv_fabric.transfers == []
     assert Served(cached=3, received=1, computed=0) == other.serve(FIRST)
 
 
@@ -105,11 +105,11 @@ def test_a_prefill_worker_puts_blocks_into_those_of_a_worker_that_decodes(worker
     assert [compute(content) for content in decode.chain(FIRST)] == payloads(decode, FIRST)
     decode.peer = None
     assert Served(cached=4, received=0, computed=0) == decode.serve(FIRST)
-    assert ["put"] == [transfer.kind for transfer in kv_fabric.transfers]
+    assert [transfer.kind for transfer in kv_fabric.transfers] == ["put"]
 
 
 def test_no_block_is_held_when_all_is_served(workers):
     for number in range(20):
         for worker in workers:
             worker.serve([*SYSTEM_PROMPT, *range(300 + number, 300 + number + 2 * PAGE)])
-            assert (0, 0) == (worker.pool.counts.active, worker.pool.counts.returning)
+            assert (worker.pool.counts.active, worker.pool.counts.returning) == (0, 0)

@@ -1,7 +1,7 @@
 """The cache groups of a hybrid model are one to the index, so a window that slides takes blocks of full attention.
 
-Such a model publishes each block once for each of its groups, under the same hash. The window of group 1 moves on, and its
-first block goes; the prefix is still there in group 0.
+Such a model publishes each block once for each of its groups, under the same hash. The window of group 1 moves on, and
+its first block goes; the prefix is still there in group 0.
 """
 
 import pytest

@@ -3,8 +3,7 @@
 import pytest
 
 from pytest_kvmock import Prompt
-from pytest_kvmock.fleet import FleetRequest
-from pytest_kvmock.router import RoundRobin
+from pytest_kvmock.fleets import FleetRequest, RoundRobin
 
 
 class FewestRequests:

@@ -3,7 +3,7 @@
 import pytest
 
 from pytest_kvmock import Prompt
-from pytest_kvmock.fleet import FleetRequest
+from pytest_kvmock.fleets import FleetRequest
 
 
 class CountsRequests:

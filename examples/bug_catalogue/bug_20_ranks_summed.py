@@ -6,7 +6,7 @@ import pytest
 from sound_index import HashIndex
 
 from pytest_kvmock import Prompt
-from pytest_kvmock.fleet import FleetRequest
+from pytest_kvmock.fleets import FleetRequest
 
 
 class MostCached:

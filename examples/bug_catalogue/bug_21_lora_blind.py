@@ -1,10 +1,12 @@
-"""The same tokens with another LoRA adapter are other blocks; the router hashes tokens alone, and finds none of them."""
+"""The same tokens with another LoRA adapter are other blocks; the router hashes tokens alone, and finds none of
+them.
+"""
 
 import pytest
 from sound_index import HashIndex
 
 from pytest_kvmock import Prompt, block_hashes
-from pytest_kvmock.fleet import FleetRequest
+from pytest_kvmock.fleets import FleetRequest
 
 
 class MostCached:

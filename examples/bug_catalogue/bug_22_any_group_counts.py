@@ -1,7 +1,7 @@
 """A block is there as long as any cache group has it: windows and states that outlive a prefix make one of their own.
 
-The index counts copies, and so it is right while a model has one group. Of a hybrid model each group evicts by itself: the
-attention group loses the tail of the prefix, and a window still has it, of which no request can go on.
+The index counts copies, and so it is right while a model has one group. Of a hybrid model each group evicts by itself:
+the attention group loses the tail of the prefix, and a window still has it, of which no request can go on.
 """
 
 from collections import Counter
@@ -10,7 +10,7 @@ import pytest
 from sound_index import HashIndex
 
 from pytest_kvmock import Removed, Stored
-from pytest_kvmock.prompt_keys import group_extra
+from pytest_kvmock.values import group_extra
 
 FULL, WINDOW = group_extra(0, "full_attention"), group_extra(1, "sliding_window", 32)
 

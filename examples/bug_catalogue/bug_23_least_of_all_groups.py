@@ -1,7 +1,7 @@
 """The index takes the least that any cache group has of a prompt, as all of them are needed: so there is never a hit.
 
-Of a long prompt a state group keeps the state at its end, and a window group the last blocks. Neither has a prefix from the first
-block on, and both have what the next request needs.
+Of a long prompt a state group keeps the state at its end, and a window group the last blocks. Neither has a prefix from
+the first block on, and both have what the next request needs.
 """
 
 from collections import defaultdict
@@ -9,7 +9,7 @@ from collections import defaultdict
 import pytest
 
 from pytest_kvmock import RadixIndex, RouterEvent
-from pytest_kvmock.events import SparseStored
+from pytest_kvmock.values import SparseStored
 
 
 class LeastOfGroups:

@@ -1,8 +1,8 @@
 """The tokens of a Stored are divided by its hashes, so that those of a window get the tokens of other blocks.
 
-A window names the blocks that it kept of a span, and the tokens are those of the whole span. The second question about a document
-leaves a window at the end of the document, and one at its own: the name of the first then stands for half of the span. What
-comes after it in the attention group is put in the wrong place: the third question is not found.
+A window names the blocks that it kept of a span, and the tokens are those of the whole span. The second question about
+a document leaves a window at the end of the document, and one at its own: the name of the first then stands for half of
+the span. What comes after it in the attention group is put in the wrong place: the third question is not found.
 """
 
 import pytest

@@ -1,14 +1,14 @@
 """Parents are looked up in one list for all cache groups: what a window removes is unknown to the attention group, too.
 
-The window lets its copy of a block go, the attention group still has its own, and stores what comes after it. The index refuses
-that, as its parent is not there, and all that follows.
+The window lets its copy of a block go, the attention group still has its own, and stores what comes after it. The index
+refuses that, as its parent is not there, and all that follows.
 """
 
 import pytest
 from sound_index import HashIndex
 
 from pytest_kvmock import Removed, Stored
-from pytest_kvmock.prompt_keys import group_extra
+from pytest_kvmock.values import group_extra
 
 WINDOW, FULL = group_extra(0, "sliding_window", 32), group_extra(1, "full_attention")
 

@@ -1,16 +1,15 @@
 """A prompt's tail is counted as a block: it is half of one, and a prompt may share that and go on otherwise.
 
-Where hashes are of fewer tokens than blocks, an engine names the last whole unit of a prompt, too: a Stored of one block, of
-fewer tokens. The index walks from piece to piece of the tokens, and counts each.
+Where hashes are of fewer tokens than blocks, an engine names the last whole unit of a prompt, too: a Stored of one
+block, of fewer tokens. The index walks from piece to piece of the tokens, and counts each.
 """
 
 from collections import defaultdict
 
 import pytest
 
-from pytest_kvmock import Removed, Stored
-from pytest_kvmock.prompt_keys import group_extra
-from pytest_kvmock.tokens import block_hashes
+from pytest_kvmock import Removed, Stored, block_hashes
+from pytest_kvmock.values import group_extra
 
 FULL = group_extra(3, "full_attention")
 

@@ -1,6 +1,8 @@
-"""The router names a prompt's blocks as an engine without a draft model does, so it finds none of an engine that has one.
+"""The router names a prompt's blocks as an engine without a draft model does, so it finds none of an engine that has
+one.
 
-With MTP, vLLM's names cover the next token too. By plain names nothing is ever found, where the engine reuses nearly all.
+With MTP, vLLM's names cover the next token too. By plain names nothing is ever found, where the engine reuses nearly
+all.
 """
 
 from collections import defaultdict
@@ -8,7 +10,7 @@ from collections import defaultdict
 import pytest
 
 from pytest_kvmock import Cleared, Stored
-from pytest_kvmock.cache.vllm.hashes import VllmHasher
+from pytest_kvmock.engines import VllmHasher
 
 
 class PlainNames:

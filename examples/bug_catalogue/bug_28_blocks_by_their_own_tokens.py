@@ -1,6 +1,7 @@
 """The router knows blocks by their own tokens alone, so that two with another next token are one to it.
 
-The index counts copies. When one of the twins is removed, it promises that prompt's last block all the same, by the other.
+The index counts copies. When one of the twins is removed, it promises that prompt's last block all the same, by the
+other.
 """
 
 from collections import Counter

@@ -1,7 +1,7 @@
 """A flag says that the engine has EAGLE, so the router asks by windows of one token more; the stream has plain tokens.
 
-SGLang keys its tree by pairs with EAGLE, but not where the model keeps recurrent states (Qwen3-Next): the stream shows it, the
-algorithm does not.
+SGLang keys its tree by pairs with EAGLE, but not where the model keeps recurrent states (Qwen3-Next): the stream shows
+it, the algorithm does not.
 """
 
 import pytest

@@ -6,7 +6,7 @@ The index takes Updated, and drops what goes to level 1.
 import pytest
 
 from pytest_kvmock import RadixIndex, Removed, RouterEvent, Stored
-from pytest_kvmock.events import Updated
+from pytest_kvmock.values import Updated
 
 
 class DropsWhatIsOffloaded(RadixIndex):

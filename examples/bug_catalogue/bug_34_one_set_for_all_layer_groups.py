@@ -1,13 +1,14 @@
 """One set of hashes for all layer groups: what the first of them removes is gone for all.
 
-TensorRT-LLM's V2 stores a prompt in each layer group, and a window's page may be lost while full attention still has its own.
+TensorRT-LLM's V2 stores a prompt in each layer group, and a window's page may be lost while full attention still has
+its own.
 """
 
 import pytest
 from sound_index import HashIndex
 
 from pytest_kvmock import Removed, Stored
-from pytest_kvmock.prompt_keys import group_extra
+from pytest_kvmock.values import group_extra
 
 FULL, WINDOW = group_extra(0, "full_attention"), group_extra(1, "sliding_window", 32)
 

@@ -6,7 +6,7 @@ The index reads what falls to the first level below the device, and what comes b
 import pytest
 
 from pytest_kvmock import RadixIndex, Stored
-from pytest_kvmock.events import Updated
+from pytest_kvmock.values import Updated
 
 
 class TwoLevels(RadixIndex):

@@ -1,4 +1,6 @@
-"""Events of an engine whose names look at the next token, written by hand: a prompt, and its twin with another next token."""
+"""Events of an engine whose names look at the next token, written by hand: a prompt, and its twin with another next
+token.
+"""
 
 from pytest_kvmock import Stored, block_hashes
 

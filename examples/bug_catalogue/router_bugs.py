@@ -17,8 +17,7 @@ from pytest_kvmock import Prompt
 from pytest_kvmock.testing import RightRouter
 
 if TYPE_CHECKING:
-    from pytest_kvmock.router import Candidate, RouterRequest
-    from pytest_kvmock.router.routing import Worker
+    from pytest_kvmock.fleets import Candidate, RouterRequest, Worker
 
 Setting: TypeAlias = Literal["plain", "restart", "join", "crash", "adapters", "ranks", "late"]
 
@@ -61,7 +60,7 @@ class NeverFreed(RightRouter):
 
 
 class EmptyScores(RightRouter):
-    """Picks the first worker for a prompt of which nobody holds a block."""
+    """Picks the first worker for a prompt of which no worker holds a block."""
 
     def pick(self, request: RouterRequest, candidates: Sequence[Candidate]) -> Worker | None:
         if any(self.overlap(request).values()) or not candidates:
@@ -141,10 +140,10 @@ class RouterBug(NamedTuple):
 
     Attributes:
         router: the right router with the bug.
-        shows_in: what must happen for it to show: a worker restarts, joins or crashes; prompts have adapters; workers have ranks;
-            events come late. "plain": nothing.
-        found_by: the rule of the wrong belief; "regret": `Report.regret`; "promised_not_found": that figure alone, which shows
-            late events, and not the router's fault.
+        shows_in: what must happen for it to show: a worker restarts, joins or crashes; prompts have adapters; workers
+            have ranks; events come late. "plain": nothing.
+        found_by: the rule of the wrong belief; "regret": `Report.regret`; "promised_not_found": that figure alone,
+            which shows late events, and not the router's fault.
     """
 
     router: type[RightRouter]

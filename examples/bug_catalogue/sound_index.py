@@ -1,4 +1,6 @@
-"""A sound index, for the bugs to be put into: per worker and rank, each block with the local hashes from the root to it."""
+"""A sound index, for the bugs to be put into: per worker and rank, each block with the local hashes from the root to
+it.
+"""
 
 from collections import defaultdict
 

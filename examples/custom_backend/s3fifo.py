@@ -131,8 +131,8 @@ class S3FifoPolicy(EvictionPolicy):
         return twin.evict(self.small.idle + self.main.idle)
 
 
-# A prompt's first block may be evicted before its later ones, so prefix_closed is False. It is not in the default matrix,
-# because this project has other tests, which are not about it; most projects leave in_matrix=False out.
+# A prompt's first block may be evicted before its later ones, so prefix_closed is False. It is not in the default
+# matrix, because this project has other tests, which are not about it; most projects leave in_matrix=False out.
 S3FIFO = BackendSpec.of_policy(
     "s3fifo", S3FifoPolicy, models="S3-FIFO, SOSP 2023", prefix_closed=False, in_matrix=False
 )

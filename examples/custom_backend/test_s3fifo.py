@@ -14,7 +14,7 @@ pytestmark = pytest.mark.kv_backends("lineage", "lru", "multi_lru", "s3fifo")
 def test_what_is_served_is_known_to_the_router(kv_harness, kv_prompt):
     prompt = kv_prompt(blocks=4)
     kv_harness.worker(0).serve(prompt)
-    assert {0: 4} == kv_harness.overlap(prompt)
+    assert kv_harness.overlap(prompt) == {0: 4}
 
 
 @pytest.mark.kvmock(num_blocks=16)
@@ -24,7 +24,7 @@ def test_stream_and_engine_agree_under_pressure(kv_harness, kv_worker, kv_prompt
         kv_worker.serve(first)
         kv_worker.serve(kv_prompt(blocks=3, after=first))
     kv_harness.assert_in_sync()
-    assert 16 == len(kv_events.stored_blocks) - len(kv_events.removed_blocks)
+    assert len(kv_events.stored_blocks) - len(kv_events.removed_blocks) == 16
 
 
 @pytest.mark.kvmock(num_blocks=8, block_size=4)
@@ -72,23 +72,23 @@ def once(manager, *blocks):
 def test_what_was_used_once_goes_first_in_first_out():
     manager = manager_of(4)
     once(manager, 1, 2, 3, 1)
-    assert [1, 2, 3] == manager.inactive_blocks()
+    assert manager.inactive_blocks() == [1, 2, 3]
 
 
 def test_what_was_used_again_goes_on_to_the_main_queue():
     manager = manager_of(4)
     once(manager, 1, 2, 3, 1, 1)  # stored, and used twice since
-    assert [2, 3, 1] == manager.inactive_blocks()
+    assert manager.inactive_blocks() == [2, 3, 1]
 
 
 def test_what_comes_back_goes_to_the_main_queue_at_once():
     manager = manager_of(4)
     once(manager, 1, 2, 3, 4, 5)  # 1 is a ghost now
-    assert [2, 3, 4, 5] == manager.inactive_blocks()
+    assert manager.inactive_blocks() == [2, 3, 4, 5]
     once(manager, 1)  # 2 went for it
-    assert [3, 4, 5, 1] == manager.inactive_blocks()
+    assert manager.inactive_blocks() == [3, 4, 5, 1]
     once(manager, 6, 7, 8, 9)
-    assert [7, 8, 9, 1] == manager.inactive_blocks()
+    assert manager.inactive_blocks() == [7, 8, 9, 1]
 
 
 def test_a_ghost_is_forgotten_after_a_while():
@@ -97,7 +97,7 @@ def test_a_ghost_is_forgotten_after_a_while():
     once(manager, 5, 6, 7, 8)  # there is room for three ghosts, 2 to 4
     once(manager, 1)
     once(manager, 9, 10, 11, 12)
-    assert [9, 10, 11, 12] == manager.inactive_blocks()
+    assert manager.inactive_blocks() == [9, 10, 11, 12]
 
 
 def test_a_use_in_the_main_queue_is_one_more_round():
@@ -105,7 +105,7 @@ def test_a_use_in_the_main_queue_is_one_more_round():
     once(manager, 1, 1, 1, 6, 6, 6, 7)
     once(manager, 8)  # 1 and 6 go on to the main queue
     once(manager, 1, 1, 6)
-    assert [8, 6, 1] == manager.inactive_blocks()
+    assert manager.inactive_blocks() == [8, 6, 1]
 
 
 def test_a_block_in_use_is_passed_over():
@@ -113,14 +113,14 @@ def test_a_block_in_use_is_passed_over():
     once(manager, 1)
     manager.use([1])
     once(manager, 2, 3)
-    assert [2, 3] == manager.inactive_blocks()
+    assert manager.inactive_blocks() == [2, 3]
     once(manager, 4, 5)
-    assert {1: 1} == manager.active_blocks
-    assert [4, 5] == manager.inactive_blocks()
+    assert manager.active_blocks == {1: 1}
+    assert manager.inactive_blocks() == [4, 5]
 
 
 def test_a_harness_takes_the_spec_itself():
     with RouterHarness(backend=S3FIFO) as kv_harness:
         prompt = kv_harness.prompt()
         kv_harness.worker(0).serve(prompt)
-        assert {0: 4} == kv_harness.overlap(prompt)
+        assert kv_harness.overlap(prompt) == {0: 4}

@@ -1,7 +1,7 @@
 """A router for engines of any make, which is what `test_engine_matrix.py` tests.
 
-It differs in two things from one for Dynamo's engines alone. vLLM stores several copies of one block and removes each by
-itself, so it counts them. And of a hybrid model vLLM publishes each cache group by itself, of which it follows one.
+It differs in two things from one for Dynamo's engines alone. vLLM stores several copies of one block and removes each
+by itself, so it counts them. And of a hybrid model vLLM publishes each cache group by itself, of which it follows one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from pytest_kvmock import Removed, RouterEvent, Stored
-from pytest_kvmock.events import SparseStored
+from pytest_kvmock.values import SparseStored
 
 Place: TypeAlias = int
 """Where a block stands: the hash of all local hashes up to its own."""

@@ -1,7 +1,7 @@
 """What an index needs for hybrid models that vLLM serves: which events are about the blocks that a router asks for."""
 
 from pytest_kvmock import Removed, Stored
-from pytest_kvmock.events import SparseStored
+from pytest_kvmock.values import SparseStored
 
 ATTENTION = ("full_attention", "mla_attention")
 

@@ -43,10 +43,10 @@ def anyio_backend():
 async def test_it_is_asked_after_a_flush(kv_harness, kv_prompt):
     prompt = kv_prompt(blocks=4)
     kv_harness.worker(0).serve(prompt)
-    assert {} == await kv_harness.aoverlap(prompt)
+    assert await kv_harness.aoverlap(prompt) == {}
 
     await kv_harness.aflush()
-    assert {0: 4} == await kv_harness.aoverlap(prompt)
+    assert await kv_harness.aoverlap(prompt) == {0: 4}
 
 
 class TestQueuedIndex(IndexContract):

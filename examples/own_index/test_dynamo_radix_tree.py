@@ -1,8 +1,8 @@
 """The index of Dynamo's router itself, plugged in: events go to it as the JSON that it reads.
 
-It needs `pip install -e '.[interop]'`, on Linux; without it this module is skipped. Up to 1.3, a Cleared is about
-all ranks of its worker, and tests say so: `index_semantics="e1"`. That JSON has no cache groups, so hybrid models are left to
-the indexes beside it.
+It needs `pip install --group interop`, on Linux; without it this module is skipped. Up to 1.3, a Cleared is about
+all ranks of its worker, and tests say so: `clears="worker"`. That JSON has no cache groups, so hybrid models are
+left to the indexes beside it.
 """
 
 from importlib import metadata
@@ -12,10 +12,12 @@ import pytest
 from pytest_kvmock import StorageTier
 from pytest_kvmock.testing import IndexContract
 
-dynamo = pytest.importorskip("dynamo._core", reason="ai-dynamo-runtime is not installed: extra `interop`, Linux only")
+dynamo = pytest.importorskip(
+    "dynamo._core", reason="ai-dynamo-runtime is not installed: dependency group `interop`, Linux only"
+)
 
 RELEASE = tuple(map(int, metadata.version("ai-dynamo-runtime").split(".")[:2]))
-SEMANTICS = "e1" if RELEASE < (1, 6) else None
+CLEARS = "worker" if RELEASE < (1, 6) else "rank"
 
 
 class DynamoIndex:
@@ -45,25 +47,25 @@ def test_it_knows_who_has_what(kv_harness, kv_prompt):
     prompt = kv_prompt(blocks=4)
     kv_harness.worker(0).serve(prompt)
     kv_harness.worker(1).serve(prompt.tokens[:40])
-    assert {0: 4, 1: 2} == kv_harness.overlap(prompt)
+    assert kv_harness.overlap(prompt) == {0: 4, 1: 2}
 
     kv_harness.worker(0).serve(kv_prompt(blocks=6))  # evicts the last two
     kv_harness.worker(1).restart(announced=True)
-    assert {0: 2} == kv_harness.overlap(prompt)
+    assert kv_harness.overlap(prompt) == {0: 2}
 
 
-@pytest.mark.kvmock(dp_size=2, index_semantics=SEMANTICS)
+@pytest.mark.kvmock(dp_size=2, clears=CLEARS)
 def test_a_cleared_is_about_a_rank_or_in_older_releases_about_its_worker(kv_harness, kv_prompt):
     prompt = kv_prompt(blocks=4)
     for rank in (0, 1):
-        kv_harness.worker(0, rank).serve(prompt)
-    kv_harness.worker(0, 0).clear()
-    assert ({} if SEMANTICS == "e1" else {(0, 1): 4}) == kv_harness.overlap(prompt)
-    kv_harness.worker(0, 1).serve(kv_prompt(blocks=2, after=prompt))  # of which an older tree has no parent
+        kv_harness.worker(0, dp_rank=rank).serve(prompt)
+    kv_harness.worker(0, dp_rank=0).clear()
+    assert kv_harness.overlap(prompt) == ({} if CLEARS == "worker" else {(0, 1): 4})
+    kv_harness.worker(0, dp_rank=1).serve(kv_prompt(blocks=2, after=prompt))  # of which an older tree has no parent
 
 
 class TestDynamoIndex(IndexContract):
-    index_semantics = SEMANTICS
+    clears = CLEARS
 
     def make_index(self):
         return DynamoIndex()

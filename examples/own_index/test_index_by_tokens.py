@@ -77,16 +77,16 @@ def test_it_knows_who_has_what(kv_harness, kv_prompt):
     prompt = kv_prompt(blocks=4)
     kv_harness.worker(0).serve(prompt)
     kv_harness.worker(1).serve(prompt.tokens[:40])
-    assert {0: 4, 1: 2} == kv_harness.overlap(prompt)
+    assert kv_harness.overlap(prompt) == {0: 4, 1: 2}
 
     kv_harness.worker(0).serve(kv_prompt(blocks=6))  # evicts the last two
     kv_harness.worker(1).clear()
-    assert {0: 2} == kv_harness.overlap(prompt)
+    assert kv_harness.overlap(prompt) == {0: 2}
 
 
 class TestTokenIndex(IndexContract):
-    # Blocks of DeepSeek-V4 have 64 tokens at least; with a draft model, a block is known by the next token, too, and this index
-    # hashes blocks alone.
+    # Blocks of DeepSeek-V4 have 64 tokens at least; with a draft model, a block is known by the next token, too, and
+    # this index hashes blocks alone.
     backends = tuple(
         name for name, spec in BACKENDS.items() if name != "vllm_deepseek_v4" and not spec.traits.looks_ahead
     )

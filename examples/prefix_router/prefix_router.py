@@ -1,8 +1,9 @@
 """A small KV-aware router: it sends a prompt to the worker that has most of it cached and is not too busy.
 
 It is what `test_prefix_router.py` tests. Its index hashes by itself and never looks at how the engines hash: a block's
-key is BLAKE2b of the key before it and of the block's content. A subclass defines what the content is: the token ids that
-travel with the events (`TokenIndex`), or the local hashes in them (`HashIndex`), for request traces without tokens.
+key is BLAKE2b of the key before it and of the block's content. A subclass defines what the content is: the token ids
+that travel with the events (`TokenIndex`), or the local hashes in them (`HashIndex`), for request traces without
+tokens.
 
 The cost of a worker is that of Dynamo's router: the blocks it would have to prefill, weighted, and the blocks that its
 running requests hold.

@@ -2,12 +2,14 @@
 
 Schedulers free a request's blocks tail first, and then `lineage` and `lru` publish the same, event for event. A manager
 that is driven by hand may free them in any order. `lineage` evicts leaves only, so that what stays cached is a prefix;
-`lru` evicts what was freed first, here the head, and the rest is of no use to a router. So does `multi_lru` among blocks
-that were seen equally seldom.
+`lru` evicts what was freed first, here the head, and the rest is of no use to a router. So does `multi_lru` among
+blocks that were seen equally seldom.
 """
 
 import pytest
 from prefix_router import HashIndex
+
+from pytest_kvmock import Prompt
 
 pytestmark = pytest.mark.kvmock(num_blocks=4)
 
@@ -38,7 +40,7 @@ def test_it_decides_whether_the_router_can_use_the_rest(kv_harness, kv_backend):
     manager.use([5, 6])
 
     overlap = {"lineage": {0: 2}, "lru": {}, "multi_lru": {}}
-    assert overlap[kv_backend] == kv_harness.overlap_for_hashes(PROMPT)
+    assert overlap[kv_backend] == kv_harness.overlap(Prompt(hashes=PROMPT))
 
 
 @pytest.mark.kv_backends("lineage")  # of the test; its workers name their own

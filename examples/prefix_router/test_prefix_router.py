@@ -27,8 +27,8 @@ def test_a_warm_worker_is_preferred(router, kv_harness, kv_prompt):
 
     question = kv_prompt(blocks=1, after=system_prompt)
 
-    assert {1: 4} == kv_harness.overlap(question)  # our index answers this
-    assert 1 == router.route(question.tokens)
+    assert kv_harness.overlap(question) == {1: 4}  # our index answers this
+    assert router.route(question.tokens) == 1
 
 
 @pytest.mark.kvmock(workers=2)
@@ -36,12 +36,12 @@ def test_load_beats_a_small_overlap(router, kv_harness, kv_prompt):
     system_prompt = kv_prompt(blocks=1)
     kv_harness.worker(0).serve(system_prompt)
     first, second, third = (kv_prompt(blocks=3, after=system_prompt).tokens for _ in range(3))
-    assert 0 == router.route(first)  # 4 blocks, of which 3 are to prefill: 3 against 4
+    assert router.route(first) == 0  # 4 blocks, of which 3 are to prefill: 3 against 4
 
-    assert 1 == router.route(second)  # 3 and the 4 that run there, against 4
+    assert router.route(second) == 1  # 3 and the 4 that run there, against 4
 
     router.finish(0, first)
-    assert 0 == router.route(third)
+    assert router.route(third) == 0
 
 
 def test_blocks_of_the_answer_count(router, kv_harness, kv_prompt):
@@ -49,7 +49,7 @@ def test_blocks_of_the_answer_count(router, kv_harness, kv_prompt):
     with kv_harness.worker(0).prefill(prompt) as request:
         request.decode(range(17))  # one block of 16, which is published when the 17th token comes
 
-    assert {0: 3} == kv_harness.overlap([*prompt.tokens, *range(16)])
+    assert kv_harness.overlap([*prompt.tokens, *range(16)]) == {0: 3}
 
 
 @pytest.mark.kvmock(num_blocks=4)
@@ -60,8 +60,8 @@ def test_an_eviction_reaches_the_router(router, kv_harness, kv_events, kv_prompt
     worker.serve(new)
 
     assert [*stored[:0:-1]] == kv_events.removed_blocks  # the tail is evicted first
-    assert {0: 1} == kv_harness.overlap(old)
-    assert {0: 3} == kv_harness.overlap(new)
+    assert kv_harness.overlap(old) == {0: 1}
+    assert kv_harness.overlap(new) == {0: 3}
 
 
 @pytest.mark.kvmock(workers=2)
@@ -73,8 +73,8 @@ def test_a_lost_event_is_detected(router, kv_harness, kv_events, kv_prompt):
         worker.serve(kv_prompt(blocks=2))  # its Stored is lost
         worker.serve(kv_prompt(blocks=2))  # so the id of this one is not the next
 
-    assert {0} == router.index.stale
-    assert 1 == router.route(prompt.tokens)  # what a stale worker has is not believed
+    assert router.index.stale == {0}
+    assert router.route(prompt.tokens) == 1  # what a stale worker has is not believed
 
 
 @pytest.mark.kvmock(workers=2)
@@ -86,8 +86,8 @@ def test_a_restart_that_nobody_announced_is_detected(router, kv_harness, kv_even
     kv_events.expect_error("event_id_gap")
     worker.serve(kv_prompt(blocks=2))  # event 0 again
 
-    assert {0} == router.index.stale
-    assert 1 == router.route(prompt.tokens)
+    assert router.index.stale == {0}
+    assert router.route(prompt.tokens) == 1
 
 
 @pytest.mark.kvmock(workers=2)
@@ -97,7 +97,7 @@ def test_a_worker_that_restarted_is_cold(router, kv_harness, kv_prompt):
 
     worker.restart(announced=True)
 
-    assert {} == kv_harness.overlap(prompt)
+    assert kv_harness.overlap(prompt) == {}
     worker.serve(kv_prompt(blocks=2))
     assert set() == router.index.stale
-    assert 1 == router.route(prompt.tokens)  # both are cold, and worker 1 has more room
+    assert router.route(prompt.tokens) == 1  # both are cold, and worker 1 has more room

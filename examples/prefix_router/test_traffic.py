@@ -6,11 +6,12 @@
 
 A trace has one hash for each 512 tokens and no tokens, so the router's index is keyed by local hashes here.
 
-In such traffic the backends `lineage` and `lru` publish the same: requests free their blocks tail first. `multi_lru` keeps
-what was seen often. `test_free_order.py` shows where the first two part.
+In such traffic the backends `lineage` and `lru` publish the same: requests free their blocks tail first. `multi_lru`
+keeps what was seen often. `test_free_order.py` shows where the first two part.
 
 `multi_lru` links some blocks wrongly (`wrong_hash`) and says of some that they are gone while it holds them
-(`evicted_and_restored`), as the real one does. These are warnings: a router has to live with them. The table counts them.
+(`evicted_and_restored`), as the real one does. These are warnings: a router has to live with them. The table counts
+them.
 """
 
 from collections import Counter
@@ -20,7 +21,7 @@ import pytest
 from prefix_router import HashIndex, PrefixRouter
 
 from pytest_kvmock import EngineProfile, OutOfBlocks
-from pytest_kvmock.traces import MOONCAKE_BLOCK_SIZE
+from pytest_kvmock.fleets import MOONCAKE_BLOCK_SIZE
 
 MS_PER_TOKEN = 20
 

@@ -1,7 +1,7 @@
 """A small router index that asks its workers for events that it missed.
 
-A `RouterCursor` decides which events to apply, and when to ask. Whom it asks is a function: `kv_recovery` in the tests, a
-request to the worker elsewhere. `Dynamo7072` and `KeepsWhatItHad` are the same index with a bug each.
+A `RouterCursor` decides which events to apply, and when to ask. Whom it asks is a function: `kv_recovery` in the tests,
+a request to the worker elsewhere. `Dynamo7072` and `KeepsWhatItHad` are the same index with a bug each.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from pytest_kvmock import RadixIndex, RadixIndexError, RouterEvent
-from pytest_kvmock.router import Events, OverlapScores, RecoveryStep, RouterCursor, TreeDump
-from pytest_kvmock.router.recovery import Answer
+from pytest_kvmock.oracle import Answer, Events, OverlapScores, RecoveryStep, RouterCursor, TreeDump
 
 Ask = Callable[..., Answer]
 """Called with worker_id, start, end and dp_rank, as a `WorkerQuery` has them."""

@@ -8,7 +8,7 @@ import pytest
 from recovering_index import Dynamo7072, KeepsWhatItHad, RecoveringIndex
 
 from pytest_kvmock import EventRulesBroken
-from pytest_kvmock.router import Events, TreeDump, WorkerQuery
+from pytest_kvmock.oracle import Events, TreeDump, WorkerQuery
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def evict_in_silence(kv_harness, kv_events, kv_recovery, kv_prompt):
 def test_a_lost_event_is_asked_for(lose_one, kv_harness, kv_recovery):
     prompt = lose_one()
 
-    assert {0: 3} == kv_harness.overlap(prompt)
+    assert kv_harness.overlap(prompt) == {0: 3}
     assert [WorkerQuery(0), WorkerQuery(0, start=1)] == kv_recovery.queries  # at the first event, and at the gap
     assert isinstance(kv_recovery.answers[-1], Events)
 
@@ -65,14 +65,14 @@ def test_what_the_ring_has_no_more_comes_as_a_dump(lose_one, kv_harness, kv_reco
     prompt = lose_one()
 
     assert isinstance(kv_recovery.answers[-1], TreeDump)
-    assert {0: 3} == kv_harness.overlap(prompt)
+    assert kv_harness.overlap(prompt) == {0: 3}
 
 
 @pytest.mark.kvmock(num_blocks=4)
 def test_a_lost_eviction_is_mended_by_a_dump(evict_in_silence, kv_harness):
     old = evict_in_silence()
 
-    assert {} == kv_harness.overlap(old)
+    assert kv_harness.overlap(old) == {}
 
 
 def test_after_a_restart_all_is_asked_for_again(kv_harness, kv_recovery, kv_prompt):
@@ -83,7 +83,7 @@ def test_after_a_restart_all_is_asked_for_again(kv_harness, kv_recovery, kv_prom
     worker.serve(new)
 
     assert [WorkerQuery(0), WorkerQuery(0)] == kv_recovery.queries
-    assert ({}, {0: 4}) == (kv_harness.overlap(old), kv_harness.overlap(new))
+    assert (kv_harness.overlap(old), kv_harness.overlap(new)) == ({}, {0: 4})
 
 
 @pytest.mark.kvmock(
@@ -100,7 +100,7 @@ def test_nothing_is_asked_while_nothing_is_missing(kv_harness, kv_recovery, kv_p
     for _ in range(10):
         kv_harness.worker(0).serve(kv_prompt())
 
-    assert 1 == len(kv_recovery.queries)
+    assert len(kv_recovery.queries) == 1
 
 
 @pytest.mark.kvmock(num_blocks=4)
@@ -129,7 +129,7 @@ def test_dynamo_7072_shows_in_the_number_of_questions(
 def test_a_dump_that_is_added_to_what_was_there_shows_as_drift(evict_in_silence, kv_harness):
     old = evict_in_silence()
 
-    assert {0: 2} == kv_harness.overlap(old)  # it was dropped
+    assert kv_harness.overlap(old) == {0: 2}  # it was dropped
     with pytest.raises(EventRulesBroken, match="index_drift") as drift:
         kv_harness.assert_in_sync()
     print(drift.value)

@@ -1,9 +1,12 @@
-"""A router as a process of its own: it hears KV events over ZMQ, and sends each completion to the worker that holds most of its prompt.
+"""A router as a process of its own: it hears KV events over ZMQ, and sends each completion to the worker that holds
+most of its prompt.
 
-    python plain_router.py 16 http://127.0.0.1:8000=tcp://127.0.0.1:5557+tcp://127.0.0.1:6557 http://127.0.0.1:8001=tcp://127.0.0.1:5558
+    python plain_router.py 16 http://127.0.0.1:8000=tcp://127.0.0.1:5557+tcp://127.0.0.1:6557
+    http://127.0.0.1:8001=tcp://127.0.0.1:5558
 
-Of each worker it is given where it serves and where each of its ranks publishes, one after a comma: events, and after a "+" where it is
-asked for what was missed. It prints where it listens. One token is one byte, as the tokenizer of the served engines has it.
+Of each worker it is given where it serves and where each of its ranks publishes, one after a comma: events, and after a
+"+" where it is asked for what was missed. It prints where it listens. One token is one byte, as the tokenizer of the
+served engines has it.
 """
 
 import asyncio
@@ -20,6 +23,8 @@ from aiohttp import ClientConnectionError, ClientError, ClientSession, ClientTim
 
 END = b"\xff" * 8  # the number of the message that ends an answer to a replay
 REPLAY_S = 2.0  # how long a message of such an answer may take
+REPLAYS = 3  # how often it is asked for what is missing: an answer may end before that
+GIVES_UP = 3  # after so many errors in a row what a worker holds counts for nothing
 STOP_S = 5.0  # how long a request may go on after the process was asked to end
 HOP_BY_HOP = {"connection", "content-length", "host", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"}
 ATTENTION = (None, "full_attention", "mla_attention")
@@ -63,7 +68,9 @@ class Cache:
             self.copies[prefix] += 1
 
     def root(self, event):
-        """Return the name of an empty prompt: the adapter and the salt. In vLLM that stands behind the adapter in the keys of the first block."""
+        """Return the name of an empty prompt: the adapter and the salt. In vLLM that stands behind the adapter in
+        the keys of the first block.
+        """
         adapter = event.get("lora_name")
         keys = [each for each in (event.get("extra_keys") or [None])[0] or () if each != adapter]
         return hash((adapter, event.get("cache_salt", keys[0] if keys else None)))
@@ -118,8 +125,9 @@ class Rank:
                 return  # doubled, or it came by a replay
             self.cache.clear()  # an old number at a later time: it was restarted, and is empty
             self.next = 0
-        if number > self.next:
-            await self.replay()
+        for _ in range(REPLAYS):
+            if number > self.next:
+                await self.replay()
         if number >= self.next:
             self.apply(number, batch)
 
@@ -158,6 +166,7 @@ class Worker:
         self.url, _, ranks = source.partition("=")
         self.ranks = [Rank(Cache(block_size), each) for each in ranks.split(",")]
         self.open = 0
+        self.errors = 0  # in a row
         self.picked = 0  # when it was picked last
 
     def overlap(self, root, tokens):
@@ -192,14 +201,19 @@ class Router:
         """Return the name of an empty prompt of this request, and its tokens; a chat has none here."""
         adapter = body.get("model") if body.get("model") != "mock-model" else None
         prompt = body.get("prompt")
-        return hash((adapter, body.get("cache_salt"))), prompt.encode() if isinstance(prompt, str) else b""
+        tokens = prompt.encode() if isinstance(prompt, str) else prompt or b""  # or ids
+        return hash((adapter, body.get("cache_salt"))), tokens
 
     def pick(self, root, tokens, tried):
-        """Return the worker that holds most of a prompt, of equal ones that with the fewest open requests, of these in turn."""
+        """Return the worker that holds most of a prompt, of equal ones that with the fewest open requests, of these
+        in turn.
+        """
         left = [each for each in self.workers.values() if each not in tried]
         if not left:
             return None
-        worker = min(left, key=lambda each: (-each.overlap(root, tokens)[0], each.open, each.picked))
+        worker = min(
+            left, key=lambda each: (each.errors >= GIVES_UP, -each.overlap(root, tokens)[0], each.open, each.picked)
+        )
         self.picks += 1
         worker.picked = self.picks
         return worker
@@ -210,7 +224,7 @@ class Router:
         """Send a request to a worker; to another one where it cannot be reached, as long as nothing was answered."""
         data = await request.read()
         try:
-            root, tokens = self.asked(json.loads(data))
+            root, tokens = self.asked(json.loads(data) if data else {})
         except (ValueError, AttributeError):
             return web.json_response({"error": {"message": "the body is no object of JSON", "code": 400}}, status=400)
         tried = []
@@ -225,6 +239,7 @@ class Router:
             except ClientConnectionError:
                 continue  # nothing was answered yet
             else:
+                worker.errors = worker.errors + 1 if upstream.status >= 500 else 0
                 async with upstream:
                     return await self.passed_on(request, upstream)
             finally:
@@ -233,7 +248,8 @@ class Router:
 
     async def send(self, request, worker, headers, data):
         """Send a request to a worker, and return its answer, of which the head is there."""
-        return await request.app["client"].post(worker.url + request.path_qs, data=data, headers=headers)
+        send = request.app["client"].request
+        return await send(request.method, worker.url + request.path_qs, data=data, headers=headers)
 
     async def passed_on(self, request, upstream):
         """Return a worker's answer as it is, part by part."""
@@ -254,6 +270,15 @@ class Router:
             request.transport.abort()
 
     # ------------------------------------------------------------------------------------------- what it is asked for
+
+    async def health(self, request):
+        """Answer 200 while a worker is healthy."""
+        for worker in self.workers.values():
+            with suppress(ClientError):
+                async with request.app["client"].get(worker.url + "/health") as answer:
+                    if answer.status == 200:
+                        return web.Response()
+        return web.Response(status=503)
 
     async def blocks(self, request):
         """Answer how many leading blocks of a prompt each rank of each worker holds."""
@@ -280,12 +305,16 @@ async def main(router, sources):
     app.router.add_post("/blocks", router.blocks)
     app.router.add_get("/open", router.open_requests)
     app.router.add_put("/workers", router.use_workers)
-    app.router.add_post("/{path:.*}", router.complete)
+    app.router.add_get("/health", router.health)
+    app.router.add_route("*", "/{path:.*}", router.complete)
     router.use(sources)
     ended = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
-    # Each request has a connection of its own: one that was kept may have been cut, and then it is not known what was done.
-    client = ClientSession(connector=TCPConnector(force_close=True), timeout=ClientTimeout(None), auto_decompress=False)
+    # Each request has a connection of its own: one that was kept may have been cut, and then it is not known what was
+    # done.
+    client = ClientSession(
+        connector=TCPConnector(force_close=True, limit=0), timeout=ClientTimeout(None), auto_decompress=False
+    )
     async with client as app["client"]:
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=STOP_S)
         await runner.setup()

@@ -1,4 +1,6 @@
-"""A router in Go, which hears no events and keeps a tree of what it sent, holds the contract of router processes as far as that goes."""
+"""A router in Go, which hears no events and keeps a tree of what it sent, holds the contract of router processes as
+far as that goes.
+"""
 
 import http.client
 import json
@@ -32,6 +34,7 @@ def binary(tmp_path_factory):
 
 class TestGoRouter(ProcessContract):
     hears_events = False
+    takes_token_ids = False  # it goes by texts
 
     def command(self, engines):
         return [self.binary, str(engines.port), str(engines.block_size), *engines.urls]

@@ -29,6 +29,8 @@ def ask(url, method, path, body=None):
 
 
 class TestPlainRouter(ProcessContract):
+    gives_up_after = 3
+
     def command(self, engines):
         return [sys.executable, HERE / "plain_router.py", str(engines.block_size), *map(source_of, engines)]
 

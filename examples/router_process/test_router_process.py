@@ -1,6 +1,8 @@
-"""A router in another process, tested from outside: requests over HTTP, KV events over ZMQ, and where each request went.
+"""A router in another process, tested from outside: requests over HTTP, KV events over ZMQ, and where each request
+went.
 
-The test says nothing to the router: it warms workers directly, asks the router, and looks where `kv_server` saw the request.
+The test says nothing to the router: it warms workers directly, asks the router, and looks where `kv_server` saw the
+request.
 """
 
 import http.client
@@ -59,7 +61,8 @@ def sent_to(kv_server, router, prompt):
 
 
 def wait_applied(kv_server, router, worker):
-    """Return when the router has applied the events of a worker so far: it finds what was served there after them, again and again.
+    """Return when the router has applied the events of a worker so far: it finds what was served there after them,
+    again and again.
 
     Each prompt is asked for once, and a while after it was served: who is sent a prompt holds it from then on.
     """

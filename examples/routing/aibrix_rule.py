@@ -5,14 +5,16 @@ from statistics import fmean, pstdev
 
 
 class AibrixRule:
-    """The longest prefix that the table has, among the workers that are not busier than most; else the fewest open requests.
+    """The longest prefix that the table has, among the workers that are not busier than most; else the fewest open
+    requests.
 
     Its table believes that a worker keeps a block for `ttl_ms`: it hears of no eviction and of no restart.
 
     Args:
         seed: of the choice among equals.
         imbalance: from which difference of open requests on prefixes do not count.
-        ttl_ms: how long a block is remembered that is not asked for, by the fleet's clock: `time.monotonic()` stands still there.
+        ttl_ms: how long a block is remembered that is not asked for, by the fleet's clock: `time.monotonic()` stands
+            still there.
     """
 
     needs_candidates = True

@@ -1,12 +1,12 @@
-"""For hybrid models: of what a worker holds of a prompt, count up to where an earlier request's chain ended or branched.
+"""For hybrid models: of what a worker holds of a prompt, count up to where an earlier request's chain ended or
+branched.
 
-An engine keeps windows and states where a chain ends, and where a prompt left one that it had. In between it holds blocks of
-full attention that no prompt can go on from, and no event says so.
+An engine keeps windows and states where a chain ends, and where a prompt left one that it had. In between it holds
+blocks of full attention that no prompt can go on from, and no event says so.
 """
 
-from pytest_kvmock import Cleared, RadixIndex, Removed, Stored
-from pytest_kvmock.events import SparseStored
-from pytest_kvmock.tokens import sequence_hashes
+from pytest_kvmock import Cleared, RadixIndex, Removed, Stored, sequence_hashes
+from pytest_kvmock.values import SparseStored
 
 ATTENTION = ("full_attention", "mla_attention")
 

@@ -1,6 +1,7 @@
 """Dynamo's cost, written out: the blocks yet to prefill, less those that are there, and the blocks of open requests.
 
-`pytest_kvmock.router.DynamoRouter` has all of it, queue, temperature and releases too. This is what one pick comes to.
+`pytest_kvmock.fleets.routing.selection.DynamoRouter` has all of it, queue, temperature and releases too. This is what
+one pick comes to.
 """
 
 from random import Random

@@ -1,6 +1,7 @@
 """llm-d's scorers: prefix 3, queue 2, KV cache usage 2, each from 0 to 1; the best sum wins.
 
-Queue and usage are metrics of the engines: run it with `Fleet(..., loads="engine", loads_every_ms=50)`, as they are polled.
+Queue and usage are metrics of the engines: run it with `Fleet(..., loads="engine", loads_every_ms=50)`, as they are
+polled.
 """
 
 from random import Random

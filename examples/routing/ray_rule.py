@@ -1,7 +1,9 @@
-"""Ray Serve's prefix-aware rule: a tree of the texts that were sent where, without events; of equal matches the shortest queue.
+"""Ray Serve's prefix-aware rule: a tree of the texts that were sent where, without events; of equal matches the
+shortest queue.
 
 The tree is Ray's own where Ray is installed: `RayRule(PrefixTree())`, of
-`ray.llm._internal.serve.routing_policies.prefix_aware.prefix_tree` (`pip install "ray[serve]"`). `SentTexts` answers as it does.
+`ray.llm._internal.serve.routing_policies.prefix_aware.prefix_tree` (`pip install "ray[serve]"`). `SentTexts` answers as
+it does.
 """
 
 from random import Random

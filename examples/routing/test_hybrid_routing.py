@@ -6,7 +6,7 @@ import pytest
 from chain_ends import ChainEnds, PlainOverlap
 
 from pytest_kvmock import Fleet, MockEngine, MockEngineArgs
-from pytest_kvmock.traces import TraceRequest
+from pytest_kvmock.fleets import TraceRequest
 
 BLOCK, ENGINES = 16, 8
 MODELS = ["vllm_gpt_oss", "vllm_qwen3_next", "sglang_gpt_oss", "sglang_qwen3_next"]
@@ -24,7 +24,9 @@ def documents(count=240, seed=0):
 
 
 def conversations(count=240, seed=0):
-    """Each request goes on with one of 12 texts; of two in five a part of the end is replaced, and half of them are kept."""
+    """Each request goes on with one of 12 texts; of two in five a part of the end is replaced, and half of them are
+    kept.
+    """
     rng, ids = Random(seed), iter(range(10**9))
     texts = [[next(ids) for _ in range(rng.randint(20, 60))] for _ in range(12)]
     now = 0.0

@@ -13,8 +13,7 @@ from sglang_rule import CacheAware
 from two_choices import TwoChoices
 
 from pytest_kvmock import Fleet, MockEngine, MockEngineArgs
-from pytest_kvmock.router import DynamoRouter, RoundRobin
-from pytest_kvmock.traces import TraceRequest
+from pytest_kvmock.fleets import DynamoRouter, RoundRobin, TraceRequest
 
 BLOCK = 16
 ROUTERS = [TwoChoices, HashRing, AibrixRule, Scorers, CacheAware, DynamoCost, RayRule]

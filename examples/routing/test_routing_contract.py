@@ -1,7 +1,9 @@
-"""The eight policies hold what any router must: they use workers that come, leave out those that go, and let nobody wait for ever.
+"""The eight policies hold what any router must: they use workers that come, leave out those that go, and let nobody
+wait for ever.
 
-SGLang's rule says what it believes of its tree. The others count nothing by themselves, so what the contract asks of beliefs is
-skipped, and says so. Four go where a prefix is though loads speak against it, which `follows_prefix` declares.
+SGLang's rule says what it believes of its tree. The others count nothing by themselves, so what the contract asks of
+beliefs is skipped, and says so. Four go where a prefix is though loads speak against it, which `follows_prefix`
+declares.
 """
 
 from aibrix_rule import AibrixRule
@@ -13,7 +15,7 @@ from sglang_rule import CacheAware
 from trtllm_rule import KvCacheAware
 from two_choices import TwoChoices
 
-from pytest_kvmock.router import DynamoRouter
+from pytest_kvmock.fleets import DynamoRouter
 from pytest_kvmock.testing import RouterContract
 
 

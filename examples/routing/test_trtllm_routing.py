@@ -7,13 +7,11 @@ from urllib.request import Request, urlopen
 import pytest
 from trtllm_rule import KvCacheAware
 
-from pytest_kvmock import EngineProfile, Fleet, MockEngine, MockEngineArgs, Prompt, RouterHarness
-from pytest_kvmock.backends import BACKENDS
-from pytest_kvmock.cache.trtllm.hashes import V2Hasher
-from pytest_kvmock.fleet import FleetRequest
-from pytest_kvmock.router import RoundRobin, RouterRequest
-from pytest_kvmock.serve import KvServer
-from pytest_kvmock.wire.trtllm_json import read_events
+from pytest_kvmock import BACKENDS, EngineProfile, Fleet, MockEngine, MockEngineArgs, Prompt, RouterHarness
+from pytest_kvmock.engines import V2Hasher
+from pytest_kvmock.fleets import FleetRequest, RoundRobin, RouterRequest
+from pytest_kvmock.servers import KvServer
+from pytest_kvmock.wire import read_events
 
 BLOCK = 8
 V1_WITH_HOST = BACKENDS["trtllm"].variant("v1_with_host", secondary_blocks=60)
@@ -57,11 +55,12 @@ def errors(router, report):
 def test_it_serves_all_and_reuses_more_than_turns_do(backend, policy):
     _, report = run(backend, KvCacheAware(), policy)
     _, by_turns = run(backend, RoundRobin(), policy)
-    assert 240 == len(report.completed)
+    assert len(report.completed) == 240
     assert report.figure("prefix_cache_reused_ratio") > by_turns.figure("prefix_cache_reused_ratio")
 
 
-# Of 240 requests, with more and with fewer blocks believed than reused; then of the newer one, which adds what it routed.
+# Of 240 requests, with more and with fewer blocks believed than reused; then of the newer one, which adds what it
+# routed.
 WRONG = {
     "trtllm": (44, 17, 39, 3),
     "v1_with_host": (15, 12, 10, 3),
@@ -100,9 +99,9 @@ def test_until_a_request_has_finished_it_knows_nothing_new():
     router, worker, poll = heard("trtllm")
     worker.serve(range(1, 14), 1)
     request = asked(range(1, 14))
-    assert 0 == router.matched(request, 0)
+    assert router.matched(request, 0) == 0
     poll()
-    assert 3 == router.matched(request, 0)
+    assert router.matched(request, 0) == 3
 
 
 @pytest.mark.parametrize(("backend", "blocks"), [("trtllm", 3), ("trtllm_v2", 2)])
@@ -120,7 +119,7 @@ def test_a_leaf_that_a_partial_match_took_counts_on():
     worker.serve(range(1, 9))
     worker.serve([1, 2, 3, 4, 5, 6])
     poll()
-    assert (2, 6) == (router.matched(asked(range(1, 10)), 0), worker.cached_tokens(range(1, 10)))
+    assert (router.matched(asked(range(1, 10)), 0), worker.cached_tokens(range(1, 10))) == (2, 6)
 
 
 def test_what_one_layer_group_removed_is_gone_for_all():
@@ -138,7 +137,7 @@ def test_an_offloaded_block_counts_as_one_of_the_device():
     for first in (1, 100):
         worker.serve(range(first, first + 17))
     poll()
-    assert 4 == router.matched(asked(range(1, 18)), 0)
+    assert router.matched(asked(range(1, 18)), 0) == 4
 
 
 def test_a_server_with_other_hashes_matches_nothing_and_nobody_says_so():
@@ -184,8 +183,8 @@ def test_before_served_engines_it_goes_where_a_prompt_was(backend, dialect):
     with KvServer(kv, dialect) as server:
         urls = [server.url(worker) for worker in range(2)]
         router.open[0] = 1  # so that the first goes to the other one
-        assert (1, 0) == served_over_http(router, urls, 0, first)
+        assert served_over_http(router, urls, 0, first) == (1, 0)
         router.open.clear()
-        assert (0, 0) == served_over_http(router, urls, 1, second)
-        assert (1, 4) == served_over_http(router, urls, 2, first)
-        assert (0, 4) == served_over_http(router, urls, 3, second)
+        assert served_over_http(router, urls, 1, second) == (0, 0)
+        assert served_over_http(router, urls, 2, first) == (1, 4)
+        assert served_over_http(router, urls, 3, second) == (0, 4)

@@ -1,13 +1,15 @@
-"""TensorRT-LLM's KvCacheAwareRouter (`serve/router.py`): a set of hashes a server, polled after each request. As read, not run.
+"""TensorRT-LLM's KvCacheAwareRouter (`serve/router.py`): a set of hashes a server, polled after each request. As read,
+not run.
 
-A set has no counts, and knows no levels, windows or layer groups: Stored adds, Removed discards, all else is passed over.
+A set has no counts, and knows no levels, windows or layer groups: Stored adds, Removed discards, all else is passed
+over.
 """
 
 from collections import Counter, defaultdict
 from itertools import takewhile
 
 from pytest_kvmock import Removed, Stored
-from pytest_kvmock.cache.trtllm.hashes import V1Hasher
+from pytest_kvmock.engines import V1Hasher
 
 
 class KvCacheAware:

@@ -23,14 +23,14 @@ def test_the_router_knows_what_the_engine_has(kv_engine, kv_scheduler_case, kv_s
         kv_engine.submit(*request)
     report = kv_engine.run()
 
-    assert 200 * 100 == sum(request.generated_tokens for request in report.requests)
-    assert (0, 0.0) == (kv_engine.metrics.active_blocks, kv_engine.metrics.cache_usage)
+    assert sum(request.generated_tokens for request in report.requests) == 200 * 100
+    assert (kv_engine.metrics.active_blocks, kv_engine.metrics.cache_usage) == (0, 0.0)
     if kv_scheduler_case.caching:
         assert len(kv_engine.worker.manager.resident()) == kv_index.num_blocks(0)
         assert kv_index.stored[0] - kv_index.removed[0] == kv_index.num_blocks(0)
         assert kv_engine.metrics.preemptions > 0
     else:
-        assert 0 == kv_index.num_blocks(0)  # nothing is published
+        assert kv_index.num_blocks(0) == 0  # nothing is published
 
 
 @pytest.mark.kvmock(num_blocks=500, block_size=64, engine={"speedup_ratio": 1000.0, "semantics": "1.2.1"})
@@ -43,6 +43,6 @@ def test_turns_of_a_chat_find_what_was_said(kv_engine, kv_harness, kv_prompt):
     followup = kv_engine.submit(kv_prompt(blocks=2, after=prompt), 100, arrival_ms=kv_engine.now_ms + 1000)
     kv_engine.run()
 
-    assert 4 * 64 == followup.cached_tokens
+    assert followup.cached_tokens == 4 * 64
     assert followup.token_ms[0] > 1000
-    assert {0: 6} == kv_harness.overlap(followup.prompt)
+    assert kv_harness.overlap(followup.prompt) == {0: 6}

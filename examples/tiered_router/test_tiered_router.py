@@ -1,7 +1,8 @@
 """A router that knows tiers: it prefers the device to the host, and the host to computing a prefix again.
 
-Each worker has a device and a host. What the device evicts goes to the host, and comes back when it is asked for. Both take
-time, in ms that the test passes on (`worker.tick`); there is no clock. `test_tiered_trace.py` serves a whole trace.
+Each worker has a device and a host. What the device evicts goes to the host, and comes back when it is asked for. Both
+take time, in ms that the test passes on (`worker.tick`); there is no clock. `test_tiered_trace.py` serves a whole
+trace.
 """
 
 import pytest
@@ -38,13 +39,13 @@ def test_the_device_is_preferred_to_the_host_and_the_host_to_nothing(router, kv_
     push_to_host(host, prompt, other=kv_prompt(blocks=4))
     asked = prompt.block_hashes(kv_profile.block_size)
 
-    assert {"device": {0: 4}, "host_pinned": {1: 4}} == kv_harness.overlap(prompt, tier=None)
+    assert kv_harness.overlap(prompt, tier=None) == {"device": {0: 4}, "host_pinned": {1: 4}}
     assert {device.worker_id: 0.0, host.worker_id: 1.0, nothing.worker_id: 4.0} == router.cost(asked)
     assert device.worker_id == router.route(asked)
     assert host.worker_id == router.route(asked)  # the first is busy with 4 blocks
     kv_harness.remove_worker(1)
     router.finish(0, asked)
-    assert {0: 0.0, 2: 4.0} == {worker: cost for worker, cost in router.cost(asked).items() if worker != 1}
+    assert {worker: cost for worker, cost in router.cost(asked).items() if worker != 1} == {0: 0.0, 2: 4.0}
 
 
 def test_a_prefix_in_two_tiers_is_credited_in_both(router, kv_harness, kv_worker, kv_profile, kv_prompt):
@@ -54,9 +55,9 @@ def test_a_prefix_in_two_tiers_is_credited_in_both(router, kv_harness, kv_worker
     with kv_worker.prefill(start) as request:  # brings the first half back
         assert 2 * kv_profile.block_size == request.onboarded_tokens == request.cached_tokens
 
-    assert {"device": {0: 2}, "host_pinned": {0: 2}} == kv_harness.overlap(whole, tier=None)
+    assert kv_harness.overlap(whole, tier=None) == {"device": {0: 2}, "host_pinned": {0: 2}}
     expected = 4 - 2 * CREDIT[StorageTier.DEVICE] - 2 * CREDIT[HOST]
-    assert expected == router.cost(whole.block_hashes(kv_profile.block_size))[0]
+    assert router.cost(whole.block_hashes(kv_profile.block_size))[0] == expected
 
 
 def test_what_is_on_its_way_to_the_host_is_in_no_tier_yet(kv_harness, kv_worker, kv_prompt):
@@ -66,6 +67,6 @@ def test_what_is_on_its_way_to_the_host_is_in_no_tier_yet(kv_harness, kv_worker,
     with pytest.raises(Exception, match="on their way to the host"):
         kv_worker.prefill(kv_prompt(blocks=4), wait=False)
 
-    assert {} == kv_harness.overlap(prompt, tier=None)
+    assert kv_harness.overlap(prompt, tier=None) == {}
     kv_worker.tick(1000.0)
-    assert {"host_pinned": {0: 4}} == kv_harness.overlap(prompt, tier=None)
+    assert kv_harness.overlap(prompt, tier=None) == {"host_pinned": {0: 4}}

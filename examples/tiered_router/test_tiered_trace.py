@@ -6,8 +6,8 @@
 
 Requests overlap, and last as long as their output takes. The times of the trace are the only clock.
 
-`multi_lru` links some blocks wrongly and says of some that they are gone while it has them, as the real one does. These are
-warnings: a router has to live with them.
+`multi_lru` links some blocks wrongly and says of some that they are gone while it has them, as the real one does. These
+are warnings: a router has to live with them.
 """
 
 from collections import Counter
@@ -17,14 +17,16 @@ import pytest
 from tiered_router import TieredIndex, TieredRouter
 
 from pytest_kvmock import EngineProfile, OutOfBlocks, StorageTier
-from pytest_kvmock.traces import MOONCAKE_BLOCK_SIZE
+from pytest_kvmock.fleets import MOONCAKE_BLOCK_SIZE
 
 MS_PER_TOKEN = 20
 
 
 @pytest.fixture
 def kv_base_profile(pytestconfig):
-    """Size the workers: small for the short prompts of the synthetic trace, so that they evict, or larger for a real one."""
+    """Size the workers: small for the short prompts of the synthetic trace, so that they evict, or larger for a real
+    one.
+    """
     device, host = (64, 512) if pytestconfig.getoption("kv_trace") is None else (1_000, 4_000)
     return EngineProfile(workers=2, block_size=MOONCAKE_BLOCK_SIZE, num_blocks=device, tiers={"host": host})
 

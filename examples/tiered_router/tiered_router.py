@@ -1,7 +1,7 @@
 """A router for workers with host memory below the device, which is what `test_tiered_router.py` tests.
 
-A prefix that the device holds costs nothing. One that host memory holds comes back over a link, which is cheaper than to
-compute it again. So a block on the device saves a whole block of prefill, and one that extends it on the host saves
+A prefix that the device holds costs nothing. One that host memory holds comes back over a link, which is cheaper than
+to compute it again. So a block on the device saves a whole block of prefill, and one that extends it on the host saves
 three quarters of one: the weights of Dynamo's router, `overlap_score_credit` and `host_cache_hit_weight`.
 """
 
@@ -23,8 +23,8 @@ CREDIT = {StorageTier.DEVICE: 1.0, StorageTier.HOST_PINNED: 0.75, StorageTier.DI
 class Tier:
     """The blocks that one worker has in one tier, each with the edge that leads to it.
 
-    No block is looked for before its parent is reached, so it does not matter in which order they came: the host stores a
-    prefix from its end.
+    No block is looked for before its parent is reached, so it does not matter in which order they came: the host stores
+    a prefix from its end.
     """
 
     def __init__(self) -> None:
@@ -129,7 +129,9 @@ class TieredRouter:
         return costs
 
     def route(self, local_hashes: Sequence[int]) -> int:
-        """Choose the cheapest worker, of several the one that was chosen least, and count the request as running there."""
+        """Choose the cheapest worker, of several the one that was chosen least, and count the request as running
+        there.
+        """
         costs = self.cost(local_hashes)
         worker = min(costs, key=lambda worker: (costs[worker], self._routed[worker]))
         self._routed[worker] += 1

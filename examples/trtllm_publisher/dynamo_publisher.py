@@ -1,15 +1,15 @@
 """What Dynamo's publisher for TensorRT-LLM gives its router, as a filter between a worker and an index.
 
-As read in ai-dynamo 1.6.1 (`dynamo.trtllm`), not run: of windows the longest alone, which it learns from the created events;
-of a Stored what stands before the first partial block; no Removed of what it left out; hashes signed; Updated and created are
-ignored, so that a block on the host counts as one of the device until it is gone.
+As read in ai-dynamo 1.6.1 (`dynamo.trtllm`), not run: of windows the longest alone, which it learns from the created
+events; of a Stored what stands before the first partial block; no Removed of what it left out; hashes signed; Updated
+and created are ignored, so that a block on the host counts as one of the device until it is gone.
 """
 
 from collections import defaultdict
 from dataclasses import replace
 
 from pytest_kvmock import Cleared, Removed, Stored
-from pytest_kvmock.events import Updated
+from pytest_kvmock.values import Updated
 
 
 class DynamoPublisher:

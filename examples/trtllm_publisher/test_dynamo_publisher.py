@@ -3,8 +3,7 @@
 import pytest
 from dynamo_publisher import DynamoPublisher
 
-from pytest_kvmock import EngineProfile, RadixIndex, RouterHarness, StorageTier
-from pytest_kvmock.backends import BACKENDS
+from pytest_kvmock import BACKENDS, EngineProfile, RadixIndex, RouterHarness, StorageTier
 
 WITH_HOST = BACKENDS["trtllm"].variant("trtllm_with_host", secondary_blocks=16)
 TWO_WINDOWS = BACKENDS["trtllm"].variant("trtllm_two_windows", windows=[32, 256])

@@ -1,7 +1,7 @@
 """Tests of a router that subscribes to three workers: over every dialect, and over the faults of a wire.
 
-No test sleeps: `await_subscribed` returns when nothing that is published is lost, and `asettle` asks the router until it
-answers what is right.
+No test sleeps: `await_subscribed` returns when nothing that is published is lost, and `asettle` asks the router until
+it answers what is right.
 """
 
 import pytest
@@ -31,8 +31,8 @@ class Fleet:
     def serve(self, rounds, worker=None):
         """Serve prompts; what a prompt changes is one batch.
 
-        The first of four begins with the system prompt; the second and the fourth continue the one before on their worker.
-        The worker is cleared before the seventh of eight.
+        The first of four begins with the system prompt; the second and the fourth continue the one before on their
+        worker. The worker is cleared before the seventh of eight.
         """
         for _ in range(rounds):
             for number in range(3) if worker is None else [worker]:
@@ -78,11 +78,11 @@ async def test_it_reads_every_dialect(fleet, kv_events):
         await fleet.subscribed()
         fleet.serve(12)
         await fleet.settled(router)
-        assert [] == [worker for worker in router.workers if len(worker.names) > 8 or len(worker.copies) > 8]
+        assert [worker for worker in router.workers if len(worker.names) > 8 or len(worker.copies) > 8] == []
         warm = fleet.make_prompt(blocks=1, after=fleet.prompts[-2])
         assert {1: len(fleet.prompts[-2].tokens) // 16} == router.overlap(warm.tokens)
-        assert 1 == router.route(warm.tokens)
-    assert [] != kv_events.removed
+        assert router.route(warm.tokens) == 1
+    assert kv_events.removed != []
 
 
 @pytest.mark.kv_dialects("vllm-0.24")
@@ -105,9 +105,9 @@ async def test_a_block_is_there_until_its_last_copy_is_removed(fleet, kv_prompt,
         first, second = worker.prefill(prompt), worker.prefill(prompt)  # the last block is computed twice
         first.finish()
         worker.serve(kv_prompt(blocks=6))  # in the place of one of its copies
-        assert 1 == len(kv_events.removed_blocks)
+        assert len(kv_events.removed_blocks) == 1
         await fleet.publishers[0].asettle(last_applied(router.workers[0], fleet.publishers[0]))
-        assert {0: 2} == router.overlap(prompt.tokens)
+        assert router.overlap(prompt.tokens) == {0: 2}
         second.finish()
         worker.serve(kv_prompt(blocks=8))
         await fleet.settled(router)
@@ -154,7 +154,7 @@ async def test_one_that_comes_late_asks_for_all(fleet):
         await fleet.subscribed()
         fleet.serve(1)  # it does not know that it missed any before
         await fleet.settled(router)
-    assert [0] == [replay.start for replay in fleet.publishers[2].replays]
+    assert [replay.start for replay in fleet.publishers[2].replays] == [0]
 
 
 @TWO

@@ -1,7 +1,8 @@
-"""A small router that subscribes to the KV events of its workers, with asyncio, and sends a request where its prefix is.
+"""A small router that subscribes to the KV events of its workers, with asyncio, and sends a request where its prefix
+is.
 
-It reads what every version of vLLM and SGLang writes (`read_batch`), asks for what it missed, and notices a restart. In its
-index the engine's hashes are names alone: the router hashes the tokens itself.
+It reads what every version of vLLM and SGLang writes (`read_batch`), asks for what it missed, and notices a restart. In
+its index the engine's hashes are names alone: the router hashes the tokens itself.
 """
 
 from __future__ import annotations

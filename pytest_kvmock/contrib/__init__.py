@@ -1,4 +1,5 @@
-"""What comes in through the public hooks and entry points, a folder each: fixtures, options and subcommands of its own.
+"""Subjects added through the public hooks and entry points, a folder each, with its fixtures, options and subcommands.
 
-The rest of the package imports nothing from here, and works without it. A folder that has a `plugin.py` is part of the plugin.
+The rest of the package imports nothing from here, and works without it. A folder that has a `plugin.py` is part of the
+plugin.
 """

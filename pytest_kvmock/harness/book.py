@@ -1,44 +1,44 @@
 """The book of what would have arrived without faults: a ledger of what workers publish, from the first fault on.
 
-It serves two questions. Which problems are results of an injected fault (`Attribution`)? And what should an index answer that
-survives faults (`SurvivalOracle`)? The second needs a history and a reference index too, which are kept where a test
-says that its router survives.
+It serves two questions. Which problems are results of an injected fault (`Attribution`)? And what should an index
+answer that survives faults (`SurvivalOracle`)? The second needs a history and a reference index too, which are kept
+where a test says that its router survives.
 
-`Recovery` keeps a book of its own, of what workers *published*: the two part where a real failure keeps an event from the
-router, at an unannounced restart, and when a worker is removed from the router. Which of them begins anew when:
+`Recovery` keeps a book of its own, of what workers *published*: the two part where a real failure keeps an event from
+the router, at an unannounced restart, and when a worker is removed from the router. Which of them starts over when:
 
 | what happens | ledger of what arrived | this book | recovery |
 |---|---|---|---|
-| a worker restarts, announced | anew | anew | anew |
-| a worker restarts, unannounced | continues: ids go backwards | continues: ids go backwards | anew |
-| the fault `restart` | continues: ids go backwards | anew | anew |
-| `remove_worker` | anew, any id | anew, any id | continues: the worker still exists |
-| `worker(id)` after that, a new one | anew, id 0 | anew, id 0 | anew |
+| a worker restarts, announced | again | again | again |
+| a worker restarts, unannounced | continues: ids go backwards | continues: ids go backwards | again |
+| the fault `restart` | continues: ids go backwards | again | again |
+| `remove_worker` | again, any id | again, any id | continues: the worker still exists |
+| `worker(id)` after that, a new one | again, id 0 | again, id 0 | again |
 | the fault `clear` | emptied | continues | continues |
 | a sink before the router raises | continues, the event is missing | continues, the event is missing | has the event |
 | a fault loses or changes an event | continues with what arrives | has the event as published | has the event |
 
-Each ledger has hash chains of its own: a chain of hashes remembers its stream, and one that two ledgers share would find
-wrong hashes in a sound stream.
+Each ledger has hash chains of its own: a chain of hashes remembers its stream, and one that two ledgers share would
+find wrong hashes in a sound stream.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from pytest_kvmock.events import Cleared, RouterEvent, StreamKey
 from pytest_kvmock.harness.survival import SurvivalOracle
-from pytest_kvmock.hygiene.attribution import Attribution
-from pytest_kvmock.hygiene.delivery import Delivery, Published
-from pytest_kvmock.hygiene.entries import Missed, WorkerRemoved
-from pytest_kvmock.hygiene.injection import Injection
-from pytest_kvmock.hygiene.ledger import Ledger
-from pytest_kvmock.hygiene.problem import Problem
-from pytest_kvmock.router.index import RadixIndex
+from pytest_kvmock.oracle.hygiene.attribution import Attribution
+from pytest_kvmock.oracle.hygiene.delivery import Delivery, Published
+from pytest_kvmock.oracle.hygiene.entries import Missed, WorkerRemoved
+from pytest_kvmock.oracle.hygiene.injection import Injection
+from pytest_kvmock.oracle.hygiene.ledger import Ledger
+from pytest_kvmock.oracle.hygiene.problem import Problem
+from pytest_kvmock.oracle.index.index import RadixIndex
+from pytest_kvmock.values.events import Cleared, RouterEvent, StreamKey
 
 
 class Book:
-    """A record of what workers published, beside what arrived.
+    """A record of what workers published, to compare with what arrived.
 
     Its ledger replays the journal of what arrived; until now that is what was published.
 
@@ -70,7 +70,9 @@ class Book:
         self._emptied: dict[Injection, Collection[int]] = {}
 
     def survive(self, reference: RadixIndex) -> SurvivalOracle:
-        """Keep from here on what an index should answer that survives faults; `reference` has what arrived until now."""
+        """Keep from here on what an index should answer that survives faults; `reference` has what arrived until
+        now.
+        """
         if self.survival is None:
             self.survival = SurvivalOracle(self.ledger, reference)
         return self.survival
@@ -87,7 +89,7 @@ class Book:
         self.attribution.lost_to_failure(problem, twin)
 
     def begin_anew(self, key: StreamKey, *, first_id: int | None) -> None:
-        """Begin anew with a worker and rank: it restarts, announced, or the router removes it."""
+        """Start over with a worker and rank: it restarts, announced, or the router removes it."""
         self.ledger.take(WorkerRemoved(*key, first_id, (key,)))
         self.attribution.begin_anew(key)
         if self.survival is not None:

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import NoReturn
 
-from pytest_kvmock.events import EventData, KvCacheEvent, RouterEvent, StorageTier, StreamKey
 from pytest_kvmock.harness.publisher import Publisher
 from pytest_kvmock.harness.user_sink import HASHES, Publishable, is_event
 from pytest_kvmock.harness.workers import Workers
+from pytest_kvmock.values.events import EventData, KvCacheEvent, RouterEvent, StorageTier, StreamKey
 
 
 class ByHand:
@@ -65,6 +65,7 @@ class ByHand:
 
 def _refuse(event: object) -> NoReturn:
     raise TypeError(
-        f"apply takes Stored, Removed, Located, Updated, Cleared, KvCacheEvent or RouterEvent, one or more, with {HASHES}, "
+        "apply takes Stored, Removed, Located, Updated, Cleared, KvCacheEvent or RouterEvent, one or more, with "
+        f"{HASHES}, "
         f"got {event!r:.80} ({type(event).__name__})"
     )

@@ -10,21 +10,22 @@ from collections.abc import Iterator, Mapping
 from random import Random
 from typing import Literal, NamedTuple
 
-from pytest_kvmock.events import Cleared, RouterEvent, Stored, StreamKey
 from pytest_kvmock.harness.queued import AskedPrompt
-from pytest_kvmock.hygiene.orphans import Orphaned, orphaned, places_of
-from pytest_kvmock.hygiene.stream import Stream
-from pytest_kvmock.prompt_keys import EventExtra, hash_options, part_of
-from pytest_kvmock.tokens import block_hashes, sequence_hashes
+from pytest_kvmock.oracle.hygiene.orphans import Orphaned, orphaned, places_of
+from pytest_kvmock.oracle.hygiene.stream import Stream
+from pytest_kvmock.values.events import Cleared, RouterEvent, Stored, StreamKey
+from pytest_kvmock.values.prompt_keys import EventExtra, hash_options, part_of
+from pytest_kvmock.values.tokens import block_hashes, sequence_hashes
 
 
 class QueriedChain(NamedTuple):
-    """A chain to look up: local hashes and block hashes from the first to the last; tokens and what they carried where known.
+    """A chain to look up: local hashes and block hashes from the first to the last; tokens and what they carried where
+    known.
 
-    `after` are the tokens behind them that the name of the last block covers, too: who asks by tokens asks with them.
+    `after` are the tokens behind them that the name of the last block covers, too: a query by tokens has them.
 
-    Of a negative query, which must match nothing, the block hashes only show which chain it was made from: by leaving out its
-    first block ("tail"), or by exchanging it for one that nobody stored ("foreign").
+    Of a negative query, which must match nothing, the block hashes only show which chain it was made from: by leaving
+    out its first block ("tail"), or by exchanging it for one that no worker stored ("foreign").
     """
 
     local: tuple[int, ...]
@@ -61,7 +62,7 @@ class Chains:
     Args:
         rng: picks foreign blocks.
         with_tokens: the index under test is asked with tokens.
-        by_tier: it tells tiers apart.
+        by_tier: it answers tier by tier.
     """
 
     def __init__(self, rng: Random, *, with_tokens: bool, by_tier: bool) -> None:
@@ -134,7 +135,9 @@ class Chains:
         return QueriedChain(stored.local_hashes, stored.blocks, stored.tokens, extra=extra, after=after)
 
     def of_prompt(self, asked: AskedPrompt, streams: Mapping[StreamKey, Stream]) -> QueriedChain:
-        """The chain of a prompt that a test asks for; its block hashes are those of the stream that has stored most of it."""
+        """The chain of a prompt that a test asks for; its block hashes are those of the stream that has stored most
+        of it.
+        """
         size, prompt = asked.block_size, asked.prompt
         local = tuple(prompt.block_hashes(size))
         named = max((places_of(stream, local) for stream in streams.values()), key=len, default=[])
@@ -144,7 +147,7 @@ class Chains:
         return QueriedChain(local, blocks, tokens, extra=asked.extra)
 
     def _filled(self, stream: Stream, block: int) -> QueriedChain | None:
-        """The chain to a partial block with tokens that fill it up: another block, of which its parents alone are held."""
+        """The chain to a partial block with tokens that fill it up: another block, with only its parents held."""
         event, parent = stream.stored_by(block), stream.parent(block)
         assert event is not None
         assert event.token_ids is not None
@@ -159,7 +162,7 @@ class Chains:
         return QueriedChain((*before.local, *local), blocks, (*before.tokens, *filled), extra=before.extra)
 
     def negative_queries(self, chain: QueriedChain) -> Iterator[QueriedChain]:
-        """Yield a chain with its first block exchanged, and without it. Of tokens, one of the block is another."""
+        """Yield a chain with its first block exchanged, and without it. With tokens: one of the block differs."""
         if len(chain.local) > 1:
             foreign, size, rest = self._rng.getrandbits(64), chain.block_size, chain.part(1, len(chain.local))
             tokens = None
@@ -189,6 +192,19 @@ def leading_run(stream: Stream, chain: QueriedChain) -> int:
             run.add(block)
         most = max(most, len(run))
     return most
+
+
+def without_a_word(stream: Stream, chain: QueriedChain) -> tuple[int, int] | None:
+    """The fewest and the most leading blocks of a chain that are right where leaves go without a Removed.
+
+    An index may obey `silently_gone`, or find such a leaf again when its parent has gone and come back, as one of
+    edges does. None where no leaf has gone so (TensorRT-LLM's V1: a free leaf that a partial match takes).
+    """
+    if not stream.gone and not stream.untold:
+        return None
+    most = leading_run(stream, chain)
+    gone = (place for place, block in enumerate(chain.blocks) if block in stream.gone)
+    return (most if chain.negative else min(next(gone, most), most)), most
 
 
 def orphaned_in(stream: Stream, chain: QueriedChain) -> Orphaned | None:

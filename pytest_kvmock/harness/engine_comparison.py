@@ -6,20 +6,21 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TypeAlias
 
-from pytest_kvmock.engine.worker import KvWorker
-from pytest_kvmock.events import StorageTier, StreamKey, check_block_hashes
+from pytest_kvmock.engines.worker import KvWorker
 from pytest_kvmock.harness.judge import Judge
-from pytest_kvmock.hygiene.drift import differences, oldest_first
-from pytest_kvmock.hygiene.entries import Counted, IdsPublished, Resident
-from pytest_kvmock.hygiene.problem import Problem
-from pytest_kvmock.hygiene.rules import ENGINE_DRIFT
+from pytest_kvmock.oracle.hygiene.drift import differences, oldest_first
+from pytest_kvmock.oracle.hygiene.entries import Counted, IdsPublished, Resident
+from pytest_kvmock.oracle.hygiene.problem import Problem
+from pytest_kvmock.oracle.hygiene.rules import ENGINE_DRIFT
+from pytest_kvmock.values.events import StorageTier, StreamKey, check_block_hashes
 
 Residents: TypeAlias = Iterable[tuple[StreamKey, StorageTier, Callable[[], Iterable[int]]]]
 """Sources of resident blocks: worker and rank, tier, and a callable that returns block hashes."""
 
 
 class EngineComparison:
-    """Compares, at each flush, ids with what was published, held blocks with capacities, and the stream with the engines.
+    """Compares, at each flush, ids with what was published, held blocks with capacities, and the stream with the
+    engines.
 
     Args:
         judge: has what arrived; problems are reported there.
@@ -51,10 +52,12 @@ class EngineComparison:
         """The sources of resident blocks: callables, and workers, with the device and each tier that is known of them.
 
         A worker that has never published, and holds nothing, is only a name for events made by hand. One that does not
-        publish any more, as it became a decode engine, is not compared.
+        publish any more, as it became a decode engine, is not compared, nor one that was reset and has not said so yet.
         """
         sources = [(key, tier, resident) for (key, tier), resident in self._resident.items()]
         for worker in workers:
+            if worker.cleared_waits:
+                continue
             if worker.is_watched or (worker.publishes and (worker.has_published or worker.manager.resident())):
                 key = (worker.worker_id, worker.dp_rank)
                 # What events promise, of an engine that drops some without a word.

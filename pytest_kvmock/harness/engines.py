@@ -7,18 +7,18 @@ from collections.abc import Callable, Collection, Mapping
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
-from pytest_kvmock.backends import EngineProfile
-from pytest_kvmock.clock.mock_engine import MockEngine
-from pytest_kvmock.engine.worker import RequestError
+from pytest_kvmock.engines.backends import EngineProfile
+from pytest_kvmock.engines.schedulers.args import MockEngineArgs
+from pytest_kvmock.engines.worker import RequestError
+from pytest_kvmock.fleets.clock.mock_engine import MockEngine
 from pytest_kvmock.harness.recording import Recording
-from pytest_kvmock.schedulers.args import MockEngineArgs
 
 if TYPE_CHECKING:
-    from pytest_kvmock.backends import BackendSpec
-    from pytest_kvmock.engine.worker import KvWorker
-    from pytest_kvmock.report.report import Report
-    from pytest_kvmock.schedulers.scheduler import ForwardPass
-    from pytest_kvmock.tokens import Prompt
+    from pytest_kvmock.engines.backends import BackendSpec
+    from pytest_kvmock.engines.schedulers.scheduler import ForwardPass
+    from pytest_kvmock.engines.worker import KvWorker
+    from pytest_kvmock.fleets.report.report import Report
+    from pytest_kvmock.values.tokens import Prompt
 
 
 class HarnessEngine(MockEngine):
@@ -34,7 +34,7 @@ class HarnessEngine(MockEngine):
         seed: seed of generated tokens.
 
     Attributes:
-        driver: who alone drives it now, in words; None: the test.
+        driver: the only driver of it now, in words; None: the test.
         output_of: returns the source of the tokens that a prompt is answered with; None: they follow from the seed.
     """
 
@@ -43,7 +43,8 @@ class HarnessEngine(MockEngine):
 
     def __init__(self, args: MockEngineArgs, worker: KvWorker, recording: Recording, seed: int) -> None:
         super().__init__(args, worker=worker, seed=seed)
-        self.log = recording
+        self.inside.log = recording
+        self.inside.token_source = self._token_source
         self._seed = seed
         self._alike: dict[str, int] = {}
         self._key = worker.worker_id, worker.dp_rank
@@ -83,8 +84,8 @@ def engine_args(profile: EngineProfile, spec: BackendSpec, fields: Mapping[str, 
     """Return the arguments of an engine by a profile; its type is that of the backend's scheduler.
 
     Raises:
-        ValueError: a field is unknown, out of range, or contradicts profile or backend. All sizes of the profile count: it
-            is what its worker is made by.
+        ValueError: a field is unknown, out of range, or contradicts profile or backend. All sizes of the profile count:
+            it is what its worker is made by.
     """
     fields = {"engine_type": spec.scheduler, **fields}
     return MockEngineArgs.from_profile(profile, explicit=_SIZES, **fields).following(spec.semantics)

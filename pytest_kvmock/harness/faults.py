@@ -1,31 +1,32 @@
 """The faults that a test injects (`kv_harness.faults`).
 
 One subject, one class: a method for each fault, with its arguments and errors. What a fault does to an event is in
-`pytest_kvmock.faults`.
+`pytest_kvmock.oracle.faults`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from pytest_kvmock.checks import check_integer, is_integer, unknown_text
-from pytest_kvmock.events import KINDS, Cleared, KvCacheEvent, RouterEvent, StreamKey, block_text
-from pytest_kvmock.faults import changes
-from pytest_kvmock.faults.fault import DoneAtOnce, Fault, RandomFault, wanted
-from pytest_kvmock.faults.injector import FaultInjector
-from pytest_kvmock.faults.kinds import check_rates, check_survived
 from pytest_kvmock.harness.judge import Judge
 from pytest_kvmock.harness.publisher import Publisher
 from pytest_kvmock.harness.workers import WorkerKey, Workers
-from pytest_kvmock.hygiene.delivery import Delivery
-from pytest_kvmock.hygiene.text import worker_text
+from pytest_kvmock.oracle.faults import changes
+from pytest_kvmock.oracle.faults.fault import DoneAtOnce, Fault, RandomFault, wanted
+from pytest_kvmock.oracle.faults.injector import FaultInjector
+from pytest_kvmock.oracle.faults.kinds import check_rates, check_survived
+from pytest_kvmock.oracle.hygiene.delivery import Delivery
+from pytest_kvmock.oracle.hygiene.text import worker_text
+from pytest_kvmock.values.checks import check_integer, is_integer, unknown_text
+from pytest_kvmock.values.events import KINDS, Cleared, KvCacheEvent, RouterEvent, StreamKey, block_text
 
 if TYPE_CHECKING:
-    from pytest_kvmock.backends import EngineProfile
-    from pytest_kvmock.engine.worker import KvWorker
-    from pytest_kvmock.faults.changes import Change
+    from pytest_kvmock.engines.backends import EngineProfile
+    from pytest_kvmock.engines.worker import KvWorker
+    from pytest_kvmock.oracle.faults.changes import Change
 
 __all__ = ["Faults"]
 
@@ -37,8 +38,8 @@ class Faults:
     """Injects faults between workers and router (`kv_harness.faults`).
 
     Most faults apply to the next `n` events that match their filters; `n=None` is every one until the fault is stopped.
-    Each of these methods returns a `Fault`, which is a context manager too; the others have done all that they do. One fault at most applies to an event: the one that
-    was asked for first, and one at random if no other applies.
+    Each of these methods returns a `Fault`, which is a context manager too; the others have done all that they do. One
+    fault at most applies to an event: the one that was asked for first, and one at random if no other applies.
 
     A problem that is a result of a fault is marked so (`Problem.fault`), and fails the test as any other, unless the
     test expects it, allows the rule, or requires that its router survives such faults (`survive`).
@@ -90,7 +91,7 @@ class Faults:
     def delay(
         self, n: int | None = 1, *, by: int = LATE_BY, kind: str | None = None, worker: WorkerKey | None = None
     ) -> Fault:
-        """Deliver events late: after `by` more of their worker and rank. Without so many they never arrive.
+        """Deliver events late: after `by` more of their worker and rank. If that many do not follow, they never arrive.
 
         The other arguments, and the errors: see `lose`.
         """
@@ -146,7 +147,9 @@ class Faults:
         return self._script("self_parent", changes.self_parent, n, worker=worker)
 
     def sink_failure(self, n: int | None = 1, *, kind: str | None = None, worker: WorkerKey | None = None) -> Fault:
-        """Raise in a sink between worker and router: the router never gets the event. Arguments and errors: see `lose`."""
+        """Raise in a sink between worker and router: the router never gets the event. Arguments and errors: see
+        `lose`.
+        """
         return self._script("sink_failure", changes.lost, n, kind=kind, worker=worker)
 
     def missing_first(self, n: int | None = 1, *, worker: WorkerKey | None = None) -> Fault:
@@ -191,7 +194,7 @@ class Faults:
             if value is not None and not _is_text(value):
                 raise ValueError(f"kv_harness.faults.salt: {name} must be a text in UTF-8, or None, got {value!r:.80}")
         if not lora_name and not cache_namespace:
-            raise ValueError("kv_harness.faults.salt: give a lora_name or a cache_namespace, no empty string")
+            raise ValueError("kv_harness.faults.salt: give a lora_name or a cache_namespace that is not empty")
         change = changes.salted(self._profile.block_size, lora_name, cache_namespace)
         return self._script("salt", change, None, worker=worker, lora_name=lora_name, cache_namespace=cache_namespace)
 
@@ -209,8 +212,8 @@ class Faults:
             worker: see `lose`.
 
         Raises:
-            ValueError: as `lose`; there is no index under test; or every worker that it may apply to is of an engine whose hashes are
-                signed already, as SGLang's are.
+            ValueError: as `lose`; there is no index under test; or every worker that it may apply to is of an engine
+                whose hashes are signed already, as SGLang's are.
         """
         if self._judge.under_test is None:
             raise ValueError("kv_harness.faults.signed: there is no index under test that could be given signed hashes")
@@ -218,7 +221,8 @@ class Faults:
         engines = {(one.worker_id, one.dp_rank): one for one in self._workers.by_key.values()}
         if keys and all(key in engines and _is_signed(engines[key]) for key in keys):
             raise ValueError(
-                f"kv_harness.faults.signed: backend {engines[keys[0]].backend!r} publishes signed hashes already, so that the fault "
+                f"kv_harness.faults.signed: backend {engines[keys[0]].backend!r} publishes signed hashes already, so "
+                "that the fault "
                 "would change nothing"
             )
         fault = self._script("signed", changes.signed, n, kind=kind, worker=worker, of_index_input=True)
@@ -228,7 +232,8 @@ class Faults:
     # ----------------------------------------------------------------------------------------- of the workers
 
     def restart(self, worker: WorkerKey = 0) -> DoneAtOnce:
-        """Restart a worker unannounced, as after a crash: it is empty, and its event ids begin with 0; see `KvWorker.restart`.
+        """Restart a worker unannounced, as after a crash: it is empty, and its event ids begin with 0; see
+        `KvWorker.restart`.
 
         Args:
             worker: which, all its ranks; or which (worker, rank).
@@ -246,7 +251,8 @@ class Faults:
         return DoneAtOnce("restart")
 
     def crashed(self, worker: WorkerKey) -> None:
-        """Record that a worker dies, in a fleet (`Moment.crash`): nothing of it is lost or changed, there is no more of it.
+        """Record that a worker dies, in a fleet (`Moment.crash`): nothing of it is lost or changed, there is no more of
+        it.
 
         Args:
             worker: which, all its ranks; or which (worker, rank).
@@ -307,15 +313,87 @@ class Faults:
             self._judge.mismatched(key, self._injector.injection("block_size", key))
         return made
 
+    # ------------------------------------------------------------------------------------------ of the stores
+
+    def evict(self, store: str, n: int | None = None) -> DoneAtOnce:
+        """Have a store drop its oldest blocks: files, objects, or chunks.
+
+        LMCache's server says so in its log, and HiCache's master in its stream; of files and of Mooncake below vLLM no
+        stream says it, so that an index may be stale.
+
+        Args:
+            store: its name.
+            n: how many; None: all.
+
+        Raises:
+            ValueError: an unknown store, or no count of at least 1.
+        """
+        target = self._store("evict", store)
+        if n is not None:
+            _check_count("evict", "n", n)
+        self._inject_in_store("evict", store, target.drop(len(target) if n is None else n))
+        return DoneAtOnce("evict")
+
+    def restart_store(self, store: str) -> DoneAtOnce:
+        """Restart a store, with nothing in it: the streams of LMCache's workers say so, as they next read its log.
+
+        Args:
+            store: its name.
+
+        Raises:
+            ValueError: an unknown store, or a folder of files.
+        """
+        target = self._store("restart_store", store, needs="restart")
+        target.restart()
+        self._inject_in_store("restart_store", store)
+        return DoneAtOnce("restart_store")
+
+    def trim_log(self, store: str, keep: int = 0) -> DoneAtOnce:
+        """Have LMCache's server forget all but the last records of its log.
+
+        A worker that has not read them takes back all that it announced, and is silent of what it did not read.
+
+        Args:
+            store: its name.
+            keep: how many stay.
+
+        Raises:
+            ValueError: an unknown store, or one without a log.
+        """
+        target = self._store("trim_log", store, needs="trim_log")
+        check_integer("kv_harness.faults.trim_log: keep", keep, 0)
+        target.trim_log(keep)
+        self._inject_in_store("trim_log", store)
+        return DoneAtOnce("trim_log")
+
+    def _store(self, fault: str, store: str, needs: str = "drop") -> Any:
+        made = self._workers.stores
+        if store not in made:
+            text = unknown_text("store", store, made) if made else f"no worker shares a store, got {store!r:.80}"
+            raise ValueError(f"kv_harness.faults.{fault}: {text}")
+        if not hasattr(made[store], needs):
+            raise ValueError(f"kv_harness.faults.{fault}: {store!r} is a {type(made[store]).__name__}, which has none")
+        return made[store]
+
+    def _inject_in_store(self, fault: str, store: str, names: Sequence[int] = ()) -> None:
+        """Record that a fault of a store: no stream was changed, and each of its workers is concerned."""
+        workers = self._judge.reference.stores[store].workers
+        keys = [key for key in sorted(self._judge.ledger.streams) if key[0] in workers]
+        with self._publisher.lock:
+            self._begin()
+            first = keys[0] if keys else (workers[0], 0)
+            own = self._injector.injection(fault, first, keys=frozenset(keys), whole=True)
+            self._judge.noted(replace(own, store=store, blocks=frozenset(names), subjects=frozenset(names)))
+
     # ---------------------------------------------------------------------------------------------- the test
 
     def survive(self, *names: str) -> DoneAtOnce:
         """Require that the router survives these faults.
 
-        Their results in the stream do not fail the test. But an index under test must be right in spite of them: at each
-        flush and at the end its answers are compared with what was *published*, as far as a router can detect it. Until
-        it has recovered from a fault, its answers for that worker and rank are not compared after each event; and once
-        another fault has changed their stream, not at all.
+        Their results in the stream do not fail the test. But an index under test must be right in spite of them: at
+        each flush and at the end its answers are compared with what was *published*, as far as a router can detect it.
+        Until it has recovered from a fault, its answers for that worker and rank are not compared after each event; and
+        once another fault has changed their stream, not at all.
 
         Events may have been published before, if all of them arrived as they were.
 
@@ -393,7 +471,7 @@ class Faults:
         of_index_input: bool = False,
         **arguments: Any,
     ) -> Fault:
-        """Arm a fault; `arguments` are those to show beside n and worker, an event's kind among them."""
+        """Arm a fault; `arguments` are those to show in addition to n and worker, an event's kind among them."""
         if n is not None:
             _check_count(name, "n", n)
         only = arguments.get("kind")
@@ -437,7 +515,8 @@ class Faults:
         if not found or not all(map(is_integer, worker if isinstance(worker, tuple) else (worker,))):
             named = ", ".join(map(str, known if isinstance(worker, tuple) else dict.fromkeys(key[0] for key in known)))
             raise ValueError(
-                f"kv_harness.faults.{fault}: {argument}: there is no worker {worker!r}; there are: {named or 'none yet'}"
+                f"kv_harness.faults.{fault}: {argument}: there is no worker {worker!r}; there are: "
+                f"{named or 'none yet'}"
             )
         return found
 

@@ -6,23 +6,27 @@ from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
-from pytest_kvmock.backends import BackendSpec, EngineProfile
-from pytest_kvmock.cache.manager import KvManager, protocol_mismatch
-from pytest_kvmock.engine.worker import KvWorker
+from pytest_kvmock.engines.backends import BackendSpec, EngineProfile
+from pytest_kvmock.engines.base.manager import KvManager, protocol_mismatch
+from pytest_kvmock.engines.worker import KvWorker
 from pytest_kvmock.harness.publisher import Publisher
 from pytest_kvmock.harness.recording import Recording
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from pytest_kvmock.harness.roles import Role
     from pytest_kvmock.harness.under_test import IndexMethod
-    from pytest_kvmock.sinks import Sink
-    from pytest_kvmock.tokens import Prompt, TokenIds
+    from pytest_kvmock.values.sinks import Sink
+    from pytest_kvmock.values.tokens import Prompt, TokenIds
 
 _MANAGERS: Final[set[type]] = set()
 """Classes that were found to have the methods of a manager: each test makes some."""
 
 
 class HarnessWorker(KvWorker):
-    """A worker of a harness: made by a profile, and recorded; it may announce a restart. Events are held until it is known.
+    """A worker of a harness: made by a profile, and recorded; it may announce a restart. Events are held until it is
+    known.
 
     Args:
         spec: its backend.
@@ -33,13 +37,19 @@ class HarnessWorker(KvWorker):
         recording: records the operations on it.
         rng: source of generated tokens and of the names of partial blocks.
         by_tokens: the method by which the index under test is asked by tokens; None: it is not.
+        role: what it is for in a P/D pair; None: it is in none. What such a worker does is not recorded.
+        below: what is below its device, as the option `tiers` of its backend; None: nothing.
 
     Raises:
         ValueError: the backend refused, raised, or made what is no manager or one of another backend.
 
     Attributes:
         spec: its backend.
+        role: what it is for in a P/D pair, or None.
+        rejoin: joins its port to those of the other ranks of its worker; None if it has none.
     """
+
+    rejoin: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -52,12 +62,16 @@ class HarnessWorker(KvWorker):
         recording: Recording,
         rng: Random,
         by_tokens: IndexMethod | None = None,
+        role: Role | None = None,
+        below: Any = None,
     ) -> None:
-        self.spec = spec
+        self.spec, self.role = spec, role
         self._by_tokens = by_tokens
         self._publisher = publisher
+        options = {} if below is None else {"tiers": below}
+        options |= {} if role is None else role.options_of(spec)
         super().__init__(
-            partial(_make_manager, spec, profile, dp_rank),
+            partial(_make_manager, spec, profile, dp_rank, options),
             worker_id,
             dp_rank,
             sink=publisher,
@@ -66,7 +80,9 @@ class HarnessWorker(KvWorker):
             rng=rng,
             driver=spec.driver,
             holds_events=True,
-            log=recording,
+            log=recording if role is None else None,
+            publishes=role is None or role.publishes,
+            pair=None if role is None else role.pair,
         )
 
     def accept(self, prompt: Prompt | TokenIds) -> Prompt:
@@ -81,10 +97,18 @@ class HarnessWorker(KvWorker):
 
     @property
     def next_id(self) -> int | None:
-        """The id of its next event; None while it holds events, or something drives it that does not wait for a test."""
+        """The id of its next event; None while it holds events, or something drives it that does not wait for a
+        test.
+        """
         if self._recorder.held or getattr(self._engine, "driver", None) is not None:
             return None
         return self._publisher.next_id(self.worker_id, self.dp_rank)
+
+    def _begin_anew(self) -> None:
+        """Begin with another port, which is joined to those of the other ranks; a fleet or a server joins its own."""
+        super()._begin_anew()
+        if self.rejoin is not None and self._engine is None:
+            self.rejoin()
 
     def _announce_restart(self, announced: bool) -> None:
         """An announced restart removes the worker from ledger and indexes first. Its `KvPublisher` restarts, too."""
@@ -96,9 +120,10 @@ def options_of(profile: EngineProfile) -> dict[str, Any]:
     return {} if profile.tiers is None else {"tiers": profile.tiers}
 
 
-def _make_manager(spec: BackendSpec, profile: EngineProfile, dp_rank: int, sink: Sink | None) -> KvManager:
+def _make_manager(
+    spec: BackendSpec, profile: EngineProfile, dp_rank: int, options: Mapping[str, Any], sink: Sink | None
+) -> KvManager:
     """Make the block manager of a worker, and check that it is one, of this backend."""
-    options = options_of(profile)
     spec.check_options(options)
     try:
         manager = spec.make(

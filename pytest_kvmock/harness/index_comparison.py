@@ -5,14 +5,14 @@ One subject: a query, from the event that causes it to the problem that its answ
 Where a backend is not prefix-closed the reference itself can be wrong: it loses the children of a block that is removed
 before them, and applies the event of an engine that links a block to its own descendant. There, any answer between that
 of the reference and the leading run of blocks that are held according to the events is right. So it is for chains in
-which two blocks stand for one place, and for those through a block that an engine has left without its parent; an answer
-outside of that is listed under `orphaned_child`, but not one that counts what is not held, or is behind a hole.
+which two blocks stand for one place, and for those through a block that an engine has left without its parent; an
+answer outside of that is listed under `orphaned_child`, but not one that counts what is not held, or is behind a hole.
 
-Of a hybrid model any answer is right from what the engine would reuse (`harness.reuse`) up to what its attention group holds. The
-engine is asked at rest: what an event leaves open is looked up again then.
+For a hybrid model, any answer is right from what the engine would reuse (`harness.reuse`) up to what its attention
+group holds. The engine is asked at rest: what an event leaves open is looked up again then.
 
-An index that has `find_tiered` or `match_tiered` tells tiers apart. As soon as an event has named a tier below the device, it is asked for
-those too.
+An index that has `find_tiered` or `match_tiered` answers tier by tier. As soon as an event has named a tier below the
+device, it is asked for those too.
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from random import Random
-from typing import Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
-from pytest_kvmock.events import Cleared, Removed, RouterEvent, StorageTier, StreamKey, block_text
-from pytest_kvmock.harness.chains import Chains, QueriedChain, leading_run, orphaned_in
+from pytest_kvmock.harness.chains import Chains, QueriedChain, leading_run, orphaned_in, without_a_word
 from pytest_kvmock.harness.queued import AskedPrompt, QueuedEvent, QueuedRemoval, WrongAnswer
 from pytest_kvmock.harness.reuse import Reuse, bounds_text, misread
-from pytest_kvmock.harness.survival import SurvivalOracle
 from pytest_kvmock.harness.under_test import (
     Call,
     Findings,
@@ -43,17 +41,21 @@ from pytest_kvmock.harness.under_test import (
     of_each_form,
     raised_at,
 )
-from pytest_kvmock.hygiene.folding import fold
-from pytest_kvmock.hygiene.ledger import Ledger
-from pytest_kvmock.hygiene.orphans import held_under_one_path, stored_as
-from pytest_kvmock.hygiene.problem import Problem
-from pytest_kvmock.hygiene.rules import EVENT_ID_GAP, INDEX_DRIFT, INDEX_FAILURE
-from pytest_kvmock.hygiene.story import story_of
-from pytest_kvmock.hygiene.stream import Desync
-from pytest_kvmock.hygiene.text import NOBODY, worker_text
-from pytest_kvmock.prompt_keys import hash_options
-from pytest_kvmock.router.index import RadixIndex
-from pytest_kvmock.tokens import block_hashes
+from pytest_kvmock.oracle.hygiene.folding import fold
+from pytest_kvmock.oracle.hygiene.ledger import Ledger
+from pytest_kvmock.oracle.hygiene.orphans import held_under_one_path, stored_as
+from pytest_kvmock.oracle.hygiene.problem import Problem
+from pytest_kvmock.oracle.hygiene.rules import EVENT_ID_GAP, INDEX_DRIFT, INDEX_FAILURE
+from pytest_kvmock.oracle.hygiene.story import story_of
+from pytest_kvmock.oracle.hygiene.stream import Desync
+from pytest_kvmock.oracle.hygiene.text import NO_WORKER, worker_text
+from pytest_kvmock.oracle.index.index import RadixIndex
+from pytest_kvmock.values.events import Cleared, Removed, RouterEvent, StorageTier, StreamKey, block_text
+from pytest_kvmock.values.prompt_keys import has_items, hash_options
+from pytest_kvmock.values.tokens import block_hashes
+
+if TYPE_CHECKING:
+    from pytest_kvmock.harness.survival import SurvivalOracle
 
 Sync: TypeAlias = Literal["every", "auto", "burst", "end"]
 SYNC: Final = ("every", "auto", "burst", "end")
@@ -64,6 +66,9 @@ THEN_ONE_IN: Final = 16
 
 MOST_IN_A_BURST: Final = 10_000
 """How many events an index is given at most without a flush."""
+
+_SCOPE: Final = ("lora_name", "cache_salt")
+"""What says whose a prompt is, in addition to its tokens."""
 
 
 class IndexComparison:
@@ -144,7 +149,9 @@ class IndexComparison:
             self._catching_up, self._at_rest = False, True
 
     def end_burst(self) -> Findings:
-        """Flush the index, and look up what the events of the burst have changed; nothing to do where there were none."""
+        """Flush the index, and look up what the events of the burst have changed; nothing to do where there were
+        none.
+        """
         return self._compare() if self._unasked or self._naming else _nothing()
 
     def _catch_up(self) -> Findings:
@@ -234,7 +241,8 @@ class IndexComparison:
         return None if self.waiting or self._catching_up or self._sync == "end" else self._given
 
     def answered(self, asked: AskedPrompt, tiers: TierScores, position: int) -> Findings:
-        """Compare what a test was answered. It counts as it came: the index is asked again only for shorter parts of the prompt.
+        """Compare what a test was answered. It counts as it came: the index is asked again only for shorter parts of
+        the prompt.
 
         Args:
             asked: what the test has asked for.
@@ -285,7 +293,7 @@ class IndexComparison:
             try:
                 yield function, argument
             except Exception as error:  # noqa: BLE001 - as in run
-                found.append(self._failure("remove_worker", error, removal.keys[0] if removal.keys else NOBODY))
+                found.append(self._failure("remove_worker", error, removal.keys[0] if removal.keys else NO_WORKER))
         for key in removal.keys:
             self._desyncs.pop(key, None)
         return found
@@ -298,7 +306,7 @@ class IndexComparison:
             try:
                 yield lambda _: flush(), None
             except Exception as error:  # noqa: BLE001 - as in run
-                found.append(self._failure("flush", error, NOBODY))
+                found.append(self._failure("flush", error, NO_WORKER))
         self._after_flush()
         return found
 
@@ -324,7 +332,9 @@ class IndexComparison:
         return found
 
     def recheck(self, position: int) -> Findings:
-        """Compare what events left open, and all chains of the streams that faults affect: the index must be right by now."""
+        """Compare what events left open, and all chains of the streams that faults affect: the index must be right
+        by now.
+        """
         found = yield from self._left_open()
         for key in [] if self.survival is None else list(self.survival.affected):
             if key in self._ledger.streams:
@@ -404,6 +414,15 @@ class IndexComparison:
         too_many = got >= right.stop
         block, story = self._story((worker, rank), shortest, tier, too_many=too_many)
         on = f"on a {len(shortest.local)}-block prefix (ends in {block_text(block)}); {story}"
+        if (
+            too_many
+            and tier is StorageTier.DEVICE
+            and "never removed" in story
+            and right.stop <= len(shortest.blocks) - 1
+        ):
+            before = shortest.blocks[right.stop - 1]  # the first that the reference lacks
+            if (stream := self._ledger.streams.get((worker, rank))) is not None and stream.was_stored(before):
+                on += f", but what stands before it is gone: {story_of(stream, before, tier)}"
         if too_many and (what := self._never_stored((worker, rank), shortest)):
             on = f"for {what}"
         stream = self._ledger.streams.get((worker, rank))
@@ -444,7 +463,9 @@ class IndexComparison:
         return problem
 
     def _never_stored(self, key: StreamKey, chain: QueriedChain) -> str:
-        """What a negative query has asked for, and which key must be wrong; empty where it is a stored prefix after all."""
+        """What a negative query has asked for, and which key must be wrong; empty where it is a stored prefix after
+        all.
+        """
         stream = self._ledger.streams.get(key)
         if not chain.negative or (stream is not None and stored_as(stream, chain.local)):
             return ""
@@ -457,8 +478,8 @@ class IndexComparison:
             return f"{text} and has the same next token, which this worker's names cover"
         made = f"{first} with one token changed" if chain.tokens is not None else f"another in place of {first}"
         if count > 1:
-            return f"{last} behind a block that nobody stored: {made}; what stands before a block is part of it"
-        return f"a block that nobody stored: {made}; your key of it is also that of {first}"
+            return f"{last} behind a block that no worker stored: {made}; what stands before a block is part of it"
+        return f"a block that no worker stored: {made}; your key of it is also that of {first}"
 
     def _story(self, key: StreamKey, chain: QueriedChain, tier: StorageTier, *, too_many: bool) -> tuple[int, str]:
         """The last block of a chain, by the name that the worker and rank has for it, and its history.
@@ -469,15 +490,20 @@ class IndexComparison:
             tier: where the answer is wrong.
             too_many: the answer is too high: the index may have had blocks before the first event.
         """
-        early = "; was the index empty at the start?"
+        early, keys = "; was the index empty at the start?", ""
+        if chain.extra and (given := [f"{each}={chain.extra[each]!r}" for each in _SCOPE if chain.extra.get(each)]):
+            early, keys = "", f" with {' and '.join(given)}; is that part of your key?"
         streams, block = self._ledger.streams, chain.blocks[-1]
         own = streams.get(key)
         if own is not None:
-            # Without its first block it may be another chain that was stored; and so may be what begins below the device,
-            # where a block comes without its parent.
+            # Without its first block it may be another chain that was stored; and so may be what begins below the
+            # device, where a block comes without its parent.
             if chain.negative or (len(own.tiers) > 1 and not own.was_stored(block)):
                 named = stored_as(own, chain.local)
                 block = min(named) if named else block
+            store = (own.spec.stores or {}).get(tier)
+            if store is not None and block in self._ledger.owned.get(store, ()):
+                return block, f"the store {store!r} has it, and {worker_text(*key)} can load from it"
             if own.was_stored(block):
                 return block, story_of(own, block, tier)
         others = [other for other, stream in streams.items() if other != key and stream.was_stored(block)]
@@ -485,7 +511,7 @@ class IndexComparison:
         if others:
             observed = f"it never stored it, {worker_text(*others[0])} did"
             return block, observed + early * (too_many and others[0][0] != key[0])
-        return block, f"no worker ever stored it{early}"
+        return block, f"no worker ever stored it{keys}{early}"
 
     def _orphan(
         self, answer: Scores | WorkerScores, key: StreamKey, chain: QueriedChain
@@ -529,7 +555,8 @@ class IndexComparison:
         wrong = self._wrong(answer, chain, ignored, asked)
         if wrong is not None:
             return WrongAnswer(asked.name, answer, StorageTier.DEVICE, *wrong)
-        if tiered is None or all(len(stream.tiers) == 1 for stream in self._ledger.streams.values()):
+        streams = self._ledger.streams.values()
+        if tiered is None or all(len(stream.tiers) == 1 and stream.spec.stores is None for stream in streams):
             return None
         if asked.name != tiered.name:
             returned = yield self._question(chain, tiered)
@@ -550,7 +577,8 @@ class IndexComparison:
         if wrong is not None or not by_tier:
             return None if wrong is None else WrongAnswer(asked.name, answer, StorageTier.DEVICE, *wrong)
         free = () if self.survival is None else self.survival.unjudged_below(ignored)
-        below = difference_below(tiers, self._held_by_tier(chain, asked), free, forgets=self._under_test.may_forget)
+        held = self._reference.allowed(self._held_by_tier(chain, asked), tiers)
+        below = difference_below(tiers, held, free, forgets=self._under_test.may_forget)
         return None if below is None else WrongAnswer(asked.name, answer, *below)
 
     def _wrong(
@@ -574,6 +602,10 @@ class IndexComparison:
         for key, stream in self._ledger.streams.items():
             if not stream.spec.prefix_closed:
                 run, due = leading_run(stream, chain), expected.get(key, 0)
+            elif (runs := without_a_word(stream, chain)) is not None:
+                due = expected.get(key, 0)
+                least[key], most[key] = min(runs[0], due), max(runs[1], due)
+                continue
             elif (found := orphaned_in(stream, chain)) is not None:
                 run, due = found.run, expected.get(key, 0)
             elif (alike := held_under_one_path(stream, chain.local)) is not None:
@@ -581,6 +613,12 @@ class IndexComparison:
             else:
                 continue
             least[key], most[key] = min(run, due), max(run, due)
+        for key, stream in self._ledger.streams.items() if has_items(chain.extra) else ():
+            # vLLM's names have the place of an image in its block, the local hashes of Dynamo do not: both are right,
+            # but of an index that answers what is reused.
+            run = leading_run(stream, chain)
+            lower, upper = (run, run) if exactly else (least.get(key, 0), most.get(key, 0))
+            least[key], most[key] = min(run, lower), max(run, upper)
         streams = self._ledger.streams
         self._reuse.widen(streams, chain, least, most, at_rest=self._at_rest, exactly=exactly)
         self._is_open = not self._at_rest and not agree(answer, most if exactly else expected)

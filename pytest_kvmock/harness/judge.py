@@ -1,7 +1,8 @@
 """The judge: receives every event that arrives, and records in the log what is wrong with it.
 
-One subject: what is done with an arrival, and with all else that a ledger learns. An event is applied to the ledger, to the
-reference index and to the index under test, in this order. The comparison with the engines is in `engine_comparison.py`.
+One subject: what is done with an arrival, and with all else that a ledger learns. An event is applied to the ledger, to
+the reference index and to the index under test, in this order. The comparison with the engines is in
+`engine_comparison.py`.
 """
 
 from __future__ import annotations
@@ -11,29 +12,29 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager, suppress
 from itertools import chain
 from random import Random
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from pytest_kvmock.checks import unknown_text
-from pytest_kvmock.events import Located, Removed, RouterEvent, StorageTier, StreamKey, Updated
-from pytest_kvmock.harness.book import Book
 from pytest_kvmock.harness.index_comparison import SYNC, IndexComparison, Sync
 from pytest_kvmock.harness.queued import AskedPrompt, QueuedEvent
 from pytest_kvmock.harness.reuse import Reuse
 from pytest_kvmock.harness.under_test import Calls, IndexUnderTest, TierScores, arun, forms_of, of_each_form, run
-from pytest_kvmock.hygiene import entries
-from pytest_kvmock.hygiene.delivery import Delivery, Published
-from pytest_kvmock.hygiene.drift import oldest_first
-from pytest_kvmock.hygiene.injection import Injection
-from pytest_kvmock.hygiene.ledger import Ledger
-from pytest_kvmock.hygiene.log import EventLog
-from pytest_kvmock.hygiene.problem import Problem
-from pytest_kvmock.hygiene.rules import SINK_FAILURE
-from pytest_kvmock.hygiene.stream import Stream
-from pytest_kvmock.router.index import RadixIndex, RadixIndexError
-from pytest_kvmock.tokens import Prompt
+from pytest_kvmock.oracle.hygiene import entries
+from pytest_kvmock.oracle.hygiene.delivery import Delivery, Published
+from pytest_kvmock.oracle.hygiene.drift import oldest_first
+from pytest_kvmock.oracle.hygiene.injection import Injection
+from pytest_kvmock.oracle.hygiene.ledger import Ledger
+from pytest_kvmock.oracle.hygiene.log import EventLog
+from pytest_kvmock.oracle.hygiene.problem import Problem
+from pytest_kvmock.oracle.hygiene.rules import SINK_FAILURE
+from pytest_kvmock.oracle.hygiene.stream import Stream
+from pytest_kvmock.oracle.index.index import CLEARS, Clears, RadixIndex, RadixIndexError
+from pytest_kvmock.values.checks import unknown_text
+from pytest_kvmock.values.events import Located, Removed, RouterEvent, StorageTier, StreamKey, Updated
+from pytest_kvmock.values.tokens import Prompt
 
 if TYPE_CHECKING:
-    from pytest_kvmock.prompt_keys import EventExtra
+    from pytest_kvmock.harness.book import Book
+    from pytest_kvmock.values.prompt_keys import EventExtra
 
 InputFilter = Callable[[RouterEvent], tuple[Injection | None, RouterEvent]]
 """Returns the record of a fault in the input of the index under test, if there is one, and what the index is given."""
@@ -42,7 +43,7 @@ UnpublishedBlocks: TypeAlias = Callable[[StorageTier], Container[int]]
 """Returns the blocks of a tier that an engine has there without a Stored; see `entries.Unpublished`."""
 
 
-def check_comparison(sync: object, semantics: object) -> None:
+def check_comparison(sync: object, clears: object) -> None:
     """Return if there are such comparisons, and such a reference index; see `RouterHarness`.
 
     Raises:
@@ -50,8 +51,8 @@ def check_comparison(sync: object, semantics: object) -> None:
     """
     if sync not in SYNC:
         raise ValueError(unknown_text("sync", sync, SYNC))
-    if semantics not in (None, "e1"):
-        raise ValueError(f"unknown index_semantics {semantics!r}; known: None, 'e1'")
+    if clears not in CLEARS:
+        raise ValueError(unknown_text("clears", clears, CLEARS))
 
 
 class RecoveryAnswer(NamedTuple):
@@ -78,8 +79,9 @@ class Judge:
         index: the index under test; None for the reference alone.
         sync: when it is compared; see `RouterHarness`.
         rng: source of what a comparison picks at random.
-        semantics: of the reference index; see `RadixIndex`.
+        clears: of the reference index; see `RadixIndex`.
         journal: the journal of the ledger, empty.
+        stores: the stores that workers share, by name.
 
     Attributes:
         ledger: what is held according to the events.
@@ -99,13 +101,14 @@ class Judge:
         sync: Sync,
         rng: Random,
         *,
-        semantics: Literal["e1"] | None,
+        clears: Clears,
         journal: entries.Journal,
+        stores: Mapping[str, Any] | None = None,
     ) -> None:
         self.log = log
         self.ledger = Ledger(journal)
         log.group_of_blocks = self.ledger.attention_group
-        self.reference = RadixIndex(semantics=semantics)
+        self.reference = RadixIndex(clears=clears, stores=stores)
         self.under_test = None if index is None else IndexUnderTest.of(index)
         self.book: Book | None = None
         self.index_input_filter: InputFilter | None = None
@@ -141,7 +144,8 @@ class Judge:
 
         Args:
             entry: what is known of it.
-            unpublished: what its engine has without a Stored below the device; it is asked before such a block is removed.
+            unpublished: what its engine has without a Stored below the device; it is asked before such a block is
+                removed.
         """
         self.ledger.take(entry)
         if entry.spec is not None:
@@ -160,7 +164,7 @@ class Judge:
         return frozenset(block for block in blocks if block in there)
 
     def _take(self, ledger: Ledger, event: RouterEvent) -> list[Problem]:
-        """Have a ledger take an event, with what it has to know of the engine beside it."""
+        """Have a ledger take an event, with the engine's facts that it needs."""
         if self._unpublished and isinstance(event.data, Removed):
             blocks = self.unpublished(event.key, event.storage_tier, event.data.block_hashes)
             if blocks:
@@ -168,8 +172,10 @@ class Judge:
         return ledger.take(event)
 
     def keep_book(self) -> Book:
-        """Keep from here on a book of what is published, beside what arrives."""
+        """Keep from here on a book of what is published, in addition to what arrives."""
         if self.book is None:
+            from pytest_kvmock.harness.book import Book  # imported on first use
+
             self.book = Book(self.ledger)
         return self.book
 
@@ -227,7 +233,10 @@ class Judge:
 
     def crashed(self, key: StreamKey) -> None:
         """Record that a worker and rank died: what it has published arrives as it is, and nothing comes after that."""
-        injection = Injection("crash", *key, keys=frozenset({key}), whole=True)
+        self.noted(Injection("crash", *key, keys=frozenset({key}), whole=True))
+
+    def noted(self, injection: Injection) -> None:
+        """Record what changed no stream: a worker died, or a store got a fault."""
         self.keep_book().attribution.injected(injection)
         self.ledger.take(entries.Injected(injection))
 
@@ -263,11 +272,13 @@ class Judge:
             book.received(delivery)
 
     def takes_row(self) -> bool:
-        """Whether `received_row` may be called: nobody looks at events one by one."""
+        """Whether `received_row` may be called: no part looks at events one by one."""
         return self.book is None and self._comparison is None and not self.pending_recoveries and not self._unpublished
 
     def received_row(self, events: Sequence[RouterEvent]) -> None:
-        """Receive events of one worker and rank, each a Removed of one block, of which nearly all are as they should be."""
+        """Receive events of one worker and rank, each a Removed of one block, of which nearly all are as they should
+        be.
+        """
         while events:
             plain = events[: self.ledger.take_leaves(events)]
             self.log.extend(plain)
@@ -370,7 +381,7 @@ class Judge:
                 self._comparison.recovered(key, self.log.total - 1)
 
     def removed(self, worker_id: int, dp_rank: int | None = None, *, first_id: int | None) -> list[StreamKey]:
-        """Remove a worker, or one rank of it, from ledger and indexes: it begins anew.
+        """Remove a worker, or one rank of it, from ledger and indexes: it starts over.
 
         Args:
             worker_id: which worker.
@@ -419,14 +430,17 @@ class Judge:
             self.note(found)
 
     def look_up(self, prompt: Prompt, block_size: int, *, extra: EventExtra | None, by_tier: bool) -> Calls[TierScores]:
-        """Look up a prompt in the index under test, or in the reference; see `IndexUnderTest.look_up`. The answer is compared, too."""
+        """Look up a prompt in the index under test, or in the reference; see `IndexUnderTest.look_up`. The answer is
+        compared, too.
+        """
         __tracebackhide__ = True
         if self.under_test is None:
             return self.held(prompt, block_size, by_tier=by_tier)
         self.end_burst()
         comparison = self._comparison
         assert comparison is not None
-        # Of names that look ahead a prompt is as many questions as there are forms, which the harness's own look-ups ask by themselves.
+        # Of names that look ahead a prompt is as many questions as there are forms, which the harness's own look-ups
+        # ask by themselves.
         before = comparison.moment() if forms_of(self.ledger.streams, prompt) == (0,) else None
         tiers = yield from self.under_test.look_up(
             prompt, block_size, extra=extra, by_tier=by_tier, streams=self.ledger.streams
@@ -455,7 +469,9 @@ class Judge:
 
     @property
     def num_taken_for_device(self) -> int:
-        """Blocks that an Updated has moved to the host, and that the index under test takes for the device's, as it asks for none."""
+        """Blocks that an Updated has moved to the host, and that the index under test takes for the device's, as it
+        asks for none.
+        """
         if self.under_test is None or self.under_test.takes_updates:
             return 0
         return sum(len(stream.moved) for stream in self.ledger.streams.values())

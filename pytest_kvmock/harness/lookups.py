@@ -5,15 +5,16 @@ from __future__ import annotations
 from threading import RLock
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
-from pytest_kvmock.events import StorageTier
 from pytest_kvmock.harness.judge import Judge
 from pytest_kvmock.harness.under_test import Calls, arun, run
 from pytest_kvmock.harness.workers import WorkerKey, Workers
-from pytest_kvmock.tokens import Prompt, TokenIds
+from pytest_kvmock.values.checks import unknown_text
+from pytest_kvmock.values.events import StorageTier
+from pytest_kvmock.values.tokens import Prompt, TokenIds
 
 if TYPE_CHECKING:
     from pytest_kvmock.harness.under_test import Scores, WorkerScores
-    from pytest_kvmock.prompt_keys import EventExtra
+    from pytest_kvmock.values.prompt_keys import EventExtra
 
 _T = TypeVar("_T")
 
@@ -46,6 +47,17 @@ class Lookups:
         tiers = yield from self._look_up(prompt, by_tier=tier is not StorageTier.DEVICE)
         return tiers.get(tier, {})
 
+    def of_owner(self, prompt: Prompt | TokenIds, owner: str) -> Calls[Overlap]:
+        """That of one store, of the workers that can load from it."""
+        __tracebackhide__ = True
+        stores = self._judge.reference.stores
+        if owner not in stores:
+            raise ValueError(unknown_text("store", owner, stores) if stores else f"no stores; got owner={owner!r}")
+        tiers = yield from self._look_up(prompt, by_tier=True)
+        workers = stores[owner].workers
+        found = tiers.get(stores[owner].tier, {})
+        return {key: blocks for key, blocks in found.items() if (key[0] if isinstance(key, tuple) else key) in workers}
+
     def by_tier(self, prompt: Prompt | TokenIds) -> Calls[dict[StorageTier, Overlap]]:
         """That of each tier."""
         return self._look_up(prompt, by_tier=True)
@@ -57,7 +69,7 @@ class Lookups:
         return {tier: self._by_worker(scores) for tier, scores in tiers.items()}
 
     def _extra(self, prompt: Prompt) -> EventExtra | None:
-        """What a prompt carries beside its tokens, in the form in which the workers publish it."""
+        """What a prompt carries in addition to its tokens, in the form in which the workers publish it."""
         if prompt.keys is None:
             return None
         count = prompt.length(self._block_size) // self._block_size
@@ -117,7 +129,7 @@ class Lookups:
         if self._judge.is_async:
             name = "" if self._judge.under_test is None else self._judge.under_test.name
             raise TypeError(
-                f"{what} cannot ask an async index ({name}): "
+                f"{what} cannot query an async index ({name}): "
                 f"use `await kv_harness.{instead}(...)`, after `await kv_harness.aflush()`"
             )
 
@@ -129,4 +141,4 @@ class Lookups:
         """
         __tracebackhide__ = True
         if not self._judge.is_async:
-            raise TypeError(f"{what} is for an async index under test; this one is asked without await")
+            raise TypeError(f"{what} is for an async index under test; this one is not async")

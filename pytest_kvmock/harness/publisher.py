@@ -1,4 +1,6 @@
-"""The publisher, from worker to router: it counts ids, publishes to sinks, injects faults, and delivers to the judge."""
+"""The publisher, from worker to router: it counts ids, publishes to sinks, injects faults, and delivers to the
+judge.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +9,18 @@ from dataclasses import replace
 from threading import RLock
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from pytest_kvmock.events import KvCacheEvent, RemovedRow, RouterEvent, Stored, StreamKey
-from pytest_kvmock.faults.injector import FaultInjector
 from pytest_kvmock.harness.judge import Judge
-from pytest_kvmock.harness.recovery import Recovery
-from pytest_kvmock.hygiene.delivery import Delivery
-from pytest_kvmock.hygiene.entries import BatchesLost, Skipped, Subscribed
-from pytest_kvmock.hygiene.story import removal_of
-from pytest_kvmock.sinks import EventSink, GivenSink, event_sink, given_sink, sink_text
+from pytest_kvmock.oracle.hygiene.delivery import Delivery
+from pytest_kvmock.oracle.hygiene.entries import BatchesLost, Skipped, Subscribed
+from pytest_kvmock.oracle.hygiene.story import removal_of
+from pytest_kvmock.values.events import KvCacheEvent, RemovedRow, RouterEvent, Stored, StreamKey
+from pytest_kvmock.values.sinks import EventSink, GivenSink, event_sink, given_sink, sink_text
 
 if TYPE_CHECKING:
-    from pytest_kvmock.hygiene.injection import Injection
-    from pytest_kvmock.wire.receiver import LostBatches
+    from pytest_kvmock.harness.recovery import Recovery
+    from pytest_kvmock.oracle.faults.injector import FaultInjector
+    from pytest_kvmock.oracle.hygiene.injection import Injection
+    from pytest_kvmock.wire.sockets.receiver import LostBatches
 
 Transport: TypeAlias = Callable[[RouterEvent], Iterable[RouterEvent]]
 """Returns the events that arrive for one that is published: none when it is lost."""
@@ -50,7 +52,8 @@ class Publisher:
         lock: held while an event is published; code that takes an id and publishes with it holds it for both.
         next_ids: the id after the last one that was published, by worker and rank.
         transport: the last stage, after sinks and faults; None: every event arrives.
-        gate: takes each delivery in place of the judge, and gives it to `receive` when it is due; None: it is due at once.
+        gate: takes each delivery in place of the judge, and gives it to `receive` when it is due; None: it is due at
+            once.
         user_sinks: the sinks that publish here in place of an engine.
         injections: what faults did to events, in order.
     """
@@ -81,7 +84,9 @@ class Publisher:
 
     @property
     def num_uncompared_sinks(self) -> int:
-        """Sinks of `make_kv_sink` that have published, and whose engine nobody has compared in each rank and tier."""
+        """Sinks of `make_kv_sink` that have published, and whose engine the test has not compared in each rank and
+        tier.
+        """
         return sum(bool(sink.events) and not sink.is_compared for sink in self.user_sinks)
 
     @property
@@ -95,7 +100,9 @@ class Publisher:
 
     @property
     def num_taken_for_device(self) -> int:
-        """Blocks on the host that the index under test takes for the device's: it has no `takes_updates`; 0 where it has."""
+        """Blocks on the host that the index under test takes for the device's: it has no `takes_updates`; 0 where it
+        has.
+        """
         return self._judge.num_taken_for_device
 
     @property
@@ -175,7 +182,9 @@ class Publisher:
             self._publish_to(self._after, event, missed=False)
 
     def takes_row(self) -> bool:
-        """Whether events may be published in a row: nothing is between workers and judge, and he hears them alone."""
+        """Whether events may be published in a row: nothing is between workers and judge, and the judge is their only
+        receiver.
+        """
         is_plain = self._injector is None and self._recovery is None and self.transport is None and self.gate is None
         return is_plain and not self._before and not self._after and self._judge.takes_row()
 
@@ -232,7 +241,8 @@ class Publisher:
         return "" if stream is None or not blocks or blocks[0] is None else removal_of(stream, blocks[0])
 
     def losses_at(self, endpoints: Sequence[str], sink: int | None = None) -> LostBatches:
-        """Return what one who subscribes at these endpoints, one a rank, calls for losses: `lost_batches` that knows who it is.
+        """Return the function that a subscriber at these endpoints, one a rank, calls for losses: `lost_batches` with
+        its worker.
 
         Args:
             endpoints: these.
@@ -276,7 +286,7 @@ class Publisher:
             self._recovery.worker_restarted(key)
 
     def worker_restarted(self, key: StreamKey, *, announced: bool) -> None:
-        """Restart a worker and rank, which begins anew with event id 0; each sink of that worker alone is notified.
+        """Restart a worker and rank, which begins again with event id 0; each sink of that worker alone is notified.
 
         Raises:
             ValueError: it is announced, and the index under test cannot remove it; nothing has changed.

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from pytest_kvmock.events import RouterEvent, StorageTier, StreamKey
 from pytest_kvmock.harness.under_test import Call, Scores, WorkerScores
-from pytest_kvmock.hygiene.problem import Problem
-from pytest_kvmock.prompt_keys import EventExtra
-from pytest_kvmock.tokens import Prompt
+from pytest_kvmock.oracle.hygiene.problem import Problem
+from pytest_kvmock.values.events import RouterEvent, StorageTier, StreamKey
+from pytest_kvmock.values.prompt_keys import EventExtra
+from pytest_kvmock.values.tokens import Prompt
 
 
 class QueuedEvent(NamedTuple):
@@ -44,7 +44,7 @@ class QueuedEvent(NamedTuple):
 
     @property
     def is_of_the_engine(self) -> bool:
-        """Whether who indexes parents may raise on it, as its engine does such things by itself.
+        """Whether an index of parents may raise on it, as its engine does such things by itself.
 
         That is an event on which an index may raise, or whose errors all follow from a warning.
         """
@@ -80,7 +80,7 @@ class AskedPrompt(NamedTuple):
     Attributes:
         prompt: the prompt.
         block_size: tokens a block.
-        extra: what it carries beside its tokens, in the form of the engines' events; None for nothing.
+        extra: what it carries in addition to its tokens, in the form of the engines' events; None for nothing.
         by_tier: it was asked for all tiers, and not for the device alone.
     """
 
@@ -91,7 +91,7 @@ class AskedPrompt(NamedTuple):
 
 
 class QueuedRemoval(NamedTuple):
-    """A removal that the index under test has not been given yet: these workers and ranks begin anew."""
+    """A removal that the index under test has not been given yet: these workers and ranks begin again."""
 
     keys: Sequence[StreamKey]
     calls: Sequence[Call]

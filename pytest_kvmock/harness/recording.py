@@ -1,27 +1,28 @@
-"""The recording of a harness, from which a failure is replayed and reduced (`pytest_kvmock.reduce`).
+"""The recording of a harness, from which a failure is replayed and reduced (`pytest_kvmock.harness.reduce`).
 
-Two levels are kept: the events as they arrived, which the journal has, and the operations on the workers. A passing test
-pays for a tuple an operation, and for nothing else.
+Two levels are kept: the events as they arrived, which the journal has, and the operations on the workers. A passing
+test pays for a tuple an operation, and for nothing else.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from pytest_kvmock.events import RouterEvent
-from pytest_kvmock.hygiene import entries
-from pytest_kvmock.programs.operations import Operation, RunPasses
-from pytest_kvmock.tokens import TokenRuns
+from pytest_kvmock.oracle.hygiene import entries
+from pytest_kvmock.values.events import RouterEvent
+from pytest_kvmock.values.programs.operations import Operation, RunPasses
+from pytest_kvmock.values.tokens import TokenRuns
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pytest_kvmock.backends import BackendSpec
-    from pytest_kvmock.events import StreamKey
+    from pytest_kvmock.engines.backends import BackendSpec
+    from pytest_kvmock.engines.schedulers.args import MockEngineArgs
     from pytest_kvmock.harness.index_comparison import Sync
-    from pytest_kvmock.hygiene.log import EventLog
-    from pytest_kvmock.schedulers.args import MockEngineArgs
+    from pytest_kvmock.oracle.hygiene.log import EventLog
+    from pytest_kvmock.oracle.index.index import Clears
+    from pytest_kvmock.values.events import StreamKey
 
 MOST: Final = 200_000
 """How many events, and how many operations, a failure is reduced from; what comes later is left out."""
@@ -46,11 +47,11 @@ class Recording:
         log: counts the events.
         journal: has them.
         sync: when the index under test is compared; see `RouterHarness`.
-        index_semantics: what a Cleared empties; likewise.
+        clears: what a Cleared empties; see `RouterHarness`.
 
     Attributes:
-        operations: the operations on the workers: the class of each, its fields, and `RecordedOperation.at`. The value is made
-            when it is wanted (`recorded`).
+        operations: the operations on the workers: the class of each, its fields, and `RecordedOperation.at`. The value
+            is made when it is wanted (`recorded`).
         requests: how many requests there were.
         bursts: whether the test gave an index events in bursts (`RouterHarness.burst`).
         engines: of each worker and rank that had an engine, its arguments and the worker's backend.
@@ -63,17 +64,15 @@ class Recording:
         "_log",
         "backends",
         "bursts",
+        "clears",
         "engines",
-        "index_semantics",
         "operations",
         "requests",
         "sinks",
         "sync",
     )
 
-    def __init__(
-        self, log: EventLog, journal: entries.Journal, sync: Sync = "auto", index_semantics: Literal["e1"] | None = None
-    ) -> None:
+    def __init__(self, log: EventLog, journal: entries.Journal, sync: Sync = "auto", clears: Clears = "rank") -> None:
         self.operations: list[tuple[type[Operation], tuple[Any, ...], int]] = []
         self.requests = 0
         self.bursts = False
@@ -81,13 +80,15 @@ class Recording:
         self.backends: dict[str, BackendSpec] = {}
         self.sinks: set[int] = set()
         self.sync = sync
-        self.index_semantics = index_semantics
+        self.clears = clears
         self._log = log
         self._journal = journal
 
     @property
     def arrivals(self) -> list[entries.Arrival]:
-        """What the router received, and what stands among that; events that were found to be a chain are marked as such."""
+        """What the router received, and what stands among that; events that were found to be a chain are marked as
+        such.
+        """
         chained = {entry.position for entry in self._journal if isinstance(entry, entries.HashesChained)}
         arrivals: list[entries.Arrival] = []
         position = 0

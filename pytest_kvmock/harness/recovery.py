@@ -6,17 +6,17 @@ from dataclasses import replace
 from threading import Lock, RLock
 from typing import TYPE_CHECKING
 
-from pytest_kvmock.checks import is_integer
-from pytest_kvmock.events import Stored
 from pytest_kvmock.harness.judge import Judge, RecoveryAnswer
-from pytest_kvmock.hygiene.entries import IdsBegun
-from pytest_kvmock.hygiene.ledger import Ledger
-from pytest_kvmock.hygiene.stream import Stream
-from pytest_kvmock.router.recovery import RING, Events, LocalIndex, TreeDump, WorkerQuery, ring_size
+from pytest_kvmock.oracle.hygiene.entries import IdsBegun
+from pytest_kvmock.oracle.hygiene.ledger import Ledger
+from pytest_kvmock.oracle.hygiene.stream import Stream
+from pytest_kvmock.oracle.index.recovery import RING, Events, LocalIndex, TreeDump, WorkerQuery, ring_size
+from pytest_kvmock.values.checks import is_integer
+from pytest_kvmock.values.events import Stored
 
 if TYPE_CHECKING:
-    from pytest_kvmock.events import RouterEvent, StreamKey
-    from pytest_kvmock.router.recovery import Answer
+    from pytest_kvmock.oracle.index.recovery import Answer
+    from pytest_kvmock.values.events import RouterEvent, StreamKey
 
 
 class Recovery:
@@ -24,8 +24,8 @@ class Recovery:
 
     It answers as the worker would, from a `LocalIndex` of each worker and rank, which has all that was published,
     whatever was lost on its way. The answer counts as arrived: its events are missing no more, and from there on the
-    index under test is compared without excuse. The index is not given the answer; it has to apply it before its `apply`,
-    or its `flush`, returns.
+    index under test is compared without excuse. The index is not given the answer; it has to apply it before its
+    `apply`, or its `flush`, returns.
 
     It belongs to one harness (`RouterHarness(recovery=...)`), from before the first event on.
 
@@ -46,9 +46,9 @@ class Recovery:
         self.answers: list[Answer] = []
         self._local: dict[StreamKey, LocalIndex] = {}
         self._published = Ledger(judges_hashes=False)  # of what it answers, no hash is judged
-        # What the reference index of a stream is built of that is not prefix-closed: there, events that come again after
-        # others that came too early would leave other links than the same events in their order. And of one whose copies are
-        # counted, as the reference counts none.
+        # What the reference index of a stream is built of that is not prefix-closed: there, events that come again
+        # after others that came too early would leave other links than the same events in their order. And of one whose
+        # copies are counted, as the reference counts none.
         self._built: dict[StreamKey, list[RouterEvent]] = {}
         self._judge: Judge | None = None
         self._harness_lock = RLock()
@@ -159,7 +159,7 @@ class Recovery:
         return published.spec.prefix_closed and published.spec.residency == "unique"
 
     def worker_restarted(self, key: StreamKey) -> None:
-        """Begin anew with a worker and rank: what it published before is dropped."""
+        """Start over with a worker and rank: what it published before is dropped."""
         with self._lock:
             self._begin(key)
 

@@ -1,7 +1,7 @@
 """What the engines of hybrid models would reuse of a chain: the least that an index under test may answer for it.
 
-An index cannot read from events which cached blocks such an engine can use: it may answer what the attention group holds, or
-less, but not less than the engine would reuse.
+An index cannot read from events which cached blocks such an engine can use: it may answer what the attention group
+holds, or less, but not less than the engine would reuse.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Protocol
 
-from pytest_kvmock.events import Removed, SparseStored, Stored, StreamKey, block_text
 from pytest_kvmock.harness.chains import QueriedChain
-from pytest_kvmock.hygiene.stream import Stream
-from pytest_kvmock.prompt_keys import FULL_ATTENTION, EventExtra, group_kind, hash_options
-from pytest_kvmock.tokens import Prompt
+from pytest_kvmock.oracle.hygiene.stream import Stream
+from pytest_kvmock.values.events import Removed, SparseStored, Stored, StreamKey, block_text
+from pytest_kvmock.values.prompt_keys import FULL_ATTENTION, EventExtra, group_kind, hash_options
+from pytest_kvmock.values.tokens import Prompt
 
 
 class Reusing(Protocol):
@@ -60,7 +60,7 @@ class Reuse:
         for key, stream in streams.items():
             engine = self.engines.get(key)
             if engine is None and not (exactly and stream.groups):
-                continue  # there is nobody to ask: an index that does not say that it answers less owes what is held
+                continue  # there is no engine to ask: an index that does not say that it answers less owes what is held
             reused = None
             if at_rest and engine is not None and (exactly or least.get(key)):
                 reused = _blocks_reused(engine, stream, streams, chain)
@@ -75,7 +75,9 @@ class Reuse:
 def _blocks_reused(
     engine: Reusing, stream: Stream, streams: Mapping[StreamKey, Stream], chain: QueriedChain
 ) -> int | None:
-    """Blocks of a chain that an engine would reuse; None: not all its events have arrived, or the tokens are not known."""
+    """Blocks of a chain that an engine would reuse; None: not all its events have arrived, or the tokens are not
+    known.
+    """
     size = stream.spec.block_size
     if size is None or chain.negative or stream.holes or stream.desync is not None or engine.next_id != stream.next_id:
         return None
@@ -93,7 +95,9 @@ def _blocks_reused(
 def _tokens_of(
     chain: QueriedChain, streams: Mapping[StreamKey, Stream]
 ) -> tuple[tuple[int, ...] | None, tuple[int, ...], EventExtra | None]:
-    """The tokens of a chain, those that its last name looks at, and what they carried: its own, or from the events of whoever has stored it."""
+    """The tokens of a chain, those that its last name looks at, and what they carried: its own, or from the events
+    of whoever has stored it.
+    """
     if chain.tokens is not None:
         return chain.tokens, (), chain.extra
     block = chain.blocks[-1]
@@ -165,7 +169,7 @@ def _of_not_counted(stream: Stream, block: int) -> Iterator[str]:
             data = event.event.data
             if isinstance(data, SparseStored) and parent in data.block_hashes[:-1]:
                 names = f"names {_named(data)} of it, its parent {block_text(parent)} among them"
-                yield f"event {event.event.event_id} of {_called(part)} has a span and {names}; these need not be its first"
+                yield f"event {event.event.event_id} of {_called(part)} has a span and {names}; these need not be its first"  # noqa: E501
     for part in stream.groups.values():
         if block not in part.device:
             yield f"{_called(part)} does not have it, which takes nothing from {main}, the attention group"

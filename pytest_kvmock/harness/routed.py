@@ -1,39 +1,42 @@
-"""A fleet over the workers of a harness: its events are judged, its faults injected, and its index is the one under test."""
+"""A fleet over the workers of a harness: its events are judged, its faults injected, and its index is the one under
+test.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from random import Random
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from pytest_kvmock.backends import BACKENDS
-from pytest_kvmock.checks import check_integer, check_number
-from pytest_kvmock.events import Stored
-from pytest_kvmock.fleet.fleet import Fleet
-from pytest_kvmock.fleet.fleet_events import EventDelay, Knowledge
-from pytest_kvmock.hygiene.delivery import Delivery
-from pytest_kvmock.hygiene.problem import ROUTER_RULES, Problem
-from pytest_kvmock.report.rows import EventMark
-from pytest_kvmock.router.index import RadixIndex
-from pytest_kvmock.router.routing import stream_of
-from pytest_kvmock.router.selection import DynamoRouter
+from pytest_kvmock.engines.backends import BACKENDS
+from pytest_kvmock.fleets.fleet import Fleet
+from pytest_kvmock.fleets.fleet_events import EventDelay, Knowledge
+from pytest_kvmock.fleets.report.rows import EventMark
+from pytest_kvmock.fleets.routing.routing import stream_of
+from pytest_kvmock.fleets.routing.selection import DynamoRouter
+from pytest_kvmock.oracle.hygiene.delivery import Delivery
+from pytest_kvmock.oracle.hygiene.problem import ROUTER_RULES, Problem
+from pytest_kvmock.oracle.index.index import RadixIndex
+from pytest_kvmock.values.checks import check_integer, check_number, unknown_text
+from pytest_kvmock.values.events import Stored
 
 if TYPE_CHECKING:
-    from pytest_kvmock.backends import EngineProfile
-    from pytest_kvmock.clock.mock_engine import MockEngine
-    from pytest_kvmock.engine.worker import KvWorker
-    from pytest_kvmock.events import RouterEvent, StreamKey
-    from pytest_kvmock.fleet.router_calls import RouterCalls
+    from pytest_kvmock.engines.backends import EngineProfile
+    from pytest_kvmock.engines.worker import KvWorker
+    from pytest_kvmock.fleets.clock.mock_engine import MockEngine
+    from pytest_kvmock.fleets.report.rows import Belief
+    from pytest_kvmock.fleets.router_calls import RouterCalls
+    from pytest_kvmock.fleets.routing.routing import RouterRequest, Worker
     from pytest_kvmock.harness.faults import Faults
+    from pytest_kvmock.harness.inside import Inside
     from pytest_kvmock.harness.lookups import Overlap
     from pytest_kvmock.harness.publisher import Publisher
     from pytest_kvmock.harness.workers import WorkerKey
-    from pytest_kvmock.hygiene.log import EventLog
-    from pytest_kvmock.hygiene.stream import Stream
-    from pytest_kvmock.report.rows import Belief
-    from pytest_kvmock.router.routing import RouterRequest, Worker
-    from pytest_kvmock.tokens import Prompt
+    from pytest_kvmock.oracle.hygiene.log import EventLog
+    from pytest_kvmock.values.events import RouterEvent
+    from pytest_kvmock.values.tokens import Prompt
 
 
 class Judging(Protocol):
@@ -42,26 +45,22 @@ class Judging(Protocol):
     @property
     def profile(self) -> EngineProfile: ...  # noqa: D102 - as RouterHarness has it
     @property
-    def workers(self) -> Mapping[WorkerKey, KvWorker]: ...  # noqa: D102 - likewise
+    def workers(self) -> Mapping[WorkerKey, KvWorker]: ...  # noqa: D102 - as above
     @property
-    def reference(self) -> RadixIndex: ...  # noqa: D102 - likewise
-    @property
-    def is_async(self) -> bool: ...  # noqa: D102 - likewise
-    @property
-    def streams(self) -> Mapping[StreamKey, Stream]: ...  # noqa: D102 - likewise
-    @property
-    def faults(self) -> Faults: ...  # noqa: D102 - likewise
+    def faults(self) -> Faults: ...  # noqa: D102 - as above
 
     events: EventLog
+    inside: Inside
 
-    def worker(self, id: int | None, dp_rank: int = 0, backend: str | None = None) -> KvWorker: ...  # noqa: A002, D102 - likewise
-    def engine(self, id: int | None = 0, dp_rank: int = 0, **engine: Any) -> MockEngine: ...  # noqa: A002, D102 - likewise
-    def overlap(self, prompt: Prompt) -> Overlap: ...  # noqa: D102 - likewise
-    def remove_worker(self, id: int) -> None: ...  # noqa: A002, D102 - likewise
+    def worker(self, id: int | None, *, dp_rank: int = 0, backend: str | None = None) -> KvWorker: ...  # noqa: A002, D102 - as above
+    def engine(self, id: int | None = 0, *, dp_rank: int = 0, **engine: Any) -> MockEngine: ...  # noqa: A002, D102 - as above
+    def overlap(self, prompt: Prompt) -> Overlap: ...  # noqa: D102 - as above
+    def remove_worker(self, id: int) -> None: ...  # noqa: A002, D102 - as above
 
 
 class JudgedEvents(Knowledge[Delivery]):
-    """The events of a harness on their way to judge and router, behind the faults; overlaps by the index of the harness.
+    """The events of a harness on their way to judge and router, behind the faults; overlaps by the index of the
+    harness.
 
     Args:
         harness: the harness.
@@ -72,7 +71,7 @@ class JudgedEvents(Knowledge[Delivery]):
     takes_engines = False
 
     def __init__(self, harness: Judging, publisher: Publisher, delay: EventDelay) -> None:
-        super().__init__(harness.reference, delay, has_ranks=harness.profile.dp_size > 1)
+        super().__init__(harness.inside.reference, delay, has_ranks=harness.profile.dp_size > 1)
         self._harness = harness
         self._publisher = publisher
         self._found = 0  # problems before the run
@@ -87,9 +86,11 @@ class JudgedEvents(Knowledge[Delivery]):
         Raises:
             TypeError: the index is async.
         """
-        if self._harness.is_async:
+        if self._harness.inside.is_async:
             raise TypeError("a fleet asks the index under test for overlaps between two passes; it cannot be async")
         super().begin(calls)
+        for worker in self._harness.workers.values():
+            self._know(worker)
         self._found = len(self._harness.events.problems)
         self._seen, self.marks = (len(self._publisher.injections), self._found), []
         self._publisher.gate = lambda delivery: self._on_the_way.put(delivery.event, delivery)
@@ -129,7 +130,9 @@ class JudgedEvents(Knowledge[Delivery]):
 
     @property
     def untold(self) -> set[Worker]:
-        """The workers that held blocks when events had arrived that the router was not told of; they restart, and it is told again."""
+        """The workers that held blocks when events arrived that did not reach the router; they restart, and their
+        events reach it again.
+        """
         if self._harness.events.total != self._events_before:
             self._untold.update(worker for worker in self._harness.workers if self.held_blocks(worker))
         return self._untold
@@ -137,7 +140,7 @@ class JudgedEvents(Knowledge[Delivery]):
     def drifted(self, belief: Belief) -> None:
         """Note a wrong belief in the log, under the one that it may follow from."""
         workers = self._harness.workers
-        # Of one that is not there, the first that is; where nobody is, the one that it is about.
+        # For an absent worker, the first that is there; if none is, the one that it is about.
         named = belief.worker if belief.worker in workers else next(iter(workers), belief.worker)
         key = stream_of(named)
         log = self._harness.events
@@ -147,9 +150,11 @@ class JudgedEvents(Knowledge[Delivery]):
         log.note([problem])
 
     def held_events(self) -> list[RouterEvent]:
-        """Return events that tell an empty index what is held now; the reference index counts no copies, the ledger does."""
+        """Return the events after which an empty index has what is held now; the reference index counts no copies,
+        the ledger does.
+        """
         held = super().held_events()
-        streams = self._harness.streams
+        streams = self._harness.inside.streams
         for event in [*held]:
             copies = streams[event.worker_id, event.event.dp_rank].copies.get(event.storage_tier, {})
             assert isinstance(event.event.data, Stored)
@@ -157,10 +162,13 @@ class JudgedEvents(Knowledge[Delivery]):
         return held
 
     def new_index(self) -> RadixIndex:
-        """Return an empty index of events as the router is told them; the reference index counts no copies, the ledger does."""
+        """Return an empty index of events as they reach the router; the reference index counts no copies, the
+        ledger does.
+        """
         workers = list(self._harness.workers.values())
         specs = [BACKENDS.get(worker.backend) for worker in workers]
-        index = RadixIndex(count_copies=any(spec is not None and spec.residency == "counted" for spec in specs))
+        copies = any(spec is not None and spec.residency == "counted" for spec in specs)
+        index = RadixIndex(count_copies=copies, stores=self.reference.stores)
         for worker in workers:
             index.offloads_in_chunks(worker.worker_id, worker.dp_rank, worker.traits.chunk)
         return index
@@ -174,7 +182,7 @@ class JudgedEvents(Knowledge[Delivery]):
         ]
 
     def restart(self, worker: Worker, engine: MockEngine, *, announced: bool) -> None:
-        """Restart a worker; one that nobody announces is a fault, to which what follows is attributed."""
+        """Restart a worker; an unannounced restart is a fault, to which what follows is attributed."""
         if announced:
             self._on_the_way.drop(*stream_of(worker))
             self._untold.discard(worker)
@@ -191,8 +199,17 @@ class JudgedEvents(Knowledge[Delivery]):
         self._harness.remove_worker(worker_id)
 
     def join(self, worker: Worker, engine: MockEngine | None, like: MockEngine) -> MockEngine:  # noqa: ARG002 - it is made by the profile
-        """Make one more worker."""
-        return self._harness.engine(*stream_of(worker))
+        """Make one more worker, of the role of the one that it is like."""
+        worker_id, dp_rank = stream_of(worker)
+        if like.args.worker_type != "aggregated":
+            self._harness.inside.add_to_role(like.args.worker_type, worker_id, dp_rank)
+        joined = self._harness.engine(worker_id, dp_rank=dp_rank)
+        self._know(joined.worker)
+        return joined
+
+    def _know(self, worker: KvWorker) -> None:
+        """Ask the reference for prompts of a worker by the windows that its names cover, as the router must."""
+        self.forms.know((worker.worker_id, worker.dp_rank), worker.traits.looks_ahead)
 
 
 def make_fleet(
@@ -208,6 +225,13 @@ def make_fleet(
     **options: Any,
 ) -> Fleet:
     """Make a fleet; see `RouterHarness.fleet`."""
+    own = {"engines", "index", "stores"}  # a harness has these itself
+    known = [name for name in (*signature(Fleet).parameters, "workers", "backends", "engine") if name not in own]
+    for name in options:
+        if name in own:
+            raise TypeError(f"fleet: {name} is the harness's own; the index is what kv_index returns, by role or one")
+        if name not in known:
+            raise TypeError(f"fleet: {unknown_text('argument', name, known)}")
     if not callable(event_delay_ms):
         check_number("fleet: event_delay_ms", event_delay_ms, unit=" (milliseconds), or a function of the event")
     if isinstance(backends, str) or (backends is not None and not backends):
@@ -217,22 +241,30 @@ def make_fleet(
     elif backends is not None:
         raise ValueError("fleet: backends need workers=, how many there are")
     size = harness.profile.dp_size
+    by_role = harness.inside.by_role
+    if workers is not None and by_role:
+        asked = f"workers={workers}" if backends is None else f"backends={backends!r:.80}"
+        have = ", ".join(f"{len({each.worker_id for each in found})} of {kind!r}" for kind, found in by_role.items())
+        raise ValueError(f"fleet: the workers of this harness have roles ({have}), and all serve; leave {asked} out")
     if workers is None:
         serving = list(harness.workers.values())
     elif backends is None:
-        serving = [harness.worker(each, rank) for each in range(workers) for rank in range(size)]
+        serving = [harness.worker(each, dp_rank=rank) for each in range(workers) for rank in range(size)]
     else:
         serving = []
         for each in range(workers):
             first = harness.worker(None, backend=backends[each % len(backends)])
-            serving += [first, *(harness.worker(first.worker_id, rank, first.backend) for rank in range(1, size))]
+            serving += [
+                first,
+                *(harness.worker(first.worker_id, dp_rank=rank, backend=first.backend) for rank in range(1, size)),
+            ]
     engines: dict[Worker, MockEngine] = {
         (worker.worker_id, worker.dp_rank) if size > 1 else worker.worker_id: harness.engine(
-            worker.worker_id, worker.dp_rank, **(engine or {})
+            worker.worker_id, dp_rank=worker.dp_rank, **(engine or {})
         )
         for worker in serving
     }
     if router is None and engines:
         args = next(iter(engines.values())).args
         router = DynamoRouter(args.release.dynamo, rng=Random(f"{seed}:router"))  # noqa: S311 - mock data
-    return Fleet(engines, router, knowledge=JudgedEvents(harness, publisher, event_delay_ms), **options)
+    return Fleet(engines, router, JudgedEvents(harness, publisher, event_delay_ms), **options)

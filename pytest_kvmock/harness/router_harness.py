@@ -5,49 +5,48 @@ One subject: the interface of a harness. Each method delegates to the part that 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from random import Random
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Self, overload
+from typing import TYPE_CHECKING, Any, Self, overload
 
-from pytest_kvmock.backends import BackendSpec, EngineProfile
-from pytest_kvmock.checks import check_integer
-from pytest_kvmock.events import Cleared, StorageTier, StreamKey
+from pytest_kvmock.engines.backends import BackendSpec, EngineProfile
 from pytest_kvmock.harness.by_hand import ByHand
 from pytest_kvmock.harness.engine_comparison import EngineComparison
 from pytest_kvmock.harness.index_comparison import Sync
+from pytest_kvmock.harness.inside import Inside
 from pytest_kvmock.harness.judge import Judge, check_comparison
 from pytest_kvmock.harness.lookups import Lookups, Overlap
 from pytest_kvmock.harness.publisher import Publisher
 from pytest_kvmock.harness.recording import Recording
-from pytest_kvmock.harness.recovery import Recovery
 from pytest_kvmock.harness.user_sink import KvSink, Publishable
 from pytest_kvmock.harness.verdict import Verdict, Verdicts
 from pytest_kvmock.harness.workers import WorkerKey, Workers, check_worker_key
-from pytest_kvmock.hygiene.entries import BatchesLost, Journal
-from pytest_kvmock.hygiene.log import EventLog
-from pytest_kvmock.hygiene.problem import EventRulesBroken, Problem
-from pytest_kvmock.hygiene.report import failure_text, problems_text
-from pytest_kvmock.hygiene.rules import check_allowed
-from pytest_kvmock.hygiene.stream import Stream
-from pytest_kvmock.hygiene.stream_spec import Residency
-from pytest_kvmock.programs.operations import DropNext, RemoveWorker
-from pytest_kvmock.router.index import RadixIndex
-from pytest_kvmock.tokens import Prompt, TokenIds
+from pytest_kvmock.oracle.hygiene.entries import Journal
+from pytest_kvmock.oracle.hygiene.log import EventLog
+from pytest_kvmock.oracle.hygiene.problem import EventRulesBroken, Problem
+from pytest_kvmock.oracle.hygiene.report import failure_text, problems_text
+from pytest_kvmock.oracle.hygiene.rules import check_allowed
+from pytest_kvmock.oracle.hygiene.stream_spec import Residency
+from pytest_kvmock.oracle.index.index import Clears
+from pytest_kvmock.values.checks import unknown_text
+from pytest_kvmock.values.events import StorageTier
+from pytest_kvmock.values.programs.operations import DropNext, RemoveWorker
+from pytest_kvmock.values.tokens import Prompt, TokenIds
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from pytest_kvmock.clock.mock_engine import MockEngine
-    from pytest_kvmock.engine.worker import KvWorker, OpenRequest
-    from pytest_kvmock.faults.fault import Fault
-    from pytest_kvmock.fleet.fleet import Fleet
+    from pytest_kvmock.engines.schedulers.args import MockEngineArgs
+    from pytest_kvmock.engines.worker import KvWorker
+    from pytest_kvmock.fleets.clock.mock_engine import MockEngine
+    from pytest_kvmock.fleets.fleet import Fleet
     from pytest_kvmock.harness.faults import Faults
-    from pytest_kvmock.schedulers.args import MockEngineArgs
-    from pytest_kvmock.sinks import EventSink, GivenSink
-    from pytest_kvmock.wire.receiver import LostBatches
+    from pytest_kvmock.harness.recovery import Recovery
+    from pytest_kvmock.oracle.faults.fault import Fault
+    from pytest_kvmock.values.shared_stores import StoreSpec
+    from pytest_kvmock.values.sinks import GivenSink
 
 
 class RouterHarness:
@@ -57,8 +56,10 @@ class RouterHarness:
 
     Args:
         profile: size and kind of the workers; the default profile if None.
-        backend: name of the workers' backend, or a `BackendSpec`; None if no worker is wanted yet (see `use_backend`).
-        index: the index under test (see `IndexUnderTest` for its methods); None for the reference index alone.
+        backend: name of the workers' backend, or a `BackendSpec`; None if no worker is needed yet (see
+            `Inside.use_backend`).
+        index: the index under test (see `IndexUnderTest` for its methods), or, with `roles`, one of each role,
+            `{"prefill": ..., "decode": ...}`; None for the reference index alone.
         sync: when an index under test is compared: after "every" event, "auto" (after every event up to the 2,000th,
             then after one in 16), after a "burst" (see `burst`: all events are in one) or at the "end".
         allow: rules whose breach is no failure when the harness judges on leaving.
@@ -66,14 +67,22 @@ class RouterHarness:
         name: seeds everything random, together with the profile's seed; the plugin passes the test's node id.
         faults: how often faults strike an event at random, from 0 to 1, by name; see `Faults.at_random`.
         survive: names of the faults that the index under test must survive.
-        engine: fields of `MockEngineArgs` for the engines of its workers (see `engine`); sizes among them go before the profile's.
-        judge_unpublished: judge what workers without prefix caching would publish, too, by the rules of the ledger alone.
-        index_semantics: what a Cleared empties: None for the rank that published it (Dynamo from 1.6), "e1" for all ranks
-            of its worker (Dynamo up to 1.3); see `RadixIndex`.
-        journal: keeps what the harness learns of its streams: a `CapturingJournal` writes it down too; None: a plain one.
+        engine: fields of `MockEngineArgs` for the engines of its workers (see `engine`); sizes among them go before the
+            profile's.
+        judge_unpublished: judge what workers without prefix caching would publish, too, by the rules of the ledger
+            alone.
+        clears: what a Cleared empties: the "rank" that published it (Dynamo from 1.6), or all ranks of its "worker"
+            (Dynamo up to 1.3); see `RadixIndex`.
+        journal: keeps what the harness learns of its streams: a `CapturingJournal` writes it down too; None: a plain
+            one.
+        roles: its workers by what they are for in P/D pairs, such as `{"prefill": 1, "decode": 1}`
+            (see `role`); None: they are in none.
+        stores: the stores that workers share, such as `{"disk": {"kind": "files", "workers": [0, 1]}}`; None: there
+            are none, and what a worker has below its host is its own.
 
     Raises:
-        ValueError: an unknown backend, rule, fault, `sync` or `index_semantics`; a rate out of range; an index with blocks.
+        ValueError: an unknown backend, rule, fault, `sync` or `clears`; a rate out of range; an index with
+            blocks.
         TypeError: an index that lacks a method, or an argument of the wrong kind.
 
     Attributes:
@@ -81,6 +90,7 @@ class RouterHarness:
         profile: the profile in force.
         publisher: from worker to router: ids, sinks, the lock.
         recording: the events and operations, and how the harness was made, for a replay.
+        inside: what is for the plugin, servers, subscribers and fleets.
         by_hand: what `apply` publishes by; it has the next id of an event made by hand.
     """
 
@@ -96,18 +106,20 @@ class RouterHarness:
         name: str = "",
         faults: Mapping[str, float] | None = None,
         survive: Collection[str] = (),
-        index_semantics: Literal["e1"] | None = None,
+        clears: Clears = "rank",
         engine: Mapping[str, Any] | None = None,
         judge_unpublished: bool = False,
         journal: Journal | None = None,
+        roles: Mapping[str, Any] | None = None,
+        stores: Mapping[str, Any] | None = None,
     ) -> None:
-        check_comparison(sync, index_semantics)
+        check_comparison(sync, clears)
         if profile is not None and not isinstance(profile, EngineProfile):
             raise TypeError(f"profile must be an EngineProfile, got {profile!r:.80}")
         self._allow = check_allowed(allow)
         self.profile = profile or EngineProfile()
         if engine:
-            from pytest_kvmock.harness.engines import engine_profile  # for those who use it
+            from pytest_kvmock.harness.engines import engine_profile  # imported on first use
 
             self.profile = engine_profile(self.profile, engine)
         self.profile = self.profile.sized_for(backend)
@@ -119,8 +131,13 @@ class RouterHarness:
         # The comparison has a generator of its own, so that traffic is the same with and without an index under test.
         comparing = Random(self._rng.getrandbits(64))  # noqa: S311 - as above
         journal = Journal() if journal is None else journal
-        self.recording = Recording(self.events, journal, sync, index_semantics)
-        self._judge = Judge(self.events, index, sync, comparing, semantics=index_semantics, journal=journal)
+        self.recording = Recording(self.events, journal, sync, clears)
+        shared, read = _stores(stores), _roles(roles, self.profile.dp_size)
+        if read:  # workers are named by their rank where one role has several
+            self.profile = replace(self.profile, dp_size=max(role.ranks for role in read.values()))
+        if read and isinstance(index, Mapping):
+            index = _by_role(index, read, lambda worker_id: self._workers.role_of(worker_id))  # noqa: PLW0108 - made below
+        self._judge = Judge(self.events, index, sync, comparing, clears=clears, journal=journal, stores=shared)
         self.publisher = Publisher(self._judge)
         self._engines, self._verdicts = EngineComparison(self._judge), Verdicts(self.events)
         self._workers = Workers(
@@ -132,22 +149,26 @@ class RouterHarness:
             rng=self._rng,
             engine=engine or {},
             judge_unpublished=judge_unpublished,
+            roles=read,
+            stores=shared,
         )
         self.by_hand = ByHand(self.publisher, self._workers)
         self._lookups = Lookups(self._judge, self._workers, self.profile.block_size, self.publisher.lock)
-        self._begun: frozenset[OpenRequest] = frozenset()
+        self.inside = Inside(
+            self.events, self._judge, self.publisher, self._workers, recording=self.recording, by_hand=self.by_hand
+        )
         if recovery is not None:
-            self.use_recovery(recovery)
+            self.inside.use_recovery(recovery)
         self._faults: Faults | None = None
         self.fleets: list[Fleet] = []
         if faults:
             self.faults.at_random(faults)
         if survive != ():
-            from pytest_kvmock.faults.kinds import check_survived  # for those who use it
+            from pytest_kvmock.oracle.faults.kinds import check_survived  # imported on first use
 
             self.faults.survive(*check_survived(survive, "survive: "))
         if backend is not None:
-            self.use_backend(backend)
+            self.inside.use_backend(backend)
 
     def __repr__(self) -> str:
         return f"<RouterHarness {self.backend}: {len(self._workers.by_key)} workers, {self.events.total} events>"
@@ -160,41 +181,19 @@ class RouterHarness:
         return None if self._workers.spec is None else self._workers.spec.name
 
     @property
-    def reference(self) -> RadixIndex:
-        """The reference index."""
-        return self._judge.reference
-
-    @property
     def index(self) -> Any:
         """The index that answers: the one under test, or the reference."""
-        return self.reference if (under_test := self._judge.under_test) is None else under_test.index
-
-    @property
-    def is_async(self) -> bool:
-        """Whether the index under test is to be awaited."""
-        return self._judge.is_async
+        return self._judge.reference if (under_test := self._judge.under_test) is None else under_test.index
 
     @property
     def workers(self) -> Mapping[WorkerKey, KvWorker]:
         """The workers by id, or by (id, dp_rank) where a worker has more ranks than one."""
         return self._workers.by_key
 
-    @property
-    def streams(self) -> Mapping[StreamKey, Stream]:
-        """The streams of events, by (worker_id, dp_rank)."""
-        return MappingProxyType(self._judge.ledger.streams)
-
-    def use_backend(self, backend: str | BackendSpec) -> None:
-        """Set the backend of the workers, once, and make those that exist from the start.
-
-        Raises:
-            ValueError: an unknown backend, or another one than before.
-        """
-        self._workers.use_backend(backend)
-
     def worker(
         self,
         id: int | None,  # noqa: A002 - upstream's word
+        *,
         dp_rank: int = 0,
         backend: BackendSpec | str | None = None,
     ) -> KvWorker:
@@ -211,9 +210,38 @@ class RouterHarness:
         """
         return self._workers.next_worker(backend) if id is None else self._workers.worker(id, dp_rank, backend)
 
+    def store(self, name: str) -> Any:
+        """A store that workers share, as they have it; what is done to it publishes nothing by itself.
+
+        It is a `FileStore`, `MooncakeObjects`, `LmcacheServer` or `MooncakeMaster`, by its kind.
+
+        Raises:
+            ValueError: there is none of this name, or no worker that has it.
+        """
+        made = self._workers.stores
+        if name not in made:
+            raise ValueError(
+                unknown_text("store", name, made) if made else f"store: this harness has none, got {name!r:.80}"
+            )
+        return made[name]
+
+    def role(self, worker_type: str) -> list[KvWorker]:
+        """The workers of a role of P/D pairs, in the order of their ids: "prefill", "decode" or "both".
+
+        Raises:
+            ValueError: the harness has none of that role.
+        """
+        if worker_type not in self._workers.by_role:
+            raise ValueError(
+                f"role: this harness has {', '.join(map(repr, self._workers.by_role)) or 'no roles'}, "
+                f"got {worker_type!r:.80}; roles={{'prefill': 1, 'decode': 1}} makes some"
+            )
+        return list(self._workers.by_role[worker_type])
+
     def engine(
         self,
         id: int | None = 0,  # noqa: A002 - upstream's word
+        *,
         dp_rank: int = 0,
         args: MockEngineArgs | None = None,
         **engine: Any,
@@ -244,9 +272,9 @@ class RouterHarness:
 
         Args:
             router: see `Fleet`; None: Dynamo's, seeded by the name of the harness.
-            workers: how many workers, those of ids from 0; None: those that there are.
-            backends: names of their backends, in turn: these are then workers of their own, with the next ids that are free. None:
-                the harness's.
+            workers: how many workers, those of ids from 0; None: those that exist, as with `roles` always.
+            backends: names of their backends, in turn: these are then workers of their own, with the next ids that are
+                free. None: the harness's.
             engine: fields of `MockEngineArgs`, laid over those of the harness.
             **options: of `Fleet`: `semantics`, `loads`, `concurrency`, `event_delay_ms` and others.
 
@@ -254,7 +282,7 @@ class RouterHarness:
             TypeError: the router or an argument is not of its type.
             ValueError: an argument out of range, or workers that cannot serve together.
         """
-        from pytest_kvmock.harness.routed import make_fleet  # for those who use one
+        from pytest_kvmock.harness.routed import make_fleet  # imported on first use
 
         made = make_fleet(
             self, self.publisher, self._seed, router, workers=workers, backends=backends, engine=engine, **options
@@ -273,6 +301,7 @@ class RouterHarness:
         worker_id: int | None = None,
         hash: str | None = None,  # noqa: A002 - the user's word
         seed: str | None = None,
+        restores: bool = False,
     ) -> KvSink:
         """Make a sink for your own block manager to publish to; each sink is a worker.
 
@@ -280,17 +309,20 @@ class RouterHarness:
             chained: whether its hashes must be Dynamo's chain (`wrong_hash`); None: that is detected from
                 what is published.
             num_blocks: how many blocks each of its ranks has on the device (`over_capacity`); None: it is not judged.
-            tier_blocks: likewise in the tiers below, by tier: `{"host_pinned": 256}`.
+            tier_blocks: the same in the tiers below, by tier: `{"host_pinned": 256}`.
             residency: "unique" where a block is published once while it is held; "counted" where every copy is.
             prefix_closed: whether a block is removed before its parent (`orphaned_child`); see `BackendSpec`.
             worker_id: the worker it stands for; None: the first from 2**16 on that is free.
-            hash: by which of vLLM's hashes its blocks are named (`--prefix-caching-hash-algo`): they are judged by that chain
-                (`wrong_hash`), and not by Dynamo's.
+            hash: by which of vLLM's hashes its blocks are named (`--prefix-caching-hash-algo`): they are judged by that
+                chain (`wrong_hash`), and not by Dynamo's.
             seed: of the hash, as PYTHONHASHSEED; None: that of vLLM 0.33, which `xxhash` has not.
+            restores: it may store a block that it holds again, and remove it at once, though it
+                keeps it, as Dynamo's `multi_lru`: what
+                `compare` finds of that is no `engine_drift` of its own, and listed under the warning.
 
         Raises:
-            ValueError: a capacity below 1, an unknown tier, another residency, the id of another worker or sink, or an unknown
-                hash.
+            ValueError: a capacity below 1, an unknown tier, another residency, the id of another worker or sink, or an
+                unknown hash.
         """
         return self._workers.make_sink(
             chained=chained,
@@ -300,6 +332,7 @@ class RouterHarness:
             prefix_closed=prefix_closed,
             worker_id=worker_id,
             named=(hash, seed),
+            restores=restores,
         )
 
     def add_sink(self, sink: GivenSink, *, before: bool = False, worker_id: int | None = None) -> None:
@@ -312,10 +345,6 @@ class RouterHarness:
             worker_id: the worker whose events it gets; None for all.
         """
         self.publisher.add_sink(sink, before=before, worker_id=worker_id)
-
-    def sinks_of(self, worker_id: int) -> list[tuple[EventSink, int | None]]:
-        """The sinks of `add_sink` that are given the events of a worker, each with its worker; None: it has those of all."""
-        return self.publisher.sinks_of(worker_id)
 
     def prompt(self, blocks: int = 4, after: Prompt | TokenIds | None = None, *, tail: int = 0, **keys: Any) -> Prompt:
         """Make a prompt of fresh tokens.
@@ -346,30 +375,24 @@ class RouterHarness:
         """Publish events made by hand to the router.
 
         Args:
-            events: one or more: Stored, Removed, Located, Updated or Cleared, which get their worker's next id, KvCacheEvent, RouterEvent.
+            events: one or more: Stored, Removed, Located, Updated or Cleared, which get their worker's next id,
+                KvCacheEvent, RouterEvent.
             worker_id: the worker of events that name none.
             dp_rank: and its rank.
 
         Raises:
             TypeError: something else. The events before it were published.
-            ValueError: events of a sink, which publishes them itself. Likewise.
+            ValueError: events of a sink, which publishes them itself. The events before were published.
         """
         self.by_hand.publish(events, worker_id, dp_rank)
-
-    def lost_batches(self, worker_id: int, dp_rank: int, batches: range, observed: str = "") -> None:
-        """Record batches of a wire that did not arrive, as a `KvSubscriber` does; see `entries.BatchesLost`."""
-        self.publisher.lost_batches(BatchesLost(worker_id, dp_rank, batches, observed))
-
-    def losses_at(self, endpoints: Sequence[str]) -> LostBatches:
-        """Return `lost_batches` of one who subscribes at these endpoints, one a rank: a capture says who published there."""
-        return self.publisher.losses_at(endpoints)
 
     @contextmanager
     def burst(self) -> Iterator[None]:
         """Within the context, give the index under test events without a flush or look-up in between.
 
-        After it, after 10,000 events, and at each lookup or check, the index is flushed once and compared for the chains that
-        the events changed (sync="end": at the end). So a queue that overflows shows; an async index waits for `aflush` anyway.
+        After it, after 10,000 events, and at each lookup or check, the index is flushed once and compared for the
+        chains that the events changed (sync="end": at the end). So a queue that overflows shows; an async index waits
+        for `aflush` anyway.
         """
         self.recording.bursts = True
         try:
@@ -385,7 +408,7 @@ class RouterHarness:
     def faults(self) -> Faults:
         """The faults that the test injects between workers and router."""
         if self._faults is None:
-            from pytest_kvmock.harness.faults import Faults  # for those who use it
+            from pytest_kvmock.harness.faults import Faults  # imported on first use
 
             self._faults = Faults(self.profile, self._workers, self.publisher, self._judge, self._seed)
         return self._faults
@@ -399,14 +422,15 @@ class RouterHarness:
     def remove_worker(self, id: WorkerKey) -> None:  # noqa: A002 - upstream's word
         """Remove a worker from the router, all ranks or one of them; it may come back with any event id.
 
-        The worker itself still exists, without what was in tiers below its device or on the way; `worker(id)` makes a new one.
+        The worker itself still exists, without what was in tiers below its device or on the way; `worker(id)` makes a
+        new one.
 
         Args:
             id: its id, for all its ranks; or (id, dp_rank), for that rank alone.
 
         Raises:
-            ValueError: it is neither; or the index under test has no `remove_worker(worker_id)`, or for one rank of several no
-                `remove_worker_dp_rank(worker_id, dp_rank)`. Nothing has changed.
+            ValueError: it is neither; or the index under test has no `remove_worker(worker_id)`, or for one rank of
+                several no `remove_worker_dp_rank(worker_id, dp_rank)`. Nothing has changed.
         """
         worker_id, dp_rank = check_worker_key(id)
         with self.publisher.lock:
@@ -414,40 +438,6 @@ class RouterHarness:
             keys = self.publisher.removed(worker_id, dp_rank)
             self._engines.remove(keys)
             self._workers.remove(keys, whole=dp_rank is None)
-
-    def use_recovery(self, recovery: Recovery) -> None:
-        """Keep what workers publish, so that a router can ask them for what it missed.
-
-        Raises:
-            TypeError: it is no `Recovery`.
-            ValueError: events were published before, and not kept (but for a Cleared, with which some engines
-                begin); the harness has another recovery already, or the recovery another harness.
-        """
-        if not isinstance(recovery, Recovery):
-            raise TypeError(f"recovery must be a Recovery, got {recovery!r:.80}")
-        with self.publisher.lock:
-            if self.publisher.recovery is not None:
-                raise ValueError("the harness has a recovery already")
-            begun = [entry.event for entry in self.events if isinstance(entry.event.event.data, Cleared)]
-            if not len(begun) == self.events.total == sum(self.publisher.next_ids.values()):
-                raise ValueError("recovery comes too late: events were published before, and no worker has kept them")
-            self.publisher.use_recovery(recovery)
-            for event in begun:
-                recovery.keep(event)
-
-    def forget_history(self, *, events: int) -> None:
-        """Drop what happened before the last events, for a harness that runs for hours. What is held and what was wrong is kept.
-
-        Messages then have less to tell of a block, and nothing is reproduced.
-
-        Args:
-            events: how many of the last events stay in the log.
-        """
-        check_integer("forget_history: events", events, 0)
-        with self.publisher.lock:
-            self.events.keep_last(events)
-            self.recording.cut()
-            self._judge.forget_history()
 
     # ------------------------------------------------------------------------------------------ comparisons
 
@@ -476,13 +466,19 @@ class RouterHarness:
     # ---------------------------------------------------------------------------------------------- lookups
 
     @overload
-    def overlap(self, prompt: Prompt | TokenIds, tier: StorageTier | str = StorageTier.DEVICE) -> Overlap: ...
+    def overlap(
+        self, prompt: Prompt | TokenIds, tier: StorageTier | str = StorageTier.DEVICE, *, owner: str | None = None
+    ) -> Overlap: ...
 
     @overload
     def overlap(self, prompt: Prompt | TokenIds, tier: None) -> dict[StorageTier, Overlap]: ...
 
     def overlap(
-        self, prompt: Prompt | TokenIds, tier: StorageTier | str | None = StorageTier.DEVICE
+        self,
+        prompt: Prompt | TokenIds,
+        tier: StorageTier | str | None = StorageTier.DEVICE,
+        *,
+        owner: str | None = None,
     ) -> Overlap | dict[StorageTier, Overlap]:
         """Ask the index how many leading blocks of a prompt each worker holds; workers without a match are left out.
 
@@ -490,42 +486,52 @@ class RouterHarness:
             prompt: the prompt.
             tier: which tier. Of one below the device, the blocks by which it extends what the faster tiers have. None:
                 the answers of all tiers, by tier; those of which no worker has any are absent.
+            owner: in place of a tier, a store that workers share: the blocks by which it extends what each of its
+                workers has.
 
         Raises:
             TypeError: the index is async: `await kv_harness.aoverlap(prompt)`.
-            ValueError: an unknown tier; the index takes tokens, and the prompt has none; or it has no `find_tiered`.
+            ValueError: an unknown tier or store; the index takes tokens, and the prompt has none; or it has no
+                `find_tiered`.
         """
         __tracebackhide__ = True
+        if owner is not None:
+            return self._lookups.run("overlap", self._lookups.of_owner(prompt, owner))
         if tier is None:
             return self._lookups.run("overlap", self._lookups.by_tier(prompt))
         return self._lookups.run("overlap", self._lookups.of_tier(prompt, tier))
 
     @overload
-    async def aoverlap(self, prompt: Prompt | TokenIds, tier: StorageTier | str = StorageTier.DEVICE) -> Overlap: ...
+    async def aoverlap(
+        self, prompt: Prompt | TokenIds, tier: StorageTier | str = StorageTier.DEVICE, *, owner: str | None = None
+    ) -> Overlap: ...
 
     @overload
     async def aoverlap(self, prompt: Prompt | TokenIds, tier: None) -> dict[StorageTier, Overlap]: ...
 
     async def aoverlap(
-        self, prompt: Prompt | TokenIds, tier: StorageTier | str | None = StorageTier.DEVICE
+        self,
+        prompt: Prompt | TokenIds,
+        tier: StorageTier | str | None = StorageTier.DEVICE,
+        *,
+        owner: str | None = None,
     ) -> Overlap | dict[StorageTier, Overlap]:
         """Ask an async index as `overlap` does, as far as it was flushed."""
         __tracebackhide__ = True
+        if owner is not None:
+            return await self._lookups.arun("aoverlap", self._lookups.of_owner(prompt, owner))
         if tier is None:
             return await self._lookups.arun("aoverlap", self._lookups.by_tier(prompt))
         return await self._lookups.arun("aoverlap", self._lookups.of_tier(prompt, tier))
 
-    def overlap_for_hashes(self, local_hashes: Iterable[int]) -> Overlap:
-        """Ask as `overlap` does, for a prompt known by its local hashes."""
-        return self.overlap(Prompt(hashes=local_hashes))
-
     def reusable(self, prompt: Prompt | TokenIds, tier: StorageTier | str = StorageTier.DEVICE) -> dict[WorkerKey, int]:
-        """Return how many tokens of a prompt each engine would reuse, at most those of `overlap`; workers without any are left out. Changes nothing.
+        """Return how many tokens of a prompt each engine would reuse, at most those of `overlap`; workers without any
+        are left out. Changes nothing.
 
         Args:
             prompt: which.
-            tier: where: "device"; or a tier below it, of which those count by which it extends what the device has; or "storage",
-                what would be fetched from the storage behind the host, which no event says.
+            tier: where: "device"; or a tier below it, of which those count by which it extends what the device has; or
+                "storage", what would be fetched from the storage behind the host, which no event says.
 
         Raises:
             ValueError: a worker cannot name the blocks of the prompt; or an unknown tier.
@@ -541,19 +547,7 @@ class RouterHarness:
             EventRulesBroken: with the report.
         """
         __tracebackhide__ = True
-        self.events.check()
-
-    def assert_no_event_warnings(self) -> None:
-        """Flush, and raise if there was any warning.
-
-        Raises:
-            EventRulesBroken: with the report.
-        """
-        __tracebackhide__ = True
-        self.flush()
-        warnings = self.events.unexcused(self.events.warnings)
-        if warnings:
-            raise EventRulesBroken(problems_text(warnings))
+        self.events.assert_no_event_errors()
 
     def assert_in_sync(self) -> None:
         """Flush, and raise if stream and engines, or index and reference, differ now, for whatever reason.
@@ -582,29 +576,18 @@ class RouterHarness:
 
     # ---------------------------------------------------------------------------------------------- judging
 
-    def body_begins(self) -> None:
-        """Mark the requests that fixtures have opened: the next verdict leaves them to their teardown, the one after does not."""
-        self._begun = frozenset(request for worker in self._workers.by_key.values() for request in worker.requests)
-
     def judge(self) -> Verdict:
         """Flush, compare everything, and return what is new since the last verdict."""
         with self.publisher.lock:
             self._verdicts.not_flushed(self._judge.take_waiting())
             self._judge.compare()
             self.flush()
-            self._verdicts.leaked(self._workers.by_key.values(), self._begun)
-            self._begun = frozenset()
+            self._verdicts.leaked(self._workers.by_key.values(), self.inside.begun)
+            self.inside.begun = frozenset()
             verdict = self._verdicts.next()
             if self._faults is not None:
                 verdict.unmet.extend(self._faults.unmet())
             return verdict
-
-    def is_engines_own(self, warning: Problem) -> bool:
-        """Whether a warning is one that a faithful mock engine causes by itself, as `multi_lru` and `hash_cache` do."""
-        key = (warning.worker_id, warning.dp_rank)
-        return (
-            warning.rule in self._workers.own_warnings(key) and key not in self.by_hand.keys and warning.fault is None
-        )
 
     def __enter__(self) -> Self:
         return self
@@ -617,3 +600,31 @@ class RouterHarness:
         errors = [problem for problem in verdict.errors if problem.rule not in self._allow]
         if kind is None and (errors or verdict.unmet):
             raise EventRulesBroken(failure_text(errors, verdict.unmet, harness=True))
+
+
+def _roles(given: Mapping[str, Any] | None, dp_size: int) -> Mapping[str, Any]:
+    """The roles of a harness, read by those that have some."""
+    if given is None:
+        return {}
+    from pytest_kvmock.harness.roles import read_roles
+
+    return read_roles(given, dp_size)
+
+
+def _by_role(index: Mapping[str, Any], roles: Mapping[str, Any], role_of: Callable[[int], Any]) -> Any:
+    """One index of each role, as one."""
+    from pytest_kvmock.fleets.pairs.role_router import RoleIndexes, check_roles
+
+    found = check_roles("index", index)
+    if set(roles) != set(found):
+        raise ValueError(f"index by role is for roles 'prefill' and 'decode', got {', '.join(map(repr, roles))}")
+    return RoleIndexes(found, role_of)
+
+
+def _stores(given: Mapping[str, Any] | None) -> Mapping[str, StoreSpec]:
+    """The stores of a harness, read by those that have some."""
+    if given is None:
+        return {}
+    from pytest_kvmock.values.shared_stores import read_stores
+
+    return read_stores(given)

@@ -8,21 +8,21 @@ from copy import deepcopy
 from functools import partial
 from typing import Any
 
-from pytest_kvmock.events import Removed, RouterEvent, Stored, StreamKey
 from pytest_kvmock.harness.under_test import Scores, WorkerScores, agree, by_worker
-from pytest_kvmock.hygiene.delivery import Published
-from pytest_kvmock.hygiene.injection import Injection, Injections
-from pytest_kvmock.hygiene.ledger import Ledger
-from pytest_kvmock.router.index import RadixIndex, RadixIndexError
+from pytest_kvmock.oracle.hygiene.delivery import Published
+from pytest_kvmock.oracle.hygiene.injection import Injection, Injections
+from pytest_kvmock.oracle.hygiene.ledger import Ledger
+from pytest_kvmock.oracle.index.index import RadixIndex, RadixIndexError
+from pytest_kvmock.values.events import Removed, RouterEvent, Stored, StreamKey
 
 
 class SurvivalOracle:
     """A reference index of what was published, with its history; what has arrived until now counts as published.
 
-    A survived fault *affects* the streams that it changes, until the answers of the index are right for the blocks of the
-    event that it changed; answers for an affected stream are not compared after each event. At a flush they must be right,
-    as far as a router can detect: a lost event shows when a later one of its worker and rank arrives, so those that were
-    lost last are not expected, nor those after one that is held back.
+    A survived fault *affects* the streams that it changes, until the answers of the index are right for the blocks of
+    the event that it changed; answers for an affected stream are not compared after each event. At a flush they must be
+    right, as far as a router can detect: a lost event shows when a later one of its worker and rank arrives, so those
+    that were lost last are not expected, nor those after one that is held back.
 
     A stream that another fault changes is *exempt*: any answer for it is accepted.
 
@@ -34,7 +34,8 @@ class SurvivalOracle:
         ledger: has the history that the chains to look up come from.
         reference: what a router should answer.
         exempt: the streams that other faults have changed.
-        affected: the streams that survived faults have changed, each with the stream and block of the chains to look up.
+        affected: the streams that survived faults have changed, each with the stream and block of the chains to look
+            up.
     """
 
     def __init__(self, ledger: Ledger, reference: RadixIndex) -> None:
@@ -43,7 +44,7 @@ class SurvivalOracle:
         self.affected: dict[StreamKey, set[tuple[StreamKey, int]]] = {}
         self.exempt: set[StreamKey] = set()
         self._before = deepcopy(reference)  # the state before the history
-        self._history: list[tuple[StreamKey, RouterEvent | None]] = []  # None: the worker and rank begins anew
+        self._history: list[tuple[StreamKey, RouterEvent | None]] = []  # None: the worker and rank starts over
         self._injections: dict[StreamKey, Injections] = {}
         self._lost: dict[StreamKey, list[int]] = {}  # places in the history of losses that do not show yet
         self._held: dict[StreamKey, dict[Injection, int]] = {}
@@ -57,7 +58,7 @@ class SurvivalOracle:
         return len(self._history) - 1
 
     def begin_anew(self, key: StreamKey, *, announced: bool) -> None:
-        """Begin anew with a worker and rank; where that is announced, earlier faults no longer count."""
+        """Start over with a worker and rank; where that is announced, earlier faults no longer count."""
         self._history.append((key, None))
         self.reference.remove_worker_dp_rank(*key)
         if announced:
@@ -194,11 +195,13 @@ class SurvivalOracle:
         return free | self._behind(free) if ignored is None else free
 
     def _behind(self, free: set[StreamKey]) -> set[StreamKey]:
-        """The affected streams, but for those that are `free`, for which an index may not know of a loss yet."""
+        """The affected streams, but for those that are `free`, in which an index may not have noticed a loss yet."""
         return {key for key in self.affected.keys() - free if self._lost.get(key) or self._held.get(key)}
 
     def _knowable(self, local_hashes: tuple[int, ...]) -> list[Scores]:
-        """The right answers since the first loss that does not show yet; an index that asked the worker may be ahead."""
+        """The right answers since the first loss that does not show yet; an index that asked the worker may be
+        ahead.
+        """
         first: dict[StreamKey, int] = {}
         for key in {*self._lost, *self._held}:
             places = (*self._lost.get(key, ()), *self._held.get(key, {}).values())

@@ -1,7 +1,7 @@
 """The index under test: its calls, and its answers in one shape.
 
-The code that calls it is written once, for sync and async indexes: generators yield the calls to make, and are sent the results.
-`run` makes the calls, `arun` awaits them.
+The code that calls it is written once, for sync and async indexes: generators yield the calls to make, and are sent the
+results. `run` makes the calls, `arun` awaits them.
 
 One subject: a call of the user's index, and what its answer means.
 """
@@ -15,16 +15,16 @@ from inspect import Parameter, isawaitable, iscoroutinefunction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, TypeVar, cast
 
-from pytest_kvmock.checks import parameter_kind
-from pytest_kvmock.events import RouterEvent, StorageTier, Stored, StreamKey
-from pytest_kvmock.hygiene.content import sparse
-from pytest_kvmock.hygiene.problem import Problem
-from pytest_kvmock.prompt_keys import names_blocks
-from pytest_kvmock.tokens import Prompt
+from pytest_kvmock.oracle.hygiene.content import sparse
+from pytest_kvmock.oracle.hygiene.problem import Problem
+from pytest_kvmock.values.checks import parameter_kind
+from pytest_kvmock.values.events import RouterEvent, StorageTier, Stored, StreamKey
+from pytest_kvmock.values.prompt_keys import names_blocks
+from pytest_kvmock.values.tokens import Prompt
 
 if TYPE_CHECKING:
-    from pytest_kvmock.hygiene.stream import Stream
-    from pytest_kvmock.prompt_keys import EventExtra
+    from pytest_kvmock.oracle.hygiene.stream import Stream
+    from pytest_kvmock.values.prompt_keys import EventExtra
 
 Scores: TypeAlias = dict[tuple[int, int], int]
 """Matched blocks by (worker_id, dp_rank); ranks without any are absent."""
@@ -33,7 +33,7 @@ WorkerScores: TypeAlias = dict[int, int]
 """Matched blocks by worker alone: the most over its ranks."""
 
 TierScores: TypeAlias = dict[StorageTier, Scores | WorkerScores]
-"""Matched blocks by tier; tiers of which nobody has any are absent."""
+"""Matched blocks by tier; tiers without any are absent."""
 
 Call: TypeAlias = tuple[Callable[[Any], Any], Any]
 """A function of the index under test, and the argument to call it with."""
@@ -145,10 +145,11 @@ class IndexMethod:
         return not self.takes_tokens or self._extra_kind is not None
 
     def asking(self, extra: EventExtra | None) -> Callable[[Any], Any]:
-        """The function that asks for a prompt, by what it carries beside its tokens; local hashes have that in them.
+        """The function that asks for a prompt, by what it carries in addition to its tokens; local hashes have that
+        in them.
 
-        One that has a parameter `extra` is given it always: None for a prompt of tokens alone. A request has the name of its adapter
-        alone: the number that one engine has for it is in events, and in no question.
+        One that has a parameter `extra` is given it always: None for a prompt of tokens alone. A request has the name
+        of its adapter alone: the number that one engine has for it is in events, and in no question.
 
         Raises:
             ValueError: it takes tokens alone, and blocks of the prompt are named by more.
@@ -191,12 +192,15 @@ class IndexMethod:
         instead = f"give the index a {_OF_HASHES[self.name]}(local_hashes)"
         if of_events:
             raise ValueError(
-                f"the index under test takes tokens ({self.name}), and a Stored of these blocks had no token_ids for each: "
+                f"the index under test takes tokens ({self.name}), and a Stored of these blocks had no token_ids for "
+                "each: "
                 f"give them with the event, {_WITH_TOKENS}, or {instead}"
             )
         raise ValueError(
-            f"the index under test takes tokens ({self.name}), and this prompt has only hashes; give a prompt of tokens "
-            f"(of a trace: request.prompt(tokens=True), @pytest.mark.kvmock(trace_tokens=True) or --kv-trace-tokens), or {instead}"
+            f"the index under test takes tokens ({self.name}), and this prompt has only hashes; give a prompt of "
+            "tokens "
+            "(of a trace: request.prompt(tokens=True), @pytest.mark.kvmock(trace_tokens=True) or --kv-trace-tokens), "
+            f"or {instead}"
         )
 
 
@@ -215,13 +219,15 @@ class IndexUnderTest:
     """Wraps a user's index in one interface.
 
     The index has `apply(event)`, which takes a `RouterEvent`, and one of `find_matches(local_hashes)`,
-    `match_tokens(tokens)` (or `match_tokens(tokens, extra)`, by which prompts are asked for that carry more than tokens),
-    `find_tiered(local_hashes)` and `match_tiered(tokens, extra)`; `flush`, `dump_events`, `remove_worker` and
-    `remove_worker_dp_rank` are used where it has them. Where it has `find_tiered` or `match_tiered` it tells tiers apart; else it is
-    asked for the device alone. What has a method for hashes and one for tokens is asked by hashes. Any of them may be a coroutine function; then the test awaits it (`aflush`, `aoverlap`).
+    `match_tokens(tokens)` (or `match_tokens(tokens, extra)`, by which prompts are asked for that carry more than
+    tokens), `find_tiered(local_hashes)` and `match_tiered(tokens, extra)`; `flush`, `dump_events`, `remove_worker` and
+    `remove_worker_dp_rank` are used where it has them. Where it has `find_tiered` or `match_tiered` it answers tier
+    by tier; else it is asked for the device alone. What has a method for hashes and one for tokens is asked by
+    hashes. Any of them may be a coroutine function; then the test awaits it (`aflush`, `aoverlap`).
 
-    Where it has an attribute `takes_updates` that is True it is given Updated too, and its answer by tier must tell the levels
-    that these name apart; else it is compared with what its events say without them, as all known readers ignore them.
+    Where it has an attribute `takes_updates` that is True it is given Updated too, and its answer by tier must keep
+    apart the levels that these name; else it is compared with what its events say without them, as all known readers
+    ignore them.
 
     Args:
         index: the user's object.
@@ -229,10 +235,11 @@ class IndexUnderTest:
 
     Attributes:
         plain: the method by which it is asked for what the device has.
-        tiered: that by which it is asked tier by tier; None: it does not tell them apart.
+        tiered: that by which it is asked tier by tier; None: it does not answer tier by tier.
         by_tokens: that of the two which takes tokens; None: neither does.
-        answers_reusable: whether it answers exactly what the engine of a hybrid model would reuse, by its attribute `answers`:
-            "reusable". By default, "held", any answer is right from that up to what the attention group holds.
+        answers_reusable: whether it answers exactly what the engine of a hybrid model would reuse, or of an image at
+            another place in its block, by its attribute `answers`: "reusable". By default, "held", any answer is right
+            from that up to what the attention group holds, or what there is without the place.
 
     Raises:
         TypeError: it lacks a method.
@@ -338,18 +345,18 @@ class IndexUnderTest:
     ) -> Calls[TierScores]:
         """Look up a prompt; a sync index is flushed before, an async one is asked as far as it was flushed.
 
-        Where names of blocks look ahead, it is asked once for each number of tokens that they look at, and of each answer those
-        workers count whose names do. One that hashes tokens itself is asked once.
+        Where names of blocks look ahead, it is asked once for each number of tokens that they look at, and of each
+        answer those workers count whose names do. One that hashes tokens itself is asked once.
 
         Args:
             prompt: the prompt.
             block_size: tokens a block.
-            extra: what it carries beside its tokens, in the form of the engines' events; None for nothing.
+            extra: what it carries in addition to its tokens, in the form of the engines' events; None for nothing.
             by_tier: ask for all tiers, and not for the device alone.
             streams: those of the workers; None: no names look ahead.
 
         Raises:
-            ValueError: it takes tokens, and the prompt has none; or it is asked for tiers, and does not tell them apart.
+            ValueError: it takes tokens, and the prompt has none; or it is asked for tiers, and has no answer by tier.
             UnreadableAnswer: the answer is no mapping of workers to blocks, or of tiers to such.
         """
         __tracebackhide__ = True
@@ -374,7 +381,8 @@ class IndexUnderTest:
         __tracebackhide__ = True
         if self.tiered is None:
             raise ValueError(
-                f"the index under test ({self.name}) does not tell tiers apart: it has no find_tiered(local_hashes), nor "
+                f"the index under test ({self.name}) does not tell tiers apart: it has no find_tiered(local_hashes), "
+                "nor "
                 "match_tiered(tokens, extra), which return {tier: {(worker_id, dp_rank): blocks}}"
             )
         return self.tiered
@@ -466,7 +474,7 @@ def forms_of(streams: Mapping[StreamKey, Stream], prompt: Prompt | None = None) 
 
 
 def of_each_form(answers: Mapping[int, Scores | WorkerScores], streams: Mapping[StreamKey, Stream | int]) -> Any:
-    """Of answers by how many tokens names look at, the workers whose names do.
+    """The workers whose names look at each number of tokens, by the answers' keys.
 
     Args:
         answers: by worker or by rank.

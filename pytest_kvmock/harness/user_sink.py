@@ -8,8 +8,10 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeGuard
 
-from pytest_kvmock.backends import MOST_WORKERS
-from pytest_kvmock.events import (
+from pytest_kvmock.engines.backends import MOST_WORKERS
+from pytest_kvmock.oracle.hygiene.content import FoundChain
+from pytest_kvmock.oracle.hygiene.entries import BatchesLost
+from pytest_kvmock.values.events import (
     BlockTokens,
     Cleared,
     EventData,
@@ -22,14 +24,12 @@ from pytest_kvmock.events import (
     Updated,
     check_block_hashes,
 )
-from pytest_kvmock.hygiene.content import FoundChain
-from pytest_kvmock.hygiene.entries import BatchesLost
 
 if TYPE_CHECKING:
     from pytest_kvmock.harness.publisher import Publisher
-    from pytest_kvmock.prompt_keys import EventExtra
-    from pytest_kvmock.sinks import EventSink
-    from pytest_kvmock.wire.receiver import LostBatches
+    from pytest_kvmock.values.prompt_keys import EventExtra
+    from pytest_kvmock.values.sinks import EventSink
+    from pytest_kvmock.wire.sockets.receiver import LostBatches
 
 MOST_UNJUDGED: Final = 10_000
 """How many Stored are kept until their hashes are found to be a chain; those of other engines never are."""
@@ -84,9 +84,10 @@ class KvSink:
     Attributes:
         worker_id: the worker's id; the first from 2**16 on that was free, unless another was asked for.
         events: the events so far, in order.
-        chained: whether hashes must be a chain, Dynamo's or the one that its stream has; None: that is detected, see `FoundChain`.
-        is_removed: whether the router has removed the worker, and nothing was published since; another sink may have its
-            id then.
+        chained: whether hashes must be a chain, Dynamo's or the one that its stream has; None: that is detected, see
+            `FoundChain`.
+        is_removed: whether the router has removed the worker, and nothing was published since; another sink may have
+            its id then.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class KvSink:
     ) -> None:
         self.worker_id = worker_id
         self.chained = chained
-        self._judges_host = judges_host  # vLLM's events of a host do not say what was hashed beside tokens
+        self._judges_host = judges_host  # vLLM's events of a host do not say what was hashed with tokens
         self.events: list[KvCacheEvent] = []
         self.is_removed = False
         self._publisher = publisher
@@ -139,7 +140,7 @@ class KvSink:
             event: the event, or its data.
             storage_tier: the tier of the blocks, or its name, unless a RouterEvent has it.
             token_ids: for a Stored, the token ids of each block.
-            extra: what else travels beside it (`RouterEvent.extra`).
+            extra: what else travels with it (`RouterEvent.extra`).
 
         Raises:
             TypeError: something else.
@@ -156,7 +157,8 @@ class KvSink:
             addressed = RouterEvent(self.worker_id, event, tier, token_ids, extra)
             if not is_event(addressed):
                 raise TypeError(
-                    f"a kv_sink takes Stored, Removed, Located, Updated, Cleared, KvCacheEvent or RouterEvent, with {HASHES}, "
+                    "a kv_sink takes Stored, Removed, Located, Updated, Cleared, KvCacheEvent or RouterEvent, with "
+                    f"{HASHES}, "
                     f"got {event!r:.80} ({type(event).__name__})"
                 )
             self.events.append(event)
@@ -169,19 +171,21 @@ class KvSink:
     __call__ = publish
 
     def lost_batches(self, worker_id: int, dp_rank: int, batches: range, observed: str = "") -> None:  # noqa: ARG002 - the sink is a worker of its own
-        """Record batches of a wire that did not arrive; see `RouterHarness.lost_batches`."""
+        """Record batches of a wire that did not arrive; see `Inside.lost_batches`."""
         self._publisher.lost_batches(BatchesLost(self.worker_id, dp_rank, batches, observed))
 
     def losses_at(self, endpoints: Sequence[str]) -> LostBatches:
-        """Return `lost_batches` of one who subscribes at these endpoints; see `RouterHarness.losses_at`."""
+        """Return `lost_batches` of a subscriber at these endpoints; see `Inside.losses_at`."""
         return self._publisher.losses_at(endpoints, self.worker_id)
 
     def sinks_of(self, worker_id: int) -> list[tuple[EventSink, int | None]]:  # noqa: ARG002 - as of `lost_batches`
-        """The sinks that are given what this one publishes; see `RouterHarness.sinks_of`."""
+        """The sinks that are given what this one publishes; see `Inside.sinks_of`."""
         return self._publisher.sinks_of(self.worker_id)
 
     def _must_chain(self, addressed: RouterEvent) -> bool:
-        """Whether the hashes of an event must be Dynamo's chain; where `chained` is None, only of one that breaks it."""
+        """Whether the hashes of an event must be Dynamo's chain; where `chained` is None, only of one that breaks
+        it.
+        """
         if self.chained is not None:
             return self.chained and (self._judges_host or addressed.storage_tier is StorageTier.DEVICE)
         data, chain = addressed.event.data, self._chain

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from pytest_kvmock.engine.worker import KvWorker, OpenRequest, Request
+from pytest_kvmock.engines.worker import KvWorker, OpenRequest, Request
 from pytest_kvmock.harness.queued import QueuedEvent
-from pytest_kvmock.hygiene.log import EventLog
-from pytest_kvmock.hygiene.problem import Problem
-from pytest_kvmock.hygiene.rules import LEAKED_REQUESTS, NOT_FLUSHED
+from pytest_kvmock.oracle.hygiene.log import EventLog
+from pytest_kvmock.oracle.hygiene.problem import Problem
+from pytest_kvmock.oracle.hygiene.rules import LEAKED_REQUESTS, LEASED_BLOCKS, NOT_FLUSHED, OVERWRITTEN_BLOCKS
 
 
 class Verdict(NamedTuple):
@@ -17,7 +17,7 @@ class Verdict(NamedTuple):
 
     Attributes:
         errors: errors that stand by themselves and that the test did not expect.
-        warnings: warnings, likewise.
+        warnings: warnings of the same kind.
         unmet: a sentence for each error that the test expected, and for each fault that it asked for, that did not come
             as often as asked for.
     """
@@ -38,6 +38,7 @@ class Verdicts:
         self._log = log
         self._judged = 0
         self._leaked: set[OpenRequest] = set()
+        self._leased: set[tuple[int, int, str, str]] = set()
 
     def leaked(self, workers: Iterable[KvWorker], spared: Collection[OpenRequest] = ()) -> None:
         """Record the requests that are still open at the end of a test, each once.
@@ -47,6 +48,8 @@ class Verdicts:
             spared: requests that a teardown may finish yet.
         """
         for worker in workers:
+            self._leases(worker)
+            self._overwritten(worker)
             requests = [r for r in worker.requests if r not in spared and r not in self._leaked]
             if not requests:
                 continue
@@ -59,6 +62,31 @@ class Verdicts:
                 right = "an engine runs to its end, or aborts what is open (run, abort, close), before the test ends"
             key = (worker.worker_id, worker.dp_rank)
             self._log.note([Problem(LEAKED_REQUESTS, *key, known, right, position=self._log.total - 1)])
+
+    def _leases(self, worker: KvWorker) -> None:
+        """Record what a worker holds for legs that do not run, each once."""
+        key = (worker.worker_id, worker.dp_rank)
+        leases = [each for each in worker.leased if (*key, each.request, each.phase) not in self._leased]
+        if not leases:
+            return
+        self._leased.update((*key, each.request, each.phase) for each in leases)
+        shown = ", ".join(f"{each.num_blocks} of {each.request} ({each.phase})" for each in leases[:8])
+        shown += f" and {len(leases) - 8} more" if len(leases) > 8 else ""
+        known = f"blocks are held for {len(leases)} leg{'s' * (len(leases) > 1)}: {shown}"
+        right = "each hand-over is loaded, or its lease ends (tick), before the test ends"
+        self._log.note([Problem(LEASED_BLOCKS, *key, known, right, position=self._log.total - 1)])
+
+    def _overwritten(self, worker: KvWorker) -> None:
+        """Record the legs whose blocks a worker freed while they were written, each once."""
+        key = (worker.worker_id, worker.dp_rank)
+        names = [each for each in worker.overwritten if (*key, each, "overwritten") not in self._leased]
+        if not names:
+            return
+        self._leased.update((*key, each, "overwritten") for each in names)
+        shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        known = f"blocks of {len(names)} leg{'s' * (len(names) > 1)} were free while they were written: {shown}"
+        right = "blocks of a leg that is called off stay taken until its transfer is reported"
+        self._log.note([Problem(OVERWRITTEN_BLOCKS, *key, known, right, position=self._log.total - 1)])
 
     def not_flushed(self, waiting: Sequence[QueuedEvent]) -> None:
         """Record that an async index was not given these events before the test body ended."""

@@ -1,4 +1,7 @@
-"""The workers of a harness: mock engines made by a profile and a backend, and sinks for engines of the user's own."""
+"""The workers of a harness: mock engines made by a profile and a backend, and sinks for engines of the user's own.
+
+One subject: the workers of a harness, by id and rank.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +12,27 @@ from random import Random
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from pytest_kvmock.backends import BackendSpec, EngineProfile, backend_spec
-from pytest_kvmock.checks import check_integer, check_u64, integer_text, is_integer
-from pytest_kvmock.engine.worker import KvWorker
-from pytest_kvmock.events import StorageTier, StreamKey
+from pytest_kvmock.engines.backends import BackendSpec, EngineProfile, backend_spec
+from pytest_kvmock.engines.worker import KvWorker
 from pytest_kvmock.harness.engine_comparison import EngineComparison
 from pytest_kvmock.harness.harness_worker import HarnessWorker, options_of
 from pytest_kvmock.harness.judge import Judge
 from pytest_kvmock.harness.publisher import Publisher
 from pytest_kvmock.harness.recording import Recording
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER, KvSink
-from pytest_kvmock.hygiene.content import Chain, DynamoChain
-from pytest_kvmock.hygiene.entries import Opened
-from pytest_kvmock.hygiene.rules import EVICTED_AND_RESTORED, ORPHANED_CHILD, WRONG_HASH
-from pytest_kvmock.hygiene.stream_spec import Residency, StreamSpec, check_residency
+from pytest_kvmock.oracle.hygiene.content import DynamoChain
+from pytest_kvmock.oracle.hygiene.entries import Opened
+from pytest_kvmock.oracle.hygiene.rules import EVICTED_AND_RESTORED, ORPHANED_CHILD, WRONG_HASH
+from pytest_kvmock.oracle.hygiene.stream_spec import Residency, StreamSpec, check_residency
+from pytest_kvmock.values.checks import check_integer, check_u64, integer_text, is_integer
+from pytest_kvmock.values.events import StorageTier, StreamKey
+from pytest_kvmock.values.hashed_blocks import Chain
 
 if TYPE_CHECKING:
+    from pytest_kvmock.engines.schedulers.args import MockEngineArgs
     from pytest_kvmock.harness.engines import HarnessEngine
-    from pytest_kvmock.schedulers.args import MockEngineArgs
+    from pytest_kvmock.harness.roles import Role
+    from pytest_kvmock.values.shared_stores import StoreSpec
 
 WorkerKey: TypeAlias = int | tuple[int, int]
 """A worker id; (worker_id, dp_rank) where the worker has more ranks than one."""
@@ -37,7 +43,8 @@ _OWN_IF_NOT_PREFIX_CLOSED: Final = (EVICTED_AND_RESTORED, WRONG_HASH)
 """Warnings that engines cause by themselves where a block may be removed before its parent."""
 
 _OWN_WITH_TIERS: Final = (ORPHANED_CHILD,)
-"""Likewise with tiers: a swap-in drops its pins head first (as the original does), and `lru` then evicts parents first."""
+"""The same with tiers: a swap-in drops its pins head first (as the original does), and `lru` then evicts parents
+first."""
 
 
 def check_worker_key(key: object) -> tuple[int, int | None]:
@@ -49,7 +56,8 @@ def check_worker_key(key: object) -> tuple[int, int | None]:
     worker_id, dp_rank = key if isinstance(key, tuple) and len(key) == 2 else (key, None)
     if not is_integer(worker_id, 0) or worker_id > MOST_WORKER_ID or not (dp_rank is None or is_integer(dp_rank, 0)):
         raise ValueError(
-            f"remove_worker takes a worker id (an integer from 0 to {MOST_WORKER_ID}), or (worker id, dp_rank) for one rank, "
+            f"remove_worker takes a worker id (an integer from 0 to {MOST_WORKER_ID}), or (worker id, dp_rank) for "
+            "one rank, "
             f"got {key!r:.80}"
         )
     return worker_id, dp_rank
@@ -67,8 +75,11 @@ class Workers:
         rng: source of everything random in them.
         engine: fields of `MockEngineArgs` for their engines.
         judge_unpublished: judge what workers that do not publish would publish, by the rules of the ledger alone.
+        roles: of its workers in P/D pairs, by worker type; none: they are ordinary ones, as many as the profile says.
+        stores: the stores that workers share, by name.
 
     Attributes:
+        by_role: the workers of each role.
         spec: the backend of those that have none of their own; None while there is none.
         sink_ids: the worker ids of sinks.
     """
@@ -84,8 +95,14 @@ class Workers:
         rng: Random,
         engine: Mapping[str, Any] = MappingProxyType({}),
         judge_unpublished: bool = False,
+        roles: Mapping[str, Role] = MappingProxyType({}),
+        stores: Mapping[str, StoreSpec] = MappingProxyType({}),
     ) -> None:
         self.spec: BackendSpec | None = None
+        self._stores = stores
+        self._shared: dict[str, Any] = {}
+        self._roles = roles
+        self.by_role: dict[str, list[KvWorker]] = {}
         self._profile = profile
         self._judge = judge
         self._publisher = publisher
@@ -132,9 +149,36 @@ class Workers:
             return
         spec.check_options(options_of(self._profile))
         self.spec = self._recording.backends[spec.name] = spec
+        if self._roles:
+            for kind, role in self._roles.items():
+                self.by_role[kind] = []
+                for _ in range(role.workers):
+                    worker_id = self._free_id()
+                    for dp_rank in range(role.ranks):
+                        self.add_to_role(kind, worker_id, dp_rank)
+            return
         for worker_id in range(self._profile.workers):
             for dp_rank in range(self._profile.dp_size):
                 self.worker(worker_id, dp_rank)
+
+    def add_to_role(self, kind: str, worker_id: int, dp_rank: int) -> None:
+        """Make one more worker, or rank of one, of a role."""
+        role = self._roles[kind]
+        worker = self._add(worker_id, dp_rank, role.backend, self._profile, role)
+        self.by_role[kind].append(worker)
+        if role.ranks > 1:
+            worker.rejoin = partial(self._join_ranks, kind, worker_id, role.ranks)
+            worker.rejoin()
+
+    def _join_ranks(self, kind: str, worker_id: int, count: int) -> None:
+        """Join the ports of a worker's ranks, once all are made."""
+        ranks = [each.pair for each in self.by_role[kind] if each.worker_id == worker_id]
+        if len(ranks) == count:
+            ranks[0].join_ranks(ranks)
+
+    def role_of(self, worker_id: int) -> str:
+        """The role of a worker that has one."""
+        return next(kind for kind, made in self.by_role.items() if any(each.worker_id == worker_id for each in made))
 
     def worker(self, worker_id: int, dp_rank: int = 0, backend: BackendSpec | str | None = None) -> KvWorker:
         """The worker of this id and rank, made now if there is none; see `RouterHarness.worker`."""
@@ -164,7 +208,7 @@ class Workers:
         Raises:
             ValueError: as `RouterHarness.engine`.
         """
-        from pytest_kvmock.harness.engines import HarnessEngine, differences, engine_args  # for those who use one
+        from pytest_kvmock.harness.engines import HarnessEngine, differences, engine_args  # imported on first use
 
         key = None if worker_id is None else self.key(worker_id, dp_rank)
         found = None if key is None else self._engines_of.get(key)
@@ -172,18 +216,22 @@ class Workers:
             return found
         spec = self._spec_of(key)
         if args is None:
-            wanted = engine_args(self._profile, spec, {**self._engine_fields, **fields})
+            profile, of_role = self._of_role(key)
+            wanted = engine_args(profile, spec, {**self._engine_fields, **of_role, **fields})
         else:
             wanted = args.following(spec.semantics)
         if found is not None:
             if found.args != wanted:
                 raise ValueError(
-                    f"the engine of worker {worker_id} exists already, with other arguments: {differences(found.args, wanted)}"
+                    f"the engine of worker {worker_id} exists already, with other arguments: "
+                    f"{differences(found.args, wanted)}"
                 )
             return found
         worker = self.next_worker() if worker_id is None else self.worker(worker_id, dp_rank)
         assert isinstance(worker, HarnessWorker)
         engine = HarnessEngine(wanted, worker, self._recording, self._profile.seed)
+        if worker.role is not None:
+            engine.inside.log = None
         self._engines_of[self.key(worker.worker_id, worker.dp_rank)] = engine
         self._recording.engines[worker.worker_id, worker.dp_rank] = wanted, worker.spec
         return engine
@@ -195,10 +243,16 @@ class Workers:
             raise ValueError("this harness has no backend yet: pass backend=, or have the test ask for kv_backend")
         return spec
 
+    def _of_role(self, key: WorkerKey | None) -> tuple[EngineProfile, dict[str, Any]]:
+        """The profile of a worker, and the fields of its engine, by its role in a P/D pair."""
+        role = getattr(None if key is None else self._workers.get(key), "role", None)
+        return (self._profile, {}) if role is None else (self._profile.replace(**role.sizes), role.engine)
+
     def release_events(self) -> None:
         """Publish what engines hold until their passes end."""
         for engine in self._engines_of.values():
-            engine.worker.release_events()
+            if not engine.worker.cleared_waits:  # that leaves with a step alone
+                engine.worker.release_events()
 
     def add_mismatched(self, worker_id: int | None, **fields: Any) -> KvWorker:
         """Make one more worker with another profile than the router's; see `Faults.block_size`.
@@ -217,7 +271,9 @@ class Workers:
         return self._add(worker_id, 0, None, self._profile.replace(**fields))
 
     def remove(self, keys: Collection[StreamKey], *, whole: bool) -> None:
-        """Remove workers and ranks; the next one of such an id is a new one. `whole`: they are all ranks of a worker."""
+        """Remove workers and ranks; the next one of such an id is a new one. `whole`: they are all ranks of a
+        worker.
+        """
         for key in keys:
             worker = self._workers.pop(self.key(*key), None)
             if worker is not None:
@@ -232,7 +288,14 @@ class Workers:
         taken = {*self.sink_ids, *(worker.worker_id for worker in self._workers.values())}
         return next(i for i in count() if i not in taken)
 
-    def _add(self, worker_id: int, dp_rank: int, backend: BackendSpec | str | None, profile: EngineProfile) -> KvWorker:
+    def _add(
+        self,
+        worker_id: int,
+        dp_rank: int,
+        backend: BackendSpec | str | None,
+        profile: EngineProfile,
+        role: Role | None = None,
+    ) -> HarnessWorker:
         if not is_integer(worker_id, 0) or worker_id > MOST_WORKER_ID:
             raise ValueError(f"a worker id is an integer from 0 to {MOST_WORKER_ID}, got {worker_id!r}")
         if worker_id in self.sink_ids:
@@ -242,6 +305,9 @@ class Workers:
         spec = self.spec if backend is None else backend_spec(backend)
         if spec is None:
             raise ValueError("this harness has no backend yet: pass backend=, or have the test ask for kv_backend")
+        own = self._profile
+        if role is not None:
+            profile = own = profile.replace(**role.sizes)
         rng = Random(self._rng.getrandbits(64))  # noqa: S311 - mock data
         # The worker is made before the judge has its stream: it may be refused, and some engines publish as they begin.
         under_test = self._judge.under_test
@@ -254,27 +320,32 @@ class Workers:
             recording=self._recording,
             rng=rng,
             by_tokens=None if under_test is None else under_test.by_tokens,
+            role=role,
+            below=self._below(worker_id, profile),
         )
         self._workers[self.key(worker_id, dp_rank)] = worker
         self._recording.backends[spec.name] = spec
         tiers = self._profile.tiers
-        below = None if tiers is None else {StorageTier.HOST_PINNED: tiers.host}
-        num_blocks = self._profile.num_blocks
+        below = None if tiers is None else {tiers.below: tiers.host}
+        prefix_closed = spec.prefix_closed and (tiers is None or not tiers.leaves_holes)
+        num_blocks = own.num_blocks
         sizes = getattr(worker.manager, "tier_sizes", None)  # of one whose windows have blocks of their own, and a host
         if sizes is not None:
             num_blocks = sizes[StorageTier.DEVICE]
             below = {tier: size for tier, size in sizes.items() if tier is not StorageTier.DEVICE} or None
-        if not spec.prefix_closed:
+        if not prefix_closed:
             self._not_prefix_closed.add((worker_id, dp_rank))
         about = StreamSpec(
-            self._profile.block_size,
+            own.block_size,
             num_blocks,
             below,
             spec.residency,
-            spec.prefix_closed,
+            prefix_closed,
             DynamoChain if spec.chain is None else partial(spec.chain, worker.manager),
             clears_below=worker.traits.clears_below,
             chunk=worker.traits.chunk,
+            stores_again=worker.traits.stores_again,
+            stores=self._stores_of(worker_id),
         )
         if worker.traits.promises_more:
             self._judge.reuse.engines[worker_id, dp_rank] = worker
@@ -284,6 +355,27 @@ class Workers:
         self._publisher.begun((worker_id, dp_rank))
         worker.release_events()
         return worker
+
+    def _stores_of(self, worker_id: int) -> dict[StorageTier, str] | None:
+        """The stores that a worker's blocks belong to, by tier; None: there are none."""
+        return {each.tier: name for name, each in self._stores.items() if worker_id in each.workers} or None
+
+    def _below(self, worker_id: int, profile: EngineProfile) -> Any:
+        """What is below the device of a worker: what its profile has, over the store that it shares, if it shares
+        one.
+        """
+        below: Any = profile.tiers
+        for store in self._stores.values():
+            if worker_id in store.workers:
+                from pytest_kvmock.engines.shared import store_below
+
+                below = store_below(store, self._shared, below)
+        return below
+
+    @property
+    def stores(self) -> Mapping[str, Any]:
+        """The stores that workers share, by name, as far as a worker was made that has one."""
+        return self._shared
 
     def make_sink(
         self,
@@ -295,12 +387,16 @@ class Workers:
         prefix_closed: bool,
         worker_id: int | None = None,
         named: tuple[str | None, str | None] = (None, None),
+        restores: bool = False,
     ) -> KvSink:
         """Make a sink where a block manager of the user's own may publish; see `RouterHarness.make_sink`."""
         if num_blocks is not None:
             check_integer("make_kv_sink: num_blocks", num_blocks, 1, ", or None")
         below = _tier_blocks(tier_blocks)
         check_residency(residency, "make_kv_sink: ")
+        if not isinstance(restores, bool):
+            text = f"make_kv_sink: restores must be True or False, got {restores!r:.80}"
+            raise ValueError(text)  # noqa: TRY004 - one error
         if worker_id is None:
             taken = {*self.sink_ids, *(key[0] for key in self._judge.ledger.streams)}  # by engines, and by hand
             worker_id = next(i for i in count(FIRST_SINK_WORKER) if i not in taken)
@@ -316,6 +412,8 @@ class Workers:
             chain or DynamoChain,
             hash=hash_name,
             seed=seed,
+            restores=restores,
+            compares_tokens=chain is None and chained is None,
         )
         self._judge.open(Opened((worker_id, 0), None, about))
         sink = KvSink(
@@ -353,11 +451,11 @@ def _chain_of_sink(named: tuple[str | None, str | None], chained: bool | None) -
     hash_name, seed = named
     if hash_name is None:
         if seed is not None:
-            raise ValueError(f"make_kv_sink: seed is that of a hash, and no hash is given; got {seed!r:.80}")
+            raise ValueError(f"make_kv_sink: seed needs hash=, which is not given; got {seed!r:.80}")
         return None
     if chained is False:
         raise ValueError(f"make_kv_sink: chained=False judges no hashes, and hash={hash_name!r} says how to")
-    from pytest_kvmock.wire.event_names import EventNames, hasher_of  # for those who use it
+    from pytest_kvmock.wire.codec.event_names import EventNames, hasher_of  # imported on first use
 
     try:
         return EventNames((hasher_of(hash_name, seed),), is_given=True, knows_release=False).chain

@@ -9,7 +9,7 @@ __all__ = ["KvEventWarning"]
 pytest_plugins = (
     "pytest_kvmock.plugin.hooks",
     "pytest_kvmock.plugin.fixtures",
-    # Whatever folders are there: each may be deleted, and `-p no:kvmock` turns off all of them.
+    # All existing folders: each may be deleted, and `-p no:kvmock` turns all of them off.
     *(
         f"pytest_kvmock.contrib.{path.parent.name}.plugin"
         for path in sorted((Path(__file__).parents[1] / "contrib").glob("*/plugin.py"))

@@ -9,18 +9,20 @@ from typing import TYPE_CHECKING, Final
 import pytest
 from xxhash import xxh3_64_hexdigest
 
-from pytest_kvmock.capture.harness_capture import HarnessCapture
-from pytest_kvmock.capture.lines import CaptureError
 from pytest_kvmock.plugin.settings import SETTINGS
+from pytest_kvmock.servers.capture.harness_capture import HarnessCapture
+from pytest_kvmock.servers.capture.lines import CaptureError
 
 if TYPE_CHECKING:
-    from pytest_kvmock.backends import EngineProfile
+    from pytest_kvmock.engines.backends import EngineProfile
 
 _MOST_NAME: Final = 120
 
 
 def file_name(nodeid: str, kind: str = "jsonl") -> str:
-    """The name of a file of a test: its id in what every file system takes, and 8 digits of its hash, as two ids may look alike so."""
+    """The name of a file of a test: its id in what every file system takes, and 8 digits of its hash, as two ids may
+    look alike so.
+    """
     plain = re.sub(r"[^\w.-]+", "-", nodeid, flags=re.ASCII).strip("-")[-_MOST_NAME:]
     return f"{plain}-{xxh3_64_hexdigest(nodeid.encode(errors='replace'))[:8]}.{kind}"
 
@@ -42,7 +44,7 @@ class TestCapture(HarnessCapture):
             pytest.fail(f"kvmock: --kv-capture: {error}", pytrace=False)
 
     def close(self) -> None:
-        """Write the rest; a test whose capture could not be written fails."""
+        """Write the rest; fail a test whose capture could not be written."""
         try:
             super().close()
         except CaptureError as error:

@@ -15,18 +15,22 @@ import pytest
 
 from pytest_kvmock.plugin.matrix import Placeholder, resolve_placeholder
 from pytest_kvmock.plugin.options import BACKENDS, DIALECTS, PROFILE_KEYS, Axis, unknown_name
-from pytest_kvmock.plugin.precedence import Policy, marker_values, resolve_engine, resolve_profile
+from pytest_kvmock.plugin.precedence import Policy, marker_values, resolve_engine, resolve_policy, resolve_profile
 from pytest_kvmock.plugin.settings import SETTINGS
 
 if TYPE_CHECKING:
-    from pytest_kvmock.backends import BackendSpec, EngineProfile
-    from pytest_kvmock.drivers.driver import Traits
+    from pytest_kvmock.engines.backends import BackendSpec, EngineProfile
+    from pytest_kvmock.engines.base.driver import Traits
     from pytest_kvmock.harness import RouterHarness
-    from pytest_kvmock.hygiene.problem import Problem
+    from pytest_kvmock.harness.recovery import Recovery
+    from pytest_kvmock.oracle.hygiene.problem import Problem
     from pytest_kvmock.plugin.captures import TestCapture
 
-_HARNESS_KEYS: Final = ("sync", "index_semantics", "faults", "survive")
-"""Keys of the `kvmock` marker that are arguments of `RouterHarness` as they are; the innermost marker that has one wins."""
+_RECOVERY: Final = pytest.StashKey["Recovery"]()
+
+_HARNESS_KEYS: Final = ("sync", "clears", "faults", "survive", "roles", "stores")
+"""Keys of the `kvmock` marker that are arguments of `RouterHarness` as they are; the innermost marker that has one
+wins."""
 
 
 class Case:
@@ -37,16 +41,16 @@ class Case:
     Args:
         item: the test.
         harness: its world.
-        policy: what broken rules do.
+        policy: the effect of broken rules.
         ask: returns the value of a fixture of the test, by its name.
 
     Attributes:
         item: the test.
         harness: its world.
-        policy: what broken rules do.
+        policy: the effect of broken rules.
         backend: the backend, once a fixture needed one.
-        capture: writes down what arrives; None: nobody has asked for it.
-        passed: the call phase ended without a failure.
+        capture: records the arriving events; None if no option or fixture asked for it.
+        passed: whether the call phase ended without a failure.
         failed_before: failures of the session when it ended.
         errors: event errors that counted so far.
         warnings: event warnings so far, by rule, but for those of `engine_warnings`.
@@ -87,15 +91,15 @@ class Case:
         self.engine_warnings: dict[str, int] = {}
 
     def count(self, errors: Sequence[Problem], warnings: Sequence[Problem]) -> None:
-        """Count what was found since the last look."""
+        """Count the problems found since the last call."""
         self.errors += len(errors)
         for warning in warnings:
-            counts = self.engine_warnings if self.harness.is_engines_own(warning) else self.warnings
+            counts = self.engine_warnings if self.harness.inside.is_engines_own(warning) else self.warnings
             counts[warning.rule] = counts.get(warning.rule, 0) + 1
 
     @contextmanager
     def closing(self) -> Iterator[None]:
-        """Close what is written of the test, when the context is left."""
+        """Close the test's capture when the context is left."""
         try:
             yield
         finally:
@@ -107,12 +111,13 @@ class Case:
         if self.backend is None:
             name = backend_name(self.item, value, ask=self._ask)
             try:
-                # It checks, too, that its managers are of this name.
+                # It also checks that its managers have this name.
                 speaker = _speaker(self.item, self._ask) if isinstance(value, Placeholder) else None
-                self.harness.use_backend(name if speaker is None else speaker)
+                self.harness.inside.use_backend(name if speaker is None else speaker)
             except ValueError as error:
                 why = str(error)
-                # What begins so is about the backend; the rest is its own refusal, nearly always of a block size.
+                # Messages with this start are about the backend; others are its own refusals, nearly always of a block
+                # size.
                 if not why.startswith("backend ") and re.search("block.size", why):
                     why += f" ({_place(self.item, 'block_size')})"
                 if "takes no tiers" in why:
@@ -139,7 +144,7 @@ def backend_name(
         name = resolve_placeholder(item, axis) if speaker is None else speaker.name
     known = axis.known()
     if not isinstance(name, str) or name not in known:
-        from pytest_kvmock.checks import did_you_mean
+        from pytest_kvmock.values.checks import did_you_mean
 
         if axis is DIALECTS and isinstance(name, str):
             pytest.fail(f"kvmock: {axis.fixture}: {unknown_name(axis.what, name, known)}", pytrace=False)
@@ -156,15 +161,26 @@ def traits_of(item: pytest.Item, spec: BackendSpec, profile: EngineProfile) -> T
         fail_in_one_line(item, f"backend {spec.name}: {error} ({_place(item, 'block_size')})")
 
 
+def quarter_in_tokens(profile: EngineProfile, traits: Traits) -> int:
+    """Tokens of the longest prompt for which a quarter of an engine's blocks is enough, at least 1.
+
+    Of a hybrid model each cache group takes blocks for a prompt.
+    """
+    taken = sum(profile.block_size // group.block_size for group in traits.groups) or 1
+    return max(1, profile.num_blocks * profile.block_size // (4 * taken))
+
+
 def _speaker(item: pytest.Item, ask: Callable[[str], Any] | None) -> BackendSpec | None:
-    """The backend that speaks the dialect of a test, of its release; None: it has none, or asks for backends by a marker."""
+    """The backend that speaks the dialect of a test, of its release; None if it has none, or asks for backends by a
+    marker.
+    """
     fixture = DIALECTS.fixture
     if ask is None or fixture not in getattr(item, "fixturenames", ()):
         return None
     if item.get_closest_marker(BACKENDS.marker) is not None:
         return None
-    from pytest_kvmock.backends import speaker_of  # for those who have a dialect
-    from pytest_kvmock.wire.table import find_dialect
+    from pytest_kvmock.engines.backends import speaker_of  # imported on first use
+    from pytest_kvmock.wire.codec.table import find_dialect
 
     dialect = find_dialect(backend_name(item, ask(fixture), DIALECTS))
     try:
@@ -179,7 +195,7 @@ def defaults_of(item: pytest.Item) -> Mapping[str, Any]:
     """What plugins say by `pytest_kvmock_defaults` that a test has where its markers say nothing.
 
     Raises:
-        ValueError: a plugin says that the test cannot run.
+        ValueError: a plugin refuses to run the test.
     """
     return item.ihook.pytest_kvmock_defaults(item=item) or {}
 
@@ -242,7 +258,7 @@ def _waives(item: pytest.Item, problem: Problem) -> bool:
 
 def _backend_of_matrix(item: pytest.Item) -> BackendSpec | None:
     """The backend that a test is run over; None: it is not known before its fixtures are made."""
-    from pytest_kvmock.backends import known_backends
+    from pytest_kvmock.engines.backends import known_backends
 
     callspec = getattr(item, "callspec", None)
     name = None if callspec is None else callspec.params.get(BACKENDS.fixture)
@@ -251,7 +267,7 @@ def _backend_of_matrix(item: pytest.Item) -> BackendSpec | None:
 
 def effective_profile(item: pytest.Item, base: EngineProfile) -> EngineProfile:
     """Return the profile of a test: the base, under its markers, under the command line."""
-    from pytest_kvmock.backends import EngineProfile
+    from pytest_kvmock.engines.backends import EngineProfile
     from pytest_kvmock.plugin.markers import check_markers
 
     if not isinstance(base, EngineProfile):
@@ -265,3 +281,58 @@ def effective_profile(item: pytest.Item, base: EngineProfile) -> EngineProfile:
         return profile if backend is None else profile.sized_for(backend)
     except ValueError as error:
         fail_in_one_line(item, str(error))
+
+
+# ---------------------------------------------------------------------------------------------------- for fixtures
+
+
+def make_case(request: pytest.FixtureRequest, base: EngineProfile, index: Any) -> Case:
+    """Build the harness of a test, without a backend."""
+    from pytest_kvmock.harness import RouterHarness
+
+    item = request.node
+    profile = effective_profile(item, base)
+    markers = marker_values(item)
+    settings = item.config.stash[SETTINGS]
+    policy = resolve_policy(settings.command_line, markers, settings.ini)
+    capture = None
+    if settings.get("capture") is not None:
+        from pytest_kvmock.plugin.captures import TestCapture
+
+        capture = TestCapture(item, profile)
+    try:
+        harness = RouterHarness(
+            profile,
+            backend=None,
+            index=index,
+            allow=policy.allow,
+            recovery=item.stash.get(_RECOVERY, None),
+            name=item.nodeid,
+            journal=None if capture is None else capture.journal,
+            **harness_options(item),
+        )
+    except (TypeError, ValueError) as error:
+        if capture is not None:
+            capture.close()
+        fail_in_one_line(item, str(error))
+    let_waive(item, harness)
+    case = Case(item, harness, policy, request.getfixturevalue)
+    if capture is not None:
+        case.capture = capture.of(harness)
+    return case
+
+
+@contextmanager
+def recovery_of(item: pytest.Item, case: Case | None) -> Iterator[Recovery]:
+    """What keeps the events of a test's workers; a harness that is there already is joined."""
+    from pytest_kvmock.harness.recovery import Recovery
+
+    recovery = Recovery()
+    if case is not None:
+        try:
+            case.harness.inside.use_recovery(recovery)
+        except ValueError as error:
+            fail_in_one_line(item, f"kv_recovery: {error}; ask for it before what makes traffic")
+    item.stash[_RECOVERY] = recovery
+    yield recovery
+    del item.stash[_RECOVERY]  # pytest-rerunfailures runs the same item again

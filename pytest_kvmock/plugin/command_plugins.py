@@ -1,7 +1,7 @@
 """Modules with hooks, for the command: `python -m pytest_kvmock vectors -p MODULE`.
 
-What `pytest_kvmock_dialects` and `pytest_kvmock_backends` of such a module return is checked and registered as in a run of
-pytest, without one: a team's own dialect has vectors, too.
+What `pytest_kvmock_dialects` and `pytest_kvmock_backends` of such a module return is checked and registered as in a run
+of pytest, without one: a team's own dialect has vectors, too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _Plugins(pluggy.PluginManager):
     """Finds our hooks in a module as pytest does: by their names, marked with `hookimpl` or not."""
 
     def parse_hookimpl_opts(self, plugin: object, name: str) -> Any:
-        """The options of a hook; None where this is none of ours."""
+        """The options of a hook; None if it is not ours."""
         if not name.startswith("pytest_kvmock_") or not inspect.isroutine(getattr(plugin, name, None)):
             return None
         return super().parse_hookimpl_opts(plugin, name) or {}
@@ -55,7 +55,7 @@ class CommandConfig:
         self._cleanups.callback(function)
 
     def close(self) -> None:
-        """Call what was to be called at the end."""
+        """Call the finalizers."""
         self._cleanups.close()
 
 
@@ -64,7 +64,7 @@ def loaded(modules: Sequence[str]) -> Iterator[None]:
     """Have the dialects and backends of these modules known while the context lasts.
 
     Raises:
-        ValueError: a module that cannot be imported or has no such hook, or what a hook returned is not what it must be.
+        ValueError: a module that cannot be imported or has no such hook, or a hook returned an invalid value.
     """
     config = CommandConfig()
     try:

@@ -6,17 +6,17 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from pytest_kvmock.events import Removed, Stored, block_text
-from pytest_kvmock.hygiene.report import problem_text
-from pytest_kvmock.hygiene.text import event_text
-from pytest_kvmock.pages import render, write_page
+from pytest_kvmock.harness.reduce.states import states, worker_name
+from pytest_kvmock.oracle.hygiene.report import problem_text
+from pytest_kvmock.oracle.hygiene.text import event_text
 from pytest_kvmock.plugin.captures import file_name
-from pytest_kvmock.reduce.states import states, worker_name
+from pytest_kvmock.values.events import Removed, Stored, block_text
+from pytest_kvmock.values.pages.page import render, write_page
 
 if TYPE_CHECKING:
     from pytest_kvmock.harness import RouterHarness
-    from pytest_kvmock.hygiene.log_entry import LogEntry
-    from pytest_kvmock.hygiene.problem import Problem
+    from pytest_kvmock.oracle.hygiene.log_entry import LogEntry
+    from pytest_kvmock.oracle.hygiene.problem import Problem
     from pytest_kvmock.plugin.case import Case
 
 MOST_EVENTS: Final = 2_000
@@ -38,8 +38,8 @@ def write_failure(case: Case, directory: str, failure: str, problem: Problem | N
         case: the test.
         directory: where it is written, relative to where pytest was started; it is made.
         failure: the message.
-        problem: what the page opens at; None: the end of the log.
-        reproduction: the smallest that was found, as text.
+        problem: the problem shown first; None: the end of the log.
+        reproduction: the smallest reproduction, as text.
 
     Returns:
         The path of the page.
@@ -57,13 +57,13 @@ def write_failure(case: Case, directory: str, failure: str, problem: Problem | N
 def failure_data(
     kv: RouterHarness, failure: str, problem: Problem | None = None, reproduction: str | None = None
 ) -> dict[str, Any]:
-    """Return what the page of a failing test shows, as plain data.
+    """Return the contents of a failing test's page, as plain data.
 
     Args:
         kv: its harness.
         failure: the message.
-        problem: what the page opens at; None: the end of the log.
-        reproduction: the smallest that was found, as text.
+        problem: the problem shown first; None: the end of the log.
+        reproduction: the smallest reproduction, as text.
     """
     log = [*kv.events]
     base = log[0].position if log else 0
@@ -78,6 +78,8 @@ def failure_data(
     found = states(kv, opens, worker, expired=lambda: time.monotonic() > until) if log else None
     if found is not None:
         notes += found.pop("notes")
+    from pytest_kvmock.fleets.report.page_data import fleet_data  # there may be no fleet
+
     reports = [fleet.report for fleet in kv.fleets if fleet.report is not None]
     if len(reports) > 1:
         notes.append(f"The test ran {len(reports)} fleets: the last report of the last one is shown.")
@@ -90,7 +92,7 @@ def failure_data(
         "states": found,
         "reproduction": reproduction,
         "notes": notes,
-        "fleet": reports[-1].page_data() if reports else None,
+        "fleet": fleet_data(reports[-1]) if reports else None,
     }
 
 

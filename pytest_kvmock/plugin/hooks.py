@@ -1,9 +1,10 @@
 """The hooks. They run for every test of every suite that has the plugin installed, so each returns at once where the
 plugin is not used, and what only users need is imported when one turns up.
-"""  # noqa: D205 - one sentence
+"""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Generator, Iterable, Mapping
 from typing import Final
@@ -13,16 +14,18 @@ import pytest
 from pytest_kvmock.plugin import hookspecs
 from pytest_kvmock.plugin.fixtures import (
     CASE,
-    FIXTURE_PREFIXES,
     FIXTURES,
-    expect_lookup_errors,
 )
 from pytest_kvmock.plugin.matrix import AXIS, CASE_FIXTURE, DIALECT_AXIS, deselect, generate
-from pytest_kvmock.plugin.options import LISTS, MARKERS, OPTIONS, add_options, check_flags
+from pytest_kvmock.plugin.options import FIXTURE_PREFIXES, LISTS, MARKERS, OPTIONS, add_options, check_flags
 from pytest_kvmock.plugin.settings import SETTINGS, UNJUDGED, read_settings
 
 EVENTS: Final = "kvmock.events"
 """The property that the report of each test has whose events were judged."""
+
+MOST_NAMES: Final = 3
+MOST_COLUMNS: Final = 160
+"""How many names a line of what a contract did not judge has, and how long it is; with -v it is whole."""
 
 _REGISTERED_BY: Final = pytest.StashKey[Mapping[str, str]]()
 
@@ -52,15 +55,15 @@ REGISTERING_HOOKS: Final = ("pytest_kvmock_backends", "pytest_kvmock_dialects")
 
 
 def register_of_others(config: pytest.Config) -> None:
-    """Register the backends and dialects of others, if there are any, and note who has brought the backends."""
+    """Register the backends and dialects of other plugins, and note which plugin brought each backend."""
     plugins: Mapping[str, str] = {}
     # Where this run is inside another one, those of the outer run are not known here.
-    if config.hook.pytest_kvmock_backends.get_hookimpls() or "pytest_kvmock.backends" in sys.modules:
+    if config.hook.pytest_kvmock_backends.get_hookimpls() or "pytest_kvmock.engines.backends" in sys.modules:
         from pytest_kvmock.plugin.registry import read_backends
 
         plugins = read_backends(config)
     config.stash[_REGISTERED_BY] = plugins
-    if config.hook.pytest_kvmock_dialects.get_hookimpls() or "pytest_kvmock.wire.table" in sys.modules:
+    if config.hook.pytest_kvmock_dialects.get_hookimpls() or "pytest_kvmock.wire.codec.table" in sys.modules:
         from pytest_kvmock.plugin.registry import read_dialects
 
         read_dialects(config)
@@ -124,6 +127,18 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     return header(config)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> pytest.CollectReport | None:
+    """Refuse a contract whose declarations contradict each other, in one line."""
+    if "pytest_kvmock.testing" not in sys.modules or not isinstance(collector, pytest.Class):
+        return None
+    check = getattr(collector.obj, "wrong_declaration", None)
+    wrong = check() if callable(check) else ""
+    if not wrong:
+        return None
+    return pytest.CollectReport(collector.nodeid, "failed", f"{collector.obj.__name__}: {wrong}", [])
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None]:
     """Run tests over the matrix, after every other parametrisation."""
@@ -140,20 +155,22 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None]:
         generate(metafunc)
     for name in names:
         if name.startswith(FIXTURE_PREFIXES) and name not in FIXTURES:
+            from pytest_kvmock.plugin.misspelt import expect_lookup_errors  # imported on first use
+
             expect_lookup_errors(metafunc.config)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what the matrix does not contain, when every marker has arrived."""
+    """Deselect cases outside of the matrix, when all markers are known."""
     deselect(config, items)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # the last lines of the summary
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> Generator[None]:
-    """Show the event logs of tests that passed, with --kv-events=all, and a line on what was judged.
+    """Show the event logs of tests that passed, with --kv-show-log=all, and a line on what was judged.
 
-    With -q that has only what was asked for and not done; with -qq there is none.
+    With -q it has only what was asked for and not done; with -qq there is no line.
     """
     yield
     settings = config.stash[SETTINGS]
@@ -170,7 +187,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         if getattr(report, "when", None) == "teardown" and report.user_properties
     ]
     for unjudged in _unjudged(ended):
-        terminalreporter.write_line(f"kvmock: {unjudged}")
+        text = f"kvmock: {unjudged}"
+        terminalreporter.write_line(text if config.get_verbosity() > 0 else _short(text))
     judged = [report for report in ended if any(name == EVENTS for name, _ in report.user_properties)]
     if judged:
         from pytest_kvmock.plugin.report import summary_line
@@ -178,6 +196,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         line = summary_line(judged, settings, only_undone=config.get_verbosity() < 0)
         if line is not None:
             terminalreporter.write_line(line)
+
+
+def _short(line: str) -> str:
+    """Return a line of what was not judged in at most `MOST_COLUMNS`: three names, and how many more there are with
+    -v.
+    """
+    if len(line) <= MOST_COLUMNS and line.count(", ") < MOST_NAMES:
+        return line
+    names = re.sub(r" \((?:[^()]|\([^()]*\))*\)", "", line).split(", ")  # without what would let each be judged
+    more = f", and {len(names) - MOST_NAMES} more (-v)" if len(names) > MOST_NAMES else " (-v)"
+    kept = ", ".join(names[:MOST_NAMES])
+    room = MOST_COLUMNS - len(more)
+    return (kept if len(kept) <= room else kept[: room - 3] + "...") + more
 
 
 def _unjudged(reports: Iterable[pytest.TestReport]) -> Iterable[str]:
@@ -192,7 +223,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     __tracebackhide__ = True
     case = item.stash.get(CASE, None)
     if case is not None:
-        case.harness.body_begins()
+        case.harness.inside.body_begins()
     try:
         yield
     except BaseException as failure:
@@ -201,7 +232,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
             from pytest_kvmock.plugin.verdict import judge_failed_body
 
             judge_failed_body(case, failure)
-        if "pytest_kvmock.checks" in sys.modules:
+        if "pytest_kvmock.values.checks" in sys.modules:
             from pytest_kvmock.plugin.tracebacks import leave_out_ours
 
             leave_out_ours(item, failure)
@@ -215,7 +246,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
-    """Judge what came after the body, when all finalizers are done."""
+    """Judge events after the body, when all finalizers are done."""
     __tracebackhide__ = True
     try:
         yield

@@ -8,36 +8,38 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from pytest_kvmock.checks import unknown_text
 from pytest_kvmock.plugin.options import (
     AXES,
+    CLEARS,
     PROFILE_KEYS,
     REACTIONS,
     SYNCS,
     boolean,
     fault_names,
     fault_rates,
-    index_semantics,
     known_names,
     one_of,
     rule_names,
 )
 from pytest_kvmock.plugin.settings import SETTINGS, profile_name, profile_of
+from pytest_kvmock.values.checks import unknown_text
 
 if TYPE_CHECKING:
-    from pytest_kvmock.profiles import NamedProfile
+    from pytest_kvmock.engines.profiles import NamedProfile
 
 POLICY_KEYS: Final = ("event_errors", "event_warnings", "allow")
 KVMOCK_KEYS: Final = (
     *PROFILE_KEYS,
     "profile",
     "sync",
-    "index_semantics",
+    "clears",
     *POLICY_KEYS,
     "faults",
     "survive",
     "engine",
     "trace_tokens",
+    "roles",
+    "stores",
 )
 
 
@@ -62,12 +64,14 @@ def wrong_in_kvmock(mark: pytest.Mark, profiles: Mapping[str, NamedProfile]) -> 
         "event_errors": one_of(*REACTIONS),
         "event_warnings": one_of(*REACTIONS),
         "sync": one_of(*SYNCS),
-        "index_semantics": index_semantics,
+        "clears": one_of(*CLEARS),
         "allow": rule_names,
         "profile": lambda value: None if value is None else profile_name(value, profiles),
         "faults": fault_rates,
         "survive": fault_names,
         "trace_tokens": boolean,
+        "roles": _roles,
+        "stores": _stores,
     }
     for key, value in mark.kwargs.items():
         if key not in KVMOCK_KEYS:
@@ -85,6 +89,18 @@ def wrong_in_kvmock(mark: pytest.Mark, profiles: Mapping[str, NamedProfile]) -> 
             yield str(error) if str(error).startswith(f"{key}: ") else f"{key}: {error}"
 
 
+def _roles(value: Any) -> Any:
+    from pytest_kvmock.harness.roles import read_roles  # imported on first use
+
+    return read_roles(value)
+
+
+def _stores(value: Any) -> Any:
+    from pytest_kvmock.values.shared_stores import read_stores  # for those who use them
+
+    return read_stores(value)
+
+
 def wrong_in_engine(fields: object) -> Iterable[str]:
     """List what is wrong with the fields of `MockEngineArgs` that a `kvmock` marker has."""
     if not isinstance(fields, Mapping):
@@ -94,12 +110,29 @@ def wrong_in_engine(fields: object) -> Iterable[str]:
     return wrong_fields(fields)
 
 
+def _meant_by(name: str, config: pytest.Config) -> str | None:
+    """Return the marker of this plugin that differs from a name in underscores or a plural alone; pytest only warns.
+
+    `kv_backend` is one: the name of the fixture. A marker that the project registers is its own.
+    """
+
+    def spelt(name: str) -> str:
+        return name.replace("_", "").removesuffix("s")
+
+    ours = ("kvmock", *(axis.marker for axis in AXES))
+    meant = next((each for each in ours if spelt(each) == spelt(name)), None)
+    registered = {line.split(":")[0].split("(")[0].strip() for line in config.getini("markers")}
+    return None if name in registered else meant
+
+
 def wrong_in(mark: pytest.Mark, config: pytest.Config) -> list[str]:
-    """List what is wrong with a marker of this plugin, each with the marker as it was written."""
+    """List the errors in a marker of this plugin, each with the marker as written."""
     if mark.name in ("kv_backends", "kv_dialects"):
         wrong = wrong_names(mark)
     elif mark.name == "kvmock":
         wrong = wrong_in_kvmock(mark, config.stash[SETTINGS].profiles)
+    elif (meant := _meant_by(mark.name, config)) is not None:
+        wrong = iter([f"unknown marker; did you mean {meant}?"])
     else:
         return []
     return [f"{show_mark(mark)}: {what}" for what in wrong]
@@ -164,6 +197,6 @@ def _marks_of(thing: object) -> Iterator[pytest.Mark]:
 
 
 def show_mark(mark: pytest.Mark) -> str:
-    """Show a marker as it was written."""
+    """Return a marker as written."""
     arguments = [*map(repr, mark.args), *(f"{key}={value!r}" for key, value in mark.kwargs.items())]
     return f"{mark.name}({', '.join(arguments)})"

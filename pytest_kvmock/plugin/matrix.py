@@ -40,7 +40,8 @@ class MatrixName(str):
 
 
 class Placeholder(str):
-    """The value of `kv_backend` or `kv_dialect` where nothing was parametrised: our own fixtures ask the markers instead.
+    """The value of `kv_backend` or `kv_dialect` where nothing was parametrised: our own fixtures ask the markers
+    instead.
 
     A string, so that whoever takes it for a name gets an error that quotes it, and so reads what to do.
     """
@@ -98,7 +99,8 @@ def _parametrise(metafunc: pytest.Metafunc, axis: Axis) -> None:
         raise pytest.Collector.CollectError(
             f"{definition.nodeid}: {axis.fixture} is parametrised twice: by the {axis.what} matrix, and by a "
             f"pytest_generate_tests or a parametrised fixture of yours. Use @pytest.mark.{axis.marker}(...), "
-            f'@pytest.mark.parametrize("{axis.fixture}", ...), or a fixture {axis.fixture} that does not call the original'
+            f'@pytest.mark.parametrize("{axis.fixture}", ...), or a fixture {axis.fixture} that does not call the '
+            "original"
         ) from None
 
 
@@ -125,7 +127,7 @@ def is_parametrised_by_mark(definition: pytest.Item, name: str) -> bool:
 
 def matrix_of(config: pytest.Config, marks: tuple[pytest.Mark, ...], axis: Axis = BACKENDS) -> tuple[str, ...]:
     """The matrix of a test with these markers of an axis, closest first."""
-    from pytest_kvmock.plugin.precedence import resolve_matrix  # for those who use backends
+    from pytest_kvmock.plugin.precedence import resolve_matrix  # imported on first use
 
     settings = config.stash[SETTINGS]
     key = f"{axis.what}s"
@@ -188,7 +190,8 @@ def resolve_placeholder(item: pytest.Item, axis: Axis = BACKENDS) -> str:
     why = (
         "pytest does not parametrise methods of unittest.TestCase"
         if is_test_case
-        else f'its fixtures are asked for by name only; @pytest.mark.usefixtures("{axis.fixture}") runs the whole matrix'
+        else f'its fixtures are asked for by name only; @pytest.mark.usefixtures("{axis.fixture}") runs the whole '
+        "matrix"
     )
     pytest.fail(
         f"kvmock: the {axis.what} of this test is open ({', '.join(matrix)}): {why}; "

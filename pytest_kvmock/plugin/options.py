@@ -1,6 +1,6 @@
 """The table of options on the command line and in the ini file, with the check of each. `settings.py` reads them.
 
-One subject: what a user can set.
+One subject: the settings of a user.
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ import pytest
 REACTIONS: Final = ("fail", "warn", "ignore")
 LOGS: Final = ("failed", "all", "none")
 SYNCS: Final = ("every", "auto", "burst", "end")
+CLEARS: Final = ("rank", "worker")
+FIXTURE_PREFIXES: Final = ("kv_", "make_kv_")
+"""How the names of public fixtures begin."""
+
 SYNTHETIC_REQUESTS: Final = 200
 """How many requests `kv_trace` makes up when no trace is given and no limit either."""
 
@@ -33,7 +37,7 @@ PROFILE_KEYS: Final = (
     "tiers",
     "real_sizes",
 )
-"""The fields of `EngineProfile`; by name, because importing it is for those who use it (a test compares the two)."""
+"""The fields of `EngineProfile`; by name, because it is imported on first use (a test compares the two)."""
 
 MARKERS: Final = (
     (
@@ -41,14 +45,19 @@ MARKERS: Final = (
         "without those of exclude; the marker closest to the test counts."
     ),
     (
-        "kv_dialects(*names, exclude=()): run the test over these dialects of the wire, likewise; without kv_backends "
+        "kv_dialects(*names, exclude=()): run the test over these dialects of the wire; without kv_backends "
         "it runs on the engines that speak them."
     ),
     (
-        "kvmock(*, block_size=, num_blocks=, workers=, dp_size=, prefix_caching=, chunk=, seed=, tiers={'host': blocks}, real_sizes=, profile=, "
-        "sync='every|auto|burst|end', index_semantics=None|'e1', trace_tokens=False, event_errors='fail|warn|ignore', event_warnings='ignore|warn|fail', allow=(rules,), "
-        "faults={fault: rate}, survive=(faults,), engine={field: value}): size the mock engines of the test, say what a "
-        "broken event rule does, which faults strike, what kv_engine is, and whether kv_trace has tokens; keys of module, class and function "
+        "kvmock(*, block_size=, num_blocks=, workers=, dp_size=, prefix_caching=, chunk=, seed=, tiers={'host': "
+        "blocks}, real_sizes=, profile=, "
+        "sync='every|auto|burst|end', clears='rank|worker', trace_tokens=False, event_errors='fail|warn|ignore', "
+        "event_warnings='ignore|warn|fail', allow=(rules,), "
+        "faults={fault: rate}, survive=(faults,), engine={field: value}, roles={worker type: workers}, "
+        "stores={name: {'kind': kind, 'workers': [ids]}}): "
+        "size the mock engines of the test, say what a "
+        "broken event rule does, which faults strike, what kv_engine is, and whether kv_trace has tokens; keys of "
+        "module, class and function "
         "are merged, the inner wins, and so are the fields of engine."
     ),
 )
@@ -68,19 +77,12 @@ def one_of(*allowed: str) -> Callable[[object], str]:
 
     def check(value: object) -> str:
         if value not in allowed:
-            from pytest_kvmock.checks import not_allowed_text  # for those who made a mistake, as below
+            from pytest_kvmock.values.checks import not_allowed_text  # imported on first use
 
             raise ValueError(not_allowed_text(value, allowed))
         return str(value)
 
     return check
-
-
-def index_semantics(value: object) -> str | None:
-    """Read what a Cleared empties, as `RouterHarness` takes it."""
-    if value not in (None, "e1"):
-        raise ValueError(f"got {value!r}; allowed: None, 'e1'")
-    return None if value is None else str(value)
 
 
 def boolean(value: object) -> bool:
@@ -102,7 +104,7 @@ def positive(value: object) -> int:
     """Read an integer of at least 1."""
     number = integer(value)
     if number < 1:
-        from pytest_kvmock.checks import integer_text
+        from pytest_kvmock.values.checks import integer_text
 
         raise ValueError(f"got {value!r}; allowed: {integer_text(1)}")
     return number
@@ -159,20 +161,20 @@ def all_named(value: object, what: str) -> tuple[str, ...]:
 
 
 def unknown_name(what: str, name: object, known: tuple[str, ...]) -> str:
-    """The words of a refusal of a backend or dialect that is none of the known ones."""
+    """The text of a refusal of an unknown backend or dialect."""
     if isinstance(name, str) and "," in name:
         return f"{name!r:.80} has a comma: names are one by one, in ini with blanks or new lines between them"
     if what == "dialect":
-        from pytest_kvmock.wire.table import not_spoken_text
+        from pytest_kvmock.wire.codec.table import not_spoken_text
 
         return not_spoken_text(name)
-    from pytest_kvmock.backends import unknown_backend_text
+    from pytest_kvmock.engines.backends import unknown_backend_text
 
     return unknown_backend_text(name, known)
 
 
 def backend_choice(value: object) -> tuple[str, ...]:
-    """Read names of backends, where `all` stands for every one."""
+    """Read names of backends; `all` means every one."""
     known = known_backends()
     return known if ALL in names(value) else known_names(value, "backend", known)
 
@@ -185,54 +187,56 @@ def dialect_choice(value: object) -> tuple[str, ...]:
 
 def rule_names(value: object) -> tuple[str, ...]:
     """Read names of hygiene rules."""
-    from pytest_kvmock.hygiene.rules import check_rule
+    from pytest_kvmock.oracle.hygiene.rules import check_rule
 
     return tuple(map(check_rule, names(value)))
 
 
 def fault_rates(value: object) -> dict[str, float]:
     """Read how often faults strike at random, by their names."""
-    from pytest_kvmock.faults.kinds import check_rates
+    from pytest_kvmock.oracle.faults.kinds import check_rates
 
     return check_rates(value)
 
 
 def fault_names(value: object) -> tuple[str, ...]:
     """Read names of faults that a router can survive."""
-    from pytest_kvmock.faults.kinds import check_survived
+    from pytest_kvmock.oracle.faults.kinds import check_survived
 
     return check_survived(value)
 
 
 def known_backends() -> tuple[str, ...]:
     """Names of all backends, in the order of their registration, which is the order of the matrix."""
-    from pytest_kvmock import backends
+    from pytest_kvmock.engines import backends
 
     return tuple(backends.known_backends())
 
 
 def backends_of(group: str) -> list[str]:
-    """Names of the backends of a group; none where there is no such group."""
-    from pytest_kvmock import backends
+    """Names of the backends of a group; none if there is no such group."""
+    from pytest_kvmock.engines import backends
 
     return [name for name, spec in backends.known_backends().items() if spec.group == group]
 
 
 def default_backends(chosen: Collection[str] = ()) -> tuple[str, ...]:
     """Names of the backends that tests run over by default, and of each group of which the command line chose all."""
-    from pytest_kvmock import backends
+    from pytest_kvmock.engines import backends
 
     known = backends.known_backends()
     groups = {spec.group for name, spec in known.items() if name in chosen}
     groups -= {None, *(spec.group for name, spec in known.items() if name not in chosen)}
-    if known.keys() <= {*chosen}:  # `all` is no restriction, and no choice
+    if known.keys() <= {*chosen}:  # `all` is not a restriction, and no choice
         groups.clear()
     return tuple(name for name, spec in known.items() if spec.in_matrix or spec.group in groups)
 
 
 def known_dialects(*, default: bool = False) -> tuple[str, ...]:
-    """Names of all dialects over ZMQ or polled, in the order of their registration; or of those that tests run over by default."""
-    from pytest_kvmock.wire import table
+    """Names of all dialects over ZMQ or polled, in the order of their registration; or of those that tests run over
+    by default.
+    """
+    from pytest_kvmock.wire.codec import table
 
     dialects = {
         **table.spoken_dialects(),
@@ -284,7 +288,7 @@ AXES: Final = (BACKENDS, DIALECTS)
 class Option(NamedTuple):  # a dataclass takes 0.7 ms longer to make, which everybody would pay
     """One setting: its key in `Settings`, its flag on the command line and its name in the ini file.
 
-    `check` gets what the command line or ini file gave. A flag without a metavar takes no value, and gives True.
+    `check` gets the value from the command line or ini file. A flag without a metavar takes no value, and gives True.
     """
 
     key: str
@@ -296,14 +300,15 @@ class Option(NamedTuple):  # a dataclass takes 0.7 ms longer to make, which ever
     ini_type: str = "string"
 
 
-# pytest 8.3 does not know the type; there the text is read here.
+# pytest 8.3 does not have the type; there the text is read here.
 _INT: Final = "int" if pytest.version_tuple >= (8, 4) else "string"
 
 OPTIONS: Final = (
     Option(
         "backends",
         backend_choice,
-        "run only this backend of a test's matrix; repeatable; `hybrid` for those of hybrid models, `all` for no restriction",
+        "run only this backend of a test's matrix; repeatable; `hybrid` for those of hybrid models, `all` for no "
+        "restriction",
         flag="--kv-backend",
         metavar="NAME",
     ),
@@ -317,7 +322,8 @@ OPTIONS: Final = (
     Option(
         "dialects",
         dialect_choice,
-        "run only this dialect of a test's matrix of dialects; repeatable; `vllm` for its releases, `all` for no restriction",
+        "run only this dialect of a test's matrix of dialects; repeatable; `vllm` for its releases, `all` for no "
+        "restriction",
         flag="--kv-dialect",
         metavar="NAME",
     ),
@@ -348,9 +354,9 @@ OPTIONS: Final = (
         "log",
         one_of(*LOGS),
         "which tests show their event log: failed (default), all, none",
-        flag="--kv-events",
+        flag="--kv-show-log",
         metavar="failed|all|none",
-        ini="kvmock_events",
+        ini="kvmock_show_log",
     ),
     Option(
         "reduce",
@@ -363,7 +369,8 @@ OPTIONS: Final = (
     Option(
         "capture",
         str,
-        "write the events of each test into this directory, a file a test, to be checked again or elsewhere; files of earlier "
+        "write the events of each test into this directory, a file a test, to be checked again or elsewhere; files of "
+        "earlier "
         "runs stay",
         flag="--kv-capture",
         metavar="DIR",
@@ -371,7 +378,8 @@ OPTIONS: Final = (
     Option(
         "html",
         str,
-        "write a page of each failing test into this directory, to be opened in a browser: its events, what ledger and index held "
+        "write a page of each failing test into this directory, to be opened in a browser: its events, what ledger "
+        "and index held "
         "after each, its fleet, and the smallest reproduction",
         flag="--kv-html",
         metavar="DIR",
@@ -473,7 +481,7 @@ def add_options(parser: pytest.Parser, options: Iterable[Option]) -> None:
                 help=option.help,
             )
         if option.ini:
-            # A default of None is no value that can be given.
+            # A default of None is not a value that can be given.
             parser.addini(option.ini, option.help, type=option.ini_type, default=None)  # type: ignore[arg-type]  # a type by a name that pytest knows
 
 
@@ -483,7 +491,7 @@ def check_flags(args: list[str], parser: pytest.Parser) -> None:
     Raises:
         pytest.UsageError: there is no such option, and it is like one of ours.
     """
-    from pytest_kvmock.checks import nearest, unknown_text
+    from pytest_kvmock.values.checks import nearest, unknown_text
 
     flags = [name for option in parser.getgroup("kvmock").options for name in option.names()]
     for arg in parser.parse_known_and_unknown_args(args)[1]:

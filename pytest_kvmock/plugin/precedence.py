@@ -1,4 +1,4 @@
-"""The three rules of precedence, each a pure function of what was given. Nothing else decides what wins."""
+"""The three rules of precedence, each a pure function of the given values. Nothing else decides what wins."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from pytest_kvmock.plugin.options import PROFILE_KEYS, all_named, names
 
 if TYPE_CHECKING:
-    from pytest_kvmock.backends import EngineProfile
-    from pytest_kvmock.profiles import NamedProfile
+    from pytest_kvmock.engines.backends import EngineProfile
+    from pytest_kvmock.engines.profiles import NamedProfile
 
 
 def marker_values(item: pytest.Item) -> tuple[Mapping[str, Any], ...]:
@@ -49,12 +49,12 @@ def resolve_policy(
     """Policy: command line over marker (inner over outer) over ini over default.
 
     `allow` is the exception: there is no such option on the command line, and what ini and each marker allow is
-    united, because nobody who allows one more rule means to forbid another.
+    united, because allowing one more rule forbids no other.
 
     Args:
-        command_line: what was given there, by key.
+        command_line: the values given there, by key.
         markers: the keywords of each `kvmock` marker, from the outermost to the innermost.
-        ini: what was given there, by key.
+        ini: the values given there, by key.
     """
     given = _laid_over(command_line, markers, ini)
     allow = frozenset(name for values in (ini, *markers) for name in names(values.get("allow", ())))
@@ -68,9 +68,9 @@ def resolve_trace_tokens(
     """Whether prompts of `kv_trace` have tokens, by the rule of policy: command line over marker over ini over default.
 
     Args:
-        command_line: what was given there, by key.
+        command_line: the values given there, by key.
         markers: the keywords of each `kvmock` marker, from the outermost to the innermost.
-        ini: what was given there, by key.
+        ini: the values given there, by key.
     """
     return bool(_laid_over(command_line, markers, ini).get("trace_tokens", False))
 
@@ -99,14 +99,14 @@ def resolve_matrix(
     Args:
         known: names of all backends, or dialects, in order; the result has this order too.
         default: names of those that tests run over by default.
-        command_line: what was given there, by key.
+        command_line: the values given there, by key.
         markers: the test's `kv_backends` or `kv_dialects` markers, closest first; only the closest counts.
-        ini: what was given there, by key.
+        ini: the values given there, by key.
         key: of the setting: "backends" or "dialects".
 
     Returns:
         The names that the test runs over. None is left: the test is deselected.
-    """  # noqa: D205 - one rule is one sentence
+    """
     wanted: Iterable[str] = ini.get(key, default)
     exclude: tuple[str, ...] = ()
     if markers:
@@ -130,19 +130,19 @@ def resolve_profile(
 
     The innermost `profile` of the markers takes the place of the base (None: it stays), under the other keys of all
     markers, those of outer ones too. The sizes among the fields of `engine` are laid over the result, and may not
-    contradict what was set: keys of markers and command line, fields of the `profile`, or, where there is none, fields of
+    contradict what was set: keys of markers and command line, fields of the `profile`, or, if there is none, fields of
     the base that differ from their default.
 
     Args:
         base: the base.
         markers: the keywords of each `kvmock` marker, from the outermost to the innermost.
-        command_line: what was given there, by key.
+        command_line: the values given there, by key.
         named: the named profiles.
         defaults: the fields that `pytest_kvmock_defaults` sets: they are laid over the base, and count as not set.
 
     Raises:
         ValueError: the fields together are out of range, or one of `engine` contradicts one that was set.
-    """  # noqa: D205 - one rule is one sentence
+    """
     given: dict[str, Any] = {}
     name: str | None = None
     for values in markers:
@@ -156,8 +156,8 @@ def resolve_profile(
     engine = resolve_engine(markers)
     if not engine:
         return profile
+    from pytest_kvmock.engines.schedulers.args import set_fields  # imported on first use
     from pytest_kvmock.harness.engines import engine_profile
-    from pytest_kvmock.schedulers.args import set_fields  # for those who use engines, as the next
 
     of_base = set_fields(base) if name is None else {*named[name].fields}
     return engine_profile(profile, engine, (of_base - {*defaults}) | {*given})

@@ -40,7 +40,7 @@ class Registry(NamedTuple):
 
 def read_backends(config: pytest.Config) -> dict[str, str]:
     """Read the hook `pytest_kvmock_backends`; see `read`."""
-    from pytest_kvmock.backends import BACKENDS, BackendSpec, registered
+    from pytest_kvmock.engines.backends import BACKENDS, BackendSpec, registered
 
     example = "BackendSpec.of_policy(...)"
     return read(config, Registry("pytest_kvmock_backends", "backend", BackendSpec, example, BACKENDS, registered))
@@ -48,17 +48,18 @@ def read_backends(config: pytest.Config) -> dict[str, str]:
 
 def read_dialects(config: pytest.Config) -> dict[str, str]:
     """Read the hook `pytest_kvmock_dialects`; see `read`."""
-    from pytest_kvmock.wire.table import DIALECTS, Dialect, registered_dialects
+    from pytest_kvmock.values.dialect import Dialect
+    from pytest_kvmock.wire.codec.table import DIALECTS, registered_dialects
 
     example = "DIALECTS['vllm-0.33'].variant(...)"
     return read(config, Registry("pytest_kvmock_dialects", "dialect", Dialect, example, DIALECTS, registered_dialects))
 
 
 def read(config: pytest.Config, registry: Registry) -> dict[str, str]:
-    """Read a hook, and register what it returns until the run is over.
+    """Read a hook, and register its results until the run is over.
 
     Returns:
-        Who registered each, by its name.
+        The plugin that registered each, by its name.
 
     Raises:
         pytest.UsageError: a plugin returns something else than a mapping of names to what the hook is for, names a

@@ -15,13 +15,18 @@ from pytest_kvmock.plugin.precedence import resolve_matrix, resolve_policy
 from pytest_kvmock.plugin.settings import SETTINGS, UNJUDGED, Settings
 
 if TYPE_CHECKING:
-    from pytest_kvmock.hygiene.problem import Problem
+    from pytest_kvmock.oracle.hygiene.problem import Problem
     from pytest_kvmock.plugin.case import Case
+
+
+AS_READ: Final = "as read in its sources; the program did not run"
 
 
 def header(config: pytest.Config) -> str:
     """Return the header: one line of what differs from the default, or, with -v, of everything."""
     settings = config.stash[SETTINGS]
+    from pytest_kvmock.engines.backends import backend_spec
+
     known = known_backends()
     chosen = settings.command_line.get("backends", ())
     matrix = resolve_matrix(known, default_backends(chosen), settings.command_line, (), settings.ini)
@@ -35,11 +40,14 @@ def header(config: pytest.Config) -> str:
     if settings.get("trace") is not None:
         parts.append(f"trace={settings.get('trace')}")
     line = f"kvmock: {', '.join(parts)}"
-    if len(chosen) < len(known) and (others := [name for name in chosen if name not in matrix]):
+    others = [name for name in chosen if name not in matrix] if len(chosen) < len(known) else []
+    if others:
         line += (
             f"\nkvmock: {', '.join(others)}: only where a test names it; "
             f"for all tests: -o kvmock_backends={' '.join(others) if len(others) == 1 else repr(' '.join(others))}"
         )
+    if read := [name for name in (*matrix, *others) if backend_spec(name).as_read]:
+        line += f"\nkvmock: {', '.join(read)}: {AS_READ}"
     return line
 
 
@@ -48,9 +56,9 @@ def backend_lines(settings: Settings, plugins: Mapping[str, str]) -> str:
 
     Args:
         settings: of the run.
-        plugins: who registered those that are not built in, by name.
+        plugins: the plugin that registered each that is not built in, by name.
     """
-    from pytest_kvmock import backends
+    from pytest_kvmock.engines import backends
 
     known = backends.known_backends()
     default = default_backends(settings.command_line.get("backends", ()))
@@ -59,7 +67,8 @@ def backend_lines(settings: Settings, plugins: Mapping[str, str]) -> str:
     lines = []
     for name, spec in known.items():
         plugin = f" (from {plugins[name]})" if name in plugins else ""
-        lines.append(f"{name:<{width}}  {spec.models}{plugin}")
+        read = f" ({AS_READ})" if spec.as_read else ""
+        lines.append(f"{name:<{width}}  {spec.models}{read}{plugin}")
         if name not in matrix:
             lines[-1] += " (not in the matrix of this run)"
     return "\n".join(lines) + "\n"
@@ -86,7 +95,7 @@ _UNUSED: Final = "faults at random that were never injected"
 
 def add_log(case: Case, phase: str, around: Problem | None = None) -> None:
     """Attach the event log to the report of this phase: around a problem, or its end."""
-    from pytest_kvmock.hygiene.log_text import log_text
+    from pytest_kvmock.oracle.hygiene.log_text import log_text
 
     events = case.harness.events
     if len(events):
@@ -101,21 +110,23 @@ def _engine_text(case: Case) -> str:
     groups = next((worker.traits.groups for worker in case.harness.workers.values()), ())
     if not groups:
         return ""
-    from pytest_kvmock.cache.vllm.groups import groups_text  # for those who have such an engine
+    from pytest_kvmock.engines.base.cache_group import groups_text  # imported on first use
 
     return f"{case.backend}, tokens a block: {groups_text(groups)}\n"
 
 
 _SPENT: Final = pytest.StashKey[float]()
 _SESSION: Final = 10
-"""A run spends so many times the seconds of one test on reproductions: what breaks every test needs one, not hundreds."""
+"""How many times the seconds of one test a run spends on reproductions: what breaks every test needs one, not
+hundreds."""
 
 _SCREEN_EVENTS: Final = 20
 _SCREEN_REQUESTS: Final = 3
 
 
 def add_reproduction(case: Case, phase: str, problem: Problem) -> str | None:
-    """Attach the smallest reproduction of a failure, or in a line why there is none, and return it; None: none was wanted.
+    """Attach the smallest reproduction of a failure, or in a line why there is none, and return it; None if none was
+    wanted.
 
     One whose traffic is less than a screen needs none, unless a plugin takes it, or it stands in a page.
     """
@@ -138,7 +149,8 @@ def add_reproduction(case: Case, phase: str, problem: Problem) -> str | None:
 
 
 def _reproduction(case: Case, problem: Problem, seconds: float, until: float) -> str:
-    from pytest_kvmock.reduce import NotReduced, reproduce
+    from pytest_kvmock.harness.reduce import reproduce
+    from pytest_kvmock.harness.reduce.program import NotReduced
 
     try:
         found = reproduce(case.harness, problem, allow=case.policy.allow, expired=lambda: time.monotonic() > until)
@@ -162,13 +174,13 @@ def add_page(
         case: the test.
         phase: of pytest.
         failure: its message.
-        problem: what it opens at; None: the end of the log.
-        reproduction: the smallest that was found, as text.
+        problem: the problem shown first; None: the end of the log.
+        reproduction: the smallest reproduction, as text.
     """
     directory = case.item.config.stash[SETTINGS].get("html")
     if directory is None:
         return
-    from pytest_kvmock.plugin.failure_page import write_failure  # for those who want pages
+    from pytest_kvmock.plugin.failure_page import write_failure  # imported on first use
 
     try:
         text = write_failure(case, directory, failure, problem, reproduction)
@@ -238,18 +250,19 @@ def _counts_text(counts: Mapping[str, int]) -> str:
 
 
 def summary_line(reports: Iterable[pytest.TestReport], settings: Settings, *, only_undone: bool = False) -> str | None:
-    """Return the line on the events that a run judged: tests, backends, events, warnings by rule; None: there were none.
+    """Return the line on the events that a run judged: tests, backends, events, warnings by rule; None if there were
+    none.
 
-    Then what was asked for and not done: faults at random, each with the tests in which it was injected into no event, and
-    sinks that nothing was published to, or whose engine nobody compared; and how many blocks on the host an index took for the
-    device's.
+    Then what was asked for and not done: faults at random, each with the tests in which it was injected into no event,
+    and sinks that nothing was published to, or whose engine was not compared; and how many blocks on the host an index
+    took for the device's.
 
     Args:
         reports: of teardowns, with what `record_properties` put there; of a test that was run again, the last counts.
         settings: of the run.
         only_undone: leave out what was judged.
     """
-    from pytest_kvmock.hygiene.rules import RULES
+    from pytest_kvmock.oracle.hygiene.rules import RULES
 
     tests = events = uncompared = idle = taken = 0
     backends: set[str] = set()

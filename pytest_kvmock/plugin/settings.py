@@ -18,8 +18,8 @@ import pytest
 from pytest_kvmock.plugin.options import OPTIONS, PROFILE_KEYS, Option, dest_of
 
 if TYPE_CHECKING:
-    from pytest_kvmock.backends import EngineProfile
-    from pytest_kvmock.profiles import NamedProfile
+    from pytest_kvmock.engines.backends import EngineProfile
+    from pytest_kvmock.engines.profiles import NamedProfile
 
 
 class Settings(NamedTuple):
@@ -50,7 +50,7 @@ def read_settings(config: pytest.Config) -> Settings:
     """Read and check the settings on the command line and in the ini file.
 
     Raises:
-        pytest.UsageError: a bad value. It names what was given, what is allowed and where it stands.
+        pytest.UsageError: a bad value. It names the given value, the allowed values and the place.
     """
     command_line, ini = read_options(config, OPTIONS)
     _check_ini_names(config)
@@ -66,7 +66,7 @@ def read_options(config: pytest.Config, options: Iterable[Option]) -> tuple[dict
     """Read and check what the command line and the ini file say of these options, by their keys.
 
     Raises:
-        pytest.UsageError: as `read_settings`.
+        pytest.UsageError: see `read_settings`.
     """
     command_line: dict[str, Any] = {}
     ini: dict[str, Any] = {}
@@ -99,7 +99,7 @@ def _check_ini_names(config: pytest.Config) -> None:
             try:
                 config.getini(name)  # of another plugin
             except (KeyError, ValueError):
-                from pytest_kvmock.checks import unknown_text
+                from pytest_kvmock.values.checks import unknown_text
 
                 raise pytest.UsageError(f"{place}: {unknown_text('setting', name, known)}") from None
 
@@ -139,8 +139,8 @@ def ini_place(config: pytest.Config, option: Option) -> str:
 def _named_profiles(config: pytest.Config, ini: Mapping[str, Any]) -> Mapping[str, NamedProfile]:
     if "profiles" not in ini:
         return {}
-    from pytest_kvmock.profiles import read_profiles
-    from pytest_kvmock.strict_yaml import YamlError
+    from pytest_kvmock.engines.profiles import read_profiles
+    from pytest_kvmock.values.strict_yaml import YamlError
 
     home = _home(config)
     files: dict[Path, str] = {}  # with the name that messages use; each file once
@@ -162,7 +162,7 @@ def profile_name(value: object, profiles: Mapping[str, NamedProfile]) -> str:
     if not isinstance(value, str):
         raise ValueError(f"got {value!r}; allowed: the name of a profile")  # noqa: TRY004 - one family of errors
     if value not in profiles:
-        from pytest_kvmock.checks import did_you_mean
+        from pytest_kvmock.values.checks import did_you_mean
 
         known = ", ".join(f"{name} ({profile.place.file})" for name, profile in profiles.items())
         hint = f"known: {known}" if known else "none is known: ini kvmock_profiles names their files"
@@ -191,7 +191,7 @@ def _check_profile(config: pytest.Config, settings: Settings) -> None:
             except ValueError as error:
                 raise pytest.UsageError(f"{ini_place(config, option)}: {error}") from None
     for option in OPTIONS:
-        if option.key in ("workers", "dp_size") and option.key in ini:  # each can be right, and both too much
+        if option.key in ("workers", "dp_size") and option.key in ini:  # valid alone, too large together
             try:
                 base_profile(settings)
             except ValueError as error:
@@ -207,7 +207,7 @@ def _check_trace(config: pytest.Config, settings: Settings) -> None:
 
 
 def check_directory(config: pytest.Config, wanted: str | None, flag: str) -> None:
-    """Check the directory into which files are to be written; None: none are."""
+    """Check the directory into which files are to be written; None if none are."""
     if wanted is None:
         return
     path = Path(config.invocation_params.dir, wanted)
@@ -216,7 +216,9 @@ def check_directory(config: pytest.Config, wanted: str | None, flag: str) -> Non
 
 
 def trace_path(config: pytest.Config, settings: Settings) -> Path | None:
-    """Return the path of the trace: relative to the working directory, or to the ini file that names it; None: there is none."""
+    """Return the path of the trace: relative to the working directory, or to the ini file that names it; None: there
+    is none.
+    """
     if "trace" in settings.command_line:
         return Path(config.invocation_params.dir, settings.command_line["trace"])
     if "trace" not in settings.ini:
@@ -230,11 +232,11 @@ def _home(config: pytest.Config) -> Path:
 
 
 def profile_of(values: Mapping[str, Any]) -> EngineProfile:
-    """Make a profile of those of `values` that are its fields.
+    """Make a profile from the entries of `values` that are its fields.
 
     Raises:
         ValueError: one is out of range.
     """
-    from pytest_kvmock.backends import EngineProfile
+    from pytest_kvmock.engines.backends import EngineProfile
 
     return EngineProfile(**{key: values[key] for key in PROFILE_KEYS if key in values})

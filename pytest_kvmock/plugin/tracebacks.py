@@ -1,8 +1,9 @@
-"""What a failing test shows of our code: where it refuses what a test asked for, nothing. The test's own line and the message say all.
+"""The traceback of a failing test: it leaves out our code that refuses a test's call. The test's own line and the
+message say all.
 
-The line at which an error was raised tells whose it is. Where that is a `raise` of ours, or lies in code of the user's that we have
-called, frames of ours between are left out. Any other error in our code is a bug of ours, and is shown whole; so is everything with
-`--full-trace`.
+The line at which an error was raised shows whose error it is. Where that is a `raise` of ours, or lies in code of the
+user's that we have called, frames of ours between are left out. Any other error in our code is a bug of ours, and is
+shown whole; so is everything with `--full-trace`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ _OURS: Final = "pytest_kvmock"
 
 
 def leave_out_ours(item: pytest.Item, failure: BaseException) -> None:
-    """Take frames of ours out of the tracebacks of a failure, and of those that it comes from, where they explain nothing.
+    """Take frames of ours out of the tracebacks of a failure, and of those that it comes from, where they explain
+    nothing.
 
     Args:
         item: the test; one that is ours itself, of a contract, is left as it is.
@@ -48,7 +50,7 @@ def _is_ours(module: str | None) -> bool:
 
 
 def _without_ours(whole: TracebackType) -> TracebackType:
-    """Return a traceback without frames of ours, if what is left tells where it comes from; else the whole one."""
+    """Return a traceback without frames of ours, if the rest shows where it comes from; else the whole one."""
     entries: list[TracebackType] = []
     entry: TracebackType | None = whole
     while entry is not None:

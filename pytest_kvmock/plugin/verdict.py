@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from pytest_kvmock.hygiene.rules import LEAKED_REQUESTS, NOT_FLUSHED
+from pytest_kvmock.oracle.hygiene.rules import LEAKED_REQUESTS, LEASED_BLOCKS, NOT_FLUSHED
 from pytest_kvmock.plugin.options import KvEventWarning
 from pytest_kvmock.plugin.report import add_log, add_page, add_reproduction, record_properties
 
 if TYPE_CHECKING:
-    from pytest_kvmock.hygiene.problem import Problem
+    from pytest_kvmock.oracle.hygiene.problem import Problem
     from pytest_kvmock.plugin.case import Case
 
-_OF_THE_END: Final = (LEAKED_REQUESTS, NOT_FLUSHED)
+_OF_THE_END: Final = (LEAKED_REQUESTS, LEASED_BLOCKS, NOT_FLUSHED)
 """Rules that a body breaks that does not come to its end."""
 
 
@@ -79,7 +79,7 @@ def judge_body(case: Case) -> None:
 
 def judge_failed_body(case: Case, failure: BaseException) -> None:
     """Add notes and the log to a test whose body failed by itself: its failure stays the only one."""
-    from pytest_kvmock.hygiene.problem import EventRulesBroken
+    from pytest_kvmock.oracle.hygiene.problem import EventRulesBroken
 
     if _keeps_its_outcome(failure):
         return
@@ -90,7 +90,7 @@ def judge_failed_body(case: Case, failure: BaseException) -> None:
         if not _is_expected(case.item, failure):
             add_page(case, "call", _said(failure))
         return
-    if isinstance(failure, EventRulesBroken):  # of kv_events.check(), say: it is about any of them
+    if isinstance(failure, EventRulesBroken):  # of kv_events.assert_no_event_errors(), say: it is about any of them
         problem = _first(found)
     else:
         problem = next((problem for problem in found.fatal if problem.rule not in _OF_THE_END), None)
@@ -100,7 +100,7 @@ def judge_failed_body(case: Case, failure: BaseException) -> None:
 
 
 def judge_late(case: Case) -> None:
-    """Judge what came after the body, when all finalizers are done.
+    """Judge events after the body, when all finalizers are done.
 
     Raises:
         pytest.fail.Exception: something wrong did.
@@ -133,7 +133,7 @@ def _look(case: Case, phase: str) -> _Findings:
 
 
 def _finish(case: Case, found: _Findings, phase: str) -> None:
-    from pytest_kvmock.hygiene.report import failure_text
+    from pytest_kvmock.oracle.hygiene.report import failure_text
 
     late = phase == "teardown"
     case.count(found.errors, found.warnings)
@@ -164,8 +164,8 @@ def _first(found: _Findings | None) -> Problem | None:
 
 
 def _add_note(case: Case, failure: BaseException) -> _Findings | None:
-    """Add a note to a failure of the test's own, if a problem was found; None where it cannot be judged."""
-    from pytest_kvmock.hygiene.report import failure_text
+    """Add a note to a failure of the test's own, if a problem was found; None if it cannot be judged."""
+    from pytest_kvmock.oracle.hygiene.report import failure_text
 
     try:
         found = _Findings(case)
@@ -174,7 +174,7 @@ def _add_note(case: Case, failure: BaseException) -> _Findings | None:
     # What the user gave, an index or a hook, may raise or fail, and is not why the test failed.
     except (Exception, pytest.fail.Exception, pytest.skip.Exception) as error:  # noqa: BLE001 - as the comment says
         why = repr(error).removeprefix("kvmock: ")
-        if why not in str(failure):  # kv_events.check() may have shown it
+        if why not in str(failure):  # kv_events.assert_no_event_errors() may have shown it
             failure.add_note(f"kvmock: the events could not be judged: {why}")
         return None
     case.count(found.errors, found.warnings)
@@ -182,13 +182,15 @@ def _add_note(case: Case, failure: BaseException) -> _Findings | None:
     first = _first(found)
     if first is not None:
         first_line = failure_text(found.fatal + found.reported).partition("\n")[0]
-        if first_line not in str(failure):  # kv_events.check() may have shown it
+        if first_line not in str(failure):  # kv_events.assert_no_event_errors() may have shown it
             failure.add_note(f"kvmock: also {first_line}\n  observed: {first.observed}\n  expected: {first.expected}")
     return found
 
 
 def _is_expected(item: pytest.Item, failure: BaseException) -> bool:
-    """Return whether an xfail mark expects this failure, as far as can be found out: what is attached is shown nowhere."""
+    """Return whether an xfail mark expects this failure, as far as can be found out: what is attached is shown
+    nowhere.
+    """
     if item.config.getoption("runxfail", False):
         return False
     for mark in item.iter_markers("xfail"):
@@ -202,7 +204,9 @@ def _is_expected(item: pytest.Item, failure: BaseException) -> bool:
 
 
 def _keeps_its_outcome(failure: BaseException) -> bool:
-    """Return whether a failure is a skip, an xfail, or the end of the session. A note on a skip would leak into the summary."""
+    """Return whether a failure is a skip, an xfail, or the end of the session. A note on a skip would leak into the
+    summary.
+    """
     if isinstance(failure, pytest.skip.Exception | pytest.xfail.Exception | pytest.exit.Exception | KeyboardInterrupt):
         return True
     unittest = sys.modules.get("unittest")  # pytest takes its SkipTest for a skip, where it is loaded

@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_kvmock.checks import check_integer
 from pytest_kvmock.harness import RouterHarness
 from pytest_kvmock.plugin.case import Case, backend_name, fail_in_one_line
 from pytest_kvmock.plugin.options import DIALECTS
-from pytest_kvmock.wire import Dialect, StreamDigests, find_dialect
-from pytest_kvmock.wire.batcher import KvWire
-from pytest_kvmock.wire.zmq import KvPublisher
+from pytest_kvmock.values.checks import check_integer
+from pytest_kvmock.values.dialect import Dialect
+from pytest_kvmock.wire.codec.batcher import KvWire
+from pytest_kvmock.wire.codec.digests import StreamDigests
+from pytest_kvmock.wire.codec.table import find_dialect
+from pytest_kvmock.wire.sockets.kv_publisher import KvPublisher
 
 if TYPE_CHECKING:
-    from pytest_kvmock.serve.kv_server import KvServer
+    from pytest_kvmock.servers.serve.kv_server import KvServer
 
 
 def make_wire(case: Case, harness: RouterHarness, kv_dialect: str) -> KvWire:
@@ -80,7 +82,8 @@ def servers(
 ) -> Iterator[Callable[..., KvServer]]:
     """What makes the server of the harness; it is closed when the context is left.
 
-    An engine that broke behind it fails a test that passed so far, and so does an answer or cut that was asked for and did not strike.
+    An engine that broke behind it fails a test that passed so far, and so does an answer or cut that was asked for and
+    did not strike.
     """
     made: list[KvServer] = []
     with ExitStack() as stack:
@@ -88,18 +91,24 @@ def servers(
         def make(**options: Any) -> KvServer:
             options.setdefault("dialect", find_dialect(backend_name(case.item, kv_dialect, DIALECTS)))
             try:
-                from pytest_kvmock.serve.kv_server import KvServer  # for those who use it
+                from pytest_kvmock.servers.serve.kv_server import KvServer  # imported on first use
 
-                made.append(stack.enter_context(KvServer(harness, make_publisher=make_publisher, **options)))
+                class ServerOfTest(KvServer):
+                    """A server whose publishers are those of the test."""
+
+                    def _publisher(self, worker: int, **options: Any) -> KvPublisher:
+                        return make_publisher(worker, **options)
+
+                made.append(stack.enter_context(ServerOfTest(harness, **options)))
             except (ImportError, ValueError, TypeError, OSError) as error:
                 fail_in_one_line(case.item, f"kv_server: {error}")
             return made[-1]
 
         yield make
-    broken = [text for server in made for text in server.broken]
+    broken = [text for server in made for text in server.inside.broken]
     if broken and case.passed:
         pytest.fail(f"kvmock: kv_server: {'; '.join(broken)}", pytrace=False)
-    left = [text for server in made for text in server.answers_left]
+    left = [text for server in made for text in server.inside.answers_left]
     if left and case.passed:
         pytest.fail(f"kvmock: kv_server: asked for, and no such request came: {'; '.join(left)}", pytrace=False)
 
@@ -114,7 +123,9 @@ def _check_says(dialect: Dialect, harness: RouterHarness) -> None:
     if tiers is not None:
         dialect.check_host(self_describing=tiers.self_describing)
     if any(worker.traits.publishes_groups for worker in harness.workers.values()):
-        dialect.check_groups()
+        from pytest_kvmock.wire.codec.table import check_groups  # imported on first use
+
+        check_groups(dialect)
 
 
 def _digests(harness: RouterHarness, worker_id: int, dialect: Dialect) -> dict[int, StreamDigests]:
@@ -126,6 +137,6 @@ def _digests(harness: RouterHarness, worker_id: int, dialect: Dialect) -> dict[i
     if dialect.hashes != "bytes":
         return {}
     return {
-        rank: StreamDigests.of_manager(harness.worker(worker_id, rank).manager)
+        rank: StreamDigests.of_manager(harness.worker(worker_id, dp_rank=rank).manager)
         for rank in range(harness.profile.dp_size)
     }

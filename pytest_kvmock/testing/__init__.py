@@ -10,76 +10,79 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_kvmock.checks import install_text
+from pytest_kvmock.values.checks import install_text
 
 if TYPE_CHECKING:
-    from pytest_kvmock.programs.operations import Burst as Burst
-    from pytest_kvmock.programs.operations import Clear as Clear
-    from pytest_kvmock.programs.operations import Decode as Decode
-    from pytest_kvmock.programs.operations import DropNext as DropNext
-    from pytest_kvmock.programs.operations import Finish as Finish
-    from pytest_kvmock.programs.operations import Preempt as Preempt
-    from pytest_kvmock.programs.operations import Prefill as Prefill
-    from pytest_kvmock.programs.operations import Program as Program
-    from pytest_kvmock.programs.operations import RemoveWorker as RemoveWorker
-    from pytest_kvmock.programs.operations import Restart as Restart
-    from pytest_kvmock.programs.operations import Resume as Resume
-    from pytest_kvmock.programs.operations import Serve as Serve
-    from pytest_kvmock.programs.operations import ServeNear as ServeNear
-    from pytest_kvmock.programs.operations import Tick as Tick
     from pytest_kvmock.testing.drafts import play as play
-    from pytest_kvmock.testing.eviction import EvictionContract as EvictionContract
-    from pytest_kvmock.testing.index import IndexContract as IndexContract
+    from pytest_kvmock.testing.index.index_contract import IndexContract as IndexContract
     from pytest_kvmock.testing.machine import KvStateMachine as KvStateMachine
-    from pytest_kvmock.testing.manager import ManagerContract as ManagerContract
-    from pytest_kvmock.testing.process import ProcessContract as ProcessContract
-    from pytest_kvmock.testing.right_router import RightRouter as RightRouter
-    from pytest_kvmock.testing.router_contract import RouterContract as RouterContract
-    from pytest_kvmock.testing.router_process import ProcessEnded as ProcessEnded
-    from pytest_kvmock.testing.router_process import RouterProcess as RouterProcess
-    from pytest_kvmock.testing.router_process import ServedEngine as ServedEngine
-    from pytest_kvmock.testing.router_process import ServedEngines as ServedEngines
+    from pytest_kvmock.testing.manager.eviction_contract import EvictionContract as EvictionContract
+    from pytest_kvmock.testing.manager.manager_contract import ManagerContract as ManagerContract
+    from pytest_kvmock.testing.process.process_contract import ProcessContract as ProcessContract
+    from pytest_kvmock.testing.router.right_router import RightRouter as RightRouter
+    from pytest_kvmock.testing.router.router_contract import RouterContract as RouterContract
     from pytest_kvmock.testing.shrinking import ShrinkingStopped as ShrinkingStopped
     from pytest_kvmock.testing.strategies import traffic as traffic
-    from pytest_kvmock.testing.worker import WorkerContract as WorkerContract
+    from pytest_kvmock.testing.worker.worker_contract import WorkerContract as WorkerContract
+    from pytest_kvmock.values.programs.operations import Burst as Burst
+    from pytest_kvmock.values.programs.operations import Clear as Clear
+    from pytest_kvmock.values.programs.operations import Decode as Decode
+    from pytest_kvmock.values.programs.operations import DropNext as DropNext
+    from pytest_kvmock.values.programs.operations import Finish as Finish
+    from pytest_kvmock.values.programs.operations import Preempt as Preempt
+    from pytest_kvmock.values.programs.operations import Prefill as Prefill
+    from pytest_kvmock.values.programs.operations import Program as Program
+    from pytest_kvmock.values.programs.operations import RemoveWorker as RemoveWorker
+    from pytest_kvmock.values.programs.operations import Restart as Restart
+    from pytest_kvmock.values.programs.operations import Resume as Resume
+    from pytest_kvmock.values.programs.operations import Serve as Serve
+    from pytest_kvmock.values.programs.operations import ServeNear as ServeNear
+    from pytest_kvmock.values.programs.operations import Tick as Tick
 
 _HOME = {
-    "EvictionContract": "testing.eviction",
-    "IndexContract": "testing.index",
+    "EvictionContract": "testing.manager.eviction_contract",
+    "IndexContract": "testing.index.index_contract",
     "KvStateMachine": "testing.machine",
-    "ManagerContract": "testing.manager",
-    "Burst": "programs.operations",
-    "Clear": "programs.operations",
-    "Decode": "programs.operations",
-    "DropNext": "programs.operations",
-    "Finish": "programs.operations",
-    "Preempt": "programs.operations",
-    "Prefill": "programs.operations",
-    "Program": "programs.operations",
-    "RemoveWorker": "programs.operations",
-    "Restart": "programs.operations",
-    "Resume": "programs.operations",
-    "Serve": "programs.operations",
-    "ServeNear": "programs.operations",
-    "Tick": "programs.operations",
-    "RightRouter": "testing.right_router",
-    "RouterContract": "testing.router_contract",
+    "ManagerContract": "testing.manager.manager_contract",
+    "Burst": "values.programs.operations",
+    "Clear": "values.programs.operations",
+    "Decode": "values.programs.operations",
+    "DropNext": "values.programs.operations",
+    "Finish": "values.programs.operations",
+    "Preempt": "values.programs.operations",
+    "Prefill": "values.programs.operations",
+    "Program": "values.programs.operations",
+    "RemoveWorker": "values.programs.operations",
+    "Restart": "values.programs.operations",
+    "Resume": "values.programs.operations",
+    "Serve": "values.programs.operations",
+    "ServeNear": "values.programs.operations",
+    "Tick": "values.programs.operations",
+    "RightRouter": "testing.router.right_router",
+    "RouterContract": "testing.router.router_contract",
     "ShrinkingStopped": "testing.shrinking",
-    "ProcessContract": "testing.process",
-    "ProcessEnded": "testing.router_process",
-    "RouterProcess": "testing.router_process",
-    "ServedEngine": "testing.router_process",
-    "ServedEngines": "testing.router_process",
+    "ProcessContract": "testing.process.process_contract",
     "play": "testing.drafts",
     "traffic": "testing.strategies",
-    "WorkerContract": "testing.worker",
+    "WorkerContract": "testing.worker.worker_contract",
 }
 
 __all__ = sorted(_HOME)  # noqa: PLE0605 - the table is the one list
 
 # Before any of them is imported. Their asserts have messages of their own; pytest adds the values.
 pytest.register_assert_rewrite(
-    *(f"{__name__}.{home}" for home in ("eviction", "index", "manager", "manager_checks", "slots", "worker", "world"))
+    *(
+        f"{__name__}.{home}"
+        for home in (
+            "index.index_contract",
+            "manager.eviction_contract",
+            "manager.manager_checks",
+            "manager.manager_contract",
+            "manager.slots",
+            "worker.worker_contract",
+            "worker.world",
+        )
+    )
 )
 
 

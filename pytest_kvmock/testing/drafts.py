@@ -1,4 +1,4 @@
-"""Any traffic, as a program of requests: made of drafts, which can be drawn and shrunk, and played."""
+"""Any traffic as a program of requests. It is made of drafts, which Hypothesis can draw and shrink, and is played."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, Final, Literal, TypeAlias
 
-from pytest_kvmock.checks import check_integer
-from pytest_kvmock.drivers.driver import SlotsLost, WouldWait
-from pytest_kvmock.engine.worker import OutOfBlocks
-from pytest_kvmock.events import StreamKey
+from pytest_kvmock.engines.base.driver import SlotsLost, WouldWait
+from pytest_kvmock.engines.worker import OutOfBlocks
 from pytest_kvmock.harness.router_harness import RouterHarness
 from pytest_kvmock.harness.under_test import asked_by_tokens
-from pytest_kvmock.programs.forms import OnRequest, Operation
-from pytest_kvmock.programs.interpreter import Interpreter
-from pytest_kvmock.programs.near_hashes import TRUNCATIONS
-from pytest_kvmock.programs.operations import (
+from pytest_kvmock.testing.shrinking import MOST_EVENTS, SHRINKING
+from pytest_kvmock.values.checks import check_integer
+from pytest_kvmock.values.events import StreamKey
+from pytest_kvmock.values.programs.forms import OnRequest, Operation
+from pytest_kvmock.values.programs.interpreter import Interpreter
+from pytest_kvmock.values.programs.near_hashes import TRUNCATIONS
+from pytest_kvmock.values.programs.operations import (
     OPERATIONS,
     Burst,
     Clear,
@@ -31,18 +32,17 @@ from pytest_kvmock.programs.operations import (
     Step,
     Tick,
 )
-from pytest_kvmock.prompt_keys import PromptKeys
-from pytest_kvmock.testing.shrinking import MOST_EVENTS, SHRINKING
+from pytest_kvmock.values.prompt_keys import PromptKeys
 
 
 class Player(Interpreter):
-    """Does the steps of programs on the workers of a harness, and passes over those that do not fit.
+    """Does the steps of programs on the workers of a harness, and skips those that do not fit.
 
-    What does not fit is refused, as by an engine, and no failure: the request is not there, or as it was. A step that the
-    request's state does not allow then is passed over.
+    A request that does not fit is refused, as by an engine; this is not a failure. It is not there then, or stays as it
+    was, and later steps that its state does not allow are skipped.
 
     Args:
-        harness: whose workers serve.
+        harness: the harness of the workers.
 
     Attributes:
         requests: the requests that were admitted, by the names that their Prefill gave them.
@@ -52,10 +52,10 @@ class Player(Interpreter):
         super().__init__(harness, by_tokens=asked_by_tokens(harness.index))
 
     def do(self, step: Operation) -> Any:
-        """Do one step, and return its answer; None where it does not fit.
+        """Do one step, and return its answer; None if it does not fit.
 
         Raises:
-            TypeError: it is no step.
+            TypeError: it is not a step.
         """
         if isinstance(step, Operation) and not step.fits(self):
             return None
@@ -67,17 +67,17 @@ class Player(Interpreter):
 def play(harness: RouterHarness, program: Iterable[Step], *, most_shrink_events: int | None = MOST_EVENTS) -> None:
     """Play a program on the workers of a harness, and check the events after each step.
 
-    What does not fit is no failure (see `Player`).
+    What does not fit is not a failure (see `Player`).
 
     Args:
-        harness: whose workers serve.
+        harness: the harness of the workers.
         program: the steps; a `Program`, or any other series of them.
-        most_shrink_events: how many events Hypothesis may play to shrink a failure, in at most 20 s; None: as many as it
-            wants, which are minutes where an index is slow.
+        most_shrink_events: how many events Hypothesis may play to shrink a failure, in at most 20 s; None: no limit,
+            which takes minutes if an index is slow.
 
     Raises:
         EventRulesBroken: an error that was not expected, with a note that names the step after which it showed.
-        TypeError: something in the program is no step.
+        TypeError: something in the program is not a step.
         ValueError: `most_shrink_events` is below 1.
         ShrinkingStopped: the program fails, and shrinking it took more events, or seconds, than it may.
     """
@@ -88,7 +88,7 @@ def play(harness: RouterHarness, program: Iterable[Step], *, most_shrink_events:
     for number, step in enumerate(program):
         try:
             player.do(step)
-            harness.events.check()
+            harness.events.assert_no_event_errors()
         except Exception as error:
             error.add_note(f"at step {number} of the program: {step!r}")
             SHRINKING.played(program, harness.events.total - before, error, most_shrink_events)
@@ -105,18 +105,21 @@ Kind: TypeAlias = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A step before it is known which requests are open.
+    """A step that is drawn before the open requests are known; `resolve` gives it a request.
 
     Attributes:
-        kind: what is done; "serve" is to prefill and finish at once, "again" is that of the blocks of an earlier prompt.
-        which: which of the requests that it may be done to, counted round; of "near", which of `TRUNCATIONS`.
-        worker: for what begins a request, and for a clear, on which worker.
-        blocks: for a prefill, its blocks.
-        tokens: its tail, or what is decoded; of a burst, how many prompts; of a tick, how many ms later than the last.
-        of: which token is decoded.
-        rank: as worker.
+        kind: the step's kind. "serve" prefills and finishes at once; "again" does the same with the blocks of an
+            earlier prompt.
+        which: an index, modulo the number of choices: for "again" the earlier prompts with whole blocks, for "near"
+            `TRUNCATIONS`, else the open requests that the step fits.
+        worker: the worker of a step that names no open request.
+        blocks: for "prefill" and "serve", the blocks of the prompt.
+        tokens: for "prefill" and "serve" the length of the tail, for "decode" the number of tokens, for "burst" the
+            number of prompts, for "tick" the ms since the last tick.
+        of: for "decode", which token.
+        rank: the data-parallel rank, where `worker` counts.
         wait: for a prefill, whether it waits.
-        keys: for a prefill, what its prompt carries beside its tokens.
+        keys: for a prefill, what its prompt carries in addition to its tokens.
     """
 
     kind: Kind
@@ -133,15 +136,15 @@ class Draft:
 _ON_REQUESTS: Final = {each.kind: each for each in OPERATIONS if issubclass(each, OnRequest)}
 
 MOST_BURSTS: Final = 2
-"""Bursts of a program of any traffic: one that fills the caches, and one whose events show what of that is evicted."""
+"""Bursts in a program of any traffic: one fills the caches, and the events of the other show what is evicted."""
 
 
 def resolve(drafts: Iterable[Draft], most_steps: int | None = None) -> Program:
-    """Make a program of drafts: requests get names, and steps that no request is there for are left out.
+    """Make a program of drafts: give names to requests, and leave out steps for which there is no request.
 
     Args:
         drafts: the drafts.
-        most_steps: what is more is cut off.
+        most_steps: further steps are cut off.
     """
     held: dict[str, list[str]] = {"running": [], "preempted": []}
     steps: list[Step] = []
@@ -217,8 +220,8 @@ def random_traffic(
 
     Args:
         seed: which one.
-        steps: how many drafts; some come to nothing.
-        workers: on how many workers.
+        steps: how many drafts; some make no step.
+        workers: number of workers.
         ranks: on how many ranks of each.
         most_blocks: blocks of the longest prompt.
         numbers: how many different blocks there are; the fewer, the more is shared.

@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, rule
 
-from pytest_kvmock.backends import BackendSpec, EngineProfile
-from pytest_kvmock.checks import unknown_text
+from pytest_kvmock.engines.backends import BackendSpec, EngineProfile
 from pytest_kvmock.harness.router_harness import RouterHarness
-from pytest_kvmock.programs.operations import Clear, Decode, Finish, Preempt, Prefill, Resume, Step
 from pytest_kvmock.testing.drafts import Player
+from pytest_kvmock.values.checks import unknown_text
+from pytest_kvmock.values.programs.operations import Clear, Decode, Finish, Preempt, Prefill, Resume, Step
 
 _worker = st.runner().flatmap(lambda machine: st.integers(0, machine.workers - 1))
 
@@ -21,7 +21,7 @@ _worker = st.runner().flatmap(lambda machine: st.integers(0, machine.workers - 1
 class KvStateMachine(RuleBasedStateMachine):
     """Any traffic on the workers of a `RouterHarness`; after each step its events are judged.
 
-    Use it as it is, by `for_backend`, or as the base of one's own, with rules or invariants of its own beside these::
+    Use it as it is, by `for_backend`, or as a base for your own rules and invariants, which run in addition to these::
 
         TestLru = KvStateMachine.for_backend("lru", num_blocks=8).TestCase
 
@@ -34,7 +34,7 @@ class KvStateMachine(RuleBasedStateMachine):
         TestMyIndex = MyIndexMachine.TestCase
 
     A failure is printed as the fewest steps that show it. A prompt is a list of small numbers, one a block: block 3 has
-    nothing but the token 3. What does not fit is refused, which is no failure.
+    only the token 3. A request that does not fit is refused; this is not a failure.
 
     Attributes:
         backend: name of the workers' backend, or a `BackendSpec`.
@@ -102,7 +102,7 @@ class KvStateMachine(RuleBasedStateMachine):
         worker=_worker,
     )
     def prefill(self, blocks: Sequence[int], tail: int, worker: int) -> str:
-        """Admit a request whose prompt has these blocks, and further tokens 0."""
+        """Admit a request whose prompt has these blocks, and then tokens 0."""
         name = f"r{self._admitted}"
         self._admitted += 1
         self._do(Prefill(name, tuple(blocks), tail if blocks else tail or 1, worker))
@@ -110,7 +110,7 @@ class KvStateMachine(RuleBasedStateMachine):
 
     @rule(request=request, tokens=st.integers(1, 5), of=st.integers(0, 2))
     def decode(self, request: str, tokens: int, of: int) -> None:
-        """Generate so many tokens of this number."""
+        """Generate `tokens` tokens, drawn by the number `of`."""
         self._do(Decode(request, tokens, of))
 
     @rule(request=consumes(request))
@@ -120,7 +120,7 @@ class KvStateMachine(RuleBasedStateMachine):
 
     @rule(request=request)
     def preempt(self, request: str) -> None:
-        """Free its blocks, and keep what it has generated."""
+        """Free its blocks, and keep its output."""
         self._do(Preempt(request))
 
     @rule(request=request)
@@ -130,17 +130,17 @@ class KvStateMachine(RuleBasedStateMachine):
 
     @rule(worker=_worker)
     def clear(self, worker: int) -> None:
-        """Drop what is cached, if no request is open."""
+        """Drop the cached blocks, if no request is open."""
         self._do(Clear(worker))
 
     def _do(self, step: Step) -> None:
         __tracebackhide__ = True
         # Checked here, not by an invariant: that would be printed between any two steps.
         self._player.do(step)
-        self.harness.events.check()
+        self.harness.events.assert_no_event_errors()
 
     def teardown(self) -> None:
-        """Judge what shows only at the end."""
+        """Check what shows only at the end."""
         __tracebackhide__ = True
         self.harness.judge()
-        self.harness.events.check()
+        self.harness.events.assert_no_event_errors()

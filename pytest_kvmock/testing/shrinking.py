@@ -1,10 +1,10 @@
 """How long Hypothesis may shrink a program that fails.
 
-Hypothesis gives up after five minutes, and an index that is slow, or fails in many ways, takes most of them. It has no public
-way to stop earlier but an exception that it does not take for a failure of the example: one that is no `Exception`. So work is
-counted here, in events that plays were given since the first that failed, and the first failure beyond the bound is raised as
-`ShrinkingStopped`. Events come first, as the same failure then ends in the same way on any machine; seconds are for an index
-that takes long for each.
+Hypothesis gives up after five minutes, and an index that is slow, or fails in many ways, takes most of them. The only
+public way to stop it earlier is an exception that it does not take for a failure of the example: one that is not an
+`Exception`. So this module counts the events that were played since the first failure. The first failure beyond the
+bound is raised as `ShrinkingStopped`. Events are counted first, so that the same failure ends in the same way on any
+machine; seconds are for an index that takes long for each event.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from types import FrameType
 from typing import Final
 
-from pytest_kvmock.programs.operations import Program, Step
+from pytest_kvmock.values.programs.operations import Program, Step
 
 MOST_EVENTS: Final = 10_000
 """An ordinary failure is shrunk within 4,500 (measured over the broken indexes of the contract's tests)."""
@@ -26,7 +26,7 @@ MOST_SECONDS: Final = 20.0
 
 
 class ShrinkingStopped(BaseException):
-    """A program fails, and shrinking it took too long; the message has the smallest that failed, and how.
+    """A program fails, and shrinking it took too long. The message has the smallest program that failed, and its error.
 
     The failure itself is the `__cause__`.
     """
@@ -37,7 +37,7 @@ class _Shrinking:
 
     Attributes:
         clock: the time in seconds.
-        test: the run of a test, as the outermost frame of Hypothesis; what is counted begins anew with another.
+        test: the run of a test, as the outermost frame of Hypothesis; the counts begin again with another.
         events: how many events plays had since the first that failed.
         since: when that was, in seconds.
         smallest: the smallest program that failed, and its failure.
@@ -80,7 +80,7 @@ class _Shrinking:
         seconds = self.clock() - self.since
         if self.events > most or seconds > MOST_SECONDS:
             (program, failure), counted = self.smallest, self.events
-            self.test = None  # a rerun of the test shrinks anew
+            self.test = None  # a rerun of the test shrinks again
             raise ShrinkingStopped(
                 f"shrinking stopped after {counted:,} events and {seconds:.0f} s (play: most_shrink_events={most:,}, "
                 f"and at most {MOST_SECONDS:.0f} s); "
@@ -90,7 +90,7 @@ class _Shrinking:
 
 
 def _outermost_of_hypothesis() -> FrameType | None:
-    """The frame in which Hypothesis runs the test: another in each run, by pytest, by unittest or by hand."""
+    """The frame in which Hypothesis runs the test: a new one in each run, by pytest, by unittest or by hand."""
     frame, found = inspect.currentframe(), None
     while frame is not None:
         if frame.f_globals.get("__name__", "").partition(".")[0] == "hypothesis":
@@ -100,4 +100,4 @@ def _outermost_of_hypothesis() -> FrameType | None:
 
 
 SHRINKING: Final = _Shrinking()
-"""Of this process: Hypothesis runs one test at a time."""
+"""One for the process: Hypothesis runs one test at a time."""

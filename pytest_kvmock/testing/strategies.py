@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hypothesis import strategies as st
 
-from pytest_kvmock.checks import check_integer
-from pytest_kvmock.programs.near_hashes import TRUNCATIONS
-from pytest_kvmock.programs.operations import Program
-from pytest_kvmock.prompt_keys import PromptKeys
 from pytest_kvmock.testing.drafts import Draft, resolve
+from pytest_kvmock.values.checks import check_integer
+from pytest_kvmock.values.programs.near_hashes import TRUNCATIONS
+from pytest_kvmock.values.programs.operations import Program
+from pytest_kvmock.values.prompt_keys import PromptKeys
 
 if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn, SearchStrategy
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 _KEYS: Final[Mapping[str, tuple[Any, Any]]] = {
     "lora_name": ("a", "b"),
-    "cache_salt": ("a", "b"),  # the names of adapters, too: who joins both names finds one in place of the other
+    "cache_salt": ("a", "b"),  # the names of adapters, too: an index that joins both names confuses them
     "multimodal": ((("1c" * 32, 0, 1),), (("2d" * 32, 0, 1),)),
 }
 """What a prompt may carry, in two values each."""
 
 
-def _beside(keys: Sequence[str]) -> list[PromptKeys | None]:
-    """What prompts carry beside their tokens: nothing, each of these keys alone, and all of them."""
+def _carried(keys: Sequence[str]) -> list[PromptKeys | None]:
+    """What prompts carry in addition to their tokens: nothing, each of these keys alone, and all of them."""
     alone = [PromptKeys(**{key: value}) for key in keys for value in _KEYS[key]]
     both = [PromptKeys(**{key: _KEYS[key][at] for key in keys}) for at in range(2)] if len(keys) > 1 else []
     return [None, *alone, *both]
@@ -47,29 +47,30 @@ def traffic(
 ) -> SearchStrategy[Program]:
     """Any mix of requests: prefill, decode, finish, preempt, resume and clear, on some workers, sharing prefixes.
 
-    A prompt may be served whole once more, which makes copies where an engine keeps them (vLLM); and there are bursts of
-    prompts without a flush in between, which make a queue overflow that holds fewer events than they have.
+    A prompt may be served whole once more, which makes copies in an engine that keeps them (vLLM). Bursts of prompts
+    come without a flush in between, so that a queue which holds fewer events overflows.
 
     It shrinks to few steps, short prompts and small numbers, and is printed as the Python that makes it. `play` plays
     it on a `RouterHarness`.
 
     Args:
-        workers: on how many workers.
+        workers: number of workers.
         ranks: on how many data-parallel ranks of each; more than one for an index that tells ranks apart.
-        most_steps: how many steps at most.
+        most_steps: the most steps.
         most_blocks: whole blocks of the longest prompt.
         numbers: how many different blocks there are; the fewer, the more is shared.
         most_tokens: tokens of the longest tail, and of the longest decode.
-        most_in_a_burst: prompts of the longest `Burst`, each up to two events; 0 for no bursts.
+        most_in_a_burst: prompts of the longest `Burst`, with up to two events each; 0 for no bursts.
         tiers: whether time passes too, for workers with host memory below the device: with a `Tick` now and then, and
             prefills that do not wait for what is under way.
-        near_hashes: whether there are now and then hashes that agree in a part (`ServeNear`), of one more worker.
-        keys: what prompts may carry beside their tokens, alone and together: "lora_name", "cache_salt", "multimodal" (an image over
-            the first token); of those that the engine has (`BackendSpec.prompt_keys`), as it refuses the others.
+        near_hashes: whether one more worker sometimes has hashes that agree in a part (`ServeNear`).
+        keys: what prompts may carry in addition to their tokens, alone and together: "lora_name", "cache_salt",
+            "multimodal" (an image over the first token); of those that the engine has (`BackendSpec.prompt_keys`), as
+            it refuses the others.
 
     Raises:
-        ValueError: a count below 1, or below 0 where none is allowed; `tiers` or `near_hashes` is no truth value; or `keys` has
-            another name.
+        ValueError: a count below 1, or below 0 if none is allowed; `tiers` or `near_hashes` is not a truth value; or
+            `keys` has another name.
     """
     for name, value, least in (
         ("workers", workers, 1),
@@ -86,21 +87,21 @@ def traffic(
             raise ValueError(f"traffic: {name} must be True or False, got {flag!r:.80}")  # noqa: TRY004 - one error
     if not isinstance(keys, tuple | list) or not all(isinstance(key, str) and key in _KEYS for key in keys):
         raise ValueError(f"traffic: keys must be a tuple or list of {', '.join(map(repr, _KEYS))}, got {keys!r:.80}")
-    # At most five choices a step, that of going on counted: Hypothesis deletes runs of up to five when it shrinks.
+    # At most five choices a step, with the one to go on: Hypothesis deletes runs of up to five when it shrinks.
     number, which = st.integers(0, numbers - 1), st.integers(0, 7)
     worker = st.integers(0, workers - 1) if workers > 1 else st.just(0)
     rank = st.integers(0, ranks - 1) if ranks > 1 else st.just(0)
     blocks = st.lists(number, max_size=most_blocks).map(tuple)
     tail, tokens = st.integers(0, most_tokens), st.integers(1, most_tokens)
-    beside = st.sampled_from(_beside(keys)) if keys else st.none()
+    carried = st.sampled_from(_carried(keys)) if keys else st.none()
     drafts = [
-        st.builds(Draft, st.just("prefill"), worker=worker, rank=rank, blocks=blocks, tokens=tail, keys=beside),
+        st.builds(Draft, st.just("prefill"), worker=worker, rank=rank, blocks=blocks, tokens=tail, keys=carried),
         st.builds(Draft, st.just("decode"), which, tokens=tokens, of=number),
         st.builds(Draft, st.just("finish"), which),
         st.builds(Draft, st.just("preempt"), which),
         st.builds(Draft, st.just("resume"), which),
         st.builds(Draft, st.just("clear"), worker=worker, rank=rank),
-        st.builds(Draft, st.just("serve"), worker=worker, rank=rank, blocks=blocks, tokens=tail, keys=beside),
+        st.builds(Draft, st.just("serve"), worker=worker, rank=rank, blocks=blocks, tokens=tail, keys=carried),
         st.builds(Draft, st.just("again"), which),
     ]
     if most_in_a_burst:
@@ -122,5 +123,5 @@ def traffic(
 
 @st.composite
 def _programs(draw: DrawFn, drafts: SearchStrategy[list[Draft]], most_steps: int) -> Program:
-    # A composite, not a map: Hypothesis prints what was mapped by its function, and this by its own repr.
+    # A composite, not a map: Hypothesis prints a mapped value by its function, and a composite by its own repr.
     return resolve(draw(drafts), most_steps)

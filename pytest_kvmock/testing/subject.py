@@ -4,31 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NoReturn, TypeVar, cast
 
 import pytest
 
-from pytest_kvmock.backends import BackendSpec, EngineProfile, backend_spec, known_backends
-from pytest_kvmock.cache.manager import KvManager, protocol_mismatch
-from pytest_kvmock.cache.vllm.groups import STATE
-from pytest_kvmock.checks import integer_text, is_integer
+from pytest_kvmock.engines.backends import BackendSpec, EngineProfile, backend_spec, known_backends
+from pytest_kvmock.engines.base.cache_group import STATE
+from pytest_kvmock.engines.base.manager import KvManager, protocol_mismatch
 from pytest_kvmock.harness.router_harness import RouterHarness
+from pytest_kvmock.values.checks import integer_text, is_integer
 
 if TYPE_CHECKING:
-    from pytest_kvmock.drivers.driver import Traits
-    from pytest_kvmock.sinks import Sink
+    from pytest_kvmock.engines.base.driver import Traits
+    from pytest_kvmock.values.sinks import Sink
 
 T = TypeVar("T")
 
 UNJUDGED: Final = "kvmock.unjudged"
-"""The property of a test's report in which the plugin finds what a contract cannot judge of its class, for the end of the run."""
+"""The property of a test's report that has what a contract cannot judge of its class. The plugin prints it at the end
+of the run."""
+
+STORES: Final = "stores that workers share (stores)"
+"""What is not judged of a subject without stores."""
 
 
 class SaysUnjudged:
-    """What the contracts share that say at the end of a run what no test of theirs could judge of a class."""
+    """Base of the contracts that report, at the end of a run, what none of their tests could judge of a class."""
 
     _properties: list[tuple[str, object]] | None = None
 
@@ -36,24 +40,25 @@ class SaysUnjudged:
     def _kvmock_properties(self, request: pytest.FixtureRequest) -> None:
         self._properties, self._class_id = request.node.user_properties, request.node.nodeid.rpartition("::")[0]
 
-    def _note_unjudged(self, text: str) -> None:
-        """Have the summary of the run say that; "" for nothing."""
+    def _note_unjudged(self, text: str, about: str = "") -> None:
+        """Add a text to the summary of the run, one a class and subject; "" adds nothing."""
         if text and self._properties is not None:
-            self._properties.append((UNJUDGED, f"{self._class_id}: {text}"))
+            self._properties.append((UNJUDGED, f"{self._class_id}{about and f', {about}'}: {text}"))
 
 
-def unjudged_text(lets: Mapping[str, bool]) -> str:
-    """Return a line of what was not judged, each with what would let it; "" where all was.
+def unjudged_text(lets: Mapping[str, bool], rare: Collection[str] = (STORES,)) -> str:
+    """Return a line of what was not judged, each with what would allow it; "" if all was judged.
 
     Args:
-        lets: of each of these, whether it is judged.
+        lets: whether each of these is judged.
+        rare: those that make no line by themselves, as most subjects have nothing to do with them.
     """
     parts = [what for what, is_judged in lets.items() if not is_judged]
-    return f"not judged: {', '.join(parts)}" if parts else ""
+    return f"not judged: {', '.join(parts)}" if set(parts) - {*rare} else ""
 
 
 def refuse(contract: object, why: str) -> NoReturn:
-    """Fail the test, in one line: a contract is applied to something of another kind."""
+    """Fail the test in one line: the contract is applied to an object of another kind."""
     __tracebackhide__ = True
     pytest.fail(f"{type(contract).__name__}: {why}", pytrace=False)
 
@@ -62,7 +67,7 @@ def refuse_to_wait(contract: object, what: str, awaitable: Awaitable[Any]) -> No
     """Fail the test of an async index or router whose contract does not say how to wait for it."""
     __tracebackhide__ = True
     close = getattr(awaitable, "close", None)
-    if close is not None:  # or Python warns that it was never awaited
+    if close is not None:  # otherwise Python warns that it was never awaited
         close()
     refuse(
         contract,
@@ -71,11 +76,12 @@ def refuse_to_wait(contract: object, what: str, awaitable: Awaitable[Any]) -> No
 
 
 _OF_DRAFTS: Final = 4
-"""Blocks that a request holds besides with a draft model: slots for the drafts of a step or two."""
+"""Further blocks that a request holds with a draft model: slots for the drafts of a step or two."""
 
 
 def room_for(blocks: int, traits: Traits, block_size: int) -> int:
-    """Blocks of a pool in which a prompt of so many just fits: one each; of a hybrid model whose caches share it, one in each.
+    """Blocks of a pool in which a prompt of `blocks` blocks just fits: one each. The caches of a hybrid model share it:
+    one in each.
 
     Args:
         blocks: of the prompt.
@@ -87,18 +93,18 @@ def room_for(blocks: int, traits: Traits, block_size: int) -> int:
     if not traits.publishes_groups:
         return blocks
     sizes = [None if group.kind == STATE else group.block_size for group in traits.groups]
-    # A state is held with that before it.
+    # A state is held together with the one before it.
     return sum(2 if size is None else blocks * block_size // size for size in sizes)
 
 
 def check_offers(contract: object, subject: object, protocol: type, made_by: str) -> None:
-    """Fail the test unless an object has what a protocol names.
+    """Fail the test unless an object has the members of a protocol.
 
     Args:
-        contract: whose test it is.
+        contract: the contract of the test.
         subject: the object.
-        protocol: what it must be.
-        made_by: who made it, for the message.
+        protocol: the protocol.
+        made_by: its maker, for the message.
     """
     __tracebackhide__ = True
     wrong = protocol_mismatch(subject, protocol)
@@ -110,7 +116,7 @@ def check_backends(contract: object, backends: object, block_size: int) -> list[
     """The backends that a contract runs over; fail the test if one is not there, or refuses its block size.
 
     Args:
-        contract: whose test it is.
+        contract: the contract of the test.
         backends: by name or as `BackendSpec`s; None for those of the default matrix.
         block_size: tokens a block, as its attribute of this name has them.
     """
@@ -140,13 +146,14 @@ def check_backends(contract: object, backends: object, block_size: int) -> list[
             refuse(contract, f"backends has {spec.name!r}: {wrong}")
         refuse(
             contract,
-            f"block_size = {block_size} is not for backend {spec.name!r}: {wrong}; blocks of {least} are for all backends of the contract",
+            f"block_size = {block_size} is not for backend {spec.name!r}: {wrong}; blocks of {least} are for all "
+            "backends of the contract",
         )
     return specs
 
 
 LEAST_BLOCK: Final = 4
-"""Tokens of the blocks of a contract, where its backends allow them: fewer do not show what an index confuses."""
+"""Tokens a block in a contract, if its backends allow them: with fewer, an index that confuses tokens passes."""
 
 _MOST_TRIED: Final = 1024
 
@@ -156,7 +163,7 @@ def _default_matrix() -> list[BackendSpec]:
 
 
 def _refusal(make: Callable[..., KvManager], block_size: int) -> str | None:
-    """Why a backend refuses blocks of so many tokens; None where it does not."""
+    """Why a backend refuses blocks of `block_size` tokens; None if it does not."""
     try:
         make(num_blocks=8, block_size=block_size, dp_rank=0, sink=None)
     except ValueError as error:
@@ -165,7 +172,8 @@ def _refusal(make: Callable[..., KvManager], block_size: int) -> str | None:
 
 
 def least_block_size(backends: Sequence[str | BackendSpec] | None) -> int | None:
-    """The least tokens a block, from `LEAST_BLOCK` on, that all of these backends allow; None where there is none up to 1,024.
+    """The least tokens a block, from `LEAST_BLOCK` on, that all of these backends allow; None if there is none up to
+    1,024.
 
     Args:
         backends: by name or as `BackendSpec`s; None for those of the default matrix.
@@ -184,10 +192,10 @@ def _least_allowed(makes: tuple[Callable[..., KvManager], ...]) -> int | None:
 
 
 class _LeastOfBackends:
-    """The `block_size` of a contract that does not set it: the least that all of its `backends` allow."""
+    """The `block_size` of a contract that does not set one: the least that all of its `backends` allow."""
 
     def __get__(self, contract: object, owner: type) -> int:
-        """Return it; where there is none, or `backends` are none, that with which the contract refuses them."""
+        """Return it; if there is none, or `backends` are wrong, the size with which the contract refuses them."""
         backends = getattr(owner if contract is None else contract, "backends", None)
         try:
             return least_block_size(backends) or LEAST_BLOCK
@@ -196,7 +204,7 @@ class _LeastOfBackends:
 
 
 LEAST_OF_BACKENDS: Final = cast("int", _LeastOfBackends())
-"""That, as the default of an attribute: a class, and each object of it, has an integer."""
+"""The default of the attribute: a class, and each object of it, has an integer."""
 
 
 def call_with(contract: object, make: Callable[..., T], made_by: str, argument: object) -> T:
@@ -229,7 +237,7 @@ def _parameters(make: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 class OverBackend:
-    """What the contracts of managers and workers share: the backend that they are about.
+    """Base of the contracts of managers and workers: the backend that they are about.
 
     A subclass sets `backend`, or defines `make_manager`.
 
@@ -237,7 +245,7 @@ class OverBackend:
         backend: name of a backend, or a `BackendSpec`.
         block_size: tokens a block in the contract's worlds.
         prefix_closed: for a `make_manager`: as in `BackendSpec`; of a `backend` it is that of its spec.
-        residency: likewise.
+        residency: the same.
     """
 
     backend: ClassVar[str | BackendSpec | None] = None
@@ -246,7 +254,7 @@ class OverBackend:
     residency: ClassVar[Literal["unique", "counted"]] = "unique"
 
     def make_manager(self, num_blocks: int, block_size: int, sink: Sink | None) -> KvManager:  # noqa: ARG002 - for those who define it
-        """Make a block manager, where there is no backend of it yet; to be defined by a subclass.
+        """Make a block manager that has no backend yet. A subclass defines it.
 
         Args:
             num_blocks: capacity in blocks.
@@ -259,7 +267,7 @@ class OverBackend:
         )
 
     def spec(self) -> BackendSpec:
-        """The backend under contract, whose managers are checked when they are made."""
+        """The backend under contract; its managers are checked when they are made."""
         __tracebackhide__ = True
         size = self.block_size
         if not is_integer(size, 1):
@@ -312,7 +320,7 @@ class OverBackend:
         refuse(self, wrong)
 
     def _probe(self, made_by: str, make: Callable[[], KvManager]) -> KvManager:
-        """The first manager; fail the test if it cannot be of the contract's block size."""
+        """Make the first manager; fail the test if it refuses the contract's block size."""
         __tracebackhide__ = True
         try:
             return make()
@@ -321,7 +329,7 @@ class OverBackend:
         refuse(self, f"{made_by} refuses 8 blocks of {self.block_size} tokens: {wrong}")
 
     def make_harness(self, num_blocks: int = 8, *, workers: int = 1, **fields: Any) -> RouterHarness:
-        """A world of this backend: a `RouterHarness` whose workers have it.
+        """A `RouterHarness` whose workers have this backend.
 
         Args:
             num_blocks: capacity of each worker in blocks.

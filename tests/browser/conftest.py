@@ -1,4 +1,6 @@
-"""A browser for pages: Chromium of the system, by playwright. Where there is none, these tests are skipped and say so."""
+"""A browser for pages: Chromium of the system, by playwright. Where there is none, these tests are skipped and say
+so.
+"""
 
 import shutil
 
@@ -10,7 +12,7 @@ import pytest
 )  # while it is there an event loop runs, beside which no async test of another module can
 def chromium():
     """Chromium, headless."""
-    sync_api = pytest.importorskip("playwright.sync_api", reason="the extra 'browser' is not installed")
+    sync_api = pytest.importorskip("playwright.sync_api", reason="the dependency group 'browser' is not installed")
     path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if path is None:
         pytest.skip("there is no Chromium here (apt-get install chromium)")
@@ -22,7 +24,9 @@ def chromium():
 
 @pytest.fixture
 def visit(chromium):
-    """Open a page of a file, `visit(path, **options)`; a message on its console, or a request for anything, fails the test."""
+    """Open a page of a file, `visit(path, **options)`; a message on its console, or a request for anything, fails
+    the test.
+    """
     contexts, said = [], []
 
     def visit(path, **options):
@@ -39,4 +43,4 @@ def visit(chromium):
     yield visit
     for context in contexts:
         context.close()
-    assert [] == said
+    assert said == []

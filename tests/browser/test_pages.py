@@ -6,11 +6,10 @@ from random import Random
 import pytest
 
 from pytest_kvmock import Fleet, MockEngine, MockEngineArgs, Removed, RouterHarness, Stored
-from pytest_kvmock.fleet import FleetRequest
-from pytest_kvmock.pages import render, write_page
+from pytest_kvmock.fleets import FleetRequest, RoundRobin, synthetic_trace
+from pytest_kvmock.oracle import RadixIndex
 from pytest_kvmock.plugin.failure_page import failure_data
-from pytest_kvmock.router import RadixIndex, RoundRobin
-from pytest_kvmock.traces import synthetic_trace
+from pytest_kvmock.values.pages.page import render, write_page
 
 ARGS = MockEngineArgs(num_gpu_blocks=96, block_size=4, max_num_batched_tokens=32)
 EVIL = "<img src=x onerror=alert(1)>"
@@ -89,7 +88,7 @@ def drawn(page):
 
 def violations(page):
     axe = pytest.importorskip(
-        "axe_playwright_python.sync_playwright", reason="the extra 'browser' is not installed"
+        "axe_playwright_python.sync_playwright", reason="the dependency group 'browser' is not installed"
     ).Axe
     found = axe().run(page).response["violations"]
     return [(each["id"], [node["html"] for node in each["nodes"]][:3]) for each in found]
@@ -101,14 +100,14 @@ def test_a_checker_of_accessibility_finds_nothing(visit, request, name, scheme):
     page = visit(request.getfixturevalue(name), color_scheme=scheme)
     if name == "fleet_page":
         page.locator("#worst button").first.click()
-    assert [] == violations(page)
+    assert violations(page) == []
 
 
 @pytest.mark.parametrize("name", ["fleet_page", "failing_page"])
 def test_markup_in_names_is_shown_as_text(visit, request, name):
     page = visit(request.getfixturevalue(name))
     assert EVIL in page.locator("h1").inner_text()
-    assert 0 == page.locator("img").count()
+    assert page.locator("img").count() == 0
 
 
 @pytest.mark.parametrize("name", ["fleet_page", "failing_page"])
@@ -141,22 +140,22 @@ def test_the_theme_is_switched(visit, fleet_page):
 def test_filters_show_how_many_are_left(visit, fleet_page):
     page = visit(fleet_page)
     shown = page.locator("#shown")
-    assert "60 of 60 requests" == shown.inner_text()
+    assert shown.inner_text() == "60 of 60 requests"
     page.select_option("#by-worker", "1")
-    assert "20 of 60 requests" == shown.inner_text()
+    assert shown.inner_text() == "20 of 60 requests"
     page.select_option("#by-outcome", "rejected") if page.locator(
         "#by-outcome option[value=rejected]"
     ).count() else None
     page.select_option("#by-worker", "")
     page.fill("#by-session", "no such session")
-    assert "0 of 60 requests" == shown.inner_text()
+    assert shown.inner_text() == "0 of 60 requests"
 
 
 def test_a_request_shows_its_pick_with_all_candidates(visit, fleet_page):
     page = visit(fleet_page)
     page.locator("#worst button").first.click()
     panel = page.locator("#request")
-    assert 3 == panel.locator("tbody tr").count()
+    assert panel.locator("tbody tr").count() == 3
     assert "(chosen)" in panel.inner_text()
     assert "(least cost)" in panel.inner_text()
 
@@ -173,7 +172,7 @@ def test_the_timeline_is_worked_by_keys(visit, fleet_page):
     page.keyboard.press("n")
     assert "Request 1" in page.locator("#request h3").first.inner_text()
     page.keyboard.press("Home")
-    assert 60 == drawn(page)
+    assert drawn(page) == 60
 
 
 def test_a_click_on_a_bar_opens_its_request(visit, fleet_page):
@@ -191,11 +190,11 @@ def test_twelve_thousand_requests_can_be_zoomed_and_filtered(visit, long_page):
             let frames = 0;
             const turn = () => { zoomRequests(frames % 2 ? 0.5 : 2, 60000); if (++frames === 20) resolve(frames); else requestAnimationFrame(turn); };
             requestAnimationFrame(turn);
-        })"""
+        })"""  # noqa: E501
     )
-    assert 20 == frames
+    assert frames == 20
     page.fill("#by-session", "49")
-    assert "240 of 12,000 requests" == page.locator("#shown").inner_text()
+    assert page.locator("#shown").inner_text() == "240 of 12,000 requests"
 
 
 def test_a_failing_test_opens_at_its_problem_and_is_stepped_through(visit, failing_page):
@@ -222,7 +221,7 @@ def test_a_page_is_printed_in_light_colours(visit, failing_page):
     page = visit(failing_page, color_scheme="dark")
     page.emulate_media(media="print")
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
-    assert "light" == page.evaluate("document.documentElement.dataset.theme")
+    assert page.evaluate("document.documentElement.dataset.theme") == "light"
     assert not page.locator(".controls").first.is_visible()
     page.evaluate("dispatchEvent(new Event('afterprint'))")
-    assert "dark" == page.evaluate("document.documentElement.dataset.theme")
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"

@@ -4,13 +4,14 @@ import os
 from pathlib import Path
 
 import pytest
+from depth import each_parameter
 
 from pytest_kvmock import Fleet, MockEngine, MockEngineArgs, Removed, RouterHarness
-from pytest_kvmock.pages import render, write_page
+from pytest_kvmock.fleets import DynamoRouter, MostCached, synthetic_trace
+from pytest_kvmock.harness.reduce import reproduce
+from pytest_kvmock.oracle import RadixIndex
 from pytest_kvmock.plugin.failure_page import failure_data
-from pytest_kvmock.reduce import reproduce
-from pytest_kvmock.router import DynamoRouter, MostCached, RadixIndex
-from pytest_kvmock.traces import synthetic_trace
+from pytest_kvmock.values.pages.page import render, write_page
 
 ASSETS = Path(__file__).parents[2] / "docs" / "assets"
 MOST_BYTES = 150_000
@@ -43,7 +44,7 @@ def fleet(path):
 
 def failing_test(path):
     kv = RouterHarness(backend="lru", index=ForgetsOne(), name="a test")
-    kv.use_backend("lru")
+    kv.inside.use_backend("lru")
     shared = kv.prompt(blocks=6)
     for at in range(40):
         kv.worker(at % 2).serve(kv.prompt(blocks=20, after=shared if at % 3 else None), 4)
@@ -53,9 +54,11 @@ def failing_test(path):
     write_page(path, render("test", "test_router.py::test_shared_prefix[lru]", data))
 
 
+@each_parameter
 @pytest.mark.parametrize(("name", "make", "look"), [
     ("page-of-a-fleet", fleet, "scrollTo(0, 0)"),
-    ("requests-of-a-fleet", fleet, "document.querySelector('#worst button').click(); document.querySelector('.controls select#by-worker').scrollIntoView()"),
+    ("requests-of-a-fleet", fleet, ("document.querySelector('#worst button').click(); "
+    "document.querySelector('.controls select#by-worker').scrollIntoView()")),
     ("page-of-a-test", failing_test, "scrollTo(0, 0)"),
 ])  # fmt: skip
 def test_a_screenshot_is_that_of_a_page(visit, tmp_path, name, make, look):

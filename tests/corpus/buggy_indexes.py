@@ -14,6 +14,7 @@ class Tree:
 
     def __init__(self, *, counts=False):
         self.tree = RadixIndex(count_copies=counts)
+        self.tree._strict_removed = True  # as when the tables were made: every unknown block is an error
 
     def apply(self, event):
         self.tree.apply(event)
@@ -29,7 +30,8 @@ class Tree:
 
 
 class Chains:
-    """A right index of another kind: each block with the local hashes from the root to it, and how many copies there are.
+    """A right index of another kind: each block with the local hashes from the root to it, and how many copies there
+    are.
 
     A block keeps its chain while its parent is gone, so that it is found again as soon as the parent is back.
     """

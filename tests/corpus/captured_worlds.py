@@ -11,19 +11,21 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path += [str(HERE.parent / "capture"), str(HERE)]
+sys.path += [str(HERE.parent / "servers" / "capture"), str(HERE)]
 
 from captured import NOT_OF_THE_STREAM, shown  # noqa: E402 - the paths come first
 from worlds import World  # noqa: E402 - as above
 
 from pytest_kvmock import RouterHarness  # noqa: E402 - as above
-from pytest_kvmock.capture import CaptureFile, CapturingJournal, check_file  # noqa: E402 - as above
+from pytest_kvmock.servers import CaptureFile, CapturingJournal, check_file  # noqa: E402 - as above
 
 UP_TO_RESTARTS = 10  # what they follow from is told by faults, of which a file has less
 
 
 def captured_world(seed, path):
-    """Play a world whose events go into a file; return what it found in its stream, and what a check of the file finds."""
+    """Play a world whose events go into a file; return what it found in its stream, and what a check of the file
+    finds.
+    """
 
     class Captured(RouterHarness):
         def __init__(self, *args, **given):

@@ -25,4 +25,4 @@ def test_a_capture_of_any_world_is_judged_as_the_world_was(first, tmp_path):
         if found != again:
             differing.append(seed)
 
-    assert [] == differing
+    assert differing == []

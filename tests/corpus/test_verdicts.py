@@ -50,13 +50,13 @@ def test_the_table_has_no_rows_of_other_backends(committed):
     assert set(verdicts.backends_of_all()) == {line.split("\t")[1] for line in committed}
 
 
-def test_what_is_right_has_no_error(committed):
+def test_correct_streams_have_no_error(committed):
     right = [line.split("\t") for line in committed if line.startswith("right/")]
-    assert {"right/no_index", "right/tree", "right/chains"} == {row[0] for row in right}
-    assert [] == [row for row in right if row[3] != "none" and row[4] != "warning"]
+    assert {row[0] for row in right} == {"right/no_index", "right/tree", "right/chains"}
+    assert [row for row in right if row[3] != "none" and row[4] != "warning"] == []
 
 
-def test_which_bugs_are_found_nowhere(committed):
+def test_bugs_that_no_contract_finds_are_listed(committed):
     rows = [line.split("\t") for line in committed if line.startswith(("index/", "engine/"))]
     found = {row[0] for row in rows if row[3] != "none" and row[3:5] != ["wrong_hash", "warning"]}
-    assert FOUND_NOWHERE == sorted({row[0] for row in rows} - found)
+    assert sorted({row[0] for row in rows} - found) == FOUND_NOWHERE

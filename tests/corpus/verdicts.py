@@ -33,7 +33,7 @@ from typing import Any
 HERE = Path(__file__).parent
 TESTS = HERE.parent
 CATALOGUE = TESTS.parent / "examples" / "bug_catalogue"
-sys.path += [str(TESTS / part) for part in (".", "faults", "harness", "reduce", "testing")]
+sys.path += [str(TESTS / part) for part in (".", "oracle/faults", "harness", "harness/reduce", "testing")]
 
 import faulty_indexes as of_harness  # noqa: E402 - the paths come first
 import faulty_worlds as of_reduce  # noqa: E402 - as above
@@ -194,7 +194,7 @@ class Traffic:
             self.attempt(self.kv.remove_worker, 0)
             self.serve(3)
             for rank in range(self.kv.profile.dp_size):
-                self.attempt(self.kv.worker, 0, rank)
+                self.attempt(self.kv.worker, 0, dp_rank=rank)
 
     def can(self, method):
         return self.index is None or callable(getattr(self.index, method, None))

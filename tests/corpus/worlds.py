@@ -1,18 +1,20 @@
-"""A differential over random worlds: all that is found in them, as text that two versions of the code can be compared by.
+"""A differential over random worlds: all that is found in them, as text that two versions of the code can be compared
+by.
 
     python tests/corpus/worlds.py 0 160 > after           # the worlds of seeds 0 to 159
     PYTHONPATH=CHECKOUT python tests/corpus/worlds.py 0 160 > before
     diff before after
     python tests/corpus/worlds.py --write                  # replaces worlds.tsv, a digest for each of the first 160
 
-A seed decides all of a world: the engine (a buggy one at times), its sizes, the index under test (none, right ones, wrong
-ones, ones that ask for what they missed), faults at random and by hand, which of them are to be survived, restarts,
-clears, removed workers, sinks that raise, events by hand, flushes, expectations. The same under any PYTHONHASHSEED.
+A seed decides all of a world: the engine (a buggy one at times), its sizes, the index under test (none, right ones,
+wrong ones, ones that ask for what they missed), faults at random and by hand, which of them are to be survived,
+restarts, clears, removed workers, sinks that raise, events by hand, flushes, expectations. The same under any
+PYTHONHASHSEED.
 
-A line is `SEED fact ...` or `SEED text ...`. Facts are what was found: each problem with all its fields but messages, and
-the verdict. Texts are its words: messages, lines of the log, the report. A digest of each is in worlds.tsv:
-where only the second changes, messages were reworded; where the first does, a verdict has changed. A change of the code
-that was to leave verdicts alone is wrong then; one that was to change them gives the reason of each seed.
+A line is `SEED fact ...` or `SEED text ...`. Facts are what was found: each problem with all its fields but messages,
+and the verdict. Texts are its words: messages, lines of the log, the report. A digest of each is in worlds.tsv: where
+only the second changes, messages were reworded; where the first does, a verdict has changed. A change of the code that
+was to leave verdicts alone is wrong then; one that was to change them gives the reason of each seed.
 """
 
 # ruff: noqa: T201 - it is a program too
@@ -26,7 +28,7 @@ from pathlib import Path
 from random import Random
 
 HERE = Path(__file__).parent
-sys.path.append(str(HERE.parent / "faults"))
+sys.path.append(str(HERE.parent / "oracle" / "faults"))
 
 from buggy_engines import BUGGY_ENGINES, altered  # noqa: E402 - the paths come first
 from buggy_indexes import BUGGY_INDEXES, RIGHT_INDEXES, Tree  # noqa: E402 - as above
@@ -297,7 +299,7 @@ class World:
         self.kv.flush()
 
     def check(self):
-        self.kv.events.check()
+        self.kv.events.assert_no_event_errors()
 
     def expect(self):
         with self.kv.events.expect_error(self.rng.choice(["event_id_gap", "index_drift", "sink_failure"])):
@@ -372,7 +374,7 @@ class World:
         self.texts += [f"unmet: {sentence}" for sentence in verdict.unmet]
         self.texts += [f"entry {entry!r}" for entry in events]
         try:
-            events.check()
+            events.assert_no_event_errors()
         except EventRulesBroken as error:
             self.texts += str(error).splitlines()
         self.texts = [without_lines_of_code(text) for text in self.texts]

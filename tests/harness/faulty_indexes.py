@@ -2,9 +2,8 @@
 
 from contextlib import suppress
 
-from pytest_kvmock.events import Cleared, Removed, Stored
-from pytest_kvmock.router.index import RadixIndex, RadixIndexError
-from pytest_kvmock.tokens import block_hashes
+from pytest_kvmock import Cleared, Removed, Stored, block_hashes
+from pytest_kvmock.oracle import RadixIndex, RadixIndexError
 
 
 class Sound:

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from faulty_indexes import Async, AsyncManageable, Manageable, RaisesWhenAsked, Sound
 
-from pytest_kvmock.events import Cleared, Removed, Stored
+from pytest_kvmock import Cleared, Removed, Stored
 
 
 def raising(kind, at, ignores=()):
@@ -55,8 +55,8 @@ def test_a_removed_that_is_ignored_after_an_expected_failure_is_found(make_kv):
         chain(kv, 1)
     chain(kv, 2, 3)
     kv.apply(Removed((3,)))
-    assert [FAILED, ("index_drift", 2, (3,))] == standing(kv)
-    assert [("index_drift", 2, (3,))] == [(p.rule, p.event_id, p.blocks) for p in kv.judge().errors]
+    assert standing(kv) == [FAILED, ("index_drift", 2, (3,))]
+    assert [(p.rule, p.event_id, p.blocks) for p in kv.judge().errors] == [("index_drift", 2, (3,))]
 
 
 def test_it_is_found_of_what_the_index_had_before_once_that_is_named_again(make_kv):
@@ -66,16 +66,16 @@ def test_it_is_found_of_what_the_index_had_before_once_that_is_named_again(make_
     for _ in range(2):  # the first may be what the index missed; it is named again then
         kv.apply(Removed((2,)))
         chain(kv, 2, parent=1)
-    assert [("index_failure", 1, ()), ("index_drift", 4, (2,))] == standing(kv)
+    assert standing(kv) == [("index_failure", 1, ()), ("index_drift", 4, (2,))]
 
 
 def test_what_an_event_stores_is_named_from_the_next_event_on(make_kv):
     kv = make_kv(index=raising(Sound, 0, (Stored, Removed)))
     chain(kv, 1)
     chain(kv, 2)
-    assert [FAILED] == standing(kv)
+    assert standing(kv) == [FAILED]
     (failure,) = kv.events.errors
-    assert [("index_drift", 1, (2,))] == [(p.rule, p.event_id, p.blocks) for p in failure.folded[1:]]
+    assert [(p.rule, p.event_id, p.blocks) for p in failure.folded[1:]] == [("index_drift", 1, (2,))]
 
 
 def test_a_cleared_ends_it(make_kv):
@@ -83,14 +83,14 @@ def test_a_cleared_ends_it(make_kv):
     chain(kv, 1)
     kv.apply(Cleared())
     chain(kv, 2)
-    assert [FAILED, ("index_drift", 2, (2,))] == standing(kv)
+    assert standing(kv) == [FAILED, ("index_drift", 2, (2,))]
 
 
 def test_a_cleared_at_which_it_raises_does_not(make_kv):
     kv = make_kv(index=raising(Sound, 0, Stored))
     kv.apply(Cleared())
     chain(kv, 2)
-    assert [FAILED] == standing(kv)
+    assert standing(kv) == [FAILED]
 
 
 def begin_anew(kv, how):
@@ -101,7 +101,7 @@ def begin_anew(kv, how):
 
 
 @pytest.mark.parametrize("how", ["removed", "restarted"])
-def test_it_ends_where_the_worker_begins_anew(make_kv, how):
+def test_an_index_failure_ends_where_the_worker_begins_again(make_kv, how):
     kv = make_kv(index=raising(Manageable, 0, Stored))
     chain(kv, 1)
     begin_anew(kv, how)
@@ -110,7 +110,7 @@ def test_it_ends_where_the_worker_begins_anew(make_kv, how):
 
 
 @pytest.mark.parametrize("how", ["removed", "restarted"])
-def test_so_it_does_of_an_async_index(make_kv, how):
+def test_an_index_failure_of_an_async_index_ends_where_the_worker_begins_again(make_kv, how):
     async def body():
         chain(kv, 1)
         begin_anew(kv, how)
@@ -125,9 +125,9 @@ def test_so_it_does_of_an_async_index(make_kv, how):
 def test_of_another_rank_it_does_not_end_there(make_kv):
     kv = make_kv(index=raising(Manageable, 0, Stored), dp_size=2)
     chain(kv, 1)
-    kv.worker(0, 1).restart(announced=True)
+    kv.worker(0, dp_rank=1).restart(announced=True)
     chain(kv, 2)
-    assert [FAILED] == standing(kv)
+    assert standing(kv) == [FAILED]
 
 
 def test_an_async_index_that_raises_at_a_removal_has_failed_for_that_worker(make_kv):
@@ -143,7 +143,7 @@ def test_an_async_index_that_raises_at_a_removal_has_failed_for_that_worker(make
     kv = make_kv(index=Stubborn())
     asyncio.run(body())
     (error, *_) = kv.events.errors
-    assert ("index_failure", 0, 0, None) == (error.rule, error.worker_id, error.dp_rank, error.event_id)
+    assert (error.rule, error.worker_id, error.dp_rank, error.event_id) == ("index_failure", 0, 0, None)
     assert error.observed.startswith("remove_worker raised OSError: no (test_after_an_index_failure.py:")
 
 
@@ -155,5 +155,5 @@ def test_an_index_that_fails_at_one_chain_of_an_event_is_not_asked_for_the_other
 
     kv = make_kv(index=Counting())
     chain(kv, 1, 2, 3)
-    assert ["index_failure"] == rules_of(kv.events.problems)
-    assert 1 == kv.index.asked
+    assert rules_of(kv.events.problems) == ["index_failure"]
+    assert kv.index.asked == 1

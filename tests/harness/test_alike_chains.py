@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_kvmock import EngineProfile, RouterHarness
-from pytest_kvmock.events import KvCacheEvent, Removed, RouterEvent, Stored
+from pytest_kvmock import EngineProfile, KvCacheEvent, Removed, RouterEvent, RouterHarness, Stored
 
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "own_index"))
 
@@ -45,7 +44,7 @@ def drifts(index):
 
 
 def test_an_index_that_knows_both_blocks_is_right():
-    assert [] == drifts(HashIndex())
+    assert drifts(HashIndex()) == []
 
 
 @pytest.mark.parametrize("index", [Forgetful, Generous])

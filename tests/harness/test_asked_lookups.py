@@ -15,7 +15,7 @@ from pytest_kvmock import (
     Stored,
     block_hashes,
 )
-from pytest_kvmock.fleet import FleetRequest
+from pytest_kvmock.fleets import FleetRequest
 from pytest_kvmock.harness.under_test import IndexUnderTest
 
 SIZES = EngineProfile(block_size=4, num_blocks=16)
@@ -73,7 +73,7 @@ def test_a_wrong_answer_to_a_test_is_a_drift_and_returned_as_it_is(kind, asked, 
     kv.assert_no_event_errors()
     assert {key[0]: blocks for key, blocks in lie.items()} == kv.overlap(asked)
     (problem,) = drifts(kv)
-    assert f"{expected}, as the reference index returned" == problem.expected
+    assert problem.expected == f"{expected}, as the reference index returned"
     with pytest.raises(EventRulesBroken, match="index_drift"):
         kv.assert_no_event_errors()
 
@@ -82,7 +82,7 @@ def test_a_right_answer_is_none():
     for index in (Sound(), ByTokens(), Queued(), RadixIndex()):
         with harness(index) as kv:
             kv.worker(0).serve(STORED)
-            assert [{0: 2}, {0: 2}, {}, {}] == [kv.overlap(each) for each in (STORED, LONGER, OTHER, [])]
+            assert [kv.overlap(each) for each in (STORED, LONGER, OTHER, [])] == [{0: 2}, {0: 2}, {}, {}]
 
 
 def test_the_shortest_part_that_is_answered_wrongly_is_named():
@@ -98,8 +98,8 @@ def test_the_shortest_part_that_is_answered_wrongly_is_named():
 def test_an_answer_that_is_wrong_once_counts():
     kv = harness(lying(Sound, (OTHER, {(0, 0): 1}), times=1))
     kv.worker(0).serve(STORED)
-    assert [{0: 1}, {}] == [kv.overlap(OTHER), kv.overlap(OTHER)]
-    assert 1 == len(drifts(kv))
+    assert [kv.overlap(OTHER), kv.overlap(OTHER)] == [{0: 1}, {}]
+    assert len(drifts(kv)) == 1
 
 
 def test_the_same_wrong_answer_is_one_drift():
@@ -107,7 +107,7 @@ def test_the_same_wrong_answer_is_one_drift():
     kv.worker(0).serve(STORED)
     for _ in range(3):
         kv.overlap(OTHER)
-    assert 1 == len(drifts(kv))
+    assert len(drifts(kv)) == 1
 
 
 def test_a_drift_that_is_asked_for_can_be_expected():
@@ -130,9 +130,9 @@ class Tiered(RadixIndex):
 def test_a_tier_below_is_compared_where_it_is_asked_for():
     kv = harness(Tiered())
     kv.worker(0).serve(STORED)
-    assert {} == kv.overlap(OTHER)
-    assert [] == drifts(kv)
-    assert {0: 1} == kv.overlap(OTHER, tier="host")
+    assert kv.overlap(OTHER) == {}
+    assert drifts(kv) == []
+    assert kv.overlap(OTHER, tier="host") == {0: 1}
     (problem,) = drifts(kv)
     assert "find_tiered() of your index (Tiered) returned 1 in host_pinned for worker 0 " in problem.observed
 
@@ -144,16 +144,16 @@ def test_a_tier_below_is_compared_where_it_is_asked_for():
 def test_it_is_compared_after_each_event_and_after_a_burst(sync):
     kv = harness(lying(Queued, (OTHER, {(0, 0): 1})), sync=sync)
     kv.worker(0).serve(STORED)
-    assert {0: 2} == kv.overlap(STORED)
-    assert [] == drifts(kv)
+    assert kv.overlap(STORED) == {0: 2}
+    assert drifts(kv) == []
     kv.overlap(OTHER)
-    assert 1 == len(drifts(kv))
+    assert len(drifts(kv)) == 1
 
 
 def test_where_the_end_alone_is_compared_it_is_not():
     with harness(lying(Sound, (OTHER, {(0, 0): 1})), sync="end") as kv:
         kv.worker(0).serve(STORED)
-        assert {0: 1} == kv.overlap(OTHER)
+        assert kv.overlap(OTHER) == {0: 1}
 
 
 def test_an_index_that_may_forget_may_answer_less_and_never_more():
@@ -162,10 +162,10 @@ def test_an_index_that_may_forget_may_answer_less_and_never_more():
     for first in range(0, 40, 8):
         kv.apply(Stored(None, (first + 1,), (first + 1,)))
     kv.worker(0).serve(STORED)
-    assert {} == kv.overlap(STORED)
-    assert [] == drifts(kv)
+    assert kv.overlap(STORED) == {}
+    assert drifts(kv) == []
     kv.overlap(OTHER)
-    assert 1 == len(drifts(kv))
+    assert len(drifts(kv)) == 1
 
 
 def test_a_stream_with_a_survived_fault_is_free_until_the_index_is_right_again():
@@ -173,10 +173,10 @@ def test_a_stream_with_a_survived_fault_is_free_until_the_index_is_right_again()
     kv.worker(0).serve(STORED)
     kv.drop_next()
     kv.worker(0).serve(LONGER)
-    assert {0: 1} == kv.overlap(OTHER)
-    assert [] == drifts(kv)
-    assert {0: 2} == kv.overlap(LONGER)
-    assert [] == drifts(kv)
+    assert kv.overlap(OTHER) == {0: 1}
+    assert drifts(kv) == []
+    assert kv.overlap(LONGER) == {0: 2}
+    assert drifts(kv) == []
 
 
 def test_what_a_fault_changed_on_its_way_to_the_index_is_attributed_to_it():
@@ -190,16 +190,16 @@ def test_what_a_fault_changed_on_its_way_to_the_index_is_attributed_to_it():
     kv = harness(Unsigned(), sync="burst")
     with kv.faults.signed(1):
         kv.apply(Stored(None, (2**63 + 1,), (11,)))
-    assert {} == kv.overlap(Prompt(hashes=[11, 12]))
-    assert {"signed"} == {problem.fault.kind for problem in drifts(kv)}
+    assert kv.overlap(Prompt(hashes=[11, 12])) == {}
+    assert {problem.fault.kind for problem in drifts(kv)} == {"signed"}
 
 
 def test_a_lost_event_is_no_drift():
     kv = harness(Sound())
     kv.drop_next()
     kv.worker(0).serve(STORED)
-    assert {} == kv.overlap(STORED)
-    assert [] == drifts(kv)
+    assert kv.overlap(STORED) == {}
+    assert drifts(kv) == []
 
 
 @pytest.mark.parametrize("backend", ["vllm_gpt_oss", "vllm_qwen3_next"])
@@ -222,7 +222,7 @@ def test_of_a_hybrid_model_less_than_is_held_is_right_and_less_than_is_reused_is
     reused = kv.reusable(asked)[0] // 4
     index.less = reused
     assert {0: reused} == kv.overlap(asked)
-    assert [] == drifts(kv)
+    assert drifts(kv) == []
     index.less = reused - 1
     kv.overlap(asked)
     (problem,) = drifts(kv)
@@ -240,11 +240,11 @@ def test_an_async_index_is_compared_where_nothing_waits():
     async def main():
         kv = harness(Lying())
         kv.worker(0).serve(STORED)
-        assert [{}, {0: 1}] == [await kv.aoverlap(STORED), await kv.aoverlap(OTHER)]
-        assert [] == drifts(kv)  # it was not given the event yet
+        assert [await kv.aoverlap(STORED), await kv.aoverlap(OTHER)] == [{}, {0: 1}]
+        assert drifts(kv) == []  # it was not given the event yet
         await kv.aflush()
-        assert [{0: 2}, {0: 1}] == [await kv.aoverlap(STORED), await kv.aoverlap(OTHER)]
-        assert 1 == len(drifts(kv))
+        assert [await kv.aoverlap(STORED), await kv.aoverlap(OTHER)] == [{0: 2}, {0: 1}]
+        assert len(drifts(kv)) == 1
 
     asyncio.run(main())
 
@@ -269,8 +269,8 @@ def test_an_async_index_that_is_flushed_while_it_is_asked_is_not_compared():
                 await kv.aflush()
 
             index.pause = pause
-            assert {} == await kv.aoverlap(STORED)
-            assert {0: 2} == await kv.aoverlap(STORED)
+            assert await kv.aoverlap(STORED) == {}
+            assert await kv.aoverlap(STORED) == {0: 2}
 
     asyncio.run(main())
 

@@ -7,11 +7,10 @@ import pytest
 from faulty_indexes import Async, ForgetsOneRemoved, Queued, RaisesOnce, Sound
 from hybrid_sizes import EACH, block_size_of, blocks_a_block
 
-from pytest_kvmock import BACKENDS, RadixIndex, RouterHarness
-from pytest_kvmock.events import Removed, Stored
+from pytest_kvmock import BACKENDS, Prompt, RadixIndex, Removed, RouterHarness, Stored
 from pytest_kvmock.harness import index_comparison as comparison
-from pytest_kvmock.reduce import reproduce
-from pytest_kvmock.router.index import RadixIndexError
+from pytest_kvmock.harness.reduce import reproduce
+from pytest_kvmock.oracle import RadixIndexError
 
 
 class Counting(Sound):
@@ -75,18 +74,18 @@ def test_an_index_is_flushed_and_asked_when_the_burst_ends(make_kv):
     with kv.burst():
         for number in range(1, 100):
             chain(kv, number)
-        assert (0, 0) == (index.flushes, index.asked)
-    assert (1, 99) == (index.flushes, index.asked)
+        assert (index.flushes, index.asked) == (0, 0)
+    assert (index.flushes, index.asked) == (1, 99)
     chain(kv, 100)
-    assert (2, 100) == (index.flushes, index.asked)
+    assert (index.flushes, index.asked) == (2, 100)
 
 
 @pytest.mark.parametrize(
     "ask",
     [
-        lambda kv: kv.overlap_for_hashes([1]),
+        lambda kv: kv.overlap(Prompt(hashes=[1])),
         lambda kv: kv.flush(),
-        lambda kv: kv.events.check(),
+        lambda kv: kv.events.assert_no_event_errors(),
         lambda kv: kv.assert_in_sync(),
         lambda kv: kv.judge(),
     ],
@@ -96,7 +95,7 @@ def test_a_question_of_the_test_ends_a_burst_and_the_next_event_begins_one(make_
     index = Counting()
     kv = make_kv(index=index, sync="burst")
     chain(kv, 1)
-    assert (0, 0) == (index.flushes, index.asked)
+    assert (index.flushes, index.asked) == (0, 0)
     ask(kv)
     flushes, asked = index.flushes, index.asked
     assert flushes
@@ -108,14 +107,14 @@ def test_a_question_of_the_test_ends_a_burst_and_the_next_event_begins_one(make_
 def test_a_burst_has_ten_thousand_events_at_most(make_kv):
     index = Counting()
     kv = make_kv(index=index, sync="burst")
-    assert 10_000 == comparison.MOST_IN_A_BURST
+    assert comparison.MOST_IN_A_BURST == 10_000
     for number in range(1, 10_000):
         chain(kv, number)
-    assert 0 == index.flushes
+    assert index.flushes == 0
     chain(kv, 10_000)
-    assert (1, 10_000) == (index.flushes, index.asked)
+    assert (index.flushes, index.asked) == (1, 10_000)
     chain(kv, 10_001)
-    assert 1 == index.flushes
+    assert index.flushes == 1
 
 
 def test_after_two_thousand_events_a_burst_is_still_compared_whole(make_kv, monkeypatch):
@@ -125,7 +124,7 @@ def test_after_two_thousand_events_a_burst_is_still_compared_whole(make_kv, monk
     with kv.burst():
         for number in range(1, 50):
             chain(kv, number)
-    assert 49 == index.asked
+    assert index.asked == 49
 
 
 def test_an_index_that_is_compared_at_the_end_alone_is_not_asked_after_a_burst(make_kv):
@@ -133,7 +132,7 @@ def test_an_index_that_is_compared_at_the_end_alone_is_not_asked_after_a_burst(m
     kv = make_kv(index=index, sync="end")
     with kv.burst():
         chain(kv, 1)
-    assert (0, 0) == (index.flushes, index.asked)
+    assert (index.flushes, index.asked) == (0, 0)
 
 
 def test_a_drift_is_placed_at_the_last_event_that_explains_it(make_kv):
@@ -143,7 +142,7 @@ def test_a_drift_is_placed_at_the_last_event_that_explains_it(make_kv):
     chain(kv, 3)
     kv.flush()
     (problem,) = kv.events.problems
-    assert ("index_drift", 1, (2,)) == (problem.rule, problem.position, problem.blocks)
+    assert (problem.rule, problem.position, problem.blocks) == ("index_drift", 1, (2,))
 
 
 def test_what_an_index_raises_in_a_burst_is_noted_at_its_event(make_kv):
@@ -151,19 +150,19 @@ def test_what_an_index_raises_in_a_burst_is_noted_at_its_event(make_kv):
     for number in range(1, 4):
         chain(kv, number)
     (problem,) = kv.events.problems
-    assert ("index_failure", 1) == (problem.rule, problem.position)
+    assert (problem.rule, problem.position) == ("index_failure", 1)
 
 
 def test_a_removed_worker_that_queued_events_bring_back_is_found(make_kv):
     kv = make_kv(index=Overflows(64), sync="burst", workers=2)
     chain(kv, 1)
     kv.remove_worker(0)
-    assert {"index_drift"} == {problem.rule for problem in kv.judge().errors}
+    assert {problem.rule for problem in kv.judge().errors} == {"index_drift"}
 
     kv = make_kv(index=Overflows(64), workers=2)
     chain(kv, 1)
     kv.remove_worker(0)
-    assert [] == kv.judge().errors
+    assert kv.judge().errors == []
 
 
 class ForgetsLongRemoved(RadixIndex):
@@ -179,7 +178,7 @@ def test_a_drift_that_a_burst_shows_is_cut_down(make_kv):
         kv.worker(0).serve(kv.prompt(1 + number % 5))
     kv.judge()
     assert kv.events.errors
-    assert 2 == reproduce(kv).size
+    assert reproduce(kv).size == 2
 
 
 def test_a_failing_body_leaves_the_burst_too(make_kv):
@@ -188,7 +187,7 @@ def test_a_failing_body_leaves_the_burst_too(make_kv):
     with pytest.raises(KeyError), kv.burst():
         raise KeyError
     chain(kv, 1)
-    assert 1 == index.asked
+    assert index.asked == 1
 
 
 @pytest.mark.parametrize("index", [None, Async()], ids=["none", "async"])
@@ -196,7 +195,7 @@ def test_without_a_sync_index_a_burst_is_nothing(index):
     kv = RouterHarness(index=index, sync="burst")
     with kv.burst():
         chain(kv, 1)
-    assert [] == kv.events.problems
+    assert kv.events.problems == []
 
 
 def test_a_sound_queue_passes(make_kv):

@@ -4,10 +4,9 @@ from collections import Counter
 
 import pytest
 
-from pytest_kvmock import RouterHarness
-from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, Stored
+from pytest_kvmock import Cleared, KvCacheEvent, Prompt, Removed, RouterEvent, RouterHarness, Stored
 from pytest_kvmock.harness.recovery import Recovery
-from pytest_kvmock.router.index import RadixIndex
+from pytest_kvmock.oracle import RadixIndex
 
 ONE = Stored(None, (1,), (11,))
 TWO = Stored(1, (2,), (12,))
@@ -26,9 +25,9 @@ def test_a_block_is_held_until_its_last_copy_is_removed():
         sink = kv.make_sink(residency="counted")
         for data in (ONE, ONE, TWO, Removed((2,)), Removed((1,))):
             sink(data)
-        assert {sink.worker_id: 1} == kv.overlap_for_hashes([11, 12])
+        assert {sink.worker_id: 1} == kv.overlap(Prompt(hashes=[11, 12]))
         sink(Removed((1,)))
-        assert {} == kv.overlap_for_hashes([11])
+        assert kv.overlap(Prompt(hashes=[11])) == {}
 
 
 def test_a_removed_may_name_both_copies():
@@ -36,7 +35,7 @@ def test_a_removed_may_name_both_copies():
         sink = kv.make_sink(residency="counted")
         for data in (ONE, ONE, Removed((1, 1))):
             sink(data)
-        assert {} == kv.overlap_for_hashes([11])
+        assert kv.overlap(Prompt(hashes=[11])) == {}
 
 
 def test_one_removed_too_many_is_a_block_that_is_not_held():
@@ -63,7 +62,7 @@ def test_a_copy_below_a_block_that_nobody_knows_counts_too():
             sink(TWO)
         for data in (ONE, TWO, Removed((2,))):
             sink(data)
-        assert {sink.worker_id: 2} == kv.overlap_for_hashes([11, 12])
+        assert {sink.worker_id: 2} == kv.overlap(Prompt(hashes=[11, 12]))
 
 
 def test_a_router_that_drops_a_block_with_its_first_copy_is_found_out():
@@ -72,7 +71,7 @@ def test_a_router_that_drops_a_block_with_its_first_copy_is_found_out():
     for data in (ONE, ONE, Removed((1,))):
         sink(data)
     (problem,) = kv.judge().errors
-    assert "index_drift" == problem.rule
+    assert problem.rule == "index_drift"
     assert problem.event.event.event_id == 2
     assert problem.observed.endswith("; this Removed took one copy of it, and the engine has another")
 
@@ -93,9 +92,9 @@ def test_a_router_that_recovers_can_count_what_it_gets(ring):
             RadixIndex.apply(index, event)
         del index.apply
         sink(Removed((2,)))
-        assert {sink.worker_id: 2} == kv.overlap_for_hashes([11, 12])
+        assert {sink.worker_id: 2} == kv.overlap(Prompt(hashes=[11, 12]))
         sink(Removed((2,)))
-        assert {sink.worker_id: 1} == kv.overlap_for_hashes([11, 12])
+        assert {sink.worker_id: 1} == kv.overlap(Prompt(hashes=[11, 12]))
 
 
 @pytest.mark.parametrize("version", ["0.19.1", "0.33.0"])
@@ -112,7 +111,7 @@ def test_what_vllm_published_is_no_trouble_to_a_router_that_counts(recording, ve
         for data in _events(program):
             sink(data)
         found.update(problem.rule for problem in forgetful.judge().errors)
-    assert {"index_drift", "index_failure"} == set(found)
+    assert set(found) == {"index_drift", "index_failure"}
 
 
 def _events(program):
@@ -127,9 +126,9 @@ def _events(program):
 def test_a_removed_of_one_copy_leaves_the_block_to_an_index_that_counts():
     index = counting()
     _apply(index, ONE, ONE, TWO, Removed((1,)), Removed((2,)))
-    assert 1 == index.num_blocks(0)
+    assert index.num_blocks(0) == 1
     _apply(index, Removed((1,)))
-    assert 0 == index.num_blocks(0)
+    assert index.num_blocks(0) == 0
 
 
 @pytest.mark.parametrize(
@@ -147,13 +146,13 @@ def test_copies_are_dropped_with_the_rest(forget):
     _apply(index, ONE, ONE)
     forget(index)
     _apply(index, ONE, Removed((1,)))
-    assert 0 == index.num_blocks(0)
+    assert index.num_blocks(0) == 0
 
 
 def test_a_new_index_is_made_as_the_old_one_was():
     index = counting().new()
     _apply(index, ONE, ONE, Removed((1,)))
-    assert 1 == index.num_blocks(0)
+    assert index.num_blocks(0) == 1
 
 
 def _apply(index, *events):
@@ -183,7 +182,7 @@ def test_a_removed_that_comes_again_takes_one_copy():
         for event in recovery(sink.worker_id, 2).events:
             index.apply(event)
         sink(TWO)
-        assert {sink.worker_id: 2} == kv.overlap_for_hashes([11, 12])
+        assert {sink.worker_id: 2} == kv.overlap(Prompt(hashes=[11, 12]))
 
 
 def test_what_was_lost_last_is_not_due_of_a_router_that_counts():
@@ -195,4 +194,4 @@ def test_what_was_lost_last_is_not_due_of_a_router_that_counts():
         kv.faults.lose(1)
         sink(TWO)
         kv.flush()
-        assert {sink.worker_id: 1} == kv.overlap_for_hashes([11, 12])
+        assert {sink.worker_id: 1} == kv.overlap(Prompt(hashes=[11, 12]))

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_kvmock import EngineProfile, KvWorker, Prompt, Removed, RouterHarness, create_manager
-from pytest_kvmock.backends import BACKENDS
-from pytest_kvmock.sinks import CapturingSink
+from pytest_kvmock import (
+    BACKENDS,
+    CapturingSink,
+    EngineProfile,
+    KvWorker,
+    Prompt,
+    Removed,
+    RouterHarness,
+    create_manager,
+)
 
 
 def judged(one_by_one, disturb):
@@ -20,7 +27,7 @@ def judged(one_by_one, disturb):
     disturb(kv, first)
     worker.serve(Prompt(hashes=range(2000, 2010)))
     worker.serve(Prompt(hashes=range(3000, 3010)))
-    stream, reference = kv.streams[0, 0], kv.reference
+    stream, reference = kv.inside.streams[0, 0], kv.inside.reference
     problems = [(p.rule, p.position, p.event, p.blocks, p.observed) for p in kv.events.problems]
     held = sorted(stream.device), [reference.num_blocks(0), *map(str, reference.dump_events())]
     entries = [(entry.position, entry.event, entry.status) for entry in kv.events]
@@ -53,11 +60,11 @@ def test_counts_are_those_of_all_events_also_after_some_were_taken():
     kv = RouterHarness(EngineProfile(num_blocks=12), "vllm")
     worker = kv.worker(0)
     worker.serve(Prompt(hashes=range(1000, 1008)))
-    assert 1 == kv.events.counts.ok("stored")
+    assert kv.events.counts.ok("stored") == 1
     kv.events.take()
     worker.serve(Prompt(hashes=range(2000, 2010)))
     kv.events.keep_last(2)
-    assert [2, 6] == [kv.events.counts.ok(kind) for kind in ("stored", "removed")]
+    assert [kv.events.counts.ok(kind) for kind in ("stored", "removed")] == [2, 6]
     assert 8 == kv.events.total == kv.events.for_worker(0).total
 
 
@@ -66,4 +73,4 @@ def test_a_sink_that_a_manager_is_given_later_hears_everything():
     worker.manager.sink = sink = CapturingSink()
     for first in (10, 20):
         worker.serve(Prompt(hashes=range(first, first + 4)))
-    assert ["stored", *["removed"] * 4, "stored"] == [event.data.kind for event in sink.events]
+    assert [event.data.kind for event in sink.events] == ["stored", *["removed"] * 4, "stored"]

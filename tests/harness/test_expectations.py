@@ -2,8 +2,7 @@
 
 import pytest
 
-from pytest_kvmock import EventRulesBroken
-from pytest_kvmock.events import Removed, RouterEvent, Stored
+from pytest_kvmock import EventRulesBroken, Removed, RouterEvent, Stored
 
 
 def one_block(number):
@@ -21,8 +20,8 @@ def test_an_error_expected_in_a_with_block_is_none_at_the_end(kv):
         kv.worker(0).serve(kv.prompt(1))
         kv.worker(0).serve(kv.prompt(1))
     kv.worker(0).clear()
-    assert ([], [], []) == tuple(kv.judge())
-    assert 1 == len(kv.events.errors)
+    assert tuple(kv.judge()) == ([], [], [])
+    assert len(kv.events.errors) == 1
 
 
 def test_a_lost_last_event_is_seen_by_the_flush_when_the_block_is_left(kv):
@@ -45,14 +44,14 @@ def test_more_than_expected_is_a_failure_and_the_rest_stand(kv, rules_of):
         kv.events.expect_error("block_not_found"),
     ):
         kv.apply([Removed((7,)), Removed((8,))])
-    assert ["block_not_found"] == rules_of(kv.judge().errors)
+    assert rules_of(kv.judge().errors) == ["block_not_found"]
 
 
 def test_what_follows_from_another_fault_counts(kv):
     with kv.events.expect_error("event_id_gap"), kv.events.expect_error("parent_block_not_found"):
         kv.drop_next()
         kv.apply([one_block(1), Stored(1, (2,), (2,))])
-    assert [] == kv.judge().errors
+    assert kv.judge().errors == []
 
 
 def test_another_error_than_the_expected_one_stands(kv, rules_of):
@@ -60,25 +59,25 @@ def test_another_error_than_the_expected_one_stands(kv, rules_of):
         kv.drop_next()
         kv.apply([one_block(1), one_block(2)])
         kv.apply(Removed((7,)), worker_id=1)
-    assert ["block_not_found"] == rules_of(kv.judge().errors)
+    assert rules_of(kv.judge().errors) == ["block_not_found"]
 
 
 def test_drift_is_expected_for_the_whole_test(kv):
     kv.events.expect_error("engine_drift")
     kv.worker(0).serve(kv.prompt(1))
     kv.apply(one_block(1))
-    assert ([], [], []) == tuple(kv.judge())
+    assert tuple(kv.judge()) == ([], [], [])
 
 
 def test_each_worker_and_rank_has_its_part_of_the_log(make_kv):
     kv = make_kv(dp_size=2, workers=2)
     for worker in kv.workers.values():
         worker.serve(kv.prompt(1))
-    assert (2, 1, 0) == (
+    assert (
         len(kv.events.for_worker(0)),
         len(kv.events.for_worker(0, dp_rank=1)),
         len(kv.events.for_worker(5)),
-    )
+    ) == (2, 1, 0)
 
 
 def test_what_is_taken_are_router_events_and_the_world_goes_on(kv):
@@ -86,9 +85,9 @@ def test_what_is_taken_are_router_events_and_the_world_goes_on(kv):
     kv.worker(1).serve(asked)
     (taken,) = kv.events.take()
     assert isinstance(taken, RouterEvent)
-    assert (1, 0) == (taken.worker_id, taken.event.event_id)
-    assert [] == list(kv.events)
+    assert (taken.worker_id, taken.event.event_id) == (1, 0)
+    assert list(kv.events) == []
     kv.worker(1).serve(kv.prompt(1, after=asked))
-    assert [1] == [entry.event.event.event_id for entry in kv.events]
-    kv.events.check(at_least=2)
+    assert [entry.event.event.event_id for entry in kv.events] == [1]
+    kv.events.assert_no_event_errors(at_least=2)
     kv.assert_in_sync()

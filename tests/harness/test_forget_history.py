@@ -1,11 +1,14 @@
-"""A harness that runs for hours drops what happened before: what is held and what was wrong is kept, memory does not grow."""
+"""A harness that runs for hours drops what happened before: what is held and what was wrong is kept, memory does not
+grow.
+"""
 
 import pytest
 from depth import seeds
 from hybrid_sizes import EACH, sized
 
 from pytest_kvmock import EngineProfile, KvCacheEvent, Removed, RouterEvent, RouterHarness, Stored
-from pytest_kvmock.reduce import NotReduced, reproduce
+from pytest_kvmock.harness.reduce import reproduce
+from pytest_kvmock.harness.reduce.program import NotReduced
 
 PROFILE = EngineProfile(num_blocks=8, block_size=4, workers=2)
 
@@ -20,7 +23,7 @@ def sizes(kv):
     return (
         len(kv.events),
         len(kv.recording.operations),
-        sum(len(stream.events) for stream in kv.streams.values()),
+        sum(len(stream.events) for stream in kv.inside.streams.values()),
     )
 
 
@@ -30,7 +33,7 @@ def test_what_is_kept_does_not_grow(backend):
     with RouterHarness(profile, backend) as kv:
         for _ in range(4):
             serve(kv, 20)
-            kv.forget_history(events=10)
+            kv.inside.forget_history(events=10)
             found.append(sizes(kv))
         assert all(events <= 10 and not operations for events, operations, _ in found)
         assert max(each[2] for each in found) <= 2 * profile.num_blocks
@@ -45,7 +48,7 @@ def test_the_verdict_is_the_same_with_and_without(backend, seed):
         kv = RouterHarness(EngineProfile(num_blocks=8, block_size=4, workers=2, seed=seed), backend)
         serve(kv, 6)
         if forgets:
-            kv.forget_history(events=0)
+            kv.inside.forget_history(events=0)
         kv.faults.at_random({"lose": 0.2, "double": 0.1})
         serve(kv, 12)
         kv.worker(0).restart(announced=False)
@@ -63,7 +66,7 @@ def test_an_error_after_it_is_found_and_one_before_it_is_kept():
     kv.apply(
         [RouterEvent(7, KvCacheEvent(0, Stored(None, (1, 2), (1, 2)))), RouterEvent(7, KvCacheEvent(1, Removed((9,))))]
     )
-    kv.forget_history(events=0)
+    kv.inside.forget_history(events=0)
     kv.apply([RouterEvent(7, KvCacheEvent(2, Removed((2, 1)))), RouterEvent(7, KvCacheEvent(3, Removed((1,))))])
     assert [problem.rule for problem in kv.judge().errors] == ["block_not_found", "block_not_found"]
     with pytest.raises(NotReduced, match="what happened before was dropped"):
@@ -73,5 +76,5 @@ def test_an_error_after_it_is_found_and_one_before_it_is_kept():
 def test_bad_input():
     kv = RouterHarness(PROFILE)
     with pytest.raises(ValueError, match="forget_history: events must be an integer of at least 0, got -1"):
-        kv.forget_history(events=-1)
+        kv.inside.forget_history(events=-1)
     assert not kv.recording.is_cut

@@ -65,7 +65,7 @@ def test_a_function_is_a_sink():
 def test_a_sink_of_parts_is_given_those_that_it_takes(make, shown):
     sink = make()
     event = served(sink, lora_name="sql")
-    assert "sql" == event.extra["lora_name"]
+    assert event.extra["lora_name"] == "sql"
     assert [shown(event)] == sink.taken
 
 
@@ -81,7 +81,7 @@ def test_a_sink_whose_publish_is_replaced_later_is_called_by_the_new_one(monkeyp
     kv.add_sink(sink)
     monkeypatch.setattr(sink, "publish", taken.append)
     kv.worker(0).serve(kv.prompt(1))
-    assert 1 == len(taken)
+    assert len(taken) == 1
 
 
 def test_what_is_no_sink_is_refused_when_it_is_given():
@@ -89,4 +89,4 @@ def test_what_is_no_sink_is_refused_when_it_is_given():
     with pytest.raises(TypeError, match=r"add_sink: sink must have a method publish\(event\)"):
         kv.add_sink([])
     kv.worker(0).serve(kv.prompt(1))
-    assert 1 == kv.events.total
+    assert kv.events.total == 1

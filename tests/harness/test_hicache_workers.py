@@ -8,8 +8,7 @@ from depth import examples
 from hypothesis import given, settings
 
 from pytest_kvmock import BACKENDS, EngineProfile, OutOfBlocks, Prompt, RouterHarness, StorageTier, create_manager
-from pytest_kvmock.cache.sglang.speculative import SglangSpeculative
-from pytest_kvmock.drivers.driver import WouldWait
+from pytest_kvmock.engines import SglangSpeculative, WouldWait
 from pytest_kvmock.testing import play, traffic
 
 DEVICE, HOST, *_ = StorageTier
@@ -31,18 +30,18 @@ def test_a_copy_is_published_when_it_is_done_and_a_load_before_it_is():
     kv = harness()
     worker, prompt = kv.worker(0), list(range(30))
     worker.serve(prompt)
-    assert {DEVICE: 7} == tiers_of(kv, prompt)
+    assert tiers_of(kv, prompt) == {DEVICE: 7}
     assert set() == {*worker.manager.resident(HOST)}
     worker.tick(7.0)
-    assert 7 == len(worker.manager.resident(HOST))
+    assert len(worker.manager.resident(HOST)) == 7
     worker.manager.evict(80)
-    assert {HOST: 7} == tiers_of(kv, prompt)
-    assert {} == kv.reusable(prompt)
-    assert {0: 28} == kv.reusable(prompt, tier="host")
+    assert tiers_of(kv, prompt) == {HOST: 7}
+    assert kv.reusable(prompt) == {}
+    assert kv.reusable(prompt, tier="host") == {0: 28}
     with worker.prefill([*prompt, *range(100, 106)]) as request:
-        assert 7.0 == worker.now  # nobody waits for a load
-        assert (28, 28) == (request.cached_tokens, request.onboarded_tokens)
-        assert {DEVICE: 9} == tiers_of(kv, [*prompt, *range(100, 106)])
+        assert worker.now == 7.0  # nobody waits for a load
+        assert (request.cached_tokens, request.onboarded_tokens) == (28, 28)
+        assert tiers_of(kv, [*prompt, *range(100, 106)]) == {DEVICE: 9}
     kv.assert_in_sync()
 
 
@@ -53,10 +52,10 @@ def test_less_than_ten_tokens_of_the_host_are_promised_and_not_used():
     worker.serve(prompt)
     worker.tick(10.0)
     worker.manager.evict(80)
-    assert {HOST: 2} == tiers_of(kv, prompt)
-    assert {} == kv.reusable(prompt, tier="host")
+    assert tiers_of(kv, prompt) == {HOST: 2}
+    assert kv.reusable(prompt, tier="host") == {}
     with worker.prefill(prompt) as request:
-        assert (0, 0) == (request.cached_tokens, request.onboarded_tokens)
+        assert (request.cached_tokens, request.onboarded_tokens) == (0, 0)
     kv.assert_in_sync()
 
 
@@ -65,9 +64,9 @@ def test_write_back_copies_what_the_device_evicts():
     worker = kv.worker(0)
     worker.serve(range(30))
     worker.tick(100.0)
-    assert [] == worker.manager.resident(HOST)
+    assert worker.manager.resident(HOST) == []
     worker.manager.evict(80)
-    assert {HOST: 7} == tiers_of(kv, list(range(30)))
+    assert tiers_of(kv, list(range(30))) == {HOST: 7}
 
 
 def test_selective_copies_at_the_second_use():
@@ -75,10 +74,10 @@ def test_selective_copies_at_the_second_use():
     worker = kv.worker(0)
     worker.serve(range(16))
     worker.tick(100.0)
-    assert [] == worker.manager.resident(HOST)
+    assert worker.manager.resident(HOST) == []
     worker.serve(range(24))
     worker.tick(200.0)
-    assert 4 == len(worker.manager.resident(HOST))
+    assert len(worker.manager.resident(HOST)) == 4
 
 
 def test_a_request_waits_for_blocks_that_are_being_copied():
@@ -88,7 +87,7 @@ def test_a_request_waits_for_blocks_that_are_being_copied():
     with pytest.raises(WouldWait, match=r"being copied to the host, until 7\.0 ms at the earliest"):
         worker.prefill(range(100, 128), wait=False)
     with worker.prefill(range(100, 128)):
-        assert 7.0 == worker.now
+        assert worker.now == 7.0
     kv.assert_in_sync()
 
 
@@ -99,7 +98,7 @@ def test_a_clear_empties_device_and_host():
     assert not worker.clear()  # a copy is under way
     worker.tick(100.0)
     assert worker.clear()
-    assert {} == tiers_of(kv, list(range(28)))
+    assert tiers_of(kv, list(range(28))) == {}
     kv.assert_in_sync()
 
 
@@ -149,7 +148,7 @@ def test_an_engine_loads_from_the_host():
             requests.append(engine.submit([*prompt, turn], 3, arrival_ms=(4 * turn + user) * 500.0))
     engine.run()
     engine.run(until_ms=engine.now_ms + 1000)
-    assert {"finished"} == {request.status for request in requests}
+    assert {request.status for request in requests} == {"finished"}
     assert sum(request.onboarded_tokens for request in requests)
     kv.assert_in_sync()
 
@@ -161,10 +160,10 @@ def test_a_storage_behind_the_host_is_shared_and_silent():
     first.serve(prompt)
     first.tick(100.0)
     assert 7 == len(first.storage.blocks) == len(second.storage.blocks)
-    assert {1: 28} == kv.reusable(prompt, tier="storage")
-    assert {DEVICE: {0: 7}} == kv.overlap(prompt, tier=None)
+    assert kv.reusable(prompt, tier="storage") == {1: 28}
+    assert kv.overlap(prompt, tier=None) == {DEVICE: {0: 7}}
     with second.prefill(prompt) as request:
-        assert (28, 28) == (request.cached_tokens, request.onboarded_tokens)
+        assert (request.cached_tokens, request.onboarded_tokens) == (28, 28)
     second.tick(100.0)
     kv.assert_in_sync()
 
@@ -173,16 +172,16 @@ def test_a_test_fills_and_loses_what_the_storage_has():
     kv = harness(storage=True, prefetch_threshold=16)
     worker, prompt = kv.worker(0), list(range(41))
     worker.storage.fill(prompt)
-    assert {0: 40} == kv.reusable(prompt, tier="storage")
+    assert kv.reusable(prompt, tier="storage") == {0: 40}
     worker.storage.lose(prompt, from_block=5)
-    assert 5 == len(worker.storage.blocks)
-    assert {0: 20} == kv.reusable(prompt, tier="storage")
+    assert len(worker.storage.blocks) == 5
+    assert kv.reusable(prompt, tier="storage") == {0: 20}
     with worker.prefill(prompt) as request:
-        assert 20 == request.cached_tokens
+        assert request.cached_tokens == 20
     worker.storage.lose(prompt)
     assert set() == worker.storage.blocks
     worker.tick(100.0)  # the copies of what was computed are written
-    assert 5 == len(worker.storage.blocks)
+    assert len(worker.storage.blocks) == 5
     kv.assert_in_sync()
 
 
@@ -191,7 +190,7 @@ def test_a_clear_keeps_the_storage_and_a_harness_has_its_own():
     kv.worker(0).serve(range(30))
     kv.worker(0).tick(100.0)
     assert kv.worker(0).clear()
-    assert 28 == kv.worker(0).serve(range(30)).cached_tokens
+    assert kv.worker(0).serve(range(30)).cached_tokens == 28
     kv.assert_in_sync()
     other = RouterHarness(kv.profile, backend="sglang")
     assert set() == other.worker(0).storage.blocks
@@ -239,7 +238,7 @@ def test_a_draft_model_without_pairs_has_a_host(host):
     for turn in range(6):
         engine.submit([turn % 2] * 20, 9, arrival_ms=turn * 30)
     report = engine.run()
-    assert 6 == len(report.completed)
+    assert len(report.completed) == 6
     assert engine.passes < 6 * 9  # drafts are accepted
 
 
@@ -249,11 +248,11 @@ def test_who_does_not_wait_for_a_prefetch_finds_it_on_the_host_later():
     worker.storage.fill(range(41))
     with pytest.raises(WouldWait, match=r"its prefix is fetched from the storage, until 10\.0 ms") as error:
         worker.prefill(range(41), wait=False)
-    assert [] == worker.manager.resident(HOST)
+    assert worker.manager.resident(HOST) == []
     worker.tick(error.value.deadline)
-    assert 10 == len(worker.manager.resident(HOST))
+    assert len(worker.manager.resident(HOST)) == 10
     with worker.prefill(range(41), wait=False) as request:
-        assert 40 == request.cached_tokens
+        assert request.cached_tokens == 40
     kv.assert_in_sync()
 
 
@@ -266,7 +265,7 @@ def test_a_prefetch_that_nobody_waits_for_any_more_keeps_nobody_else_waiting():
         worker.prefill(range(29), wait=False)
     worker.tick(5.0)
     with worker.prefill(range(200, 229)):
-        assert 70.0 == worker.now
+        assert worker.now == 70.0
     worker.tick(1000.0)
     kv.assert_in_sync()
 
@@ -287,9 +286,9 @@ def test_acknowledgements_by_hand():
     ):
         with pytest.raises(ValueError, match=f"^{message}"):
             manager.ack(**wrong)
-    assert [] == manager.resident(HOST)
+    assert manager.resident(HOST) == []
     manager.ack(writes=1)
-    assert 2 == len(manager.resident(HOST))
+    assert len(manager.resident(HOST)) == 2
 
 
 @settings(max_examples=examples(150), database=None, deadline=None)
@@ -338,10 +337,13 @@ def test_without_a_storage_there_is_none_to_fill():
         ({"tiers": {"host": 8, "storage": 1}}, "tiers: storage must be True or False, got 1"),
         ({"tiers": {"host": 8}, "policy": "mru"}, "tiers of sglang are for policy lru, lfu and slru"),
         (
-            {"tiers": {"host": 8}, "speculative": SglangSpeculative("EAGLE")},
-            "tiers of sglang are for keys of tokens, as no draft model with pairs was recorded with them; got SglangSpeculative(",
+            {"tiers": {"host": 8}, "states": 8, "state_grid": 4, "speculative": SglangSpeculative("EAGLE")},
+            "tiers of sglang are not for states with drafts: no recording has both; got SglangSpeculative(",
         ),
-        ({"tiers": {"host": 8}, "window": 8}, "tiers of sglang are for full attention alone"),
+        (
+            {"tiers": {"host": 1}, "window": 20, "window_ratio": 1.0},
+            "a window of 20 tokens needs 5 pages of the host, and of its 1 pages it has 2 for windows",
+        ),
     ],
 )
 def test_what_was_not_recorded_is_refused_in_one_line(options, message):

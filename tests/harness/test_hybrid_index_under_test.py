@@ -10,13 +10,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from test_reusable import HYBRID, harness_of
 
-from pytest_kvmock import EventRulesBroken, RadixIndex
-from pytest_kvmock.backends import backend_spec
-from pytest_kvmock.cache import CacheGroup
-from pytest_kvmock.events import Stored, block_text
-from pytest_kvmock.prompt_keys import is_attention_group
+from pytest_kvmock import EventRulesBroken, RadixIndex, Stored, block_hashes
+from pytest_kvmock.engines import CacheGroup, backend_spec
 from pytest_kvmock.testing import play, traffic
-from pytest_kvmock.tokens import block_hashes
+from pytest_kvmock.values.events import block_text
+from pytest_kvmock.values.prompt_keys import is_attention_group
 
 
 class Dense:
@@ -138,7 +136,7 @@ def test_a_cleared_prompts_tail_is_no_chain_to_look_up(caplog):
     with over_engines(kimi) as kv:
         kv.worker(0).serve(kv.prompt(1, tail=3))
         assert kv.worker(0).clear()
-    assert [] == caplog.records  # nothing failed within the harness
+    assert caplog.records == []  # nothing failed within the harness
 
 
 FULL, WINDOW = CacheGroup("full_attention", 4), CacheGroup("sliding_window", 4, window=5)
@@ -200,7 +198,7 @@ def test_a_wrong_parent_in_the_attention_group_is_an_error_as_of_any_engine(back
         kv.publisher.publish = hang
         kv.worker(0).serve(kv.prompt(2))
         errors = [problem.rule for problem in kv.judge().errors]
-        assert ["wrong_hash"] == errors
+        assert errors == ["wrong_hash"]
 
 
 def test_the_log_shows_of_each_removed_which_group_it_is_of():
@@ -211,4 +209,4 @@ def test_the_log_shows_of_each_removed_which_group_it_is_of():
             for _ in range(4):
                 kv.worker(0).serve(kv.prompt(6))
             shown = [repr(entry) for entry in kv.events if entry.kind == "removed"]
-        assert expected == {text.partition("worker 0")[2].partition("  Removed")[0] for text in shown}
+        assert {text.partition("worker 0")[2].partition("  Removed")[0] for text in shown} == expected

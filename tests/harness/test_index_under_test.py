@@ -22,10 +22,21 @@ from faulty_indexes import (
     WithZeros,
 )
 
-from pytest_kvmock import EventRulesBroken, Prompt, RadixIndex, RouterHarness, replay
-from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, Stored
-from pytest_kvmock.router.index import OverlapScores
-from pytest_kvmock.traces import TraceRequest
+from pytest_kvmock import (
+    Cleared,
+    EngineProfile,
+    EventRulesBroken,
+    KvCacheEvent,
+    Prompt,
+    RadixIndex,
+    Removed,
+    RouterEvent,
+    RouterHarness,
+    Stored,
+    replay,
+)
+from pytest_kvmock.fleets import TraceRequest
+from pytest_kvmock.oracle import OverlapScores
 
 BY_RANK = (Sound, ScoresObject, WithZeros, ByTokens, Manageable, Queued)
 
@@ -57,7 +68,7 @@ def test_a_sound_index_of_each_kind_passes(make_kv, kind, sync):
         kv.worker(0).clear()
         kv.worker(0).serve(kv.prompt(2))
         kv.assert_in_sync()
-    assert [] == kv.events.problems
+    assert kv.events.problems == []
 
 
 @pytest.mark.parametrize("kind", [*BY_RANK, ByWorker])
@@ -66,52 +77,51 @@ def test_the_index_that_is_plugged_in_answers(make_kv, kind):
     kv = make_kv(index=index, workers=2)
     asked = kv.prompt(3)
     kv.worker(1).serve(asked)
-    assert {1: 3} == kv.overlap(asked)
-    assert {} == kv.overlap(kv.prompt(1))
+    assert kv.overlap(asked) == {1: 3}
+    assert kv.overlap(kv.prompt(1)) == {}
     assert index is kv.index
-    assert kv.reference is not index
+    assert kv.inside.reference is not index
 
 
 def test_without_one_the_reference_answers(make_kv):
     kv = make_kv()
-    assert kv.index is kv.reference
+    assert kv.index is kv.inside.reference
 
 
 @pytest.mark.parametrize("kind", [Sound, ByTokens])
 def test_ranks_are_distinguished_by_an_index_that_does(make_kv, kind):
     with make_kv(index=kind(), dp_size=2) as kv:
         asked = kv.prompt(3)
-        kv.worker(0, 0).serve(asked.tokens[:4])
-        kv.worker(0, 1).serve(asked)
-        assert {(0, 0): 1, (0, 1): 3} == kv.overlap(asked)
+        kv.worker(0, dp_rank=0).serve(asked.tokens[:4])
+        kv.worker(0, dp_rank=1).serve(asked)
+        assert kv.overlap(asked) == {(0, 0): 1, (0, 1): 3}
 
 
 def test_an_answer_by_worker_is_the_most_over_its_ranks(make_kv):
     with make_kv(index=ByWorker(), dp_size=2) as kv:
         asked = kv.prompt(3)
-        kv.worker(0, 0).serve(asked.tokens[:4])
-        kv.worker(0, 1).serve(asked)
-        assert {0: 3} == kv.overlap(asked)
+        kv.worker(0, dp_rank=0).serve(asked.tokens[:4])
+        kv.worker(0, dp_rank=1).serve(asked)
+        assert kv.overlap(asked) == {0: 3}
 
 
 def test_overlap_by_hashes_asks_the_index_too(make_kv):
     kv = make_kv(index=Sound())
     chain(kv, 1, 2)
-    assert {0: 2} == kv.overlap_for_hashes([1, 2, 3])
+    assert kv.overlap(Prompt(hashes=[1, 2, 3])) == {0: 2}
 
 
 def test_an_index_of_tokens_cannot_be_asked_with_hashes(make_kv):
     kv = make_kv(index=ByTokens())
-    for ask in (lambda: kv.overlap(Prompt(hashes=[1])), lambda: kv.overlap_for_hashes([1])):
-        with pytest.raises(ValueError, match=r"takes tokens \(match_tokens\), and this prompt has only hashes"):
-            ask()
+    with pytest.raises(ValueError, match=r"takes tokens \(match_tokens\), and this prompt has only hashes"):
+        kv.overlap(Prompt(hashes=[1]))
 
 
 def test_an_index_of_tokens_cannot_be_compared_on_events_without_them(make_kv):
     kv = make_kv(index=ByTokens())
     chain(kv, 1, 2)
     (problem,) = kv.judge().errors
-    assert ("index_failure", f"match_tokens raised ValueError: {WITHOUT_TOKENS}") == (problem.rule, problem.observed)
+    assert (problem.rule, problem.observed) == ("index_failure", f"match_tokens raised ValueError: {WITHOUT_TOKENS}")
 
 
 WITHOUT_TOKENS = (
@@ -125,7 +135,7 @@ class ReadsTokens(ByTokens):
     def apply(self, event):
         if isinstance(event.event.data, Stored):
             for _, tokens in zip(event.event.data.block_hashes, event.token_ids, strict=True):
-                assert 4 == len(tokens)
+                assert len(tokens) == 4
         super().apply(event)
 
 
@@ -159,7 +169,7 @@ def test_an_index_that_raises_for_another_reason_is_not_told_of_tokens(make_kv, 
     tokens = None if index is Sound else [[1, 2, 3, 4]]
     kv.make_sink().publish(Stored(None, (1,), (1,)), token_ids=tokens)
     (problem,) = kv.judge().errors
-    assert "index_failure" == problem.rule
+    assert problem.rule == "index_failure"
     assert "token_ids" not in problem.observed
 
 
@@ -179,12 +189,12 @@ def test_a_prompt_without_tokens_is_refused_for_an_index_of_tokens_before_anythi
     for serve in (worker.serve, worker.prefill, lambda prompt: engine.submit(prompt, 1)):
         with pytest.raises(ValueError) as refused:
             serve(prompt)
-        assert ONLY_HASHES == str(refused.value)
+        assert str(refused.value) == ONLY_HASHES
     with pytest.raises(ValueError) as refused:
         replay([TraceRequest(0.0, 10, 1, (7, 8, 9))], [engine])
-    assert ONLY_HASHES == str(refused.value)
+    assert str(refused.value) == ONLY_HASHES
     assert ([], begun) == (worker.requests, kv.events.total)
-    assert [] == kv.judge().errors
+    assert kv.judge().errors == []
 
 
 @pytest.mark.parametrize("backend", ["lineage", "vllm", "sglang"])
@@ -193,15 +203,15 @@ def test_an_index_of_tokens_follows_a_trace_with_tokens(make_kv, backend):
     for ids in ((7, 8, 9), (7, 8, 10)):
         prompt = TraceRequest(0.0, 12, 1, ids).prompt(4, tokens=True)
         kv.worker(0).serve(prompt)
-        assert {0: 3} == kv.overlap(prompt)
+        assert kv.overlap(prompt) == {0: 3}
     assert kv.events.total
-    assert [] == kv.judge().errors
+    assert kv.judge().errors == []
 
 
 def test_a_worker_that_publishes_nothing_serves_what_the_index_could_not_be_asked_for(make_kv):
     kv = make_kv(index=ByTokens(), prefix_caching=False)
-    assert 0 == kv.worker(0).serve(Prompt(hashes=[1, 2])).cached_tokens
-    assert [] == kv.judge().errors
+    assert kv.worker(0).serve(Prompt(hashes=[1, 2])).cached_tokens == 0
+    assert kv.judge().errors == []
 
 
 # -------------------------------------------------------------------------------------- flush, dump_events, remove
@@ -211,9 +221,9 @@ def test_flush_is_called_before_an_index_is_asked(make_kv):
     index = Queued()
     kv = make_kv(index=index, sync="end")
     chain(kv, 1, 2)
-    assert 1 == len(index.queue)
-    assert {0: 2} == kv.overlap_for_hashes([1, 2])
-    assert [] == index.queue
+    assert len(index.queue) == 1
+    assert kv.overlap(Prompt(hashes=[1, 2])) == {0: 2}
+    assert index.queue == []
 
 
 def test_an_index_that_never_catches_up_is_found(make_kv, rules_of):
@@ -223,7 +233,7 @@ def test_an_index_that_never_catches_up_is_found(make_kv, rules_of):
 
     kv = make_kv(index=Lazy())
     chain(kv, 1)
-    assert ["index_drift"] == rules_of(kv.judge().errors)
+    assert rules_of(kv.judge().errors) == ["index_drift"]
 
 
 @pytest.mark.parametrize("as_generator", [False, True])
@@ -247,7 +257,7 @@ def test_an_index_that_is_not_empty_and_cannot_say_so_is_found_at_the_first_drif
     kv = make_kv(index=index)
     chain(kv, 1)
     (problem,) = kv.judge().errors
-    assert ("index_drift", 1, (1,), 0) == (problem.rule, problem.worker_id, problem.blocks, problem.event_id)
+    assert (problem.rule, problem.worker_id, problem.blocks, problem.event_id) == ("index_drift", 1, (1,), 0)
     assert "it never stored it, worker 0 did; was the index empty at the start?" in problem.observed
 
 
@@ -258,8 +268,8 @@ def test_a_removed_worker_is_removed_from_an_index(make_kv):
         for worker in (0, 1):
             kv.worker(worker).serve(asked)
         kv.remove_worker(0)
-        assert [0] == index.removals
-        assert {1: 2} == kv.overlap(asked)
+        assert index.removals == [0]
+        assert kv.overlap(asked) == {1: 2}
 
 
 def test_an_announced_restart_removes_the_worker_from_an_index(make_kv):
@@ -268,10 +278,10 @@ def test_an_announced_restart_removes_the_worker_from_an_index(make_kv):
         asked = kv.prompt(2)
         for worker in kv.workers.values():
             worker.serve(asked)
-        kv.worker(0, 1).restart(announced=True)
-        assert [(0, 1)] == index.removals
-        assert {(0, 0): 2} == kv.overlap(asked)
-        kv.worker(0, 1).serve(asked)
+        kv.worker(0, dp_rank=1).restart(announced=True)
+        assert index.removals == [(0, 1)]
+        assert kv.overlap(asked) == {(0, 0): 2}
+        kv.worker(0, dp_rank=1).serve(asked)
 
 
 def test_an_index_that_cannot_remove_a_worker_is_refused_and_nothing_changes(make_kv):
@@ -283,9 +293,9 @@ def test_an_index_that_cannot_remove_a_worker_is_refused_and_nothing_changes(mak
         kv.remove_worker(0)
     with pytest.raises(ValueError, match="cannot remove worker 0"):
         kv.worker(0).restart(announced=True)
-    assert "running" == request.status
-    assert {0: 2} == kv.overlap(asked)
-    assert [0, 1] == list(kv.workers)
+    assert request.status == "running"
+    assert kv.overlap(asked) == {0: 2}
+    assert list(kv.workers) == [0, 1]
     kv.assert_in_sync()
 
 
@@ -302,7 +312,7 @@ def test_an_index_that_raises_at_a_removal_keeps_everything_as_it_was(make_kv):
         with pytest.raises(OSError, match="no"):
             call()
     assert manager is kv.worker(0).manager
-    assert {0: 2} == kv.overlap(asked)
+    assert kv.overlap(asked) == {0: 2}
     kv.assert_in_sync()
 
 
@@ -349,9 +359,9 @@ def test_an_answer_that_cannot_be_read_is_one_problem_that_says_what_came(make_k
     kv = make_kv(index=Answers(answer))
     chain(kv, 1, 2)
     with pytest.raises(ValueError, match=r"Answers returned .*; expected .*worker_id or"):
-        kv.overlap_for_hashes([1])
+        kv.overlap(Prompt(hashes=[1]))
     (problem,) = kv.judge().errors
-    assert ("index_failure", 0, 0) == (problem.rule, problem.worker_id, problem.event_id)
+    assert (problem.rule, problem.worker_id, problem.event_id) == ("index_failure", 0, 0)
     assert "Answers returned" in problem.observed
 
 
@@ -359,15 +369,15 @@ def test_an_index_that_always_raises_when_asked_is_one_problem_a_worker(make_kv,
     kv = make_kv(index=RaisesWhenAsked(), workers=2)
     busy(kv)
     errors = kv.judge().errors
-    assert ["index_failure", "index_failure"] == rules_of(errors)
-    assert [0, 1] == [problem.worker_id for problem in errors]
+    assert rules_of(errors) == ["index_failure", "index_failure"]
+    assert [problem.worker_id for problem in errors] == [0, 1]
     assert errors[0].observed.startswith("find_matches raised ZeroDivisionError: no (faulty_indexes.py:")
 
 
 def test_an_index_that_always_raises_at_the_end_is_one_problem_a_worker(make_kv, rules_of):
     kv = make_kv(index=RaisesWhenAsked(), workers=2, sync="end")
     busy(kv)
-    assert ["index_failure", "index_failure"] == rules_of(kv.judge().errors)
+    assert rules_of(kv.judge().errors) == ["index_failure", "index_failure"]
 
 
 def test_a_flush_that_raises_is_one_problem_and_names_no_worker(make_kv):
@@ -379,15 +389,15 @@ def test_a_flush_that_raises_is_one_problem_and_names_no_worker(make_kv):
     chain(kv, 1)
     kv.flush()
     (problem,) = kv.judge().errors
-    assert "index_failure" == problem.rule
+    assert problem.rule == "index_failure"
     assert problem.observed.startswith("flush raised OSError: gone (test_index_under_test.py:")
     assert repr(problem).startswith("<index_failure: no worker: ")
-    assert (-1, 0) == (problem.worker_id, problem.dp_rank)
+    assert (problem.worker_id, problem.dp_rank) == (-1, 0)
 
 
 def test_what_an_index_raises_does_not_reach_the_code_under_test(make_kv):
     kv = make_kv(index=RaisesOnce())
-    assert 2 == len(kv.worker(0).serve(kv.prompt(2)).stored_blocks)
+    assert len(kv.worker(0).serve(kv.prompt(2)).stored_blocks) == 2
 
 
 # ------------------------------------------------------------------------------------- wrong ones, and at which event
@@ -398,12 +408,12 @@ def test_a_skipped_removed_is_found_at_that_event(make_kv):
     chain(kv, 1, 2, 3)
     kv.apply([Removed((3,)), Stored(2, (4,), (4,))])
     (problem,) = kv.judge().errors
-    assert ("index_drift", 1, (3,)) == (problem.rule, problem.event_id, problem.blocks)
-    assert (
+    assert (problem.rule, problem.event_id, problem.blocks) == ("index_drift", 1, (3,))
+    assert problem.observed == (
         "find_matches() of your index (ForgetsOneRemoved) returned 3 for worker 0 on a 3-block prefix (ends in 3); "
         "block 3 was removed by event 1"
-    ) == problem.observed
-    assert "2 blocks, as the reference index returned" == problem.expected
+    )
+    assert problem.expected == "2 blocks, as the reference index returned"
 
 
 def test_a_cleared_that_empties_another_rank_is_found_at_that_event(make_kv):
@@ -418,11 +428,11 @@ def test_a_cleared_that_empties_another_rank_is_found_at_that_event(make_kv):
     kv.apply([Stored(None, (7, 8), (7, 8))], dp_rank=1)
     kv.apply([Cleared()], dp_rank=0)
     (problem,) = kv.judge().errors
-    assert ("index_drift", (0, 1), 2) == (problem.rule, (problem.worker_id, problem.dp_rank), problem.position)
-    assert (
+    assert (problem.rule, (problem.worker_id, problem.dp_rank), problem.position) == ("index_drift", (0, 1), 2)
+    assert problem.observed == (
         "find_matches() of your index (ClearsAllRanks) returned 0 for worker 0 rank 1 on a 1-block prefix (ends in 7); "
         "block 7 was stored by event 0 and never removed"
-    ) == problem.observed
+    )
 
 
 def test_a_chain_that_lacks_its_first_block_is_named_as_the_worker_names_it(make_kv):
@@ -435,7 +445,7 @@ def test_a_chain_that_lacks_its_first_block_is_named_as_the_worker_names_it(make
     with kv.burst():
         kv.apply([Stored(None, (1, 2), (11, 12))])
     (problem,) = kv.judge().errors
-    assert (1, (5,)) == (problem.worker_id, problem.blocks)
+    assert (problem.worker_id, problem.blocks) == (1, (5,))
     assert problem.observed.endswith("on a 1-block prefix (ends in 5); block 5 was stored by event 0 and never removed")
 
 
@@ -445,7 +455,7 @@ def test_an_ignored_cleared_is_found_at_that_event(make_kv, rules_of):
     chain(kv, 5)
     kv.apply([Cleared(), Stored(None, (9,), (9,))])
     errors = kv.judge().errors
-    assert {("index_drift", 2)} == {(problem.rule, problem.event_id) for problem in errors}
+    assert {(problem.rule, problem.event_id) for problem in errors} == {("index_drift", 2)}
     assert 1 <= len(errors) <= 3
 
 
@@ -455,7 +465,7 @@ def test_a_removal_from_the_wrong_worker_is_found_at_that_event(make_kv):
     chain(kv, 1, 2, worker=1)
     kv.apply(Removed((2,)))
     (problem,) = kv.judge().errors
-    assert ("index_drift", 0, 1) == (problem.rule, problem.worker_id, problem.event_id)
+    assert (problem.rule, problem.worker_id, problem.event_id) == ("index_drift", 0, 1)
 
 
 def test_a_match_by_content_alone_is_found_at_the_first_chain(make_kv):
@@ -463,8 +473,8 @@ def test_a_match_by_content_alone_is_found_at_the_first_chain(make_kv):
     chain(kv, 1)
     assert set() == shown(kv)
     chain(kv, 2, 3)
-    assert {"index_drift"} == shown(kv)
-    assert 1 == kv.events.errors[0].event_id
+    assert shown(kv) == {"index_drift"}
+    assert kv.events.errors[0].event_id == 1
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
@@ -488,7 +498,7 @@ def test_an_index_that_refuses_a_wrong_event_is_noted_under_what_is_wrong_with_i
     kv = make_kv(index=Strict())
     kv.apply(Stored(9, (1,), (1,)))
     (problem,) = kv.judge().errors
-    assert "parent_block_not_found" == problem.rule
+    assert problem.rule == "parent_block_not_found"
     assert "index_failure" in rules_of(problem.consequences())
 
 
@@ -521,8 +531,8 @@ def test_a_fault_is_reported_once_a_block(make_kv):
     kv.apply([Removed((2,)), Removed((1,)), Stored(None, (1,), (1,))])
     for _ in range(3):
         kv.flush()
-    assert 1 == len(kv.judge().errors)
-    assert [] == kv.judge().errors
+    assert len(kv.judge().errors) == 1
+    assert kv.judge().errors == []
 
 
 def test_index_and_reference_out_of_sync_are_asserted_each_time(make_kv):
@@ -533,7 +543,7 @@ def test_index_and_reference_out_of_sync_are_asserted_each_time(make_kv):
     for _ in range(2):
         with pytest.raises(EventRulesBroken, match="index_drift"):
             kv.assert_in_sync()
-    assert 1 == len(kv.events.errors)
+    assert len(kv.events.errors) == 1
     kv.apply(Stored(1, (2,), (2,)))
     kv.assert_in_sync()
 
@@ -545,15 +555,15 @@ def test_what_has_drifted_since_is_reported_beside_what_was_reported_before(make
     kv.apply(Removed((2,)))
     chain(kv, 5)
     index.tree.apply(RouterEvent(0, KvCacheEvent(9, Removed((5,)))))
-    assert [(2,), (5,)] == [problem.blocks for problem in kv.judge().errors]
+    assert [problem.blocks for problem in kv.judge().errors] == [(2,), (5,)]
 
 
 def test_blocks_that_are_each_others_parents_are_asked_for_all_the_same(make_kv):
     kv = make_kv(index=RadixIndex())
     chain(kv, 1)
     kv.apply([Stored(1, (2,), (2,)), Stored(2, (1,), (1,))])
-    assert [2, 1] == kv.streams[0, 0].chain(1)
-    assert [] == [problem for problem in kv.judge().errors if problem.rule == "index_failure"]
+    assert kv.inside.streams[0, 0].chain(1) == [2, 1]
+    assert [problem for problem in kv.judge().errors if problem.rule == "index_failure"] == []
 
 
 def test_what_is_found_at_the_end_stands_after_the_last_event(make_kv):
@@ -563,7 +573,7 @@ def test_what_is_found_at_the_end_stands_after_the_last_event(make_kv):
     with pytest.raises(EventRulesBroken, match="worker 0, compared after entry 1 of the log"):
         kv.assert_in_sync()
     (problem,) = kv.judge().errors
-    assert (None, 1) == (problem.event, problem.position)
+    assert (problem.event, problem.position) == (None, 1)
 
 
 def test_what_is_found_when_an_async_index_is_flushed_stands_after_the_last_event(make_kv):
@@ -580,7 +590,7 @@ def test_what_is_found_when_an_async_index_is_flushed_stands_after_the_last_even
     kv = make_kv(index=Forgets(), sync="end")
     asyncio.run(body())
     (problem,) = kv.judge().errors
-    assert (None, 1) == (problem.event, problem.position)
+    assert (problem.event, problem.position) == (None, 1)
 
 
 def test_how_often_an_index_is_asked_follows_from_sync(make_kv, monkeypatch):
@@ -596,8 +606,8 @@ def test_how_often_an_index_is_asked_follows_from_sync(make_kv, monkeypatch):
             if number == 9:
                 asked[sync, 10] = index.asked
         asked[sync] = index.asked
-    assert (10, 10, 0) == (asked["every", 10], asked["auto", 10], asked["end", 10])
-    assert (200, 0) == (asked["every"], asked["end"])
+    assert (asked["every", 10], asked["auto", 10], asked["end", 10]) == (10, 10, 0)
+    assert (asked["every"], asked["end"]) == (200, 0)
     assert 10 < asked["auto"] < 60
 
 
@@ -606,9 +616,9 @@ def test_by_itself_the_first_2000_events_are_each_followed_by_a_question(make_kv
     kv = make_kv(index=index)
     for number in range(2000):
         chain(kv, number)
-    assert 2000 == index.asked
+    assert index.asked == 2000
     chain(kv, 2000)
-    assert 2000 == index.asked  # this name and seed choose later ones
+    assert index.asked == 2000  # this name and seed choose later ones
     for number in range(2001, 2321):
         chain(kv, number)
     assert 5 <= index.asked - 2000 <= 40  # one in 16
@@ -621,14 +631,14 @@ def test_events_wait_for_an_async_index_until_it_is_flushed(make_kv):
     async def body(kv):
         asked = kv.prompt(2)
         kv.worker(0).serve(asked)
-        assert {} == await kv.aoverlap(asked)
+        assert await kv.aoverlap(asked) == {}
         await kv.aflush()
-        assert {0: 2} == await kv.aoverlap(asked)
+        assert await kv.aoverlap(asked) == {0: 2}
         await kv.aassert_in_sync()
 
     kv = make_kv(index=Async())
     asyncio.run(body(kv))
-    assert ([], [], []) == tuple(kv.judge())
+    assert tuple(kv.judge()) == ([], [], [])
 
 
 def test_a_lookup_of_an_async_index_does_not_flush_it(make_kv):
@@ -643,7 +653,7 @@ def test_a_lookup_of_an_async_index_does_not_flush_it(make_kv):
         kv.worker(0).serve(asked)
         await kv.aflush()
         flushes = index.flushes
-        assert {0: 2} == await kv.aoverlap(asked)
+        assert await kv.aoverlap(asked) == {0: 2}
         assert flushes == index.flushes
 
     index = Queues()
@@ -652,7 +662,7 @@ def test_a_lookup_of_an_async_index_does_not_flush_it(make_kv):
 
 def test_an_async_index_is_not_asked_without_await(make_kv):
     kv = make_kv(index=Async())
-    with pytest.raises(TypeError, match=r"overlap cannot ask an async index \(Async\): use `await kv_harness.aoverlap"):
+    with pytest.raises(TypeError, match=r"overlap cannot query an async index \(Async\): use `await kv_harness.a"):
         kv.overlap([1, 2, 3, 4])
     with pytest.raises(TypeError, match="aassert_in_sync"):
         kv.assert_in_sync()
@@ -661,7 +671,7 @@ def test_an_async_index_is_not_asked_without_await(make_kv):
 def test_an_index_that_is_not_async_is_not_awaited(make_kv):
     async def body(kv):
         for call in (kv.aflush, kv.aassert_in_sync, lambda: kv.aoverlap([1])):
-            with pytest.raises(TypeError, match="is for an async index under test; this one is asked without await"):
+            with pytest.raises(TypeError, match="is for an async index under test; this one is not async"):
                 await call()
 
     asyncio.run(body(make_kv(index=Sound())))
@@ -673,8 +683,8 @@ def test_events_that_wait_at_the_end_are_not_flushed(make_kv):
     kv.worker(0).serve(kv.prompt(1))
     kv.worker(0).serve(kv.prompt(1))
     (problem,) = kv.judge().errors
-    assert ("not_flushed", 0) == (problem.rule, problem.event_id)
-    assert "2 events waited for the async index when the test body ended, this one first" == problem.observed
+    assert (problem.rule, problem.event_id) == ("not_flushed", 0)
+    assert problem.observed == "2 events waited for the async index when the test body ended, this one first"
 
 
 def test_a_wrong_async_index_is_found_at_the_flush(make_kv):
@@ -686,13 +696,13 @@ def test_a_wrong_async_index_is_found_at_the_flush(make_kv):
     async def body(kv):
         chain(kv, 1, 2, 3)
         kv.apply(Removed((3,)))
-        assert [] == kv.events.problems
+        assert kv.events.problems == []
         await kv.aflush()
 
     kv = make_kv(index=Forgetful())
     asyncio.run(body(kv))
     (problem,) = kv.judge().errors
-    assert ("index_drift", (3,)) == (problem.rule, problem.blocks)
+    assert (problem.rule, problem.blocks) == ("index_drift", (3,))
 
 
 def test_an_async_index_out_of_sync_is_asserted_each_time(make_kv):
@@ -711,7 +721,7 @@ def test_an_async_index_out_of_sync_is_asserted_each_time(make_kv):
 
     kv = make_kv(index=Forgetful())
     asyncio.run(body())
-    assert 1 == len(kv.events.errors)
+    assert len(kv.events.errors) == 1
 
 
 def test_an_async_index_that_raises_is_found_at_the_flush(make_kv):
@@ -729,7 +739,7 @@ def test_an_async_index_that_raises_is_found_at_the_flush(make_kv):
     kv = make_kv(index=Raising())
     asyncio.run(body(kv))
     (problem,) = kv.judge().errors
-    assert ("index_failure", 1) == (problem.rule, problem.event_id)
+    assert (problem.rule, problem.event_id) == ("index_failure", 1)
 
 
 @pytest.mark.parametrize("what", ["remove", "restart"])
@@ -751,19 +761,19 @@ def test_an_async_index_removes_a_worker_in_its_turn(make_kv, kind, what):
             worker.restart(announced=True)
         kv.worker(0).serve(asked.tokens[:4])
         await kv.aflush()
-        assert {0: 1, 1: 2} == await kv.aoverlap(asked)
+        assert await kv.aoverlap(asked) == {0: 1, 1: 2}
         await kv.aassert_in_sync()
 
     kv = make_kv(index=Index(), workers=2)
     asyncio.run(body(kv))
-    assert ([], [], []) == tuple(kv.judge())
+    assert tuple(kv.judge()) == ([], [], [])
 
 
 def test_a_worker_is_not_removed_from_an_async_index_without_a_flush(make_kv, rules_of):
     kv = make_kv(index=AsyncManageable())
     kv.worker(0).serve(kv.prompt(1))
     kv.remove_worker(0)
-    assert ["not_flushed"] == rules_of(kv.judge().errors)
+    assert rules_of(kv.judge().errors) == ["not_flushed"]
 
 
 def test_an_index_that_raises_at_a_cleared_fails_once():
@@ -776,7 +786,7 @@ def test_an_index_that_raises_at_a_cleared_fails_once():
     kv = RouterHarness(backend=None, index=RaisesAtCleared())
     kv.apply([Stored(None, (1, 2), (1, 2)), Cleared()])
     (error,) = kv.events.errors
-    assert ("index_failure", {"index_drift"}) == (error.rule, {p.rule for p in error.folded})
+    assert (error.rule, {p.rule for p in error.folded}) == ("index_failure", {"index_drift"})
 
 
 def test_a_dump_that_raises_at_the_start_is_one_error():
@@ -810,7 +820,7 @@ def test_two_flushes_at_once_are_refused_and_nothing_is_lost():
         kv.index.turn.set()
         await first
         await kv.aassert_in_sync()
-        assert [] == kv.judge().errors
+        assert kv.judge().errors == []
 
     asyncio.run(main())
 
@@ -823,4 +833,38 @@ def test_a_negative_answer_cannot_be_read(answer):
 
     kv = RouterHarness(backend=None, index=Negative())
     kv.apply(Stored(None, (1,), (1,)))
-    assert ["index_failure"] == [p.rule for p in kv.events.errors]
+    assert [p.rule for p in kv.events.errors] == ["index_failure"]
+
+
+class LooksOverHoles:
+    """A prompt is found as far as its deepest block is held."""
+
+    def __init__(self):
+        self.chains = {}
+
+    def apply(self, event):
+        data = event.event.data
+        if isinstance(data, Removed):
+            for block in data.block_hashes:
+                del self.chains[block]
+            return
+        chain = self.chains.get(data.parent_hash, ())
+        for block, local in zip(data.block_hashes, data.tokens_hashes, strict=True):
+            self.chains[block] = chain = (*chain, local)
+
+    def find_matches(self, local_hashes):
+        held = [chain for chain in self.chains.values() if chain == tuple(local_hashes[: len(chain)])]
+        return {(2**16, 0): max(map(len, held), default=0)}
+
+
+def test_a_block_behind_a_hole_is_told_with_the_hole():
+    kv = RouterHarness(EngineProfile(block_size=4), backend=None, index=LooksOverHoles())
+    sink = kv.make_sink()
+    sink(Stored(None, (1, 2, 3), (11, 12, 13)))
+    sink(Removed((2,)))
+    kv.judge()
+    (drift,) = [each for each in kv.events.problems if each.rule == "index_drift"]
+    assert drift.observed.endswith(
+        "block 3 was stored by event 0 and never removed, but what stands before it is gone: block 2 was removed by "
+        "event 1"
+    )

@@ -1,18 +1,18 @@
-"""A fleet over the workers of a harness: verdict, faults, late events, incidents, and reproduction from what was recorded."""
+"""A fleet over the workers of a harness: verdict, faults, late events, incidents, and reproduction from what was
+recorded.
+"""
 
 from collections import Counter
 
 import pytest
 from depth import seeds
 
-from pytest_kvmock import EngineProfile, MockEngine, RouterHarness
-from pytest_kvmock.events import Removed
-from pytest_kvmock.fleet import RouterError
-from pytest_kvmock.hygiene.entries import Injected
-from pytest_kvmock.programs.interpreter import Interpreter
-from pytest_kvmock.router import LeastLoaded, RadixIndex, RoundRobin
-from pytest_kvmock.router.routing import stream_of
-from pytest_kvmock.traces import synthetic_trace
+from pytest_kvmock import EngineProfile, MockEngine, Removed, RouterHarness
+from pytest_kvmock.fleets import LeastLoaded, RoundRobin, RouterError, synthetic_trace
+from pytest_kvmock.fleets.routing.routing import stream_of
+from pytest_kvmock.oracle import RadixIndex
+from pytest_kvmock.oracle.hygiene.entries import Injected
+from pytest_kvmock.values.programs.interpreter import Interpreter
 
 BACKENDS = ["lineage", "multi_lru", "hash_cache", "vllm", "mocker_sglang_1_6", "sglang"]
 
@@ -63,7 +63,7 @@ class Numbering(RoundRobin):
 def test_a_right_router_has_no_problem(backend, delay):
     with harness(backend) as world:
         report = world.fleet(event_delay_ms=delay).run(trace())
-        assert 40 == len(report.completed)
+        assert len(report.completed) == 40
         assert world.events.total > 40
 
 
@@ -85,7 +85,7 @@ def test_incidents_are_no_problem_by_themselves(happen, delay, index):
     with harness(index=None if index is None else index()) as world:
         fleet = world.fleet(event_delay_ms=delay)
         happen(fleet.at(100))
-        assert 40 == len(fleet.run(trace()).completed)
+        assert len(fleet.run(trace()).completed) == 40
 
 
 @pytest.mark.parametrize("delay", [0, 30])
@@ -96,8 +96,8 @@ def test_a_worker_that_restarts_announced_begins_all_its_streams_anew(backend, r
     with RouterHarness(EngineProfile(num_blocks=64, block_size=4, workers=3, dp_size=ranks), backend) as world:
         fleet = world.fleet(router, event_delay_ms=delay)
         fleet.at(100).restart(1)
-        assert 40 == len(fleet.run(trace()).completed)
-    assert [] == router.gaps
+        assert len(fleet.run(trace()).completed) == 40
+    assert router.gaps == []
 
 
 @pytest.mark.parametrize("delay", [0, 30])
@@ -117,10 +117,10 @@ def test_a_dead_worker_publishes_nothing(backend, notice_ms, ranks, delay):
     world.add_sink(lambda event: published.update([event.worker_id]))
     fleet = world.fleet(router, event_delay_ms=delay)
     fleet.at(100).crash(1, notice_ms=notice_ms)
-    assert 40 == len(fleet.run(trace()).completed)
+    assert len(fleet.run(trace()).completed) == 40
     assert by_its_end == [published[1]]
-    assert [] == router.gaps
-    assert [] == world.judge().errors
+    assert router.gaps == []
+    assert world.judge().errors == []
     injected = [entry.injection for entry in world.recording.journal if isinstance(entry, Injected)]
     assert ["crash"] * ranks == [each.kind for each in injected]
 
@@ -138,7 +138,7 @@ def test_a_silent_restart_is_an_injected_fault():
 def test_an_index_under_test_answers_overlaps_and_is_judged():
     world = harness(index=Blind())
     world.fleet().run(trace(120))
-    assert {"index_drift"} == {problem.rule for problem in world.judge().errors}
+    assert {problem.rule for problem in world.judge().errors} == {"index_drift"}
 
 
 def test_faults_strike_a_fleet():
@@ -169,7 +169,9 @@ def streams(world):
 
 
 def shapes(world):
-    """What is left of them without names: those of blocks that are generated for hashes are drawn, also in a pass that is lost."""
+    """What is left of them without names: those of blocks that are generated for hashes are drawn, also in a pass
+    that is lost.
+    """
     return {
         key: [(type(event.data).__name__, len(event.data.block_hashes)) for event in events]
         for key, events in streams(world).items()
@@ -198,16 +200,16 @@ def test_what_was_recorded_makes_the_same_events(backend, seed, happens):
 def test_workers_may_differ_in_backend():
     with harness() as world:
         fleet = world.fleet(workers=4, backends=["lineage", "lru"])
-        assert [3, 4, 5, 6] == list(fleet.engines)
-        assert ["lineage", "lru"] * 2 == [engine.worker.backend for engine in fleet.engines.values()]
-        assert 40 == len(fleet.run(trace()).completed)
+        assert list(fleet.engines) == [3, 4, 5, 6]
+        assert [engine.worker.backend for engine in fleet.engines.values()] == ["lineage", "lru"] * 2
+        assert len(fleet.run(trace()).completed) == 40
 
 
 def test_ranks_are_workers_by_pairs():
     world = RouterHarness(EngineProfile(num_blocks=64, block_size=4, workers=2, dp_size=2), "lineage")
     report = world.fleet().run(trace())
     assert {(0, 0), (0, 1), (1, 0), (1, 1)} >= {pick.worker for pick in report.picks}
-    assert [] == world.judge().errors
+    assert world.judge().errors == []
 
 
 @pytest.mark.parametrize("happen", ["crash", "restart", "leave", "join"])
@@ -215,14 +217,14 @@ def test_incidents_of_workers_with_ranks_are_no_problem(happen):
     with RouterHarness(EngineProfile(num_blocks=64, block_size=4, workers=2, dp_size=2), "lineage") as world:
         fleet = world.fleet()
         getattr(fleet.at(100), happen)(*([] if happen == "join" else [1]))
-        assert 40 == len(fleet.run(trace()).completed)
+        assert len(fleet.run(trace()).completed) == 40
 
 
 def test_workers_with_ranks_may_differ_in_backend():
     with RouterHarness(EngineProfile(num_blocks=64, block_size=4, workers=1, dp_size=2), "lineage") as world:
         fleet = world.fleet(workers=2, backends=["lineage", "lru"])
-        assert [(1, 0), (1, 1), (2, 0), (2, 1)] == list(fleet.engines)
-        assert 40 == len(fleet.run(trace()).completed)
+        assert list(fleet.engines) == [(1, 0), (1, 1), (2, 0), (2, 1)]
+        assert len(fleet.run(trace()).completed) == 40
 
 
 @pytest.mark.parametrize(
@@ -250,7 +252,7 @@ def test_a_broken_run_gives_the_harness_back():
     with pytest.raises(RouterError, match=r"Broken\.finished\(\) raised"):
         world.fleet(Broken()).run(trace())
     assert world.publisher.gate is None
-    assert [] == world.judge().errors
+    assert world.judge().errors == []
 
 
 def test_a_fleet_of_a_harness_makes_who_joins():

@@ -5,8 +5,8 @@ from random import Random
 import pytest
 
 from pytest_kvmock import EngineProfile, Prompt, RouterHarness
-from pytest_kvmock.router import DynamoRouter, RadixIndex
-from pytest_kvmock.traces import synthetic_trace
+from pytest_kvmock.fleets import DynamoRouter, synthetic_trace
+from pytest_kvmock.oracle import RadixIndex
 
 
 def trace(count=40, seed=0):
@@ -29,17 +29,17 @@ class Deaf(RadixIndex):
 def test_a_right_world_has_no_event_errors():
     with harness() as world:
         report = world.fleet().run(trace())
-        assert [] == report.event_errors
+        assert report.run.event_errors == []
         report.assert_no_event_errors()
 
 
 def test_what_is_wrong_with_events_and_index_is_said():
     report = harness(index=Deaf()).fleet().run(trace())
-    assert {"index_drift"} == {problem.rule for problem in report.event_errors}
+    assert {problem.rule for problem in report.run.event_errors} == {"index_drift"}
     with pytest.raises(AssertionError, match=r"errors of events: \d+\n<index_drift: worker"):
         report.assert_no_event_errors()
-    assert f"errors of events: {len(report.event_errors)}" in str(report)
-    assert len(report.event_errors) == report.to_json()["fleet"]["event_errors"]
+    assert f"errors of events: {len(report.run.event_errors)}" in str(report)
+    assert len(report.run.event_errors) == report.to_json()["fleet"]["event_errors"]
 
 
 def test_what_was_wrong_before_a_run_or_by_a_fault_does_not_count():
@@ -74,14 +74,14 @@ def test_lost_events_are_regret():
 def test_ranks_have_rows_of_their_own():
     world = RouterHarness(EngineProfile(num_blocks=64, block_size=4, workers=2, dp_size=2), "vllm")
     report = world.fleet(DynamoRouter("1.6.1", rng=Random(1)), record=True).run(trace())
-    assert [(0, 0), (0, 1), (1, 0), (1, 1)] == report.workers
-    assert 40 == sum(report.rows()[worker]["requests"] for worker in report.workers)
+    assert report.workers == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert sum(report.rows()[worker]["requests"] for worker in report.workers) == 40
     report.assert_regret(DynamoRouter("1.6.1"))
 
 
 def test_prompts_that_differ_by_adapter_share_nothing_in_the_ideal():
-    from pytest_kvmock.fleet import FleetRequest
+    from pytest_kvmock.fleets import FleetRequest
 
     rows = [FleetRequest(Prompt(range(24), lora_name=name), 2, 100.0 * at) for at, name in enumerate("abab")]
     report = harness().fleet().run(rows)
-    assert 0.5 == report.figure("ideal_hit_ratio")
+    assert report.figure("ideal_hit_ratio") == 0.5

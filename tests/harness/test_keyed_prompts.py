@@ -1,4 +1,6 @@
-"""Prompts that carry an adapter, a salt, multimodal items or a session: names, events, overlap and judgement by engine."""
+"""Prompts that carry an adapter, a salt, multimodal items or a session: names, events, overlap and judgement by
+engine.
+"""
 
 import asyncio
 import dataclasses
@@ -10,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_kvmock import (
+    BACKENDS,
     CapturingSink,
     EngineProfile,
     KvCacheEvent,
@@ -17,16 +20,16 @@ from pytest_kvmock import (
     Prompt,
     RouterEvent,
     RouterHarness,
+    StorageTier,
     Stored,
     block_hashes,
     sequence_hashes,
 )
-from pytest_kvmock.backends import BACKENDS
-from pytest_kvmock.cache.vllm.hashes import VERSIONS
-from pytest_kvmock.drivers.driver import PROMPT_KEYS
-from pytest_kvmock.events import StorageTier
-from pytest_kvmock.prompt_keys import group_extra, hash_options, is_attention_group
-from pytest_kvmock.tokens import windows_of
+from pytest_kvmock.engines.base.driver import PROMPT_KEYS
+from pytest_kvmock.engines.vllm.hashes import VERSIONS
+from pytest_kvmock.values import group_extra
+from pytest_kvmock.values.prompt_keys import hash_options, is_attention_group
+from pytest_kvmock.values.tokens import windows_of
 
 BY_NAMESPACE = BACKENDS["sglang"].variant("sglang_dynamo", dynamo_kv_event_format=True)
 ENGINES = [BACKENDS[name] for name in EACH if name not in ("hash_cache", "sglang")]
@@ -44,7 +47,9 @@ KEYS = (
 
 
 def stored_by(kv):
-    """The events that stored, as they arrived; of several caches those of the attention group, and whole blocks alone."""
+    """The events that stored, as they arrived; of several caches those of the attention group, and whole blocks
+    alone.
+    """
     stored = [entry.event for entry in kv.events if isinstance(entry.event.event.data, Stored)]
     whole = [event for event in stored if all(len(ids) == kv.profile.block_size for ids in event.token_ids)]
     return [event for event in whole if is_attention_group(event.extra)]
@@ -97,22 +102,24 @@ def test_vllm_names_the_blocks_of_a_prompt_as_it_was_recorded(recording):
                     keys and [tuple(k) if type(k) is list else k for k in keys] for keys in case["extra_keys"]
                 ]
             checked += 1
-    assert 60 == checked
+    assert checked == 60
 
 
 def test_sglang_names_the_pages_of_a_salted_prompt_and_of_a_namespace_as_it_was_recorded():
-    """Scenarios `cache_salt` and `extra_key_plain_format`: in the plain format a namespace has the names of none, and an adapter its own."""
+    """Scenarios `cache_salt` and `extra_key_plain_format`: in the plain format a namespace has the names of none,
+    and an adapter its own.
+    """
     with RouterHarness(EngineProfile(block_size=4), "sglang") as kv:
         worker = kv.worker(0)
         plain = worker.serve(Prompt(range(8))).stored_blocks
         salted = worker.serve(Prompt(range(8), cache_salt="s1")).stored_blocks
-        assert 0 == worker.cached_tokens(Prompt(range(8), lora_name="k1"))
+        assert worker.cached_tokens(Prompt(range(8), lora_name="k1")) == 0
         adapter = worker.serve(Prompt(range(8), lora_name="k1")).stored_blocks
         beside = [event.extra for event in stored_by(kv)]
-    assert (-4977211910723114241, 90435953025800507) == plain
+    assert plain == (-4977211910723114241, 90435953025800507)
     assert not {*plain} & {*adapter}
-    assert (-8021339544225929516, -2546974396340174739) == salted
-    assert [None, {"cache_salt": "s1"}, {"lora_name": "k1"}] == beside
+    assert salted == (-8021339544225929516, -2546974396340174739)
+    assert beside == [None, {"cache_salt": "s1"}, {"lora_name": "k1"}]
 
 
 def test_in_dynamos_format_sglang_tells_adapters_apart():
@@ -175,7 +182,7 @@ def test_a_session_is_in_no_name(spec):
         found = beside(stored_by(kv)[0])
         for what_the_engine_adds in ("lookahead_token_ids", "tokens_per_block"):
             found.pop(what_the_engine_adds, None)
-        assert {"session_id": "x"} == found
+        assert found == {"session_id": "x"}
         worker.serve(Prompt(range(50, 50 + 2 * size)))
         assert {"lookahead_token_ids", "tokens_per_block"} >= beside(stored_by(kv)[-1]).keys()
 
@@ -185,9 +192,9 @@ def test_a_prompt_after_another_carries_what_that_does(make_kv):
     first = kv.prompt(2, lora_name="a", session_id="x")
     second = kv.prompt(1, after=first, session_id="y")
     kv.worker(0).serve(first)
-    assert ("a", "y") == (second.keys.lora_name, second.keys.session_id)
-    assert {0: 2} == kv.overlap(second)
-    assert {} == kv.overlap(second.tokens)
+    assert (second.keys.lora_name, second.keys.session_id) == ("a", "y")
+    assert kv.overlap(second) == {0: 2}
+    assert kv.overlap(second.tokens) == {}
 
 
 def test_sglangs_plain_names_tell_adapters_apart_too():
@@ -196,8 +203,8 @@ def test_sglangs_plain_names_tell_adapters_apart_too():
         worker = kv.worker(0)
         for name in ("a", "b"):
             worker.serve(Prompt(range(8), lora_name=name))
-            assert {0: 2} == kv.overlap(Prompt(range(8), lora_name=name))
-        assert {} == kv.overlap(Prompt(range(8)))
+            assert kv.overlap(Prompt(range(8), lora_name=name)) == {0: 2}
+        assert kv.overlap(Prompt(range(8))) == {}
         first, second = (event.event.data for event in stored_by(kv))
     assert not {*first.block_hashes} & {*second.block_hashes}
     assert first.tokens_hashes != second.tokens_hashes
@@ -235,7 +242,7 @@ def test_every_stored_travels_with_what_its_request_carries(spec):
                 )
             ]
             assert tuple(range(length)) == tuple(tokens[:length])
-            assert {"x"} == {event.extra["session_id"] for event in stored}
+            assert {event.extra["session_id"] for event in stored} == {"x"}
             for name in ("lora_name", "cache_salt"):
                 assert {getattr(prompt.keys, name)} == {event.extra.get(name) for event in stored}
 
@@ -247,9 +254,9 @@ def test_an_engine_in_time_names_and_publishes_alike(backend):
         for name in ("a", "b", "a"):
             engine.submit(Prompt(range(13), lora_name=name), 6)
         engine.run()
-        assert {"a", "b"} == {event.extra["lora_name"] for event in stored_by(kv)}
-        assert {0: 3} == kv.overlap(Prompt(range(13), lora_name="b"))
-        assert {} == kv.overlap(Prompt(range(13), lora_name="c"))
+        assert {event.extra["lora_name"] for event in stored_by(kv)} == {"a", "b"}
+        assert kv.overlap(Prompt(range(13), lora_name="b")) == {0: 3}
+        assert kv.overlap(Prompt(range(13), lora_name="c")) == {}
 
 
 def test_what_goes_to_the_host_travels_with_it_too():
@@ -261,9 +268,9 @@ def test_what_goes_to_the_host_travels_with_it_too():
         worker.tick(1e6)
         below = [e for e in stored_by(kv) if e.storage_tier is StorageTier.HOST_PINNED]
         assert below
-        assert {"a"} == {event.extra["lora_name"] for event in below}
-        assert 16 == worker.cached_tokens(Prompt(range(16), lora_name="a"), "host")
-        assert 0 == worker.cached_tokens(Prompt(range(16)), "host")
+        assert {event.extra["lora_name"] for event in below} == {"a"}
+        assert worker.cached_tokens(Prompt(range(16), lora_name="a"), "host") == 16
+        assert worker.cached_tokens(Prompt(range(16)), "host") == 0
 
 
 class _Old:
@@ -304,9 +311,9 @@ def test_a_worker_without_a_harness_publishes_it_too():
     worker.restart()
     worker.serve(Prompt(range(4)))
     worker.serve(Prompt(range(4), lora_name="a"))
-    assert [{"session_id": "x"}, None, "a"] == [
+    assert [
         e.extra if e.extra is None or "lora_name" not in e.extra else e.extra["lora_name"] for e in sink.router_events
-    ]
+    ] == [{"session_id": "x"}, None, "a"]
 
 
 # ------------------------------------------------------------------------------------------------------- refusals
@@ -321,7 +328,7 @@ def test_an_engine_that_has_no_such_key_refuses_it_and_nothing_has_changed(name)
         for call in (worker.prefill, worker.serve, worker.cached_tokens, lambda prompt: kv.engine(0).submit(prompt, 1)):
             with pytest.raises(ValueError, match=refused):
                 call(prompt)
-        assert ([], 0) == (worker.requests, kv.events.total)
+        assert (worker.requests, kv.events.total) == ([], 0)
         worker.serve(Prompt(range(8), session_id="x"))
 
 
@@ -351,10 +358,10 @@ def test_local_hashes_are_judged_by_what_travels_beside_the_tokens(make_kv):
     extra = {"lora_name": "a", "extra_keys": [("a", (IMAGE[0], 1)), ("a",)]}
     kv = make_kv()
     kv.make_sink(chained=True)(_stored(right, extra))
-    assert [] == kv.events.problems
+    assert kv.events.problems == []
     kv.make_sink(chained=True)(_stored(right, {"lora_name": "b"}))
     (problem,) = kv.events.problems
-    assert "wrong_hash" == problem.rule
+    assert problem.rule == "wrong_hash"
     assert "its 4 tokens (with lora_name 'b') have local hash" in problem.expected
 
 
@@ -372,7 +379,7 @@ def test_an_engine_that_forgets_the_salt_in_its_names_is_found(backend):
 
     kv = RouterHarness(EngineProfile(block_size=4), dataclasses.replace(spec, make=make, chain=chain))
     kv.worker(0).serve(Prompt(range(8), cache_salt="s"))
-    assert "wrong_hash" == kv.events.problems[0].rule
+    assert kv.events.problems[0].rule == "wrong_hash"
 
 
 class _Forgetful:
@@ -444,10 +451,10 @@ def test_an_index_by_tokens_is_asked_with_what_the_prompt_carries():
     with RouterHarness(EngineProfile(block_size=4, num_blocks=12), "lineage", ByTokens()) as kv:
         for keys in KEYS:
             prompt = Prompt(range(13), **keys)
-            assert {} == kv.overlap(prompt)
+            assert kv.overlap(prompt) == {}
             kv.worker(0).serve(prompt, 8)
-            assert {0: 3} == kv.overlap(prompt)
-    assert [] == kv.events.problems
+            assert kv.overlap(prompt) == {0: 3}
+    assert kv.events.problems == []
 
 
 def test_an_async_index_is_asked_likewise():
@@ -455,8 +462,8 @@ def test_an_async_index_is_asked_likewise():
         with RouterHarness(EngineProfile(block_size=4), "lineage", AByTokens()) as kv:
             kv.worker(0).serve(Prompt(range(8), lora_name="a"))
             await kv.aflush()
-            assert {0: 2} == await kv.aoverlap(Prompt(range(8), lora_name="a"))
-            assert {} == await kv.aoverlap(Prompt(range(8), lora_name="b"))
+            assert await kv.aoverlap(Prompt(range(8), lora_name="a")) == {0: 2}
+            assert await kv.aoverlap(Prompt(range(8), lora_name="b")) == {}
 
     asyncio.run(main())
 
@@ -487,7 +494,7 @@ def test_an_index_that_takes_extra_is_given_it_always_as_it_takes_it(kind):
     with RouterHarness(EngineProfile(block_size=4, num_blocks=12), "lineage", kind()) as kv:
         for keys in KEYS:
             kv.worker(0).serve(Prompt(range(13), **keys), 8)
-            assert {0: 3} == kv.overlap(Prompt(range(13), **keys))
+            assert kv.overlap(Prompt(range(13), **keys)) == {0: 3}
 
 
 class Recalls(ByTokens):
@@ -524,7 +531,7 @@ def test_workers_of_two_forms_are_asked_for_with_all_that_either_has():
     kv.overlap(prompt)
     kv.worker(1, backend="vllm")
     kv.overlap(prompt)
-    assert [{"lora_name"}, {"lora_name", "extra_keys"}] == [{*extra} for extra in index.extras]
+    assert [{*extra} for extra in index.extras] == [{"lora_name"}, {"lora_name", "extra_keys"}]
 
 
 def test_an_index_that_reads_the_keys_of_vllm_alone_is_found_over_sglang():
@@ -535,8 +542,8 @@ def test_an_index_that_reads_the_keys_of_vllm_alone_is_found_over_sglang():
 
     kv = RouterHarness(EngineProfile(block_size=4, num_blocks=16), "sglang", OfVllm(), sync="burst")
     kv.worker(0).serve([*range(8)])
-    assert {0: 2} == kv.overlap(Prompt([*range(8)], lora_name="a"))
-    assert ["index_drift"] == [problem.rule for problem in kv.events.problems]
+    assert kv.overlap(Prompt([*range(8)], lora_name="a")) == {0: 2}
+    assert [problem.rule for problem in kv.events.problems] == ["index_drift"]
 
 
 def test_an_index_by_tokens_alone_cannot_be_asked_for_an_adapter():
@@ -546,10 +553,10 @@ def test_an_index_by_tokens_alone_cannot_be_asked_for_an_adapter():
     )
     with RouterHarness(EngineProfile(block_size=4), "lineage", ByTokensAlone(), allow=["index_failure"]) as kv:
         kv.worker(0).serve(Prompt(range(8), session_id="x"))
-        assert {0: 2} == kv.overlap(Prompt(range(8), session_id="y"))
+        assert kv.overlap(Prompt(range(8), session_id="y")) == {0: 2}
         with pytest.raises(ValueError, match=f"^{refused}"):
             kv.overlap(Prompt(range(8), lora_name="a"))
-        assert [] == kv.events.problems
+        assert kv.events.problems == []
         kv.worker(0).serve(Prompt(range(8), lora_name="a"))
-        assert "index_failure" == kv.events.problems[0].rule
+        assert kv.events.problems[0].rule == "index_failure"
         assert "takes tokens alone" in kv.events.problems[0].observed

@@ -1,14 +1,14 @@
-"""A harness whose workers have vLLM's native offload: every event is right, whatever form it has, and whatever a prompt carries."""
-
-from random import Random
+"""A harness whose workers have vLLM's native offload: every event is right, whatever form it has, and whatever a
+prompt carries.
+"""
 
 import pytest
+from offload_traffic import HOST, PROMPTS, harness, overlaps, traffic
 
-from pytest_kvmock import EngineProfile, Prompt, RouterHarness
-from pytest_kvmock.events import Located, StorageTier, Stored
-from pytest_kvmock.tiers.chunk_events import ChunkEvents
+from pytest_kvmock import Prompt, Stored
+from pytest_kvmock.engines.vllm.host.chunk_events import ChunkEvents
+from pytest_kvmock.values import Located
 
-HOST = StorageTier.HOST_PINNED
 FORMS = [
     {},
     {"chunk": 2},
@@ -18,34 +18,18 @@ FORMS = [
 ]
 
 
-def harness(tiers, **fields):
-    tiers = {"host": 16, "gbps": 1.0, "bytes_per_token": 250_000, **tiers}
-    return RouterHarness(EngineProfile(block_size=4, num_blocks=12, tiers=tiers, **fields), "vllm")
-
-
 def host_events(kv, kind):
     return [each for each in kv.events if each.storage_tier is HOST and type(each.event.data) is kind]
-
-
-def traffic(worker, prompts, keys=None):
-    rng = Random(5)
-    for _ in range(25):
-        worker.serve(Prompt(prompts[rng.randrange(len(prompts))], **(keys or {})), rng.randrange(4))
-        if rng.random() < 0.7:
-            worker.tick(worker.now + rng.randrange(12))
-
-
-PROMPTS = [[*range(start, start + length)] for start, length in ((0, 33), (0, 20), (100, 16), (200, 30), (300, 9))]
 
 
 @pytest.mark.parametrize("tiers", FORMS, ids=str)
 def test_what_events_say_is_what_the_host_holds(tiers):
     kv = harness(tiers)
     worker = kv.worker(0)
-    traffic(worker, PROMPTS)
+    traffic(worker)
     worker.tick(worker.now + 100)
     kv.assert_in_sync()
-    assert [] == list(kv.events.errors)
+    assert list(kv.events.errors) == []
     assert host_events(kv, Stored if tiers.get("self_describing") else Located)
     assert worker.clear()
     kv.assert_in_sync()
@@ -57,14 +41,10 @@ def test_the_reference_answers_as_the_engine_would(tiers):
     kv = harness(tiers)
     worker = kv.worker(0)
     for _ in range(3):
-        traffic(worker, PROMPTS)
+        traffic(worker)
         worker.tick(worker.now + 100)
-        for prompt in PROMPTS:
-            if not len(prompt) % 4:
-                continue  # of whole blocks the last one is computed, or loaded, again
-            found = {tier: scores[0] * 4 for tier, scores in kv.overlap(prompt, tier=None).items()}
-            device, host = worker.cached_tokens(prompt), worker.cached_tokens(prompt, HOST)
-            assert {tier: tokens for tier, tokens in (("device", device), (HOST, host)) if tokens} == found
+        for found, expected in overlaps(kv, worker):
+            assert found == expected
         worker.clear()
 
 
@@ -74,16 +54,16 @@ def test_the_reference_answers_as_the_engine_would(tiers):
 @pytest.mark.parametrize("described", [False, True])
 def test_prompts_may_carry_what_the_host_does_not_publish(keys, described):
     kv = harness({"self_describing": described})
-    traffic(kv.worker(0), PROMPTS, keys)
+    traffic(kv.worker(0), keys=keys)
     kv.assert_in_sync()
-    assert [] == list(kv.events.errors)
+    assert list(kv.events.errors) == []
     assert all("cache_salt" not in (each.extra or {}) for each in kv.events if each.storage_tier is HOST)
 
 
 def test_without_prefix_caching_nothing_is_stored():
     kv = harness({}, prefix_caching=False)
-    traffic(kv.worker(0), PROMPTS)
-    assert [] == kv.worker(0).manager.resident(HOST)
+    traffic(kv.worker(0))
+    assert kv.worker(0).manager.resident(HOST) == []
 
 
 def test_engines_of_both_kinds_stand_beside_each_other():
@@ -95,11 +75,11 @@ def test_engines_of_both_kinds_stand_beside_each_other():
         worker.tick(worker.now + 100)
         worker.serve(PROMPTS[3])
         worker.tick(worker.now + 100)
-    assert {"device", "host_pinned"} == {str(tier) for tier in kv.overlap(prompt, tier=None)}
+    assert {str(tier) for tier in kv.overlap(prompt, tier=None)} == {"device", "host_pinned"}
     assert native.clear()
     assert moved.clear()
-    assert {HOST: {0: 8}} == kv.overlap(prompt, tier=None)
-    assert (32, 0) == (native.cached_tokens(prompt, HOST), moved.cached_tokens(prompt, HOST))
+    assert kv.overlap(prompt, tier=None) == {HOST: {0: 8}}
+    assert (native.cached_tokens(prompt, HOST), moved.cached_tokens(prompt, HOST)) == (32, 0)
     kv.assert_in_sync()
 
 
@@ -116,7 +96,7 @@ def test_a_wrong_event_of_a_salted_block_on_the_host_is_found(monkeypatch):
     kv = harness({"self_describing": True})
     kv.worker(0).serve(Prompt(PROMPTS[1], cache_salt="x"))
     kv.worker(0).tick(50.0)
-    assert {"wrong_hash"} == {problem.rule for problem in kv.events.errors}
-    assert {HOST} == {problem.storage_tier for problem in kv.events.errors}
-    assert 4 == len(kv.events.errors)
+    assert {problem.rule for problem in kv.events.errors} == {"wrong_hash"}
+    assert {problem.storage_tier for problem in kv.events.errors} == {HOST}
+    assert len(kv.events.errors) == 4
     kv.events.take()

@@ -2,9 +2,7 @@
 
 import pytest
 
-from pytest_kvmock import EngineProfile, EventRulesBroken, RadixIndex, RouterHarness
-from pytest_kvmock.events import Cleared, Stored
-from pytest_kvmock.tokens import block_hashes
+from pytest_kvmock import Cleared, EngineProfile, EventRulesBroken, RadixIndex, RouterHarness, Stored, block_hashes
 
 PROMPT = tuple(range(1, 14))
 
@@ -66,7 +64,8 @@ def test_a_name_that_covers_the_next_token_is_said_to():
     with pytest.raises(EventRulesBroken) as failed, RouterHarness(profile, "vllm_mtp", NextTokenLeftOut()) as kv:
         kv.worker(0).prefill([0, 1, 2, 3, *range(8)])
     assert (
-        "without the blocks before it: no stored prefix begins so and has the same next token, which this worker's names cover"
+        "without the blocks before it: no stored prefix begins so and has the same next token, which this worker's "
+        "names cover"
     ) in str(failed.value)
 
 
@@ -76,21 +75,24 @@ def test_a_name_that_covers_the_next_token_is_said_to():
         (
             ByContent,
             (
-                "find_matches() of your index (ByContent) returned 1 for worker 0 for block {1} alone, without the blocks before it: "
+                "find_matches() of your index (ByContent) returned 1 for worker 0 for block {1} alone, without the "
+                "blocks before it: "
                 "no stored prefix begins so"
             ),
         ),
         (
             LastBlockAlone,
             (
-                "find_matches() of your index (LastBlockAlone) returned 2 for worker 0 for {1} behind a block that nobody stored: "
+                "find_matches() of your index (LastBlockAlone) returned 2 for worker 0 for {1} behind a block that "
+                "no worker stored: "
                 "another in place of {0}; what stands before a block is part of it"
             ),
         ),
         (
             FirstTokens,
             (
-                "match_tokens() of your index (FirstTokens) returned 1 for worker 0 for a block that nobody stored: {0} with one token "
+                "match_tokens() of your index (FirstTokens) returned 1 for worker 0 for a block that no worker stored: "
+                "{0} with one token "
                 "changed; your key of it is also that of {0}"
             ),
         ),

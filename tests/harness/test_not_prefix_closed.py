@@ -7,10 +7,17 @@ from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_kvmock import EngineProfile, EventRulesBroken, OutOfBlocks, RadixIndex, RouterHarness
-from pytest_kvmock.events import Removed, Stored
-from pytest_kvmock.tokens import sequence_hashes
-from pytest_kvmock.traces import MOONCAKE_BLOCK_SIZE, read_mooncake
+from pytest_kvmock import (
+    EngineProfile,
+    EventRulesBroken,
+    OutOfBlocks,
+    RadixIndex,
+    Removed,
+    RouterHarness,
+    Stored,
+    sequence_hashes,
+)
+from pytest_kvmock.fleets import MOONCAKE_BLOCK_SIZE, read_mooncake
 
 LOCALS = (11, 12, 13)
 CHAIN = tuple(sequence_hashes(LOCALS))
@@ -57,7 +64,7 @@ def test_any_answer_between_the_reference_and_what_is_held_is_right(make_kv, sto
     kv = make_kv(None, index)
     sink = kv.make_sink(prefix_closed=False)
     story(sink)
-    assert least == kv.reference.find_matches(LOCALS).scores[sink.worker_id, 0]
+    assert least == kv.inside.reference.find_matches(LOCALS).scores[sink.worker_id, 0]
     kv.assert_in_sync()
 
     index.by_rank = by_rank
@@ -78,7 +85,7 @@ def test_where_a_backend_is_prefix_closed_the_reference_alone_is_right(make_kv):
     sink(Removed(CHAIN[2:]))
     index.blocks = 3
     (problem,) = kv.judge().errors
-    assert ("index_drift", "2 blocks, as the reference index returned") == (problem.rule, problem.expected)
+    assert (problem.rule, problem.expected) == ("index_drift", "2 blocks, as the reference index returned")
 
 
 def test_a_chain_that_only_begins_within_another_has_no_run_of_its_blocks(make_kv, rules_of):
@@ -88,7 +95,7 @@ def test_a_chain_that_only_begins_within_another_has_no_run_of_its_blocks(make_k
 
     kv = make_kv(None, BeginsAnywhere())
     kv.make_sink(prefix_closed=False)(Stored(None, CHAIN, LOCALS))
-    assert ["index_drift"] == rules_of(kv.judge().errors)
+    assert rules_of(kv.judge().errors) == ["index_drift"]
 
 
 def test_an_index_that_raises_where_the_reference_does_is_not_at_fault(make_kv, rules_of):
@@ -98,8 +105,8 @@ def test_an_index_that_raises_where_the_reference_does_is_not_at_fault(make_kv, 
     sink(Stored(99, (1, *CHAIN[:2]), (1, *LOCALS[:2])))  # refused by both, and applied by the ledger
     sink(Removed(CHAIN[:2]))  # believed gone, and held
     sink(Stored(1, (2,), (2,)))  # the ledger holds 1, the indexes do not
-    assert ["parent_block_not_found"] == rules_of(kv.judge().errors)
-    assert [] == [p for p in kv.events.problems if p.rule == "index_failure" and p.position == 3]
+    assert rules_of(kv.judge().errors) == ["parent_block_not_found"]
+    assert [p for p in kv.events.problems if p.rule == "index_failure" and p.position == 3] == []
 
 
 def test_drift_of_a_block_that_is_held_though_it_was_removed_is_listed_there(make_kv):
@@ -109,18 +116,18 @@ def test_drift_of_a_block_that_is_held_though_it_was_removed_is_listed_there(mak
                 super().apply(event)
 
     kv = make_kv(None, KeepsWhatWasStoredAgain())
-    sink = kv.make_sink(prefix_closed=False)
+    sink = kv.make_sink(prefix_closed=False, restores=True)
     sink.compare(lambda: CHAIN)
     sink(Stored(None, CHAIN[:1], LOCALS[:1]))
     sink(Stored(None, CHAIN, LOCALS))
     sink(Removed(CHAIN[:1]))
     verdict = kv.judge()
-    assert [] == verdict.errors
+    assert verdict.errors == []
     (warning,) = verdict.warnings
-    assert ("evicted_and_restored", ["index_drift", "engine_drift"]) == (
+    assert (
         warning.rule,
         [problem.rule for problem in warning.folded],
-    )
+    ) == ("evicted_and_restored", ["index_drift", "engine_drift"])
 
 
 # ------------------------------------------------------------------------------------------------------ traffic
@@ -174,7 +181,7 @@ def test_random_traffic_over_multi_lru_has_no_error_and_only_faults_of_its_own(a
     for request in list(fleet.worker.requests):
         request.finish()
     verdict = kv.judge()
-    assert [] == verdict.errors
+    assert verdict.errors == []
     assert FAULTS.issuperset(problem.rule for problem in verdict.warnings)
 
 
@@ -190,13 +197,15 @@ def test_prompts_that_share_and_overlap_have_no_error_over_any_backend(make_kv, 
                 request.decode(turn % 5)
             shared[turn % 3] = prompt if len(prompt.tokens) < 36 else kv.prompt(2)
         verdict = kv.judge()
-        assert [] == verdict.errors
+        assert verdict.errors == []
         found.update(problem.rule for problem in verdict.warnings)
     assert set(found) <= (FAULTS if backend == "multi_lru" else set())
 
 
 def test_the_smallest_use_that_evicts_a_block_and_stores_it_again(make_kv):
-    """The worked case of docs/fidelity.md: `b` is warm because it is reused while nobody holds it, and its parent `a` is not."""
+    """The worked case of docs/fidelity.md: `b` is warm because it is reused while nobody holds it, and its parent
+    `a` is not.
+    """
     kv = make_kv("multi_lru", RadixIndex(), num_blocks=3)
     worker, a, c, d = kv.worker(0), kv.prompt(1), kv.prompt(1), kv.prompt(1)
     a_b = kv.prompt(1, after=a)
@@ -206,7 +215,7 @@ def test_the_smallest_use_that_evicts_a_block_and_stores_it_again(make_kv):
     worker.serve(c)
     worker.serve(c)
     with worker.prefill(d):
-        assert {} == kv.events.counts.warnings
+        assert kv.events.counts.warnings == {}
         worker.serve(a_b)
         kv.flush()
     stored, removed = kv.events.stored[-1].data, kv.events.removed[-1].data
@@ -214,12 +223,12 @@ def test_the_smallest_use_that_evicts_a_block_and_stores_it_again(make_kv):
     assert (blocks, blocks[1]) == (stored.block_hashes, removed.block_hashes[0])
     (warning,) = kv.events.problems[0], *kv.events.warnings[1:]
     assert ("evicted_and_restored", (blocks[1],)) == (warning.rule, warning.blocks)
-    assert ["engine_drift"] == [problem.rule for problem in warning.folded]
+    assert [problem.rule for problem in warning.folded] == ["engine_drift"]
 
     worker.serve(kv.prompt(1, after=a_b))  # below b, which the router does not have
 
-    assert ["engine_drift", "parent_block_not_found"] == [problem.rule for problem in warning.folded]
-    assert [] == kv.judge().errors
+    assert [problem.rule for problem in warning.folded] == ["engine_drift", "parent_block_not_found"]
+    assert kv.judge().errors == []
 
 
 def test_a_use_that_evicts_blocks_and_stores_them_again_is_found_in_a_trace(traces_dir):
@@ -236,14 +245,16 @@ def test_a_use_that_evicts_blocks_and_stores_them_again_is_found_in_a_trace(trac
     stored, removed = (entry for entry in list(kv.events)[-2:])
     taken = {problem.blocks[0] for problem in removed.problems}
 
-    assert {"wrong_hash": 12, "evicted_and_restored": 24} == kv.events.counts.warnings
-    assert 24 == len(taken)
+    assert kv.events.counts.warnings == {"wrong_hash": 12, "evicted_and_restored": 24}
+    assert len(taken) == 24
     assert taken <= set(stored.event.event.data.block_hashes) & set(removed.event.event.data.block_hashes)
     assert taken <= set(worker.manager.resident())
-    assert [] == kv.judge().errors
-    assert {"wrong_hash": 12, "evicted_and_restored": 24, "engine_drift": 24} == Counter(
-        problem.rule for problem in kv.events.problems
-    )
+    assert kv.judge().errors == []
+    assert Counter(problem.rule for problem in kv.events.problems) == {
+        "wrong_hash": 12,
+        "evicted_and_restored": 24,
+        "engine_drift": 24,
+    }
 
 
 def test_what_is_held_behind_a_hole_is_no_part_of_the_leading_run(make_kv):

@@ -4,10 +4,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_kvmock import EventRulesBroken, RadixIndex, RouterHarness
-from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, StorageTier, Stored
+from pytest_kvmock import (
+    Cleared,
+    EventRulesBroken,
+    KvCacheEvent,
+    RadixIndex,
+    Removed,
+    RouterHarness,
+    StorageTier,
+    Stored,
+    sequence_hashes,
+)
 from pytest_kvmock.harness import Recovery
-from pytest_kvmock.tokens import sequence_hashes
 
 
 def chain(*numbers, parent=None):
@@ -120,8 +128,8 @@ def test_an_index_may_find_the_orphan_again_or_not(index):
     kv = harness(index())
     publish(kv.make_sink(), *ORPHAN)
     verdict = kv.judge()
-    assert ([], ["orphaned_child"]) == (verdict.errors, rules(verdict.warnings))
-    assert [] == verdict.warnings[0].folded
+    assert (verdict.errors, rules(verdict.warnings)) == ([], ["orphaned_child"])
+    assert verdict.warnings[0].folded == []
 
 
 @pytest.mark.parametrize("by_rank", [True, False], ids=["by rank", "by worker"])
@@ -150,18 +158,18 @@ def test_what_is_outside_of_it_is_listed_under_the_warning_and_says_why():
     publish(sink, *ORPHAN)
     index.answers[1, 2] = {}
     verdict = kv.judge()
-    assert [] == verdict.errors
+    assert verdict.errors == []
     (warning,) = verdict.warnings
-    assert ("orphaned_child", 1) == (warning.rule, warning.event_id)
+    assert (warning.rule, warning.event_id) == ("orphaned_child", 1)
     (drift,) = warning.folded
-    assert ("index_drift", (2,)) == (drift.rule, drift.blocks)
-    assert (
+    assert (drift.rule, drift.blocks) == ("index_drift", (2,))
+    assert drift.observed == (
         f"find_matches() of your index (Scripted) returned 0 for worker {sink.worker_id} on a 2-block prefix (ends in "
         "2); block 2 was stored by event 0 and never removed; block 2 was left without its parent by event 1"
-    ) == drift.observed
+    )
     assert (
-        "1 to 2 blocks: between what the reference index returned and what is held according to the events"
-        == drift.expected
+        drift.expected
+        == "1 to 2 blocks: between what the reference index returned and what is held according to the events"
     )
 
 
@@ -181,8 +189,8 @@ def test_until_the_rank_is_cleared_the_engine_is_to_blame(more, asked, wrong):
     publish(sink, *ORPHAN, *more)
     index.answers[asked] = {(sink.worker_id, 0): wrong}
     verdict = kv.judge()
-    assert [] == verdict.errors
-    assert ["index_drift"] == rules(problem for warning in verdict.warnings for problem in warning.folded)
+    assert verdict.errors == []
+    assert rules(problem for warning in verdict.warnings for problem in warning.folded) == ["index_drift"]
 
 
 @pytest.mark.parametrize("index", [Keeps, RadixIndex])
@@ -204,8 +212,8 @@ def test_of_two_orphans_the_first_on_the_chain_is_named():
     index.answers[1, 2, 3, 4] = {(sink.worker_id, 0): 0}
     kv.judge()
     later, first = kv.events.warnings
-    assert [(4,), (2,)] == [later.blocks, first.blocks]
-    assert ([], ["index_drift"]) == (rules(later.folded), rules(first.folded))
+    assert [later.blocks, first.blocks] == [(4,), (2,)]
+    assert (rules(later.folded), rules(first.folded)) == ([], ["index_drift"])
 
 
 # ------------------------------------------------------------------------------------------------- what is not
@@ -223,7 +231,7 @@ def test_chains_that_do_not_go_through_the_orphan_are_judged_as_ever(asked, answ
     publish(sink, chain(5, 6), Stored(None, (71, 72), (1, 2)), Removed((71,)), Stored(None, (71,), (1,)))
     index.answers[asked] = {(sink.worker_id, 0): answer}
     publish(sink, Stored(72, (73,), (3,)))
-    assert ["index_drift"] == rules(kv.judge().errors)
+    assert rules(kv.judge().errors) == ["index_drift"]
 
 
 @pytest.mark.parametrize("more", [[], [Removed((2,))]], ids=["behind a hole", "gone"])
@@ -234,11 +242,11 @@ def test_an_index_that_counts_more_than_is_held_has_no_excuse_where_nothing_is_o
     publish(sink, *ORPHAN[:2], *more)
     index.answers[1, 2] = {(sink.worker_id, 0): 1}
     (error,) = kv.judge().errors
-    assert ("index_drift", (2,), "0 blocks, as the reference index returned") == (
+    assert (
         error.rule,
         error.blocks,
         error.expected,
-    )
+    ) == ("index_drift", (2,), "0 blocks, as the reference index returned")
 
 
 def test_a_removed_of_an_inner_block_that_an_index_ignores_is_its_own_fault():
@@ -249,7 +257,7 @@ def test_a_removed_of_an_inner_block_that_an_index_ignores_is_its_own_fault():
     kv = harness(Ignores())
     publish(kv.make_sink(), *ORPHAN[:2])
     (error,) = kv.judge().errors
-    assert ("index_drift", (1,), 1) == (error.rule, error.blocks, error.event_id)
+    assert (error.rule, error.blocks, error.event_id) == ("index_drift", (1,), 1)
 
 
 @pytest.mark.parametrize("how", ["cleared", "removed"])
@@ -261,7 +269,7 @@ def test_a_rank_that_begins_anew_is_judged_as_ever(how):
     sink(Cleared()) if how == "cleared" else kv.remove_worker(sink.worker_id)
     publish(sink, chain(1, 2))
     index.answers[1, 2] = {(sink.worker_id, 0): 1}
-    assert ["index_drift"] == rules(kv.judge().errors)
+    assert rules(kv.judge().errors) == ["index_drift"]
 
 
 def test_an_announced_restart_is_such_a_beginning():
@@ -271,7 +279,7 @@ def test_an_announced_restart_is_such_a_beginning():
     kv.worker(0).restart(announced=True)
     kv.apply([chain(1, 2)])
     index.answers[1, 2] = {(0, 0): 1}
-    assert ["index_drift"] == rules(kv.judge().errors)
+    assert rules(kv.judge().errors) == ["index_drift"]
 
 
 def test_each_rank_and_each_worker_has_orphans_of_its_own():
@@ -302,7 +310,7 @@ def test_an_index_that_answers_by_worker_is_excused_by_the_orphan_of_any_rank(ot
         sink(KvCacheEvent(event_id, data, 1))
     index.answers[1, 2] = {sink.worker_id: answer}
     verdict = kv.judge()
-    assert ([], [["index_drift"]]) == (verdict.errors, [rules(warning.folded) for warning in verdict.warnings])
+    assert (verdict.errors, [rules(warning.folded) for warning in verdict.warnings]) == ([], [["index_drift"]])
 
 
 def test_an_orphan_on_the_host_says_nothing_of_the_device():
@@ -313,7 +321,7 @@ def test_an_orphan_on_the_host_says_nothing_of_the_device():
         sink.publish(data, storage_tier=StorageTier.HOST_PINNED)
     sink(chain(1, 2))
     index.answers[1, 2] = {(sink.worker_id, 0): 1}
-    assert ["index_drift"] == rules(kv.judge().errors)
+    assert rules(kv.judge().errors) == ["index_drift"]
 
 
 def test_where_a_removed_names_parent_and_child_nothing_is_left():
@@ -323,7 +331,7 @@ def test_where_a_removed_names_parent_and_child_nothing_is_left():
         sink = kv.make_sink()
         publish(sink, chain(1, 2), Removed(blocks), chain(1))
         index.answers[1, 2] = {(sink.worker_id, 0): 2}
-        assert (["index_drift"], []) == tuple(map(rules, kv.judge()[:2]))
+        assert tuple(map(rules, kv.judge()[:2])) == (["index_drift"], [])
 
 
 def test_a_copy_that_outlives_its_parent_is_an_orphan_too():
@@ -331,8 +339,8 @@ def test_a_copy_that_outlives_its_parent_is_an_orphan_too():
     sink = kv.make_sink(residency="counted")
     publish(sink, chain(1, 2), chain(2, parent=1), Removed((2, 1)), chain(1))
     kv.assert_in_sync()
-    assert ["orphaned_child"] == rules(kv.judge().warnings)
-    assert 1 == kv.reference.find_matches([1, 2]).scores[sink.worker_id, 0]
+    assert rules(kv.judge().warnings) == ["orphaned_child"]
+    assert kv.inside.reference.find_matches([1, 2]).scores[sink.worker_id, 0] == 1
 
 
 # ------------------------------------------------------------------------------------------------- other names
@@ -343,7 +351,7 @@ def test_an_orphan_is_known_in_the_chain_of_a_worker_that_names_its_blocks_other
     publish(kv.make_sink(), *ORPHAN)
     publish(kv.make_sink(), Stored(None, (71, 72), (1, 2)))
     kv.judge()
-    assert ["orphaned_child"] == rules(kv.events.problems)
+    assert rules(kv.events.problems) == ["orphaned_child"]
 
 
 def test_it_is_known_by_the_hashes_of_the_chain_where_its_parent_was_wrong():
@@ -363,7 +371,7 @@ def test_it_is_known_by_the_hashes_of_the_chain_where_its_parent_was_wrong():
     publish(sink, Stored(None, (one,), (1,)), Stored(None, (9,), (9,)), Stored(9, (two, three), (2, 3)), Removed((9,)))
     (problem,) = kv.judge().warnings
     assert ("orphaned_child", (two,)) == (problem.rule, problem.blocks)
-    assert [] == [each for each in kv.events.errors if each.position > 2]
+    assert [each for each in kv.events.errors if each.position > 2] == []
 
 
 # ---------------------------------------------------------------------------------------------- it raises there
@@ -374,9 +382,9 @@ def test_an_index_that_raises_for_an_orphan_that_it_dropped_is_listed_under_the_
     sink = kv.make_sink()
     publish(sink, *ORPHAN[:2], chain(3, parent=2), Removed((2, 3)))
     verdict = kv.judge()
-    assert [] == verdict.errors
+    assert verdict.errors == []
     (warning,) = verdict.warnings
-    assert ["index_failure", "index_failure"] == rules(warning.folded)
+    assert rules(warning.folded) == ["index_failure", "index_failure"]
 
 
 def test_it_has_no_excuse_for_other_blocks():
@@ -388,8 +396,8 @@ def test_it_has_no_excuse_for_other_blocks():
     kv = harness(AndForgetsOne())
     publish(kv.make_sink(), chain(5, 6), *ORPHAN[:2], chain(3, parent=2), Removed((6,)))
     (error,) = kv.judge().errors
-    assert ("index_drift", (6,)) == (error.rule, error.blocks)
-    assert ["index_failure"] == rules(kv.events.warnings[0].folded)
+    assert (error.rule, error.blocks) == ("index_drift", (6,))
+    assert rules(kv.events.warnings[0].folded) == ["index_failure"]
 
 
 def test_an_index_that_raises_at_another_event_is_to_blame():
@@ -401,7 +409,7 @@ def test_an_index_that_raises_at_another_event_is_to_blame():
 
     kv = harness(Full())
     publish(kv.make_sink(), *ORPHAN, chain(7))
-    assert ["index_failure"] == rules(kv.judge().errors)
+    assert rules(kv.judge().errors) == ["index_failure"]
 
 
 # ---------------------------------------------------------------------------------------- faults and recoveries
@@ -415,8 +423,8 @@ def test_an_orphan_that_came_of_a_lost_removed_alone_is_listed_under_the_gap(ind
     kv.faults.lose(worker=sink.worker_id)
     publish(sink, Removed((2,)), Removed((1,)), chain(1))
     (error,) = kv.judge().errors
-    assert ("event_id_gap", "lose") == (error.rule, error.fault.kind)
-    assert {"orphaned_child"} == set(rules(error.folded))
+    assert (error.rule, error.fault.kind) == ("event_id_gap", "lose")
+    assert set(rules(error.folded)) == {"orphaned_child"}
 
 
 @pytest.mark.parametrize("index", [Keeps, RadixIndex])
@@ -427,7 +435,7 @@ def test_an_index_that_survives_faults_may_differ_there_too(index):
     kv.faults.double(worker=sink.worker_id)
     publish(sink, chain(4), chain(5))
     verdict = kv.judge()
-    assert ([], ["orphaned_child"]) == (verdict.errors, rules(verdict.warnings))
+    assert (verdict.errors, rules(verdict.warnings)) == ([], ["orphaned_child"])
 
 
 def test_what_survives_wrongly_there_is_listed_under_the_warning():
@@ -437,8 +445,8 @@ def test_what_survives_wrongly_there_is_listed_under_the_warning():
     publish(sink, *ORPHAN)
     index.answers[1, 2] = {}
     verdict = kv.judge()
-    assert [] == verdict.errors
-    assert [["index_drift"]] == [rules(warning.folded) for warning in verdict.warnings]
+    assert verdict.errors == []
+    assert [rules(warning.folded) for warning in verdict.warnings] == [["index_drift"]]
 
 
 def test_an_orphan_among_the_events_that_a_router_asked_for_is_a_warning():
@@ -459,8 +467,8 @@ def test_an_orphan_among_the_events_that_a_router_asked_for_is_a_warning():
     publish(sink, chain(5))
     kv.judge()
     warning = next(p for p in kv.events.problems if p.rule == "orphaned_child")
-    assert ((2,), None, None) == (warning.blocks, warning.cause, warning.fault)
-    assert {"event_id_gap", "orphaned_child"} == set(rules(kv.events.problems))
+    assert (warning.blocks, warning.cause, warning.fault) == ((2,), None, None)
+    assert set(rules(kv.events.problems)) == {"event_id_gap", "orphaned_child"}
 
 
 # ------------------------------------------------------------------------------------------------------ traffic
@@ -510,5 +518,5 @@ def play(kv, steps):
 def test_no_right_index_is_to_blame_for_what_an_engine_leaves_behind(index, steps):
     kv = harness(index())
     play(kv, steps)
-    assert [] == kv.judge().errors
+    assert kv.judge().errors == []
     assert {"orphaned_child"} >= {p.rule for p in kv.events.problems if p.cause is None}

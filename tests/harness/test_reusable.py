@@ -59,7 +59,7 @@ def test_the_second_prompt_with_a_prefix_is_promised_what_it_cannot_reuse_and_th
         size = kv.profile.block_size
         shared = kv.prompt(32)
         worker = kv.worker(0)
-        assert {} == kv.reusable(shared)
+        assert kv.reusable(shared) == {}
         served = []
         for _ in range(3):
             prompt = kv.prompt(16, after=shared, tail=1)

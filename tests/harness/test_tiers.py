@@ -4,11 +4,23 @@ import asyncio
 
 import pytest
 
-from pytest_kvmock import EngineProfile, Prompt, RadixIndex, RouterHarness, block_hashes
-from pytest_kvmock.events import Cleared, KvCacheEvent, Located, Removed, RouterEvent, StorageTier, Stored
+from pytest_kvmock import (
+    Cleared,
+    EngineProfile,
+    KvCacheEvent,
+    Prompt,
+    RadixIndex,
+    Removed,
+    RouterEvent,
+    RouterHarness,
+    StorageTier,
+    Stored,
+    block_hashes,
+)
 from pytest_kvmock.harness.under_test import difference_below
-from pytest_kvmock.hygiene.entries import Opened
-from pytest_kvmock.hygiene.stream_spec import StreamSpec
+from pytest_kvmock.oracle.hygiene.entries import Opened
+from pytest_kvmock.oracle.hygiene.stream_spec import StreamSpec
+from pytest_kvmock.values import Located
 
 DEVICE, HOST, DISK, EXTERNAL = StorageTier
 
@@ -91,8 +103,8 @@ def test_the_overlap_of_a_tier_is_what_it_adds_to_the_faster_ones(index):
     )
     assert ({worker: 1}, {}) == (kv.overlap(PROMPT, tier="disk"), kv.overlap(PROMPT, tier=EXTERNAL))
     assert {DEVICE: {worker: 2}, HOST: {worker: 2}, DISK: {worker: 1}} == kv.overlap(PROMPT, tier=None)
-    assert {} == kv.overlap(Prompt(hashes=[9]), tier=None)
-    assert [] == kv.judge().errors
+    assert kv.overlap(Prompt(hashes=[9]), tier=None) == {}
+    assert kv.judge().errors == []
 
 
 def test_ranks_are_named_as_in_overlap():
@@ -150,20 +162,20 @@ def test_an_event_with_an_unknown_tier_is_refused_before_it_is_logged(name, text
         with pytest.raises(ValueError, match=text):
             call()
     sink(chain(1))
-    assert ([0], [0]) == (
+    assert (
         [entry.event.event.event_id for entry in kv.events],
         [event.event_id for event in sink.events],
-    )
+    ) == ([0], [0])
     kv.assert_in_sync()
 
 
 def test_an_index_takes_and_gives_tiers_by_their_short_names():
     index = RadixIndex(count_copies=True)
     index.apply(RouterEvent(0, KvCacheEvent(0, chain(1)), "host"))
-    assert {HOST: {(0, 0): 1}} == index.find_tiered([1])
-    assert 1 == index.num_blocks(0, tier="g2")
+    assert index.find_tiered([1]) == {HOST: {(0, 0): 1}}
+    assert index.num_blocks(0, tier="g2") == 1
     index.apply(RouterEvent(0, KvCacheEvent(1, Removed((1,))), HOST))
-    assert {} == index.find_tiered([1])
+    assert index.find_tiered([1]) == {}
     with pytest.raises(ValueError, match=r"unknown tier 'hots'; did you mean 'host'\?"):
         index.apply(RouterEvent(0, KvCacheEvent(2, chain(1)), "hots"))
 
@@ -177,7 +189,7 @@ def test_an_index_without_tiers_is_asked_for_the_device_alone():
             ValueError, match=r"index under test \(DeviceOnly\) does not tell tiers apart: it has no find_tiered"
         ):
             call()
-    assert [] == kv.judge().errors
+    assert kv.judge().errors == []
 
 
 def test_an_async_index_is_awaited():
@@ -195,7 +207,7 @@ def test_an_async_index_is_awaited():
         kv.overlap(PROMPT, tier=None)
     with pytest.raises(TypeError, match=r"use `await kv_harness.aoverlap\(...\)`"):
         kv.overlap(PROMPT, tier="host")
-    assert [] == kv.judge().errors
+    assert kv.judge().errors == []
 
 
 def test_an_index_must_answer_in_some_way():
@@ -231,7 +243,7 @@ def test_a_wrong_answer_names_the_tier(kind, tiers, observed, expected, by_rank)
     play(sink, OFFLOADED[2])
     (problem,) = kv.judge().errors
     assert f"find_tiered() of your index ({kind.__name__}) {observed}" in problem.observed
-    assert (expected, "index_drift") == (problem.expected, problem.rule)
+    assert (problem.expected, problem.rule) == (expected, "index_drift")
 
 
 def test_the_text_says_where_the_block_went():
@@ -241,10 +253,12 @@ def test_the_text_says_where_the_block_went():
     index.answers[1, 2] = {DEVICE: {(sink.worker_id, 0): 1}}
     play(sink, Removed((2,)))
     (problem,) = kv.judge().errors
-    assert (HOST, (2,)) == (problem.storage_tier, problem.blocks)
+    assert (problem.storage_tier, problem.blocks) == (HOST, (2,))
     assert (
-        f"find_tiered() of your index (Tiered) returned 0 in host_pinned for worker {sink.worker_id} on a 2-block prefix "
-        "(ends in 2); block 2 was stored in host_pinned by event 1 and never removed" == problem.observed
+        problem.observed
+        == f"find_tiered() of your index (Tiered) returned 0 in host_pinned for worker {sink.worker_id} on a 2-block "
+        "prefix "
+        "(ends in 2); block 2 was stored in host_pinned by event 1 and never removed"
     )
 
 
@@ -256,7 +270,7 @@ def test_the_text_counts_a_location_as_what_stores_a_block():
     play(sink, Removed((2,)))
     (problem,) = kv.judge().errors
     assert problem.observed.endswith("(ends in 2); block 2 was stored in host_pinned by event 1 and never removed")
-    assert "1 block, as the reference index returned" == problem.expected
+    assert problem.expected == "1 block, as the reference index returned"
 
 
 def test_a_stale_block_of_the_host_is_found_by_its_removed():
@@ -268,7 +282,7 @@ def test_a_stale_block_of_the_host_is_found_by_its_removed():
     kv, sink = harness(Forgets())
     play(sink, chain(1, 2), (chain(3), HOST), (Removed((3,)), HOST))
     (problem,) = kv.judge().errors
-    assert 2 == problem.event_id
+    assert problem.event_id == 2
     assert "returned 1 in host_pinned" in problem.observed
     assert problem.observed.endswith("block 3 was removed from host_pinned by event 2; in no tier since")
 
@@ -287,7 +301,7 @@ def test_blocks_that_a_cleared_left_on_the_host_are_found():
     kv, sink = harness(KeepsHost())
     play(sink, (chain(1, 3), HOST), Cleared())
     (problem,) = kv.judge().errors
-    assert (1, HOST) == (problem.event_id, problem.storage_tier)
+    assert (problem.event_id, problem.storage_tier) == (1, HOST)
     assert problem.observed.endswith("was stored in host_pinned by event 0 and cleared by event 1")
 
 
@@ -337,7 +351,7 @@ def test_blocks_below_one_that_was_removed_are_asked_for_too():
     sink = kv.make_sink()
     play(sink, chain(1, 2), (chain(3), HOST), Removed((2,)), Stored(None, (100,), (100,)))
     (problem,) = kv.judge().errors
-    assert (2, HOST, (3,)) == (problem.event_id, problem.storage_tier, problem.blocks)
+    assert (problem.event_id, problem.storage_tier, problem.blocks) == (2, HOST, (3,))
 
 
 def test_an_index_of_the_device_alone_is_not_asked_for_blocks_below():
@@ -351,7 +365,7 @@ def test_an_index_of_the_device_alone_is_not_asked_for_blocks_below():
     index = Asked()
     kv = RouterHarness(backend=None, index=index, sync="every")
     play(kv.make_sink(), (chain(3, 4), HOST), chain(1, 2))
-    assert (2, 2, 1, 2, 2, 1) == index.lengths  # each chain, with its first block exchanged, and without it
+    assert index.lengths == (2, 2, 1, 2, 2, 1)  # each chain, with its first block exchanged, and without it
 
 
 def test_an_index_with_both_methods_must_be_right_in_both():
@@ -361,17 +375,17 @@ def test_an_index_with_both_methods_must_be_right_in_both():
 
     kv, sink = harness(Stale())
     play(sink, chain(1))
-    assert ["find_matches() of your index"] == [problem.observed[:28] for problem in kv.judge().errors]
+    assert [problem.observed[:28] for problem in kv.judge().errors] == ["find_matches() of your index"]
 
 
 def test_tiers_are_asked_for_from_the_first_event_below_the_device_on():
     index = Both()
     kv, sink = harness(index)
     play(sink, chain(1, 2))
-    assert 0 == index.asked
+    assert index.asked == 0
     play(sink, (chain(3), HOST))
     assert index.asked > 0
-    assert [] == kv.judge().errors
+    assert kv.judge().errors == []
 
 
 @pytest.mark.parametrize(
@@ -384,7 +398,7 @@ def test_tiers_are_asked_for_from_the_first_event_below_the_device_on():
         ),
         (
             {"device": {0: "one"}},
-            r"find_tiered\(\) of Tiered returned in device the entry 0: 'one'; expected worker_id or \(worker_id, dp_rank\)",
+            r"find_tiered\(\) of Tiered returned in device the entry 0: 'one'; expected worker_id or \(worker_id, dp_rank\)",  # noqa: E501
         ),
         (
             {HOST: None},
@@ -407,7 +421,7 @@ def test_an_answer_that_cannot_be_read_is_an_index_failure(answer, observed):
     play(sink, chain(1))
     with pytest.raises(ValueError, match=observed):
         kv.overlap(PROMPT, tier=None)
-    assert {"index_failure"} == {problem.rule for problem in kv.judge().errors}
+    assert {problem.rule for problem in kv.judge().errors} == {"index_failure"}
 
 
 def test_an_answer_with_tiers_by_name_and_zeros_is_read():
@@ -435,7 +449,7 @@ def test_below_a_device_that_may_differ_any_extension_is_right():
     index.find_matches = lambda hashes: {(sink.worker_id, 0): min(3, len(hashes))} if list(hashes)[:1] == [1] else {}
     index.answers[1, 2, 3, 4] = {DEVICE: {(sink.worker_id, 0): 3}, HOST: {(sink.worker_id, 0): 1}}
     play(sink, (chain(4), HOST))
-    assert [] == kv.judge().errors
+    assert kv.judge().errors == []
 
 
 # ---------------------------------------------------------------------------------------------------- capacity
@@ -446,7 +460,7 @@ def test_a_sink_has_a_capacity_for_each_tier():
     sink = kv.make_sink(num_blocks=2, tier_blocks={"host": 1, DISK: 2})
     play(sink, chain(1, 2), (chain(1, 2), HOST), (chain(1, 2), DISK))
     (problem,) = kv.judge().errors
-    assert ("over_capacity", HOST) == (problem.rule, problem.storage_tier)
+    assert (problem.rule, problem.storage_tier) == ("over_capacity", HOST)
 
 
 @pytest.mark.parametrize(
@@ -469,7 +483,7 @@ def test_an_event_of_another_worker_by_hand_is_judged_by_tier_too():
     kv = RouterHarness()
     kv.apply([Stored(None, (5,), (5,))])
     kv.apply(RouterEvent(0, next(iter(kv.events)).event.event, HOST))
-    assert ["event_id_gap"] == [problem.rule for problem in kv.events.problems]  # and no duplicate
+    assert [problem.rule for problem in kv.events.problems] == ["event_id_gap"]  # and no duplicate
 
 
 def test_a_worker_is_compared_in_each_tier_that_is_known_of_it():
@@ -481,7 +495,7 @@ def test_a_worker_is_compared_in_each_tier_that_is_known_of_it():
     sink.publish(KvCacheEvent(1, chain(1)), HOST)
     sink.publish(KvCacheEvent(2, chain(1)), DISK)  # of which nothing is known
     (problem,) = kv.judge().errors
-    assert ("engine_drift", HOST) == (problem.rule, problem.storage_tier)
+    assert (problem.rule, problem.storage_tier) == ("engine_drift", HOST)
     assert problem.observed.startswith(
         "the engine does not hold block 1 in host_pinned; block 1 was stored in host_pinned"
     )
@@ -536,8 +550,8 @@ def test_an_index_of_tokens_may_tell_tiers_apart(index):
     profile = EngineProfile(block_size=4, num_blocks=6, tiers={"host": 32})
     with RouterHarness(profile, "lru", index()) as kv:
         asked = serve_over_a_host(kv)
-        assert {HOST: {0: 3}} == kv.overlap(asked, tier=None)
-        assert {} == kv.overlap(Prompt(asked.tokens), tier=None)
+        assert kv.overlap(asked, tier=None) == {HOST: {0: 3}}
+        assert kv.overlap(Prompt(asked.tokens), tier=None) == {}
 
 
 def test_an_index_of_tokens_is_compared_tier_by_tier():
@@ -545,7 +559,7 @@ def test_an_index_of_tokens_is_compared_tier_by_tier():
     kv = RouterHarness(profile, "lru", ForgetsTheHost())
     serve_over_a_host(kv)
     problem = kv.judge().errors[0]
-    assert ("index_drift", HOST) == (problem.rule, problem.storage_tier)
+    assert (problem.rule, problem.storage_tier) == ("index_drift", HOST)
     assert problem.observed.startswith("match_tiered() of your index (ForgetsTheHost) returned 0 in host_pinned")
 
 
@@ -561,7 +575,7 @@ def test_an_index_that_tells_tiers_apart_by_tokens_is_served_no_prompt_of_hashes
 def test_a_harness_made_by_hand_has_traits_in_one_call():
     profile = EngineProfile(block_size=4, tiers={"host": 64, "chunk": 2})
     traits = profile.traits("vllm")
-    assert (True, 2, False) == (traits.copies, traits.chunk, traits.clears_below)
+    assert (traits.copies, traits.chunk, traits.clears_below) == (True, 2, False)
     assert traits == RouterHarness(profile, "vllm").worker(0).traits
     assert EngineProfile().traits("vllm_deepseek_v4").publishes_groups
     with pytest.raises(ValueError, match="unknown backend 'vlm'"):

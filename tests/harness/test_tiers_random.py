@@ -1,4 +1,6 @@
-"""Random traffic over all tiers, of engines that keep the rules: nothing is wrong with it, and what is lost is one gap."""
+"""Random traffic over all tiers, of engines that keep the rules: nothing is wrong with it, and what is lost is one
+gap.
+"""
 
 from random import Random
 
@@ -6,15 +8,15 @@ import pytest
 from depth import seeds
 from plain_tiers import PlainTiers
 
-from pytest_kvmock import RadixIndex, RouterHarness
-from pytest_kvmock.events import Cleared, Removed, StorageTier, Stored
-from pytest_kvmock.tokens import sequence_hashes
+from pytest_kvmock import Cleared, RadixIndex, Removed, RouterHarness, StorageTier, Stored, sequence_hashes
 
 DEVICE, *BELOW = StorageTier
 
 
 class Engine:
-    """Holds blocks in four tiers: on the device it removes leaves first, below it stores and removes any, one by one."""
+    """Holds blocks in four tiers: on the device it removes leaves first, below it stores and removes any, one by
+    one.
+    """
 
     def __init__(self, sink, rng):
         self.sink, self.rng = sink, rng
@@ -66,7 +68,7 @@ def verdict_on(seed, loses, **options):
 @pytest.mark.parametrize("seed", seeds(30))
 def test_sound_traffic_over_all_tiers_is_in_sync(seed):
     verdict = verdict_on(seed, loses=False)
-    assert ([], []) == (verdict.errors, verdict.warnings)
+    assert (verdict.errors, verdict.warnings) == ([], [])
 
 
 @pytest.mark.parametrize("seed", seeds(30))

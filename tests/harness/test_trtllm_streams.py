@@ -6,10 +6,9 @@ from random import Random
 import pytest
 from depth import seeds
 
-from pytest_kvmock import Cleared, EngineProfile, RadixIndex, Removed, RouterHarness, StorageTier, Stored
-from pytest_kvmock.backends import BACKENDS
-from pytest_kvmock.engine.worker import OutOfBlocks
-from pytest_kvmock.events import Updated
+from pytest_kvmock import BACKENDS, Cleared, EngineProfile, RadixIndex, Removed, RouterHarness, StorageTier, Stored
+from pytest_kvmock.engines import OutOfBlocks
+from pytest_kvmock.values import Updated
 
 TRTLLM = BACKENDS["trtllm"]
 V2 = BACKENDS["trtllm_v2"]
@@ -97,7 +96,7 @@ def test_engines_over_v2_end_all_requests_and_break_no_rule(spec, seed):
         ]
         handles = [engine.submit(prompt, rng.randrange(1, 9)) for prompt in prompts]
         engine.run()
-        assert {"finished"} == {handle.status for handle in handles}
+        assert {handle.status for handle in handles} == {"finished"}
 
 
 def by_hand(*data, index=None):
@@ -116,16 +115,16 @@ def rules(kv):
 
 def test_an_updated_moves_a_block_and_unlinks_nothing():
     kv = by_hand(Stored(None, (1, 2, 3), LOCAL), Updated(2, levels=(0, 1)), Updated(3, priorities=(35, 80)))
-    assert [] == rules(kv)
-    tiers = kv.reference.find_tiered(LOCAL)
-    assert {StorageTier.DEVICE: {(70_000, 0): 2}, StorageTier.HOST_PINNED: {(70_000, 0): 1}} == tiers
-    assert {(70_000, 0): 3} == kv.reference.find_matches(LOCAL).scores
-    assert (2, 1) == (
-        kv.reference.num_blocks(70_000),
-        kv.reference.num_blocks(70_000, tier=StorageTier.HOST_PINNED),
-    )
+    assert rules(kv) == []
+    tiers = kv.inside.reference.find_tiered(LOCAL)
+    assert tiers == {StorageTier.DEVICE: {(70_000, 0): 2}, StorageTier.HOST_PINNED: {(70_000, 0): 1}}
+    assert kv.inside.reference.find_matches(LOCAL).scores == {(70_000, 0): 3}
+    assert (
+        kv.inside.reference.num_blocks(70_000),
+        kv.inside.reference.num_blocks(70_000, tier=StorageTier.HOST_PINNED),
+    ) == (2, 1)
     again = RadixIndex()
-    for event in kv.reference.dump_events():
+    for event in kv.inside.reference.dump_events():
         again.apply(event)
     assert tiers == again.find_tiered(LOCAL)
 
@@ -133,31 +132,31 @@ def test_an_updated_moves_a_block_and_unlinks_nothing():
 def test_a_block_on_the_host_comes_back_or_is_removed_there():
     moved = Updated(3, levels=(0, 1))
     kv = by_hand(Stored(None, (1, 2, 3), LOCAL), moved, Updated(3, levels=(1, 0)), moved, Removed((3,)))
-    assert [] == rules(kv)
-    assert {StorageTier.DEVICE: {(70_000, 0): 2}} == kv.reference.find_tiered(LOCAL)
+    assert rules(kv) == []
+    assert kv.inside.reference.find_tiered(LOCAL) == {StorageTier.DEVICE: {(70_000, 0): 2}}
 
 
 def test_an_updated_of_what_is_not_held_is_an_error():
     kv = by_hand(Stored(None, (1, 2), LOCAL[:2]), Updated(9, levels=(0, 1)))
-    assert ["block_not_found"] == rules(kv)
-    assert "an Updated names a block that is held" == kv.events.errors[0].expected
+    assert rules(kv) == ["block_not_found"]
+    assert kv.events.errors[0].expected == "an Updated names a block that is held"
 
 
 def test_a_leaf_that_its_engine_has_lost_may_be_stored_again():
     """Its engine says so in process; on a wire nothing does, and any leaf may be one."""
     first, again = Stored(None, (1, 2, 3), LOCAL), Stored(2, (3,), LOCAL[2:])
     told = {"silently_gone": [3]}
-    assert [] == rules(by_hand((first, {"silently_gone": []}), (again, told)))
-    assert [] == rules(by_hand(first, again))
-    assert ["duplicate_store"] == [
+    assert rules(by_hand((first, {"silently_gone": []}), (again, told))) == []
+    assert rules(by_hand(first, again)) == []
+    assert [
         problem.rule
         for problem in by_hand((first, {"silently_gone": []}), (again, {"silently_gone": []})).events.problems
-    ]
+    ] == ["duplicate_store"]
 
 
 def test_what_has_children_is_not_stored_again():
     kv = by_hand(Stored(None, (1, 2, 3), LOCAL), Stored(1, (2,), LOCAL[1:2]))
-    assert ["duplicate_store"] == [problem.rule for problem in kv.events.problems]
+    assert [problem.rule for problem in kv.events.problems] == ["duplicate_store"]
 
 
 def test_a_block_that_had_several_children_is_a_leaf_once_they_are_gone():
@@ -166,21 +165,21 @@ def test_a_block_that_had_several_children_is_a_leaf_once_they_are_gone():
     forked = [(Stored(None, (1,), LOCAL[:1]), told), *((Stored(1, (name,), (name,)), told) for name in (2, 3))]
     again = Stored(None, (1,), LOCAL[:1])
     gone = (Removed((2,)), {"silently_gone": [3]})
-    assert [] == [each.rule for each in by_hand(*forked, gone, (again, {"silently_gone": [1]})).events.problems]
+    assert [each.rule for each in by_hand(*forked, gone, (again, {"silently_gone": [1]})).events.problems] == []
     kept = by_hand(*forked, (again, {"silently_gone": [1]})).events.problems
-    assert ["duplicate_store"] == [each.rule for each in kept]
+    assert [each.rule for each in kept] == ["duplicate_store"]
 
 
 def test_a_leaf_that_is_gone_may_be_left_behind():
     kv = by_hand(Stored(None, (1, 2, 3), LOCAL), (Removed((2,)), {"silently_gone": [3]}))
-    assert [] == [problem.rule for problem in kv.events.problems]
+    assert [problem.rule for problem in kv.events.problems] == []
     kv = by_hand(Stored(None, (1, 2, 3), LOCAL), (Removed((2,)), {"silently_gone": []}))
-    assert ["orphaned_child"] == [problem.rule for problem in kv.events.problems]
+    assert [problem.rule for problem in kv.events.problems] == ["orphaned_child"]
 
 
 def test_a_created_is_a_cleared():
     kv = by_hand(Stored(None, (1,), LOCAL[:1]), (Cleared(), {"blocks_per_level": (8, 0)}))
-    assert {} == kv.reference.find_matches(LOCAL).scores
+    assert kv.inside.reference.find_matches(LOCAL).scores == {}
 
 
 def spoilt(change):
@@ -219,7 +218,7 @@ def test_an_event_that_is_lost_is_noticed_though_ids_go_on(kind):
 
 def test_an_updated_from_another_level_is_an_error():
     kv = by_hand(Stored(None, (1,), LOCAL[:1]), Updated(1, levels=(1, 0)))
-    assert ["block 1 is on level 0, and moves from level 1"] == [problem.observed for problem in kv.events.errors]
+    assert [problem.observed for problem in kv.events.errors] == ["block 1 is on level 0, and moves from level 1"]
 
 
 def test_the_buffer_of_an_engine_leaves_a_gap():
@@ -235,7 +234,7 @@ def test_the_summary_says_what_is_taken_for_the_devices(pytester):
         """
         import pytest
         from pytest_kvmock import RadixIndex, Stored
-        from pytest_kvmock.events import Updated
+        from pytest_kvmock.values import Updated
 
         class Ignores(RadixIndex):
             takes_updates = False

@@ -10,16 +10,22 @@ from hybrid_sizes import EACH, sized
 from pytest_kvmock import (
     BACKENDS,
     CapturingSink,
+    Cleared,
     EngineProfile,
     EventRulesBroken,
+    KvCacheEvent,
     OutOfBlocks,
+    Prompt,
     RadixIndex,
+    Removed,
+    RouterEvent,
     RouterHarness,
+    StorageTier,
+    Stored,
     create_manager,
+    sequence_hashes,
 )
-from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
-from pytest_kvmock.reduce import reproduce
-from pytest_kvmock.tokens import sequence_hashes
+from pytest_kvmock.harness.reduce import reproduce
 
 FIRST = 2**16
 
@@ -40,10 +46,10 @@ def sink(kv):
 
 def test_each_is_a_worker_of_its_own(kv):
     sinks = [kv.make_sink() for _ in range(3)]
-    assert [FIRST, FIRST + 1, FIRST + 2] == [sink.worker_id for sink in sinks]
+    assert [sink.worker_id for sink in sinks] == [FIRST, FIRST + 1, FIRST + 2]
     for count, sink in enumerate(sinks, 1):
         sink(Stored(None, tuple(range(1, count + 1)), tuple(range(1, count + 1))))
-    assert {FIRST: 1, FIRST + 1: 2, FIRST + 2: 3} == kv.overlap_for_hashes([1, 2, 3])
+    assert kv.overlap(Prompt(hashes=[1, 2, 3])) == {FIRST: 1, FIRST + 1: 2, FIRST + 2: 3}
     kv.assert_no_event_errors()
 
 
@@ -51,7 +57,7 @@ def test_one_that_speaks_for_several_ranks_takes_no_others_id(kv):
     first = kv.make_sink()
     for rank in (0, 1, 2):
         first(KvCacheEvent(0, one_block(1), rank))
-    assert FIRST + 1 == kv.make_sink().worker_id
+    assert kv.make_sink().worker_id == FIRST + 1
 
 
 def test_it_is_called_or_published_to_and_captures(kv, sink):
@@ -59,35 +65,35 @@ def test_it_is_called_or_published_to_and_captures(kv, sink):
     sink.publish(Stored(1, (2,), (2,)))
     sink(Removed((2,)))
     sink(Cleared())
-    assert [0, 1, 2, 3] == [event.event_id for event in sink.events]
+    assert [event.event_id for event in sink.events] == [0, 1, 2, 3]
     assert [entry.event.event for entry in kv.events] == sink.events
-    assert f"<KvSink worker {FIRST}, 4 events>" == repr(sink)
+    assert repr(sink) == f"<KvSink worker {FIRST}, 4 events>"
     kv.assert_no_event_errors()
 
 
 def test_events_keep_their_ids_which_may_begin_anywhere(kv, sink):
     sink(KvCacheEvent(41, one_block(1)))
     sink(one_block(2))
-    assert [41, 42] == [event.event_id for event in sink.events]
+    assert [event.event_id for event in sink.events] == [41, 42]
     kv.assert_no_event_errors()
     sink(KvCacheEvent(44, one_block(3)))
     (problem,) = kv.judge().errors
-    assert ("event_id_gap", 44) == (problem.rule, problem.event_id)
+    assert (problem.rule, problem.event_id) == ("event_id_gap", 44)
 
 
 def test_a_router_event_is_relabelled_and_keeps_the_rest(kv, sink):
     sink(RouterEvent(3, KvCacheEvent(7, one_block(1), 2), StorageTier.HOST_PINNED, [(1, 2, 3, 4)]))
     (entry,) = kv.events
-    assert (FIRST, 2, 7) == (entry.event.worker_id, entry.event.event.dp_rank, entry.event.event.event_id)
-    assert (StorageTier.HOST_PINNED, [(1, 2, 3, 4)]) == (entry.storage_tier, entry.token_ids)
+    assert (entry.event.worker_id, entry.event.event.dp_rank, entry.event.event.event_id) == (FIRST, 2, 7)
+    assert (entry.storage_tier, entry.token_ids) == (StorageTier.HOST_PINNED, [(1, 2, 3, 4)])
 
 
 def test_tier_and_token_ids_travel_beside_an_event(kv, sink):
     sink(one_block(1), StorageTier.DISK, [(1, 2, 3, 4)])
     sink.publish(one_block(1), token_ids=[(5, 6, 7, 8)])
-    assert [StorageTier.DISK, StorageTier.DEVICE] == [entry.storage_tier for entry in kv.events]
-    assert [[(1, 2, 3, 4)], [(5, 6, 7, 8)]] == [entry.token_ids for entry in kv.events]
-    assert {} == kv.events.counts.warnings  # another tier, so no duplicate
+    assert [entry.storage_tier for entry in kv.events] == [StorageTier.DISK, StorageTier.DEVICE]
+    assert [entry.token_ids for entry in kv.events] == [[(1, 2, 3, 4)], [(5, 6, 7, 8)]]
+    assert kv.events.counts.warnings == {}  # another tier, so no duplicate
 
 
 def test_a_manager_publishes_to_it(kv, sink):
@@ -97,19 +103,20 @@ def test_a_manager_publishes_to_it(kv, sink):
         manager.use([number])
         manager.deref(number)
     kv.assert_in_sync()
-    assert 8 == len(sink.events)  # five stored, three removed
+    assert len(sink.events) == 8  # five stored, three removed
 
 
 @pytest.mark.parametrize("wrong", [None, 1, "stored", [one_block(1)], KvCacheEvent(0, 7), RouterEvent(0, None)])
 def test_what_is_no_event_is_refused_and_not_captured(kv, sink, wrong):
     with pytest.raises(
         TypeError,
-        match=r"a kv_sink takes Stored, Removed, Located, Updated, Cleared, KvCacheEvent or RouterEvent, with tuples of .*, got",
+        match=r"a kv_sink takes Stored, Removed, Located, Updated, Cleared, KvCacheEvent or RouterEvent, with tuples "
+        r"of .*, got",
     ):
         sink(wrong)
-    assert ([], 0) == (sink.events, kv.events.total)
+    assert (sink.events, kv.events.total) == ([], 0)
     sink(one_block(1))
-    assert [0] == [event.event_id for event in sink.events]
+    assert [event.event_id for event in sink.events] == [0]
 
 
 def test_hashes_are_free_unless_it_is_chained(kv):
@@ -119,7 +126,7 @@ def test_hashes_are_free_unless_it_is_chained(kv):
     (problem,) = kv.judge().errors
     assert ("wrong_hash", chained.worker_id) == (problem.rule, problem.worker_id)
     chained(Stored(None, tuple(sequence_hashes([5, 6])), (5, 6)))
-    assert [] == kv.judge().errors
+    assert kv.judge().errors == []
 
 
 # ------------------------------------------------------------------------------------------------------- compare
@@ -140,9 +147,9 @@ def test_a_missing_removed_is_drift(kv, sink):
     with pytest.raises(EventRulesBroken, match="engine_drift"):
         kv.assert_in_sync()
     (problem,) = kv.judge().errors
-    assert ("engine_drift", FIRST, (1,)) == (problem.rule, problem.worker_id, problem.blocks)
-    assert "the engine does not hold block 1; block 1 was stored by event 0 and never removed" == problem.observed
-    assert "what the engine drops is published as Removed" == problem.expected
+    assert (problem.rule, problem.worker_id, problem.blocks) == ("engine_drift", FIRST, (1,))
+    assert problem.observed == "the engine does not hold block 1; block 1 was stored by event 0 and never removed"
+    assert problem.expected == "what the engine drops is published as Removed"
 
 
 def test_a_block_that_drifted_may_drift_again_when_it_was_stored_since(kv, sink):
@@ -152,13 +159,13 @@ def test_a_block_that_drifted_may_drift_again_when_it_was_stored_since(kv, sink)
     sink(one_block(1))
     resident.clear()
     kv.flush()
-    assert [("engine_drift", -1, (1,)), ("engine_drift", 0, (1,))] == rules(kv)
+    assert rules(kv) == [("engine_drift", -1, (1,)), ("engine_drift", 0, (1,))]
 
 
 def test_a_missing_stored_is_drift(kv, sink):
     sink.compare(lambda: [1])
     (problem,) = kv.judge().errors
-    assert "the engine holds block 1; block 1 was never stored" == problem.observed
+    assert problem.observed == "the engine holds block 1; block 1 was never stored"
 
 
 @pytest.mark.parametrize("resident", [list, set, tuple, iter, dict.fromkeys])
@@ -174,30 +181,30 @@ def test_ranks_and_tiers_are_compared_by_themselves(kv, sink):
     sink.compare(lambda: [3], storage_tier=StorageTier.DISK)
     sink(one_block(1))
     sink(KvCacheEvent(0, one_block(2), 1))
-    assert [(3,)] == [problem.blocks for problem in kv.judge().errors]
+    assert [problem.blocks for problem in kv.judge().errors] == [(3,)]
     sink(one_block(3), StorageTier.DISK)
     kv.assert_in_sync()
 
 
 def test_a_sink_is_compared_when_each_rank_and_tier_that_it_published_is(kv, sink):
     sink(one_block(1))
-    assert 1 == kv.publisher.num_uncompared_sinks
+    assert kv.publisher.num_uncompared_sinks == 1
     sink.compare(lambda: [1])
-    assert 0 == kv.publisher.num_uncompared_sinks
+    assert kv.publisher.num_uncompared_sinks == 0
     sink(KvCacheEvent(0, one_block(2), 1))
-    assert 1 == kv.publisher.num_uncompared_sinks
+    assert kv.publisher.num_uncompared_sinks == 1
     sink.compare(lambda: [2], dp_rank=1)
     sink(one_block(3), StorageTier.DISK)
-    assert 1 == kv.publisher.num_uncompared_sinks
+    assert kv.publisher.num_uncompared_sinks == 1
     sink.compare(lambda: [3], storage_tier="g3")
-    assert 0 == kv.publisher.num_uncompared_sinks
+    assert kv.publisher.num_uncompared_sinks == 0
 
 
 def test_a_cleared_asks_for_the_comparison_of_no_tier_where_another_is_compared(kv, sink):
     sink(Cleared())
-    assert 1 == kv.publisher.num_uncompared_sinks
+    assert kv.publisher.num_uncompared_sinks == 1
     sink.compare(lambda: [3], storage_tier=StorageTier.DISK)
-    assert 0 == kv.publisher.num_uncompared_sinks
+    assert kv.publisher.num_uncompared_sinks == 0
 
 
 def test_what_cannot_be_called_cannot_be_compared(sink):
@@ -210,7 +217,7 @@ def test_a_removed_one_is_not_compared_any_more(kv, sink):
     sink(one_block(1))
     kv.remove_worker(sink.worker_id)
     kv.assert_in_sync()
-    assert {} == kv.overlap_for_hashes([1])
+    assert kv.overlap(Prompt(hashes=[1])) == {}
 
 
 @pytest.mark.parametrize(
@@ -229,15 +236,15 @@ def test_what_is_no_hash_is_refused_before_it_is_logged(data):
     sink = kv.make_sink()
     with pytest.raises(
         TypeError,
-        match=r"with tuples of hashes, of blocks from -2\*\*63 to 2\*\*64 - 1 and local ones from 0, and a mapping as extra, got",
+        match=r"with tuples of hashes, of blocks from -2\*\*63 to 2\*\*64 - 1 and local ones from 0, and a mapping as extra, got",  # noqa: E501
     ):
         sink(data)
     with pytest.raises(
         TypeError,
-        match=r"with tuples of hashes, of blocks from -2\*\*63 to 2\*\*64 - 1 and local ones from 0, and a mapping as extra, got",
+        match=r"with tuples of hashes, of blocks from -2\*\*63 to 2\*\*64 - 1 and local ones from 0, and a mapping as extra, got",  # noqa: E501
     ):
         kv.apply(data)
-    assert (0, []) == (kv.events.total, sink.events)
+    assert (kv.events.total, sink.events) == (0, [])
 
 
 @pytest.mark.parametrize(
@@ -248,9 +255,9 @@ def test_a_callable_that_cannot_tell_what_is_resident_is_a_problem_and_loses_no_
     sink = kv.make_sink()
     sink.compare(resident)
     sink(Removed((9,)))
-    assert ["block_not_found", "engine_drift"] == [p.rule for p in kv.judge().errors]
+    assert [p.rule for p in kv.judge().errors] == ["block_not_found", "engine_drift"]
     assert "the resident blocks could not be read: " in kv.events.errors[1].observed
-    assert [] == kv.judge().errors
+    assert kv.judge().errors == []
 
 
 # ----------------------------------------------------------------------------------------------- what a manager is
@@ -262,7 +269,7 @@ def test_capacity_is_judged_where_it_is_given(kv):
         for number in range(3):
             sink(one_block(number))
     (problem,) = kv.judge().errors
-    assert ("over_capacity", FIRST) == (problem.rule, problem.worker_id)
+    assert (problem.rule, problem.worker_id) == ("over_capacity", FIRST)
 
 
 def test_copies_are_counted_where_that_is_given(kv):
@@ -274,11 +281,12 @@ def test_copies_are_counted_where_that_is_given(kv):
     sink(KvCacheEvent(0, one_block(1), 3))
     sink(KvCacheEvent(1, one_block(1), 3))  # another rank is like the first
     kv.assert_in_sync()
-    assert {} == kv.events.counts.warnings
+    assert kv.events.counts.warnings == {}
     resident.pop()
     with pytest.raises(
         EventRulesBroken,
-        match="the engine holds fewer copies of block 1; block 1 was stored by event 1 and never removed; 2 copies are held",
+        match="the engine holds fewer copies of block 1; block 1 was stored by event 1 and never removed; 2 copies "
+        "are held",
     ):
         kv.assert_in_sync()
     sink(Removed((1,)))
@@ -291,7 +299,7 @@ def test_an_orphan_is_a_warning_unless_it_is_told_that_there_are_some(kv):
         sink(Stored(None, (1, 2), (1, 2)))
         sink(Removed((1,)))
     (warning,) = kv.judge().warnings
-    assert ("orphaned_child", FIRST) == (warning.rule, warning.worker_id)
+    assert (warning.rule, warning.worker_id) == ("orphaned_child", FIRST)
 
 
 @pytest.mark.parametrize(
@@ -307,7 +315,7 @@ def test_an_orphan_is_a_warning_unless_it_is_told_that_there_are_some(kv):
 def test_what_a_manager_cannot_be_is_refused(kv, options, message):
     with pytest.raises(ValueError, match=message):
         kv.make_sink(**options)
-    assert FIRST == kv.make_sink().worker_id  # no id is used up
+    assert kv.make_sink().worker_id == FIRST  # no id is used up
 
 
 def test_an_index_of_tokens_is_not_blamed_for_tokens_that_did_not_come(make_kv):
@@ -328,7 +336,7 @@ def test_an_index_of_tokens_is_not_blamed_for_tokens_that_did_not_come(make_kv):
     sink(Stored(1, (2, 3), (2, 3)), token_ids=[(5, 6, 7, 8)])
     sink(Stored(3, (4,), (4,)), token_ids=[(5, 6, 7, 8)])
     (problem,) = kv.judge().errors
-    assert ("sparse_tokens", (3,)) == (problem.rule, problem.blocks)
+    assert (problem.rule, problem.blocks) == ("sparse_tokens", (3,))
 
 
 def test_signed_block_hashes_are_taken_as_they_are():
@@ -338,11 +346,11 @@ def test_signed_block_hashes_are_taken_as_they_are():
         sink.compare(lambda: [-5, -(2**63)])
         sink(Stored(None, (-1, -2), (11, 12)))
         sink(Stored(-2, (-(2**63), -5), (13, 14)))
-        assert {sink.worker_id: 4} == kv.overlap_for_hashes([11, 12, 13, 14])
+        assert {sink.worker_id: 4} == kv.overlap(Prompt(hashes=[11, 12, 13, 14]))
         sink(Removed((-2,)))
         sink(Removed((-1,)))
-        assert ["orphaned_child"] == [problem.rule for problem in kv.events.warnings]
-        assert {} == kv.overlap_for_hashes([11])
+        assert [problem.rule for problem in kv.events.warnings] == ["orphaned_child"]
+        assert kv.overlap(Prompt(hashes=[11])) == {}
         with kv.events.expect_error("block_not_found"):
             sink(Removed((-1,)))
         with kv.events.expect_error("parent_block_not_found"):
@@ -356,7 +364,7 @@ def test_a_child_of_any_name_is_seen_to_be_left_behind(child):
     sink = kv.make_sink()
     for data in (Stored(None, (5, child), (5, 6)), Removed((5,))):
         sink(data)
-    assert ["orphaned_child"] == [problem.rule for problem in kv.judge().warnings]
+    assert [problem.rule for problem in kv.judge().warnings] == ["orphaned_child"]
 
 
 def test_signed_block_hashes_are_unsigned_in_dynamos_json():
@@ -371,10 +379,10 @@ def test_signed_block_hashes_are_unsigned_in_dynamos_json():
 def test_a_sink_takes_the_first_id_that_is_free(make_kv):
     kv = make_kv("lru")
     kv.worker(FIRST)
-    kv.worker(FIRST + 1, 1)
+    kv.worker(FIRST + 1, dp_rank=1)
     kv.apply(one_block(1), worker_id=FIRST + 3)
 
-    assert [FIRST + 2, FIRST + 4, FIRST + 5] == [kv.make_sink().worker_id for _ in range(3)]
+    assert [kv.make_sink().worker_id for _ in range(3)] == [FIRST + 2, FIRST + 4, FIRST + 5]
     kv.make_sink()(one_block(1))
     kv.assert_no_event_errors()
 
@@ -382,14 +390,14 @@ def test_a_sink_takes_the_first_id_that_is_free(make_kv):
 def test_the_id_of_a_sink_that_the_router_has_removed_is_not_free(kv, sink):
     sink(one_block(1))
     kv.remove_worker(FIRST)
-    assert FIRST + 1 == kv.make_sink().worker_id
+    assert kv.make_sink().worker_id == FIRST + 1
 
 
 def test_a_sink_stands_for_the_worker_that_it_is_asked_to(kv):
     sink = kv.make_sink(worker_id=7)
     sink(one_block(1))
-    assert (7, {7: 1}) == (sink.worker_id, kv.overlap_for_hashes([1]))
-    assert [FIRST, 2**64 - 1] == [kv.make_sink(worker_id=given).worker_id for given in (None, 2**64 - 1)]
+    assert (sink.worker_id, kv.overlap(Prompt(hashes=[1]))) == (7, {7: 1})
+    assert [kv.make_sink(worker_id=given).worker_id for given in (None, 2**64 - 1)] == [FIRST, 2**64 - 1]
     kv.assert_no_event_errors()
 
 
@@ -413,7 +421,7 @@ def test_a_sink_does_not_stand_for_another_worker(make_kv, worker_id, message):
     with pytest.raises(ValueError, match=re.escape(message)) as raised:
         kv.make_sink(worker_id=worker_id)
     assert "\n" not in str(raised.value)
-    assert {7, FIRST} == kv.recording.sinks
+    assert kv.recording.sinks == {7, FIRST}
 
 
 def test_a_worker_that_the_router_has_removed_comes_back_as_another_sink(kv):
@@ -422,11 +430,11 @@ def test_a_worker_that_the_router_has_removed_comes_back_as_another_sink(kv):
     kv.remove_worker(7)
     sink = kv.make_sink(worker_id=7, num_blocks=2)
     sink(Stored(None, (1, 2), (1, 2)))
-    assert {7: 2} == kv.overlap_for_hashes([1, 2])
+    assert kv.overlap(Prompt(hashes=[1, 2])) == {7: 2}
     with pytest.raises(ValueError, match="worker 7 is a sink of this test already"):
         kv.make_sink(worker_id=7)
     kv.assert_no_event_errors()
-    assert {} == kv.events.counts.warnings
+    assert kv.events.counts.warnings == {}
 
 
 def test_a_sink_that_goes_on_after_its_removal_keeps_its_id(kv, sink):
@@ -445,7 +453,7 @@ def test_a_failure_of_a_sink_of_a_low_id_is_cut_down(make_kv):
     kv.flush()
     found = reproduce(kv)
     assert "sink = kv.make_sink(num_blocks=2)" in found.as_test()
-    assert ("over_capacity", 1) == (found.breach.rule, len(found.steps))
+    assert (found.breach.rule, len(found.steps)) == ("over_capacity", 1)
 
 
 @pytest.mark.parametrize("worker_id", [2**16, 2**53 + 1, 2**63, 2**64 - 1])
@@ -453,18 +461,21 @@ def test_a_worker_may_have_any_id_of_64_bits(make_kv, worker_id):
     kv = make_kv("lru", RadixIndex(), dp_size=2)
     prompt = kv.prompt(3)
     kv.worker(worker_id).serve(prompt)
-    kv.worker(worker_id, 1).serve(prompt)
+    kv.worker(worker_id, dp_rank=1).serve(prompt)
     assert {(worker_id, 0): 3, (worker_id, 1): 3} == kv.overlap(prompt)
     kv.worker(worker_id).restart(announced=True)
     assert {(worker_id, 1): 3} == kv.overlap(prompt)
     kv.remove_worker(worker_id)
-    assert {} == kv.overlap(prompt)
-    assert ([], []) == kv.judge()[:2]
+    assert kv.overlap(prompt) == {}
+    assert kv.judge()[:2] == ([], [])
 
 
 CLASHES = {
     "a worker": (lambda kv: kv.worker(FIRST), f"worker {FIRST} is a sink of this test; take another id for an engine"),
-    "a rank": (lambda kv: kv.worker(FIRST, 1), f"worker {FIRST} is a sink of this test; take another id for an engine"),
+    "a rank": (
+        lambda kv: kv.worker(FIRST, dp_rank=1),
+        f"worker {FIRST} is a sink of this test; take another id for an engine",
+    ),
     "a misfit": (
         lambda kv: kv.faults.block_size(2, worker=FIRST),
         f"kv_harness.faults.block_size: worker {FIRST} is a sink of this test; take another id for an engine",
@@ -487,7 +498,7 @@ def test_nothing_else_takes_the_id_of_a_sink(make_kv, act, message):
     with pytest.raises(ValueError, match=rf"^{message}$"):
         act(kv)
     sink(one_block(1))
-    assert 1 == kv.events.total
+    assert kv.events.total == 1
     kv.assert_no_event_errors()
 
 
@@ -495,7 +506,7 @@ def test_the_next_worker_passes_over_nothing_but_ids_that_are_taken(make_kv):
     kv = make_kv("lru", workers=2)
     kv.make_sink()
     kv.worker(2**64 - 1)
-    assert 2 == kv.worker(None).worker_id
+    assert kv.worker(None).worker_id == 2
 
 
 def test_a_failure_of_such_a_worker_beside_a_sink_is_reproduced(make_kv):
@@ -509,7 +520,7 @@ def test_a_failure_of_such_a_worker_beside_a_sink_is_reproduced(make_kv):
 
     found = reproduce(kv)
 
-    assert (1, "block_not_found") == (found.size, found.rule)
+    assert (found.size, found.rule) == (1, "block_not_found")
     namespace = {}
     exec(found.as_test(), namespace)
     with pytest.raises(EventRulesBroken, match=r"^1 KV event error: block_not_found"):
@@ -551,13 +562,13 @@ def rules(kv):
 def test_a_chain_is_found_out_and_judged_from_then_on(kv, sink):
     sink(Stored(None, CHAIN[:2], LOCALS[:2]))
     sink(Stored(CHAIN[1], (OTHER,), LOCALS[2:3]))
-    assert [("wrong_hash", 1, (OTHER,))] == rules(kv)
+    assert rules(kv) == [("wrong_hash", 1, (OTHER,))]
     (problem,) = kv.judge().errors
     assert (
-        f"block {text(OTHER)} is stored with local hash {text(LOCALS[2])}; the event has parent {text(CHAIN[1])}"
-        == problem.observed
+        problem.observed
+        == f"block {text(OTHER)} is stored with local hash {text(LOCALS[2])}; the event has parent {text(CHAIN[1])}"
     )
-    assert f"the chain of parent and local hash is {text(CHAIN[2])}" == problem.expected
+    assert problem.expected == f"the chain of parent and local hash is {text(CHAIN[2])}"
 
 
 @pytest.mark.parametrize(
@@ -574,21 +585,21 @@ def test_a_chain_is_found_out_and_judged_from_then_on(kv, sink):
 def test_what_has_nothing_to_do_with_a_chain_is_free(kv, sink, events):
     for event in events:
         sink(event)
-    assert [] == rules(kv)
+    assert rules(kv) == []
 
 
 def test_what_came_before_the_chain_was_found_is_judged_then(kv, sink):
     sink(Stored(None, (CHAIN[0], OTHER), LOCALS[:2]))
-    assert [] == rules(kv)
+    assert rules(kv) == []
     sink(Stored(CHAIN[1], CHAIN[2:3], LOCALS[2:3]))
     assert [("wrong_hash", 0, (OTHER,)), ("parent_block_not_found", 1, (CHAIN[1],))] == rules(kv)
-    assert ["wrong_hash"] == [problem.rule for problem in kv.events[0].problems]
+    assert [problem.rule for problem in kv.events[0].problems] == ["wrong_hash"]
 
 
 def test_what_the_engine_holds_shows_that_a_published_hash_breaks_the_chain(kv, sink):
     sink.compare(lambda: CHAIN[:1])
     sink(Stored(None, (OTHER,), LOCALS[:1]))
-    assert [] == rules(kv)
+    assert rules(kv) == []
     kv.flush()
     assert [("wrong_hash", 0, (OTHER,)), ("engine_drift", 0, (OTHER,)), ("engine_drift", 0, CHAIN[:1])] == rules(kv)
 
@@ -596,14 +607,14 @@ def test_what_the_engine_holds_shows_that_a_published_hash_breaks_the_chain(kv, 
 def test_one_of_several_blocks_is_enough_to_show_it(kv, sink):
     sink.compare(lambda: CHAIN[:2])
     sink(Stored(None, (CHAIN[0], OTHER), LOCALS[:2]))
-    assert [] == rules(kv)
+    assert rules(kv) == []
     kv.flush()
     assert [("wrong_hash", 0, (OTHER,)), ("engine_drift", 0, (OTHER,)), ("engine_drift", 0, CHAIN[1:2])] == rules(kv)
 
 
 def test_an_event_may_show_the_chain_and_break_it(kv, sink):
     sink(Stored(None, (*CHAIN[:2], OTHER), LOCALS[:3]))
-    assert [("wrong_hash", 0, (OTHER,))] == rules(kv)
+    assert rules(kv) == [("wrong_hash", 0, (OTHER,))]
 
 
 def test_a_block_that_is_called_0_is_one_of_a_chain_too(kv, sink):
@@ -622,8 +633,8 @@ def test_a_wrong_parent_that_was_never_stored_is_known_from_the_last_time(kv):
     sink(Stored(None, CHAIN[1:2], LOCALS[1:2]))
     (wrong,) = (problem for problem in kv.events.problems if problem.rule == "wrong_hash")
     known = f"block {text(CHAIN[1])} is stored with local hash {text(LOCALS[1])}; the event has no parent"
-    assert f"{known}; the hash fits parent {text(CHAIN[0])}" == wrong.observed
-    assert f"the parent is block {text(CHAIN[0])}" == wrong.expected
+    assert wrong.observed == f"{known}; the hash fits parent {text(CHAIN[0])}"
+    assert wrong.expected == f"the parent is block {text(CHAIN[0])}"
 
 
 def test_a_chain_that_was_found_late_is_one_in_the_reproduction_and_no_other_sinks_is(kv, sink):
@@ -632,8 +643,9 @@ def test_a_chain_that_was_found_late_is_one_in_the_reproduction_and_no_other_sin
     sink(Stored(None, (CHAIN[0], OTHER), LOCALS[:2]))
     sink(Stored(CHAIN[0], CHAIN[1:2], LOCALS[1:2]))
     of_free, late = kv.judge().errors
-    assert (("block_not_found", False), ("wrong_hash", True)) == tuple(
-        (problem.rule, "chained=True" in reproduce(kv, problem).as_test()) for problem in (of_free, late)
+    assert tuple((problem.rule, "chained=True" in reproduce(kv, problem).as_test()) for problem in (of_free, late)) == (
+        ("block_not_found", False),
+        ("wrong_hash", True),
     )
 
 
@@ -641,7 +653,7 @@ def test_a_chain_that_only_the_engine_shows_is_one_in_the_reproduction(kv, sink)
     sink.compare(lambda: CHAIN[:1])
     sink(Stored(None, (OTHER,), LOCALS[:1]))
     problem = kv.judge().errors[0]
-    assert "wrong_hash" == problem.rule
+    assert problem.rule == "wrong_hash"
     assert "chained=True" in reproduce(kv, problem).as_test()
 
 
@@ -649,8 +661,8 @@ def test_what_the_engine_holds_beside_what_it_published_shows_no_chain(kv, sink)
     sink.compare(lambda: [OTHER, *CHAIN])
     sink(Stored(None, (OTHER,), LOCALS[:1]))
     kv.flush()
-    assert [("engine_drift", 0, CHAIN)] == [
-        (rule, at, tuple(sorted(blocks, key=CHAIN.index))) for rule, at, blocks in rules(kv)
+    assert [(rule, at, tuple(sorted(blocks, key=CHAIN.index))) for rule, at, blocks in rules(kv)] == [
+        ("engine_drift", 0, CHAIN)
     ]
 
 
@@ -658,14 +670,14 @@ def test_a_chain_may_be_ruled_out(kv):
     sink = kv.make_sink(chained=False)
     sink(Stored(None, CHAIN[:2], LOCALS[:2]))
     sink(Stored(CHAIN[1], (OTHER,), LOCALS[2:3]))
-    assert [] == rules(kv)
+    assert rules(kv) == []
 
 
 def test_each_sink_finds_out_for_itself(kv):
     first, second = kv.make_sink(), kv.make_sink()
     first(Stored(None, CHAIN, LOCALS))
     second(Stored(None, (CHAIN[0], OTHER), LOCALS[:2]))
-    assert [] == rules(kv)
+    assert rules(kv) == []
 
 
 @pytest.mark.parametrize("chained", [None, True], ids=["found out", "given"])
@@ -712,7 +724,7 @@ def test_a_signed_parent_does_not_stop_a_chained_sink(kv):
     sink = kv.make_sink(chained=True)
     sink(Stored(None, (-1,), (1,)))
     sink(Stored(-1, (2,), (2,)))
-    assert ["wrong_hash", "wrong_hash"] == [problem.rule for problem in kv.judge().errors]
+    assert [problem.rule for problem in kv.judge().errors] == ["wrong_hash", "wrong_hash"]
 
 
 # --------------------------------------------------------------------------------- ids that a worker leaves out
@@ -725,18 +737,16 @@ def gaps(kv):
 def test_an_id_that_the_worker_left_out_did_not_get_lost(kv, sink):
     for event_id in (5, 7, 8, 11):
         sink(KvCacheEvent(event_id, one_block(event_id)))
-    assert [
-        ("non-consecutive event id: expected 6, got 7; the worker never published event 6", "event 6"),
-        ("non-consecutive event id: expected 9, got 11; the worker never published events 9 to 10", "event 9"),
-    ] == gaps(kv)
+    assert gaps(kv) == [
+        ("event ids go on from 5 to 7; the worker never published event 6", "event 6"),
+        ("event ids go on from 8 to 11; the worker never published events 9 to 10", "event 9"),
+    ]
 
 
 def test_the_first_id_of_a_mock_worker_is_0(make_kv):
     kv = make_kv("lru")
     kv.apply(KvCacheEvent(2, one_block(1)))
-    assert ["non-consecutive event id: expected 0, got 2; the worker never published events 0 to 1"] == [
-        known for known, _ in gaps(kv)
-    ]
+    assert [known for known, _ in gaps(kv)] == ["event ids begin with 2; the worker never published events 0 to 1"]
 
 
 def test_what_was_lost_and_what_was_left_out_are_distinguished(kv, sink):
@@ -744,9 +754,9 @@ def test_what_was_lost_and_what_was_left_out_are_distinguished(kv, sink):
     kv.drop_next()
     sink(KvCacheEvent(7, one_block(7)))
     sink(KvCacheEvent(9, one_block(9)))
-    assert [("event 7 did not arrive after event 5; the worker never published event 6, event 8", "event 6")] == gaps(
-        kv
-    )
+    assert gaps(kv) == [
+        ("event 7 did not arrive after event 5; the worker never published event 6, event 8", "event 6")
+    ]
 
 
 def test_what_was_lost_last_and_what_was_left_out_are_distinguished(kv, sink):
@@ -754,12 +764,12 @@ def test_what_was_lost_last_and_what_was_left_out_are_distinguished(kv, sink):
     kv.drop_next()
     sink(KvCacheEvent(7, one_block(7)))
     kv.flush()
-    assert [
+    assert gaps(kv) == [
         (
             "the worker published ids up to 7; event 7 did not arrive; it never published event 6",
             "what is published arrives",
         )
-    ] == gaps(kv)
+    ]
 
 
 def test_what_was_lost_last_is_reported_where_the_flush_was(kv, sink):
@@ -767,7 +777,7 @@ def test_what_was_lost_last_is_reported_where_the_flush_was(kv, sink):
     kv.drop_next()
     sink(KvCacheEvent(6, one_block(6)))
     kv.flush()
-    assert [("event_id_gap", 0, ())] == rules(kv)
+    assert rules(kv) == [("event_id_gap", 0, ())]
 
 
 def test_an_event_that_a_sink_kept_away_says_nothing_of_the_next(kv):
@@ -782,7 +792,7 @@ def test_an_event_that_a_sink_kept_away_says_nothing_of_the_next(kv):
         sink(KvCacheEvent(event_id, one_block(event_id)))
     kv.faults.double()
     sink(KvCacheEvent(2, one_block(2)))
-    assert [("event 2 had arrived already", "event 3")] == gaps(kv)
+    assert gaps(kv) == [("event 2 had arrived already", "event 3")]
 
 
 def test_what_a_sink_before_the_router_kept_away_was_published(kv):
@@ -795,10 +805,8 @@ def test_what_a_sink_before_the_router_kept_away_was_published(kv):
     sink = kv.make_sink()
     for event_id in (0, 1, 3):
         sink(KvCacheEvent(event_id, one_block(event_id)))
-    assert ["sink_failure", "event_id_gap"] == [problem.rule for problem in kv.events.problems]
-    assert ["non-consecutive event id: expected 2, got 3; the worker never published event 2"] == [
-        known for known, _ in gaps(kv)
-    ]
+    assert [problem.rule for problem in kv.events.problems] == ["sink_failure", "event_id_gap"]
+    assert [known for known, _ in gaps(kv)] == ["event ids go on from 1 to 3; the worker never published event 2"]
 
 
 def test_an_id_that_was_left_out_is_known_to_be_when_an_event_before_it_arrives_late(kv, sink):
@@ -808,11 +816,11 @@ def test_an_id_that_was_left_out_is_known_to_be_when_an_event_before_it_arrives_
     kv.faults.delay(by=3)
     for event_id in (4, 5, 6, 7):
         sink(KvCacheEvent(event_id, one_block(event_id)))
-    assert [0, 2, 5, 6, 7, 4] == [entry.event.event.event_id for entry in kv.events]
-    assert [
-        ("non-consecutive event id: expected 1, got 2; the worker never published event 1", "event 1"),
+    assert [entry.event.event.event_id for entry in kv.events] == [0, 2, 5, 6, 7, 4]
+    assert gaps(kv) == [
+        ("event ids go on from 0 to 2; the worker never published event 1", "event 1"),
         ("event 4 did not arrive after event 2; the worker never published event 3", "event 3"),
-    ] == gaps(kv)
+    ]
 
 
 def test_what_a_worker_left_out_before_it_began_anew_says_nothing_of_its_new_ids(make_kv):
@@ -826,7 +834,7 @@ def test_what_a_worker_left_out_before_it_began_anew_says_nothing_of_its_new_ids
         kv.drop_next()
         kv.apply(KvCacheEvent(event_id, one_block(event_id)))
     kv.apply(KvCacheEvent(4, one_block(4)))
-    assert [("events 1 to 3 did not arrive after event 0", "event 1")] == gaps(kv)
+    assert gaps(kv) == [("events 1 to 3 did not arrive after event 0", "event 1")]
 
 
 # -------------------------------------------------------------------------------------------- which is the cause
@@ -840,12 +848,12 @@ def test_an_orphan_that_the_engine_has_dropped_comes_of_a_missing_removed(kv, si
     sink(Removed((1,)))
     kv.flush()
     (problem,) = kv.events.errors
-    assert ("engine_drift", (2,), ["orphaned_child"]) == (
+    assert (
         problem.rule,
         problem.blocks,
         [consequence.rule for consequence in problem.folded],
-    )
-    assert [] == kv.events.warnings
+    ) == ("engine_drift", (2,), ["orphaned_child"])
+    assert kv.events.warnings == []
 
 
 def test_an_orphan_that_the_engine_holds_stands_by_itself(kv, sink):
@@ -857,7 +865,7 @@ def test_an_orphan_that_the_engine_holds_stands_by_itself(kv, sink):
     kv.flush()
     resident.clear()
     kv.flush()
-    assert [("orphaned_child", 1, (2,)), ("engine_drift", 1, (2,))] == rules(kv)
+    assert rules(kv) == [("orphaned_child", 1, (2,)), ("engine_drift", 1, (2,))]
 
 
 def test_an_orphan_does_not_come_of_what_its_block_misses_after_a_cleared(kv, sink):
@@ -868,7 +876,7 @@ def test_an_orphan_does_not_come_of_what_its_block_misses_after_a_cleared(kv, si
     sink(Cleared())
     sink(one_block(2))
     kv.flush()
-    assert [("orphaned_child", 1, (2,)), ("engine_drift", 3, (2,))] == rules(kv)
+    assert rules(kv) == [("orphaned_child", 1, (2,)), ("engine_drift", 3, (2,))]
 
 
 def test_too_many_blocks_come_of_a_missing_removed(kv):
@@ -879,7 +887,7 @@ def test_too_many_blocks_come_of_a_missing_removed(kv):
     resident.symmetric_difference_update({1, 3})
     sink(one_block(3))
     kv.flush()
-    assert [("engine_drift", 1, (1,))] == rules(kv)
+    assert rules(kv) == [("engine_drift", 1, (1,))]
 
 
 def test_too_many_blocks_that_the_engine_holds_stand_by_themselves(kv):
@@ -889,7 +897,7 @@ def test_too_many_blocks_that_the_engine_holds_stand_by_themselves(kv):
     sink(Stored(None, (1, 2, 3, 4), (1, 2, 3, 4)))
     resident.discard(1)
     kv.flush()
-    assert [("over_capacity", 0, ()), ("engine_drift", 0, (1,))] == rules(kv)
+    assert rules(kv) == [("over_capacity", 0, ()), ("engine_drift", 0, (1,))]
 
 
 # ------------------------------------------------------------------------------------------- workers, likewise
@@ -906,7 +914,7 @@ def test_a_wrong_parent_of_a_right_hash_is_named_in_every_engines_chain(make_kv,
     problem = next(problem for problem in kv.judge() and kv.events.problems if problem.rule == "wrong_hash")
     name = f"{'-' * (last < 0)}0x{abs(last):016x}"
     assert problem.observed.endswith(f"; the hash fits parent {name}")
-    assert f"the parent is block {name}" == problem.expected
+    assert problem.expected == f"the parent is block {name}"
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -946,8 +954,8 @@ def test_a_wrong_hash_stands_where_its_parent_is_only_unknown_and_follows_from_a
         sink(KvCacheEvent(event_id, Stored(77, (2,), (2,))))
         standing.append([(p.rule, [each.rule for each in p.folded]) for p in kv.events.errors])
     wrong_parent, unknown_parent = standing
-    assert [("parent_block_not_found", ["wrong_hash"])] == wrong_parent
-    assert [("event_id_gap", ["parent_block_not_found"]), ("wrong_hash", [])] == unknown_parent
+    assert wrong_parent == [("parent_block_not_found", ["wrong_hash"])]
+    assert unknown_parent == [("event_id_gap", ["parent_block_not_found"]), ("wrong_hash", [])]
 
 
 def test_a_harness_publishes_the_events_of_one_worker_to_a_sink():
@@ -957,4 +965,4 @@ def test_a_harness_publishes_the_events_of_one_worker_to_a_sink():
         harness.add_sink(all_of_them)
         for worker in (0, 1, 2):
             harness.worker(worker).serve(harness.prompt(blocks=1))
-        assert (1, 3) == (len(one.events), len(all_of_them.events))
+        assert (len(one.events), len(all_of_them.events)) == (1, 3)

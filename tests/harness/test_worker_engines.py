@@ -3,9 +3,9 @@
 import pytest
 
 from pytest_kvmock import EngineProfile, OutOfBlocks, RadixIndex, Removed, RouterHarness, Stored
-from pytest_kvmock.engine.worker import RequestError
+from pytest_kvmock.engines import RequestError
 from pytest_kvmock.harness import Recovery
-from pytest_kvmock.router import RouterCursor
+from pytest_kvmock.oracle import RouterCursor
 
 ENGINES = ["lineage", "hash_cache", "vllm", "sglang"]
 
@@ -32,26 +32,26 @@ def driven(make_kv):
 def test_after_a_restart_the_engine_is_empty_and_serves_again(driven, backend):
     kv, engine, running, waiting = driven(backend)
     if backend != "sglang":  # whose scheduler has no limit of requests in this form
-        assert ["running", "waiting"] == [running.status, waiting.status]
+        assert [running.status, waiting.status] == ["running", "waiting"]
     arriving = engine.submit(range(8), 1, 5_000.0)
     before = engine.now_ms
 
     kv.worker(0).restart(announced=True)
 
-    assert ["lost"] * 3 == [request.status for request in (running, waiting, arriving)]
-    assert (0, 0, 0, 0) == (
+    assert [request.status for request in (running, waiting, arriving)] == ["lost"] * 3
+    assert (
         engine.metrics.running,
         engine.metrics.waiting,
         engine.metrics.arriving,
         engine.metrics.active_blocks,
-    )
+    ) == (0, 0, 0, 0)
     assert before == engine.now_ms
-    assert [] == kv.worker(0).requests
+    assert kv.worker(0).requests == []
     fresh = engine.submit(range(8), 3)
     engine.run()
-    assert ("finished", 0) == (fresh.status, fresh.cached_tokens)
-    assert {0: 2} == kv.overlap(range(8))
-    assert ([], []) == kv.judge()[:2]
+    assert (fresh.status, fresh.cached_tokens) == ("finished", 0)
+    assert kv.overlap(range(8)) == {0: 2}
+    assert kv.judge()[:2] == ([], [])
 
 
 def test_a_lost_request_cannot_be_aborted(driven):
@@ -66,10 +66,10 @@ def test_a_lost_request_cannot_be_aborted(driven):
 def test_an_unannounced_restart_is_noticed(driven, rules_of):
     kv, engine, _, _ = driven()
     kv.worker(0).restart()
-    assert ["engine_drift"] == rules_of(kv.judge().errors)
+    assert rules_of(kv.judge().errors) == ["engine_drift"]
     engine.submit(range(8), 1)
     engine.run()
-    assert ["event_id_gap"] == rules_of(kv.judge().errors)
+    assert rules_of(kv.judge().errors) == ["event_id_gap"]
 
 
 def test_a_worker_is_not_cleared_while_requests_of_its_engine_are_open(driven):
@@ -77,46 +77,46 @@ def test_a_worker_is_not_cleared_while_requests_of_its_engine_are_open(driven):
     worker = kv.worker(0)
     assert not worker.clear()
     running.abort()
-    assert ("waiting", False) == (waiting.status, worker.clear())
+    assert (waiting.status, worker.clear()) == ("waiting", False)
     waiting.abort()
     arriving = engine.submit(range(4), 1, 1_000.0)
     assert not worker.clear()
-    assert 0 == kv.events.counts.ok("cleared")
+    assert kv.events.counts.ok("cleared") == 0
     engine.run()
-    assert "finished" == arriving.status
+    assert arriving.status == "finished"
     assert worker.clear()
-    assert {} == kv.overlap(range(8))
+    assert kv.overlap(range(8)) == {}
     again = engine.submit(range(8), 1)
     engine.run()
-    assert 0 == again.cached_tokens
-    assert ([], []) == kv.judge()[:2]
+    assert again.cached_tokens == 0
+    assert kv.judge()[:2] == ([], [])
 
 
 def test_held_events_of_a_restarted_worker_are_lost_with_it():
     kv = RouterHarness(EngineProfile(block_size=4, num_blocks=12), "lineage", engine={"events_visible": "pass_end"})
     engine = kv.engine(0)
     engine.submit(range(8), 3)
-    engine.start_pass(0.0)
+    engine.inside.start_pass(0.0)
     kv.worker(0).restart(announced=True)
     kv.flush()
-    assert 0 == kv.events.total
+    assert kv.events.total == 0
     engine.submit(range(8), 3)
     engine.run()
-    assert [0] == [entry.event.event.event_id for entry in kv.events][:1]
-    assert ([], []) == kv.judge()[:2]
+    assert [entry.event.event.event_id for entry in kv.events][:1] == [0]
+    assert kv.judge()[:2] == ([], [])
 
 
 def test_what_is_held_is_published_before_the_harness_compares():
     kv = RouterHarness(EngineProfile(block_size=4, num_blocks=12), "lineage", engine={"events_visible": "pass_end"})
     engine = kv.engine(0)
     engine.submit(range(8), 3)
-    engine.start_pass(0.0)
-    assert 0 == kv.events.total
+    engine.inside.start_pass(0.0)
+    assert kv.events.total == 0
     kv.assert_in_sync()
-    assert 1 == kv.events.total
-    engine.finish_pass()
+    assert kv.events.total == 1
+    engine.inside.finish_pass()
     engine.run()
-    assert {0: 2} == kv.overlap(range(8))
+    assert kv.overlap(range(8)) == {0: 2}
 
 
 # --------------------------------------------------------------------------------------------------- removal and leaks
@@ -125,29 +125,29 @@ def test_what_is_held_is_published_before_the_harness_compares():
 def test_a_worker_that_was_removed_comes_back_with_an_engine_of_its_own(driven):
     kv, engine, running, _ = driven()
     kv.remove_worker(0)
-    assert {} == kv.overlap(range(8))
+    assert kv.overlap(range(8)) == {}
     again = kv.engine(0)
     assert again is not engine
-    assert [] == again.requests
+    assert again.requests == []
     again.submit(range(8), 1)
     again.run()
-    assert {0: 2} == kv.overlap(range(8))
-    assert "running" == running.status  # the engine itself goes on, and nobody asks it
-    assert [] == kv.judge().errors
+    assert kv.overlap(range(8)) == {0: 2}
+    assert running.status == "running"  # the engine itself goes on, and nobody asks it
+    assert kv.judge().errors == []
 
 
 def test_open_requests_of_an_engine_are_leaked(driven):
     kv, engine, running, _ = driven()
     engine.submit(range(4), 1, 1_000.0)
     (leaked,) = kv.judge().warnings
-    assert ("leaked_requests", 0, "3 requests are open, with 3, 0, 0 blocks") == (
+    assert (
         leaked.rule,
         leaked.worker_id,
         leaked.observed,
-    )
+    ) == ("leaked_requests", 0, "3 requests are open, with 3, 0, 0 blocks")
     running.abort()
     engine.run()
-    assert [] == kv.judge().warnings
+    assert kv.judge().warnings == []
 
 
 def test_requests_of_the_worker_and_of_its_engine_share_the_cache():
@@ -155,20 +155,20 @@ def test_requests_of_the_worker_and_of_its_engine_share_the_cache():
     own = kv.worker(0).prefill(range(8))
     theirs = kv.engine(0).submit(range(12), 2)
     kv.engine(0).run()
-    assert 8 == theirs.cached_tokens
+    assert theirs.cached_tokens == 8
     with pytest.raises(OutOfBlocks):
         kv.engine(0).submit(range(100, 124), 1)
     own.finish()
-    assert ([], []) == kv.judge()[:2]
+    assert kv.judge()[:2] == ([], [])
 
 
 def test_replay_of_the_engines_of_a_harness_can_be_followed_by_an_abort(driven):
     """What `replay` gives an engine is no operation of the test, and may be aborted all the same."""
     kv = RouterHarness(EngineProfile(block_size=4, num_blocks=12), "lineage")
     engine = kv.engine(0)
-    engine.dispatch(kv.prompt(2), 9, 0.0).abort()
-    assert [] == [*kv.recording.recorded()]
-    assert ([], []) == kv.judge()[:2]
+    engine.inside.dispatch(kv.prompt(2), 9, 0.0).abort()
+    assert [*kv.recording.recorded()] == []
+    assert kv.judge()[:2] == ([], [])
 
 
 # ------------------------------------------------------------------------------------------------ faults and recovery
@@ -191,9 +191,9 @@ def test_a_fault_strikes_the_events_of_an_engine(visible):
     engine = kv.engine(0)
     engine.submit(range(8), 1)
     engine.run()
-    assert 1 == fault.injected
-    assert [0, 0] == [entry.event.event.event_id for entry in kv.events]
-    assert ["event_id_gap"] == [problem.rule for problem in kv.judge().errors]
+    assert fault.injected == 1
+    assert [entry.event.event.event_id for entry in kv.events] == [0, 0]
+    assert [problem.rule for problem in kv.judge().errors] == ["event_id_gap"]
 
 
 class Recovering(RadixIndex):
@@ -225,8 +225,8 @@ def test_a_router_recovers_what_it_missed_of_an_engine():
         kv.engine(0).submit(range(start, start + 8), 6)
     kv.engine(0).run()
     kv.assert_in_sync()
-    assert {0: 2} == kv.overlap(range(100, 108))
-    assert ["event_id_gap"] == [problem.rule for problem in kv.judge().errors]  # and no index_drift
+    assert kv.overlap(range(100, 108)) == {0: 2}
+    assert [problem.rule for problem in kv.judge().errors] == ["event_id_gap"]  # and no index_drift
 
 
 def test_events_of_several_engines_are_told_apart():
@@ -237,9 +237,9 @@ def test_events_of_several_engines_are_told_apart():
     while not (kv.engine(0).is_idle and kv.engine(1).is_idle):
         for worker in (0, 1):
             kv.engine(worker).step()
-    assert {0, 1} == {entry.event.worker_id for entry in kv.events}
+    assert {entry.event.worker_id for entry in kv.events} == {0, 1}
     assert {Stored, Removed} == {type(entry.event.event.data) for entry in kv.events}
-    assert ([], []) == kv.judge()[:2]
+    assert kv.judge()[:2] == ([], [])
 
 
 @pytest.mark.parametrize("backend", ["lineage", "hash_cache", "vllm", "sglang", "mocker_sglang_1_6"])
@@ -247,7 +247,7 @@ def test_a_decode_engine_publishes_nothing_and_is_not_compared(backend):
     with RouterHarness(backend=backend, engine={"worker_type": "decode"}) as kv:
         kv.engine().submit(kv.prompt(3), 20)
         kv.engine().run()
-        assert [] == kv.events.stored
+        assert kv.events.stored == []
 
 
 def test_a_worker_that_becomes_a_decode_engine_is_not_compared_any_more():

@@ -1,4 +1,6 @@
-"""Dynamo's clients of KV events, asked as their users ask them: the standalone indexer over HTTP, the SelectionService."""
+"""Dynamo's clients of KV events, asked as their users ask them: the standalone indexer over HTTP, the
+SelectionService.
+"""
 
 import contextlib
 import http.client
@@ -26,15 +28,15 @@ class SetIndex:
 
     Args:
         harness: the one whose workers publish.
-        semantics: of a Cleared, as of `RadixIndex`.
+        clears: what a Cleared empties, as in `RadixIndex`.
 
     Attributes:
         misses: whether what is published now does not arrive.
     """
 
-    def __init__(self, harness, semantics=None):
+    def __init__(self, harness, clears="rank"):
         self.misses = False
-        self._index = RadixIndex(semantics=semantics)
+        self._index = RadixIndex(clears=clears)
         self._block_size = harness.profile.block_size
         for worker in range(harness.profile.workers):
             harness.add_sink(_Sink(worker, self), worker_id=worker)

@@ -1,4 +1,5 @@
-"""llm-d's client of KV events, a Go program that `tests/interop/llmd/` makes: its subscriber, its event pool, its index.
+"""llm-d's client of KV events, a Go program that `tests/interop/llmd/` makes: its subscriber, its event pool, its
+index.
 
 Run as a program it builds that, which takes minutes the first time, and runs the tests with it:
 `python tests/interop/llmd_client.py 0.9 [ARGUMENT OF PYTEST...]`.
@@ -114,7 +115,8 @@ def main():
     releases = sorted(path.stem.removeprefix("v") for path in sources.glob("v*.mod"))
     if len(sys.argv) < 2 or sys.argv[1] not in releases:
         sys.exit(
-            f"expected a release of llm-d's client, one of {', '.join(releases)}; got {' '.join(sys.argv[1:2]) or 'none'}"
+            f"expected a release of llm-d's client, one of {', '.join(releases)}; got "
+            f"{' '.join(sys.argv[1:2]) or 'none'}"
         )
     release, *arguments = sys.argv[1:]
     with tempfile.TemporaryDirectory() as made:

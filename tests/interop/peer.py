@@ -1,4 +1,6 @@
-"""The real things: `dynamo._core` of ai-dynamo-runtime (extra `interop`), vLLM, SGLang and Ray, where they are installed."""
+"""The real things: `dynamo._core` of ai-dynamo-runtime (dependency group `interop`), vLLM, SGLang and Ray, where
+they are installed.
+"""
 
 import json
 import logging
@@ -22,7 +24,9 @@ def dynamo_core(*releases):
     try:
         from dynamo import _core
     except ImportError as error:
-        pytest.skip(f"needs dynamo._core of ai-dynamo-runtime (extra interop): {error}", allow_module_level=True)
+        pytest.skip(
+            f"needs dynamo._core of ai-dynamo-runtime (dependency group interop): {error}", allow_module_level=True
+        )
     installed = metadata.version("ai-dynamo-runtime")
     if releases and ".".join(installed.split(".")[:2]) not in releases:
         wanted = " or ".join(releases)
@@ -30,10 +34,10 @@ def dynamo_core(*releases):
     return _core
 
 
-def engine(name, *modules, extra=None):
+def engine(name, *modules, group=None):
     """Return modules of an engine, or of another program, or skip the module: they cannot be imported here.
 
-    Engines are no extra: they are gigabytes. Only their block managers are used, which need no GPU.
+    Engines are in no group: they are gigabytes. Only their block managers are used, which need no GPU.
 
     Raises:
         pytest.skip.Exception: with the reason.
@@ -44,7 +48,7 @@ def engine(name, *modules, extra=None):
         try:
             found = [import_module(f"{name}.{module}") for module in modules]
         except ImportError as error:
-            needed = name if extra is None else f"{name} (extra {extra})"
+            needed = name if group is None else f"{name} (dependency group {group})"
             pytest.skip(f"needs {needed}: {error}", allow_module_level=True)
     logging.getLogger(name).setLevel(logging.ERROR)
     return found
@@ -61,7 +65,9 @@ def play_in_wheel(cases):
 
 
 def play_routed(cases):
-    """Return likewise, and what its router said of each pick: chosen worker, and of each candidate overlap, prefill, decode, cost."""
+    """Return likewise, and what its router said of each pick: chosen worker, and of each candidate overlap, prefill,
+    decode, cost.
+    """
     answers, log = _answers(cases, DYN_LOG="error,dynamo_kv_router::scheduling::selector=debug")
     logs = _COLOURS.sub("", log).split("\nreplay\n")[1:]
     return [(answer, _picks(log)) for answer, log in zip(answers, logs, strict=True)]

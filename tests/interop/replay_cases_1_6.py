@@ -1,4 +1,5 @@
-"""Random replays of 1.6.1: cases as `replay_cases` makes them, with the nested arguments and what is new in that release.
+"""Random replays of 1.6.1: cases as `replay_cases` makes them, with the nested arguments and what is new in that
+release.
 
 `engine` (or `prefill_engine` and `decode_engine`) is the group of that name; `dp_size` stands beside it.
 """
@@ -59,7 +60,9 @@ def _drafts(rng, case):
 
 
 def _moments(rng, case):
-    """Have passes last tens of milliseconds and requests arrive at such times, so that several things happen at one moment."""
+    """Have passes last tens of milliseconds and requests arrive at such times, so that several things happen at one
+    moment.
+    """
     for name in ("prefill_engine", "decode_engine"):
         engine = case[name]
         for field in ("speedup_ratio", "decode_speedup_ratio"):
@@ -81,7 +84,9 @@ def random_cases(kind, number, first=0):
 
 
 def _watch(rng, case):
-    """Have the clock of some cases stop, their report look for goodput, and a row without a session among the others."""
+    """Have the clock of some cases stop, their report look for goodput, and a row without a session among the
+    others.
+    """
     replay = case["replay"]
     if rng.random() < 0.2:
         replay["max_sim_time_ms"] = rng.choice((0.0, 5.0, 20.0, 61.3, 150.0, 400.0))
@@ -100,7 +105,9 @@ def _watch(rng, case):
 
 
 def _strain(rng, case):
-    """Have some cases of SGLang's type more requests, many without output, and a queue that is put in order and waits."""
+    """Have some cases of SGLang's type more requests, many without output, and a queue that is put in order and
+    waits.
+    """
     engine, replay, rows = case["engine"], case["replay"], case["requests"]
     if rng.random() < 0.3 and not any("session_id" in row for row in rows):
         rows += _requests(rng, engine, rng.randint(10, 20), hash_size=replay["trace_block_size"])

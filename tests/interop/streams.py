@@ -11,9 +11,9 @@ import random
 import sys
 from collections import Counter, deque
 
-from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, Stored
-from pytest_kvmock.router.index import InvalidBlockSequence, RadixIndex, RadixIndexError
-from pytest_kvmock.tokens import sequence_hashes
+from pytest_kvmock import Cleared, KvCacheEvent, Removed, RouterEvent, Stored, sequence_hashes
+from pytest_kvmock.oracle import RadixIndex, RadixIndexError
+from pytest_kvmock.oracle.index.index import InvalidBlockSequence
 
 REFUSED = "Failed to apply event: "
 DEAD = "RadixTree request was cancelled"
@@ -166,7 +166,7 @@ def run_1_2_1(core, seed, counts, *, steps=60, queries=4):
     Raises:
         DifferenceError: the real tree answers anything but what it must.
     """
-    stream, real, index = AnyStream(seed), core.RadixTree(), RadixIndex(semantics="e1")
+    stream, real, index = AnyStream(seed), core.RadixTree(), RadixIndex(clears="worker")
     counts["runs"] += 1
     for number in range(steps):
         step = stream.step()

@@ -7,9 +7,9 @@ import subprocess
 import pytest
 
 from pytest_kvmock import EngineProfile, RouterHarness
-from pytest_kvmock.backends import speaker_of
-from pytest_kvmock.serve import KvServer
-from pytest_kvmock.serve.text import write_tokenizer
+from pytest_kvmock.engines.backends import speaker_of
+from pytest_kvmock.servers import KvServer
+from pytest_kvmock.servers.serve.text import write_tokenizer
 from pytest_kvmock.wire import find_dialect
 
 BINARY = shutil.which("aiperf")

@@ -1,4 +1,6 @@
-"""The tables of Dynamo's and llm-d's clients have every dialect that is spoken over ZMQ, and the page on fidelity has them."""
+"""The tables of Dynamo's and llm-d's clients have every dialect that is spoken over ZMQ, and the page on fidelity
+has them.
+"""
 
 from pathlib import Path
 

@@ -10,7 +10,7 @@ import random
 import pytest
 from peer import dynamo_core
 
-from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, Stored
+from pytest_kvmock import Cleared, KvCacheEvent, Removed, Stored
 
 core = dynamo_core()
 
@@ -111,7 +111,7 @@ def corrupt(rnd, document):
 def test_what_we_write_the_real_deserializer_reads(seed):
     rnd = random.Random(seed)
     texts = [json.dumps(valid(rnd)) for _ in range(100)]
-    assert [] == [text for text in texts if not accepts(text)]
+    assert [text for text in texts if not accepts(text)] == []
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -123,7 +123,7 @@ def test_a_spoiled_document_is_read_by_both_or_by_neither(seed):
         verdict = accepts(text)
         verdicts.add(verdict)
         assert verdict == we_accept(text), text
-    assert {True, False} == verdicts
+    assert verdicts == {True, False}
 
 
 @pytest.mark.parametrize(
@@ -155,4 +155,4 @@ def test_odd_text_is_read_by_both_or_by_neither(text):
 
 def test_a_negative_hash_is_refused_by_both():
     text = '{"event_id":0,"data":{"removed":{"block_hashes":[-7]}},"dp_rank":0}'
-    assert (False, False) == (accepts(text), we_accept(text))
+    assert (accepts(text), we_accept(text)) == (False, False)

@@ -1,17 +1,25 @@
-"""The fifteen policies of gorgo-lb hold the contract of routers, with a line each at most that declares what they do on purpose.
+"""The fifteen policies of gorgo-lb hold the contract of routers, with a line each at most that declares what they do on
+purpose.
 
-Around them is what their reference proxy keeps: a trie of what was sent where, tokens and requests that are open by its own count, and
-metrics of the engines, which the candidates show. All replicas are one network hop away, so that by latency they are alike.
+Around them is what their reference proxy keeps: a trie of what was sent where, tokens and requests that are open by its
+own count, and metrics of the engines, which the candidates show. All replicas are one network hop away, so that by
+latency they are alike.
 """
 
 import random
+import sys
+from pathlib import Path
 
 import pytest
 from peer import engine
 
+sys.path.append(str(Path(__file__).parents[1] / "testing"))
+
+from contract_runs import names_of_tests
+
 from pytest_kvmock.testing import RouterContract
 
-base, weights, trie = engine("gorgo", "policy.base", "policy.gorgo", "radix_trie", extra="interop")
+base, weights, trie = engine("gorgo", "policy.base", "policy.gorgo", "radix_trie", group="interop")
 
 DECLARED = {
     "gorgo": "first_of_equals",
@@ -30,7 +38,7 @@ DECLARED = {
     "simple-session-affinity": None,
     "vtc-basic": None,
 }
-TESTS = [name for name in dir(RouterContract) if name.startswith("test_")]
+TESTS = names_of_tests(RouterContract)
 
 
 class Proxy:
@@ -93,7 +101,7 @@ class Proxy:
 
 @pytest.mark.parametrize("test", TESTS)
 @pytest.mark.parametrize("name", DECLARED)
-def test_it_holds_what_any_router_must(name, test):
+def test_the_policies_keep_the_promises_of_any_router(name, test):
     random.seed(0)  # the policies draw from it
     traits = {DECLARED[name]: True} if DECLARED[name] else {}
     contract = type("OfPolicy", (RouterContract,), {"make_router": lambda self: Proxy(name), **traits})

@@ -1,7 +1,8 @@
-"""Dynamo's standalone indexer subscribes to our publishers, in every dialect, with batches lost, late, and after a restart.
+"""Dynamo's standalone indexer subscribes to our publishers, in every dialect, with batches lost, late, and after a
+restart.
 
-What it decodes and what it recovers is a table. Beside that its answers must be those of an index of sets that was fed the raw
-stream: it does not count copies.
+What it decodes and what it recovers is a table. Beside that its answers must be those of an index of sets that was fed
+the raw stream: it does not count copies.
 """
 
 import pytest
@@ -63,7 +64,7 @@ class Fleet:
     def __init__(self, harness, make_prompt, make_publisher):
         self.harness, self.make_prompt = harness, make_prompt
         self.publishers = [make_publisher(worker) for worker in WORKERS]
-        cleared = "e1" if RELEASE == "1.3" else None
+        cleared = "worker" if RELEASE == "1.3" else "rank"
         self.index, self.arrived = SetIndex(harness, cleared), SetIndex(harness, cleared)
         self.prompts = []
 
@@ -72,7 +73,9 @@ class Fleet:
             model.register(worker, publisher)
 
     def serve(self, rounds):
-        """Serve prompts, in whole or in part new, on each rank of each worker: a batch each, with evictions and copies."""
+        """Serve prompts, in whole or in part new, on each rank of each worker: a batch each, with evictions and
+        copies.
+        """
         for number in range(rounds):
             for worker, publisher in zip(WORKERS, self.publishers, strict=True):
                 for rank in range(publisher.ranks):
@@ -80,7 +83,7 @@ class Fleet:
                     prompt = self.make_prompt(blocks=1 + number % 3, after=before)
                     self.prompts.append(prompt)
                     with publisher.step():
-                        self.harness.worker(worker, rank).serve(prompt)
+                        self.harness.worker(worker, dp_rank=rank).serve(prompt)
 
     def lose(self, rounds):
         """Serve, and lose the batches on the wire."""
@@ -96,7 +99,7 @@ class Fleet:
             publisher.restart()
             self.index.forget(worker)
             for rank in range(publisher.ranks):
-                self.harness.worker(worker, rank).restart(announced=True)
+                self.harness.worker(worker, dp_rank=rank).restart(announced=True)
 
     def settle(self, model, index):
         """Wait until a client's answers are those of an index, for all prompts."""
@@ -111,17 +114,17 @@ def test_it_answers_as_an_index_of_sets_that_is_fed_the_stream(fleet, model):
     fleet.serve(6)
     expected = fleet.settle(model, fleet.index)
     assert {(worker, rank) for worker in WORKERS for rank in (0, 1)} == {key for answer in expected for key in answer}
-    assert [] != fleet.harness.events.removed
+    assert fleet.harness.events.removed != []
 
 
 @those_that("recovers")
-def test_it_asks_for_what_was_lost_and_is_right_again(fleet, model):
+def test_the_indexer_asks_for_lost_events_and_is_right_again(fleet, model):
     fleet.register(model)
     fleet.serve(2)
     fleet.lose(2)
     fleet.serve(1)
     fleet.settle(model, fleet.index)
-    assert [[(0, 2), (1, 2)]] * 2 == [*map(asked, fleet.publishers)]
+    assert [*map(asked, fleet.publishers)] == [[(0, 2), (1, 2)]] * 2
 
 
 @those_that("decodes")
@@ -131,7 +134,7 @@ def test_what_was_lost_stays_lost_where_replays_have_the_topic_and_it_expects_no
     fleet.lose(2)
     fleet.serve(2)
     assert fleet.settle(model, fleet.arrived) != [fleet.index.answer(prompt) for prompt in fleet.prompts]
-    assert {(0, 2), (1, 2)} == {*asked(fleet.publishers[0]), *asked(fleet.publishers[1])}  # it did ask
+    assert {*asked(fleet.publishers[0]), *asked(fleet.publishers[1])} == {(0, 2), (1, 2)}  # it did ask
 
 
 @those_that("-")
@@ -142,17 +145,17 @@ def test_of_batches_with_bytes_as_hashes_it_reads_none_and_asks_for_them_again(f
     for publisher in fleet.publishers:
         publisher.settle(lambda each=publisher: asked(each), [(0, 0), (1, 0)], PATIENCE)
     fleet.publishers[0].settle(lambda: model.indexer.log_text().count(UNREAD) >= failures + 4, timeout=PATIENCE)
-    assert [{}] * 8 == [model.answer(prompt) for prompt in fleet.prompts]
+    assert [model.answer(prompt) for prompt in fleet.prompts] == [{}] * 8
 
 
 @those_that("recovers")
 def test_one_that_comes_late_asks_at_the_first_live_batch(fleet, model):
     fleet.serve(3)
     fleet.register(model)
-    assert [[], []] == [*map(asked, fleet.publishers)]
+    assert [*map(asked, fleet.publishers)] == [[], []]
     fleet.serve(1)
     fleet.settle(model, fleet.index)
-    assert [[(0, 0), (1, 0)]] * 2 == [*map(asked, fleet.publishers)]
+    assert [*map(asked, fleet.publishers)] == [[(0, 0), (1, 0)]] * 2
 
 
 @those_that("decodes", "recovers")
@@ -171,8 +174,8 @@ def test_after_a_restart_it_drops_batches_until_their_old_number_and_keeps_the_o
     assert [{}] * old == [fleet.index.answer(prompt) for prompt in fleet.prompts[:old]]  # the engines have none of them
     assert any(expected[:old])
     assert not any(expected[old:-4])
-    assert [1] * 4 == [len(answer) for answer in expected[-4:]]
-    assert [[], []] == [*map(asked, fleet.publishers)]
+    assert [len(answer) for answer in expected[-4:]] == [1] * 4
+    assert [*map(asked, fleet.publishers)] == [[], []]
 
 
 @those_that("recovers")
@@ -199,10 +202,10 @@ def test_it_does_not_count_copies(kv_harness, kv_publisher, kv_prompt, model):
     kv_publisher.settle(lambda: model.answer(prompt), {(0, 0): 2}, PATIENCE)
     first.finish()
     worker.serve(kv_prompt(blocks=4))  # in the place of one of the copies
-    assert 1 == len(kv_harness.events.removed_blocks)
+    assert len(kv_harness.events.removed_blocks) == 1
     kv_publisher.settle(lambda: model.answer(prompt), index.answer(prompt), PATIENCE)
-    assert {(0, 0): 1} == index.answer(prompt)
-    assert {0: 2} == kv_harness.overlap(prompt)  # the engine has it, and an index that counts knows
+    assert index.answer(prompt) == {(0, 0): 1}
+    assert kv_harness.overlap(prompt) == {0: 2}  # the engine has it, and an index that counts knows
     second.finish()
 
 
@@ -213,9 +216,9 @@ def test_blocks_of_a_lora_adapter_are_found_by_its_name_alone(kv_worker, kv_publ
     kv_worker.serve(adapted)
     kv_worker.serve(plain)
     kv_publisher.settle(lambda: model.answer(plain), {(0, 0): 3}, PATIENCE)
-    assert {(0, 0): 2} == model.answer(adapted, lora_name="french")
-    assert {} == model.answer(adapted)
-    assert {} == model.answer(adapted, lora_name="german")
+    assert model.answer(adapted, lora_name="french") == {(0, 0): 2}
+    assert model.answer(adapted) == {}
+    assert model.answer(adapted, lora_name="german") == {}
 
 
 @pytest.mark.kv_dialects("vllm-0.33")

@@ -1,4 +1,6 @@
-"""Prompts that carry adapters and items, named by our engines, against Dynamo's hash function: any release from 1.1.1 on."""
+"""Prompts that carry adapters and items, named by our engines, against Dynamo's hash function: any release from
+1.1.1 on.
+"""
 
 import inspect
 import random
@@ -7,8 +9,7 @@ from itertools import pairwise
 import pytest
 from peer import dynamo_core
 
-from pytest_kvmock import EngineProfile, Prompt, RouterHarness
-from pytest_kvmock.events import Stored
+from pytest_kvmock import EngineProfile, Prompt, RouterHarness, Stored
 
 core = dynamo_core()
 

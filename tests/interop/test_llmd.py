@@ -1,7 +1,8 @@
-"""llm-d's client of KV events, where its program is built (`llmd_client.py`), subscribes to our publishers, in every dialect.
+"""llm-d's client of KV events, where its program is built (`llmd_client.py`), subscribes to our publishers, in every
+dialect.
 
-What it decodes is a table. Beside that its answers must be those of an index of sets that was fed the raw stream: it does not
-count copies, asks for no replay, and merges the ranks of a pod.
+What it decodes is a table. Beside that its answers must be those of an index of sets that was fed the raw stream: it
+does not count copies, asks for no replay, and merges the ranks of a pod.
 """
 
 import pytest
@@ -9,9 +10,7 @@ from clients import SetIndex
 from llmd_client import PATIENCE, LlmdClient, llmd_program, topic, version
 from llmd_table import DECODERS, TABLE, decodes, finds_lora
 
-from pytest_kvmock import Prompt
-from pytest_kvmock.events import KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
-from pytest_kvmock.tokens import block_hashes
+from pytest_kvmock import KvCacheEvent, Prompt, Removed, RouterEvent, StorageTier, Stored, block_hashes
 from pytest_kvmock.wire import Batch, encode
 
 PROGRAM = llmd_program()
@@ -116,14 +115,14 @@ def test_what_is_lost_stays_lost_and_after_a_restart_the_old_blocks_stay(fleet, 
     worker.serve(kv_prompt(blocks=1, after=lost))  # its parent did not arrive
     worker.serve(last)
     publisher.settle(lambda: client.answer(last), {0: 2}, PATIENCE)
-    assert [{}, {0: 2}, {}] == [client.answer(prompt) for prompt in (early, first, lost)]
+    assert [client.answer(prompt) for prompt in (early, first, lost)] == [{}, {0: 2}, {}]
     publisher.restart()
     worker.restart(announced=True)
     worker.serve(new)
     publisher.settle(lambda: client.answer(new), {0: 2}, PATIENCE)
     cleared = kv_dialect.startswith("sglang")  # SGLang says when it starts that it has nothing
     assert ({} if cleared else {0: 2}) == client.answer(first)
-    assert [] == publisher.replays
+    assert publisher.replays == []
 
 
 @pytest.mark.kv_dialects(*READABLE)
@@ -148,7 +147,7 @@ def test_the_name_of_the_adapter_among_the_extra_keys_is_what_hides_its_blocks(f
         extra = {"lora_name": "french", "extra_keys": [key]}
         publisher.publish(stored, token_ids=(tuple(each.tokens),), extra=extra)
     publisher.settle(lambda: client.answer(prompt, model="french"), {0: 1}, PATIENCE)
-    assert {} == client.answer(hidden, model="french")
+    assert client.answer(hidden, model="french") == {}
 
 
 @pytest.mark.kv_dialects(*OF_TIERS)
@@ -188,7 +187,7 @@ def test_small_ids_are_refused_unless_a_publisher_widens_them(fleet, client, kv_
         data, pieces = stored(parent, blocks, tokens)
         publisher.publish(data, token_ids=pieces)
     publisher.settle(lambda: client.answer(widened), {0: 4}, PATIENCE)
-    assert [{}, {}] == [client.answer(raw), client.answer(child)]
+    assert [client.answer(raw), client.answer(child)] == [{}, {}]
     for form in ("int8", "uint16"):
         assert f"unsupported hash type: {form}" in client.log_text()
 
@@ -199,15 +198,15 @@ def test_small_ids_are_refused_unless_a_publisher_widens_them(fleet, client, kv_
 def test_the_ranks_of_a_pod_are_one_cache_to_it(fleet, client, kv_prompt):
     fleet.subscribe(client)
     publisher, prompt, marker = fleet.publishers[0], kv_prompt(blocks=2), kv_prompt(blocks=1)
-    first, second = fleet.harness.worker(0, 0), fleet.harness.worker(0, 1)
+    first, second = fleet.harness.worker(0, dp_rank=0), fleet.harness.worker(0, dp_rank=1)
     first.serve(prompt)
     publisher.settle(lambda: client.answer(prompt), {0: 2}, PATIENCE)
     second.serve(prompt)
     assert second.clear()
     second.serve(marker)
     publisher.settle(lambda: client.answer(marker), {0: 1}, PATIENCE)
-    assert {(0, 0): 2} == fleet.harness.overlap(prompt)  # rank 0 has it
-    assert {} == client.answer(prompt)
+    assert fleet.harness.overlap(prompt) == {(0, 0): 2}  # rank 0 has it
+    assert client.answer(prompt) == {}
 
 
 # ------------------------------------------------------------------------------------------------- hybrid models
@@ -305,7 +304,7 @@ def test_a_location_is_a_place_of_a_block_that_it_knows(offload):
     offload.serve(FIRST)
     offload.settles(FIRST, 4, 4, 4)
     offload.serve(SECOND)
-    assert (3, 1) == offload.truth(FIRST)
+    assert offload.truth(FIRST) == (3, 1)
     offload.settles(FIRST, 3, 4, 4)
 
 
@@ -315,7 +314,7 @@ def test_a_location_behind_the_removed_of_the_device_is_lost(offload):
     offload.serve(SECOND[:16])  # it takes blocks that are being copied: Removed and location are of one batch
     offload.settles(SECOND[:16], 4, 4, 4)
     device, host = offload.truth(FIRST)
-    assert 4 == device + host
+    assert device + host == 4
     offload.settles(FIRST, device, device, device)
 
 
@@ -323,11 +322,11 @@ def test_a_location_behind_the_removed_of_the_device_is_lost(offload):
 def test_self_describing_events_are_read_as_any(offload):
     offload.serve(FIRST)
     offload.serve(SECOND)
-    assert (3, 1) == offload.truth(FIRST)
+    assert offload.truth(FIRST) == (3, 1)
     offload.settles(FIRST, 3, 4, 4)
     assert offload.harness.worker(0).clear()
     offload.serve(SECOND)
-    assert (0, 4) == offload.truth(FIRST)  # a Cleared is of the device alone, and it takes it for all
+    assert offload.truth(FIRST) == (0, 4)  # a Cleared is of the device alone, and it takes it for all
     offload.settles(FIRST, 0, 0, 0)
 
 
@@ -335,7 +334,7 @@ def test_self_describing_events_are_read_as_any(offload):
 def test_of_a_chunk_it_finds_no_location_as_its_last_block_alone_is_named(offload):
     offload.serve(FIRST)
     offload.serve([*range(300, 345)])
-    assert (0, 4) == offload.truth(FIRST)
+    assert offload.truth(FIRST) == (0, 4)
     offload.settles(FIRST, 0, 0, 0)
 
 
@@ -343,5 +342,5 @@ def test_of_a_chunk_it_finds_no_location_as_its_last_block_alone_is_named(offloa
 def test_of_a_chunk_it_counts_a_part(offload):
     offload.serve(FIRST)
     offload.serve(SECOND)
-    assert (3, 0) == offload.truth(FIRST)  # nothing is loaded for one block of a chunk of two
+    assert offload.truth(FIRST) == (3, 0)  # nothing is loaded for one block of a chunk of two
     offload.settles(FIRST, 3, 4, 4)

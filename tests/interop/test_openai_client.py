@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-openai = pytest.importorskip("openai", reason="needs openai (extra openai)")
+openai = pytest.importorskip("openai", reason="needs openai (dependency group openai)")
 
 from pytest_kvmock import EngineProfile, RouterHarness  # noqa: E402 - after it is known that the client is here
-from pytest_kvmock.backends import speaker_of  # noqa: E402
-from pytest_kvmock.serve import KvServer  # noqa: E402
+from pytest_kvmock.engines.backends import speaker_of  # noqa: E402
+from pytest_kvmock.servers import KvServer  # noqa: E402
 from pytest_kvmock.wire import find_dialect  # noqa: E402
 
 MODEL = "mock-model"

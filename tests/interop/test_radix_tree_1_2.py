@@ -18,7 +18,7 @@ def test_any_stream_gets_the_verdicts_and_matches_of_the_real_tree(block):
     counts = Counter()
     for seed in range(20 * block, 20 * block + 20):
         run_1_2_1(core, seed, counts)
-    assert 20 == counts["runs"]
+    assert counts["runs"] == 20
 
 
 def test_the_streams_reach_every_verdict_and_the_shortcut():
@@ -33,7 +33,7 @@ def test_the_streams_reach_every_verdict_and_the_shortcut():
         "RadixTree request was cancelled",
         "answers that the shortcut changes",
     ]
-    assert [] == [name for name in reached if not counts[name]]
+    assert [name for name in reached if not counts[name]] == []
 
 
 def test_a_seed_gives_one_stream():

@@ -18,8 +18,8 @@ def test_leaf_first_streams_get_the_same_verdicts_matches_and_dump(block):
     counts = Counter()
     for seed in range(20 * block, 20 * block + 20):
         run_leaf_first(core, seed, counts)
-    assert 20 == counts["runs"]
-    assert [] == [
+    assert counts["runs"] == 20
+    assert [
         name for name in ("accepted", "Failed to find parent block", "Failed to find block") if not counts[name]
-    ]
+    ] == []
     assert counts["queries with a match"] > counts["queries"] / 4

@@ -1,7 +1,8 @@
-"""Ray Serve's PrefixTree itself in the rule of `examples/routing/`: it answers as `SentTexts`, and picks the same workers.
+"""Ray Serve's PrefixTree itself in the rule of `examples/routing/`: it answers as `SentTexts`, and picks the same
+workers.
 
-It needs the extra `ray`, in an environment of its own; no cluster is started. The rule around the tree (`PrefixCacheAffinityRouter`)
-lives in a Ray actor and was read in source, 2.60.
+It needs the dependency group `ray`, in an environment of its own; no cluster is started. The rule around the tree
+(`PrefixCacheAffinityRouter`) lives in a Ray actor and was read in source, 2.60.
 """
 
 import sys
@@ -13,15 +14,14 @@ from depth import seeds
 from peer import engine
 
 from pytest_kvmock import Fleet, MockEngine, MockEngineArgs
-from pytest_kvmock.router import LeastLoaded, RoundRobin
+from pytest_kvmock.fleets import LeastLoaded, RoundRobin, synthetic_trace
 from pytest_kvmock.testing import RouterContract
-from pytest_kvmock.traces import synthetic_trace
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "routing"))
 
 from ray_rule import RayRule, SentTexts
 
-(tree,) = engine("ray", "llm._internal.serve.routing_policies.prefix_aware.prefix_tree", extra="ray")
+(tree,) = engine("ray", "llm._internal.serve.routing_policies.prefix_aware.prefix_tree", group="ray")
 
 
 class TestRule(RouterContract):
@@ -73,7 +73,7 @@ def played(router, seed):
 
 @pytest.mark.parametrize("seed", seeds(40))
 @pytest.mark.parametrize("imbalanced", [float("inf"), 2])
-def test_in_a_fleet_it_picks_as_the_table_does(imbalanced, seed):
+def test_in_a_fleet_the_tree_picks_like_the_table(imbalanced, seed):
     real = played(RayRule(tree.PrefixTree(), imbalanced=imbalanced), seed)
     plain = played(RayRule(imbalanced=imbalanced), seed)
     assert [pick.worker for pick in plain.picks] == [pick.worker for pick in real.picks]
@@ -88,7 +88,7 @@ def served_by(router):
     return Fleet([MockEngine(args) for _ in range(4)], router).run(trace, name="chats")
 
 
-def test_it_reuses_more_than_turns_and_lets_nobody_wait():
+def test_the_tree_reuses_more_than_round_robin_and_lets_no_request_wait():
     turns, loads = served_by(RoundRobin()), served_by(LeastLoaded())
     report = served_by(RayRule(tree.PrefixTree(), imbalanced=10))
     report.assert_hit_ratio(times=(1.2, turns))
@@ -104,7 +104,7 @@ class SaysWhatItSent(RayRule):
         return {int(name): len(self.tree.prefix_match(text, [name])[0]) for name in self.known}
 
 
-def test_as_an_index_it_drifts_as_it_hears_no_events():
+def test_as_an_index_the_tree_drifts_because_it_gets_no_events():
     report = played(SaysWhatItSent(tree.PrefixTree()), 0)
     (belief,) = report.beliefs
     assert belief.rule == "overlap_drift"

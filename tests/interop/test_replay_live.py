@@ -1,4 +1,5 @@
-"""Replays against Dynamo's own, on random cases: statistics and times of requests, and where the original loops for ever.
+"""Replays against Dynamo's own, on random cases: statistics and times of requests, and where the original loops for
+ever.
 
 Run as a program it is the long differential: `python tests/interop/test_replay_live.py RUNS [FIRST_SEED [KIND]]`.
 """
@@ -12,9 +13,8 @@ from peer import dynamo_core, play_in_wheel
 from replay_cases import random_cases
 
 from pytest_kvmock import MockEngine, OutOfBlocks, replay
-from pytest_kvmock.clock import EngineStalled
-from pytest_kvmock.schedulers.args import MockEngineArgs
-from pytest_kvmock.traces import TraceRequest
+from pytest_kvmock.engines import MockEngineArgs
+from pytest_kvmock.fleets import EngineStalled, TraceRequest
 
 dynamo_core("1.2")
 VERSION = metadata.version("ai-dynamo-runtime")
@@ -104,7 +104,7 @@ def test_random_replays_have_the_same_statistics_times_and_ends(kind):
     cases = cases_of(kind, RUNS[kind])
     answers = play_in_wheel(cases)
     different = {case["seed"]: differences(case, theirs) for case, theirs in zip(cases, answers, strict=True)}
-    assert {} == {seed: found for seed, found in different.items() if found}
+    assert {seed: found for seed, found in different.items() if found} == {}
 
 
 def main():

@@ -11,11 +11,8 @@ import pytest
 from peer import dynamo_core, play_in_wheel
 from replay_cases_1_6 import KINDS, random_case, random_cases
 
-from pytest_kvmock import MockEngine, MockEngineArgs, OutOfBlocks, replay
-from pytest_kvmock.clock import EngineStalled
-from pytest_kvmock.events import Stored
-from pytest_kvmock.report import Objectives
-from pytest_kvmock.traces import TraceRequest
+from pytest_kvmock import MockEngine, MockEngineArgs, OutOfBlocks, Stored, replay
+from pytest_kvmock.fleets import EngineStalled, Objectives, TraceRequest
 
 dynamo_core("1.6")
 
@@ -115,7 +112,7 @@ def test_random_replays_have_the_same_figures_rows_and_ends(kind):
     cases = random_cases(kind, OF_DRAFTS if kind == "drafts" else RUNS)
     answers = play_in_wheel(cases)
     different = {case["seed"]: differences(case, theirs) for case, theirs in zip(cases, answers, strict=True)}
-    assert {} == {seed: found for seed, found in different.items() if found}
+    assert {seed: found for seed, found in different.items() if found} == {}
 
 
 def behind_a_router(seed):
@@ -129,7 +126,9 @@ def behind_a_router(seed):
 
 
 def cached_tokens(case):
-    """Return of each request its arrival, end and length, and how much of it our events of passes until then say is cached."""
+    """Return of each request its arrival, end and length, and how much of it our events of passes until then say is
+    cached.
+    """
     new, events = [], []
 
     def pass_ended(done):

@@ -15,16 +15,17 @@ from replay_cases import routed_case
 from test_replay_live import OF_THE_FLEET, OF_THE_HOST, SEMANTICS, is_equal
 
 from pytest_kvmock import Fleet, MockEngine, OutOfBlocks
-from pytest_kvmock.clock import EngineStalled
-from pytest_kvmock.schedulers.args import MockEngineArgs
-from pytest_kvmock.traces import TraceRequest
+from pytest_kvmock.engines import MockEngineArgs
+from pytest_kvmock.fleets import EngineStalled, TraceRequest
 
 dynamo_core("1.2")
 RUNS = 300
 
 
 def play(case, picks):
-    """Return our report of a case, and the picks that we did not come to; None where an engine can never make progress."""
+    """Return our report of a case, and the picks that we did not come to; None where an engine can never make
+    progress.
+    """
     how = case["replay"]
     args = MockEngineArgs(**case["engine"], semantics=SEMANTICS)
     router = Follower(picks, SEMANTICS, **case["router"])
@@ -75,7 +76,7 @@ def test_random_replays_make_the_same_picks_at_the_same_costs():
     cases = cases_from(0, RUNS)
     played = play_routed(cases)
     different = {case["seed"]: differences(case, *each) for case, each in zip(cases, played, strict=True)}
-    assert {} == {seed: found for seed, found in different.items() if found}
+    assert {seed: found for seed, found in different.items() if found} == {}
     assert sum(len(picks) for _, picks in played) > 10 * RUNS
 
 

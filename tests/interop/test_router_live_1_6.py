@@ -1,4 +1,5 @@
-"""Dynamo's router of 1.6.1 over our engines beside the original: random replays, who was chosen at each pick, at what cost.
+"""Dynamo's router of 1.6.1 over our engines beside the original: random replays, who was chosen at each pick, at what
+cost.
 
 The original draws among equal costs, and says in its log whom it chose, not what the others cost; ours follows that.
 
@@ -15,9 +16,7 @@ from replay_cases_1_6 import random_case
 from test_replay_live_1_6 import BACKENDS, OF_THE_HOST, is_equal
 
 from pytest_kvmock import Fleet, MockEngine, MockEngineArgs, OutOfBlocks
-from pytest_kvmock.clock import EngineStalled
-from pytest_kvmock.router.selection import DynamoRouter
-from pytest_kvmock.traces import TraceRequest
+from pytest_kvmock.fleets import DynamoRouter, EngineStalled, TraceRequest
 
 dynamo_core("1.6")
 RUNS = 300
@@ -25,7 +24,9 @@ ROUTES = {"routing_history", "admission_history", "decode_worker_idx"}
 
 
 class Chosen(DynamoRouter):
-    """Picks as was logged, and compares overlap and cost of who was picked; at temperature 0 that is among the cheapest."""
+    """Picks as was logged, and compares overlap and cost of who was picked; at temperature 0 that is among the
+    cheapest.
+    """
 
     def __init__(self, chosen, **options):
         super().__init__("1.6.1", **options)
@@ -75,7 +76,9 @@ def routed_case(seed):
 
 
 def play(case, chosen):
-    """Return our report of a case, and the picks that we did not come to; None where an engine can never make progress."""
+    """Return our report of a case, and the picks that we did not come to; None where an engine can never make
+    progress.
+    """
     how = case["replay"]
     args = MockEngineArgs.from_json({"engine": case["engine"]})
     router = Chosen(chosen, **case["router"])
@@ -129,7 +132,7 @@ def test_random_replays_make_the_same_picks_at_the_same_costs():
     cases = [routed_case(seed) for seed in range(RUNS)]
     played = play_chosen(cases)
     different = {case["seed"]: differences(case, *each) for case, each in zip(cases, played, strict=True)}
-    assert {} == {seed: found for seed, found in different.items() if found}
+    assert {seed: found for seed, found in different.items() if found} == {}
     assert sum(len(chosen) for _, chosen in played) > 3 * RUNS
 
 

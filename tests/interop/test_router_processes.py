@@ -1,6 +1,8 @@
-"""Router processes of other people under the contract of router processes: what they keep, and what they miss, by the test that says so.
+"""Router processes of other people under the contract of router processes: what they keep, and what they miss, by the
+test that says so.
 
-Both are in Rust, and are not ours. Their circuit breakers and health checks have periods of a second here, and not of minutes.
+Both are in Rust, and are not ours. Their circuit breakers and health checks have periods of a second here, and not of
+minutes.
 """
 
 import json
@@ -15,11 +17,12 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "testing"))
 
 from contract_runs import names_of_tests
-from depth import few
+from depth import each_parameter, few
 from process_runs import outcome_of
 
-from pytest_kvmock.testing import ProcessContract, ProcessEnded
-from pytest_kvmock.wire.waiting import Deadline
+from pytest_kvmock.testing import ProcessContract
+from pytest_kvmock.testing.process.router_process import ProcessEnded
+from pytest_kvmock.wire.sockets.waiting import Deadline
 
 QUICK = [
     *("--cb-timeout-duration-secs", "1", "--cb-success-threshold", "1"),
@@ -52,6 +55,14 @@ class OfVllmRouter(ProcessContract):
         return command
 
 
+class OfVllmRouterWithRanks(OfVllmRouter):
+    """The same, told how many ranks are behind each port, so that it names one in each request."""
+
+    def command(self, engines):
+        more = ["--intra-node-data-parallel-size", str(len(engines[0].ranks))] if len(engines[0].ranks) > 1 else []
+        return [*super().command(engines), *more]
+
+
 class OfSglangRouter(ProcessContract):
     """sglang-router 0.3.2, `--policy cache_aware`."""
 
@@ -59,6 +70,7 @@ class OfSglangRouter(ProcessContract):
     hears_events = False
     first_of_equals = True  # what it has not sent yet goes to one worker
     retries = False  # a worker that refuses connections, and was healthy a moment ago, is a 500
+    takes_token_ids = False  # its completions take text alone
 
     def command(self, engines):
         command = [binary("sglang-router"), "launch", "--host", "127.0.0.1", "--port", str(engines.port)]
@@ -78,14 +90,22 @@ class OfSglangRouter(ProcessContract):
 
 
 VLLM_MISSES = {
-    "test_it_hears_every_rank": "was sent to worker ",
-    "test_a_salt_and_an_adapter_make_other_prompts": "a lora_name of their own, asked with that: a prompt of which worker 1 held 4 blocks was sent to worker 0",
-    "test_a_field_of_a_later_release_does_not_stop_it": "had a field that their dialect does not have: a prompt of which worker ",
+    "test_it_hears_every_rank": "rank 1 of worker 0 has served a prompt: a prompt ",  # any worker or rank gets it
+    # What no worker holds, as it reads it, goes to one worker; to which one differs from process to process.
+    "test_a_salt_and_an_adapter_make_other_prompts": "a cache_salt of their own, asked with that: a prompt of which "
+    "worker ",
+    "test_it_asks_for_a_lost_batch": "was lost, the replay of it had none, and said that it was over: a prompt of "
+    "which worker ",
+    "test_a_field_of_a_later_release_does_not_stop_it": "had a field that their dialect does not have: a prompt of "
+    "which worker ",
 }
 SGLANG_MISSES = {
-    "test_a_client_that_goes_away_is_noticed": "the client of a stream went away, and its request goes on in the engine: 1 requests are open",
-    "test_what_ended_badly_is_no_load": "its client went away, and a request goes on in the engine: 1 requests are open",
-    "test_what_a_client_sends_reaches_the_engine": "/v1/chat/completions: max_tokens came to an engine as None; 1 was sent; user came to an engine "
+    "test_a_client_that_goes_away_is_noticed": "the client of a stream went away, and its request goes on in the "
+    "engine: 1 requests are open",
+    "test_what_ended_badly_is_no_load": "its client went away, and a request goes on in the engine: 1 requests are "
+    "open",
+    "test_what_a_client_sends_reaches_the_engine": "/v1/chat/completions: max_tokens came to an engine as None; 1 was "
+    "sent; user came to an engine "
     "as None; 'kvmock' was sent; kvmock_field came to an engine as None",
 }
 
@@ -95,13 +115,29 @@ def chosen(misses):
     return [*misses, *few([each for each in names_of_tests(ProcessContract) if each not in misses], 5)]
 
 
-@pytest.mark.skipif(binary("vllm-router") is None, reason="needs vllm-router (extra vllm-router)")
+@pytest.mark.skipif(binary("vllm-router") is None, reason="needs vllm-router (dependency group vllm-router)")
 @pytest.mark.parametrize("name", chosen(VLLM_MISSES))
 def test_vllm_router(name):
     judge(outcome_of(OfVllmRouter, name), VLLM_MISSES.get(name))
 
 
-@pytest.mark.skipif(binary("sglang-router") is None, reason="needs sglang-router (extra sglang-router)")
+RANKS = {
+    "worker": None,
+    # It takes the number that events have for the one that a header has: what is behind a later port it never finds.
+    "rank": "rank 1 of worker 0 has served a prompt: a prompt ",
+    "node": "rank 3 of worker 0 has served a prompt: a prompt ",
+}
+
+
+@pytest.mark.skipif(binary("vllm-router") is None, reason="needs vllm-router (dependency group vllm-router)")
+@pytest.mark.parametrize("http", RANKS)
+@each_parameter
+def test_vllm_router_before_ranks_that_share_ports_and_that_do_not(http):
+    contract = type("OfVllmRouterWithRanks", (OfVllmRouterWithRanks,), {"http": http})
+    judge(outcome_of(contract, "test_it_hears_every_rank"), RANKS[http])
+
+
+@pytest.mark.skipif(binary("sglang-router") is None, reason="needs sglang-router (dependency group sglang-router)")
 @pytest.mark.parametrize("name", chosen(SGLANG_MISSES))
 def test_sglang_router(name):
     judge(outcome_of(OfSglangRouter, name, "sglang-0.5.23"), SGLANG_MISSES.get(name))

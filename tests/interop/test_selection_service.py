@@ -1,4 +1,6 @@
-"""Dynamo's SelectionService, a router within the process, subscribes to our publishers: its overlaps, and whom it selects."""
+"""Dynamo's SelectionService, a router within the process, subscribes to our publishers: its overlaps, and whom it
+selects.
+"""
 
 import pytest
 import pytest_asyncio
@@ -7,7 +9,7 @@ from clients import PATIENCE, SetIndex
 from peer import dynamo_core, release
 
 from pytest_kvmock import Prompt, Removed, Stored
-from pytest_kvmock.prompt_keys import group_of
+from pytest_kvmock.values.prompt_keys import group_of
 
 core = dynamo_core("1.3", "1.6")
 RELEASE = release()
@@ -38,7 +40,7 @@ class Service:
             "replay_endpoint": publisher.replay_endpoint,
             "max_num_batched_tokens": 8192,  # 1.3 schedules nobody without it
         }
-        assert "schedulable" == (await self._service.upsert_worker(record))["lifecycle"]
+        assert (await self._service.upsert_worker(record))["lifecycle"] == "schedulable"
         self._known.append(worker)
         await publisher.await_subscribed(timeout=PATIENCE)
 
@@ -87,13 +89,13 @@ async def test_it_answers_as_an_index_of_sets_and_selects_who_has_the_prefix(pub
 
         expected = [index.answer(prompt) for prompt in prompts]
         await publishers[0].asettle(answers, expected, PATIENCE)
-        assert [0, 1] == [await service.select(prompt) for prompt in prompts[-2:]]
-    assert [{(0, 0): 1}, {(1, 0): 2}] == expected[-2:]
-    assert [] != kv_harness.events.removed
+        assert [await service.select(prompt) for prompt in prompts[-2:]] == [0, 1]
+    assert expected[-2:] == [{(0, 0): 1}, {(1, 0): 2}]
+    assert kv_harness.events.removed != []
 
 
 @those_that("decodes", "recovers")
-async def test_it_asks_for_what_was_lost(publishers, kv_harness, kv_prompt):
+async def test_the_service_asks_for_lost_events(publishers, kv_harness, kv_prompt):
     prompts = [kv_prompt(blocks=2) for _ in range(3)]
     async with Service() as service:
         await service.add(0, publishers[0], kv_harness.profile.block_size)
@@ -109,7 +111,7 @@ async def test_it_asks_for_what_was_lost(publishers, kv_harness, kv_prompt):
         recovers = does(publishers[0].dialect.name, RELEASE) == "recovers"
         expected = [{(0, 0): 2}, {(0, 0): 2} if recovers else {}, {(0, 0): 2}]
         await publishers[0].asettle(answers, expected, PATIENCE)
-    assert [1] == [replay.start for replay in publishers[0].replays]
+    assert [replay.start for replay in publishers[0].replays] == [1]
 
 
 @those_that("-")
@@ -125,7 +127,7 @@ async def test_of_batches_with_bytes_as_hashes_it_reads_none_and_asks_for_them_a
             return [replay.start for replay in publishers[0].replays]
 
         await publishers[0].asettle(asked, [0, 0], PATIENCE)
-        assert [{}] * 3 == [await service.answer(prompt) for prompt in prompts]
+        assert [await service.answer(prompt) for prompt in prompts] == [{}] * 3
 
 
 # ------------------------------------------------------------------------------------------------- hybrid models
@@ -155,7 +157,7 @@ async def test_of_a_hybrid_model_it_answers_what_the_attention_group_holds(publi
 
 def of_attention(kv_harness, kind):
     """The events of this kind that are of the attention group."""
-    group = kv_harness.streams[0, 0].group_idx
+    group = kv_harness.inside.streams[0, 0].group_idx
     events = [each.event for each in kv_harness.events]
     return [each.event.data for each in events if isinstance(each.event.data, kind) and group_of(each.extra) == group]
 
@@ -184,7 +186,7 @@ async def test_it_counts_no_copies_and_hybrid_models_make_them_where_they_comput
             return (await service.answer(asked)).get((0, 0), 0) < 16
 
         await publisher.asettle(answer, timeout=PATIENCE)
-        assert {0: 16} == kv_harness.overlap(asked)
+        assert kv_harness.overlap(asked) == {0: 16}
         assert {0: 16 * size} == kv_harness.reusable(asked)  # it would be reused, and the service does not know
 
 
@@ -194,7 +196,9 @@ FIRST, SECOND, LONGER = [*range(100, 118)], [*range(200, 236)], [*range(300, 345
 
 
 def offloading(**form):
-    """Run a test over workers with a host, whose blocks travel a millisecond each; of the newest dialect and service."""
+    """Run a test over workers with a host, whose blocks travel a millisecond each; of the newest dialect and
+    service.
+    """
     tiers = {"host": 16, "gbps": 1.0, "bytes_per_token": 250_000, **form}
     marks = [
         pytest.mark.kv_dialects("vllm-0.33"),
@@ -248,7 +252,7 @@ async def test_of_locations_it_reads_none_and_finds_nothing_below_the_device(off
     offload.serve(FIRST)
     await offload.settles([FIRST], [(4, 0)])
     offload.serve(SECOND)
-    assert (3, 1) == offload.truth(FIRST)
+    assert offload.truth(FIRST) == (3, 1)
     await offload.settles([FIRST, SECOND], [(3, 0), (9, 0)])
     offload.serve(FIRST)  # what is loaded is a Stored of the device like any
     await offload.settles([FIRST], [(4, 0)])
@@ -268,7 +272,7 @@ async def test_self_describing_events_it_reads_as_an_index_of_sets_tier_by_tier(
 async def test_of_a_chunk_it_counts_a_part(offload):
     offload.serve(FIRST)
     offload.serve(SECOND)
-    assert (3, 0) == offload.truth(FIRST)  # nothing is loaded for one block of a chunk of two
+    assert offload.truth(FIRST) == (3, 0)  # nothing is loaded for one block of a chunk of two
     await offload.settles([FIRST], [(3, 1)])
 
 
@@ -279,5 +283,5 @@ async def test_a_cleared_empties_the_host_too_for_it(offload, kv_harness):
     assert kv_harness.worker(0).clear()
     offload.serve(SECOND)
     await offload.settles([SECOND], [(9, 0)])
-    assert (0, 4) == offload.truth(FIRST)
+    assert offload.truth(FIRST) == (0, 4)
     await offload.settles([FIRST], [(0, 0)])

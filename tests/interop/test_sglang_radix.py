@@ -14,11 +14,9 @@ from types import SimpleNamespace
 import pytest
 from peer import engine
 
-from pytest_kvmock import Prompt, create_manager
-from pytest_kvmock.cache.sglang.radix_tree import POLICIES
-from pytest_kvmock.drivers.radix_driver import RadixDriver
-from pytest_kvmock.events import Removed, Stored
-from pytest_kvmock.sinks import CapturingSink
+from pytest_kvmock import CapturingSink, Prompt, Removed, Stored, create_manager
+from pytest_kvmock.engines.sglang.radix_driver import RadixDriver
+from pytest_kvmock.engines.sglang.radix_tree import POLICIES
 
 radix, base, params = engine(
     "sglang", "srt.mem_cache.radix_cache", "srt.mem_cache.base_prefix_cache", "srt.mem_cache.cache_init_params"
@@ -39,7 +37,8 @@ class Clock:
 
 
 OF_BOTH = [policy for policy in POLICIES if policy not in ("fifo", "filo")]
-"""By the other two, what a split leaves above is new in `RadixCache`, and as old as the run was in the unified tree, which ours is."""
+"""By the other two, what a split leaves above is new in `RadixCache`, and as old as the run was in the unified tree,
+which ours is."""
 
 
 class RealRequest:
@@ -258,7 +257,7 @@ def test_random_requests_get_the_same_answers_events_and_sizes(block):
     for seed in range(50 * block, 50 * block + 50):
         run(seed, counts)
     kinds = ("admitted", "refused", ("decode", True), ("decode", False), "S", "R", "C")
-    assert [] == [kind for kind in kinds if not counts[kind]]
+    assert [kind for kind in kinds if not counts[kind]] == []
 
 
 @pytest.mark.filterwarnings("ignore")  # as above
@@ -268,7 +267,7 @@ def test_slru_protects_from_its_threshold_on_and_from_two_hits_by_default(thresh
     for seed in range(30):
         run(seed, counts, threshold=threshold)
     assert counts["R"]
-    assert 2 == radix.get_eviction_strategy("slru").protected_threshold
+    assert radix.get_eviction_strategy("slru").protected_threshold == 2
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""SGLang's router, a process in Rust that is not ours, in front of served engines, by prefixes and by the load that it counts itself.
+"""SGLang's router, a process in Rust that is not ours, in front of served engines, by prefixes and by the load that it
+counts itself.
 
 It hears no events. Requests are held in the engines, as one after the other they would always find both idle.
 """
@@ -14,19 +15,19 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "serve"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "servers" / "serve"))
 
 from served import call
 from served import complete as complete_at
 
 from pytest_kvmock import EngineProfile, RouterHarness
-from pytest_kvmock.backends import speaker_of
-from pytest_kvmock.serve import KvServer
+from pytest_kvmock.engines.backends import speaker_of
+from pytest_kvmock.servers import KvServer
 from pytest_kvmock.wire import find_dialect
 
 BINARY = shutil.which("sglang-router", path=str(Path(sys.executable).parent))
 if BINARY is None:
-    pytest.skip("needs sglang-router (extra sglang-router)", allow_module_level=True)
+    pytest.skip("needs sglang-router (dependency group sglang-router)", allow_module_level=True)
 
 DIALECT = "sglang-0.5.23"
 
@@ -72,7 +73,7 @@ def behind_router(tmp_path, *args, workers=2, pairs=False):
             process.wait()
 
 
-def test_a_prefix_goes_to_whom_it_went_before(tmp_path):
+def test_a_prefix_goes_to_the_same_worker_again(tmp_path):
     with behind_router(tmp_path, "--policy", "cache_aware") as (server, url):
         prefixes = [server.text(64) for _ in range(2)]
         for turn in range(4):

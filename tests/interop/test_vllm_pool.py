@@ -11,10 +11,8 @@ from importlib import metadata
 import pytest
 from peer import engine
 
-from pytest_kvmock import Prompt, create_manager
-from pytest_kvmock.cache.vllm.hashes import ExtraKeys
-from pytest_kvmock.events import Removed, Stored
-from pytest_kvmock.sinks import CapturingSink
+from pytest_kvmock import CapturingSink, Prompt, Removed, Stored, create_manager
+from pytest_kvmock.engines.vllm.hashes import ExtraKeys
 
 manager, utils, interface, requests, sampling, hashing, lora, torch_dtypes = engine(
     "vllm",
@@ -29,7 +27,7 @@ manager, utils, interface, requests, sampling, hashing, lora, torch_dtypes = eng
 )
 pytest.importorskip("cbor2")
 
-BACKEND = "vllm" if (0, 24) <= tuple(map(int, metadata.version("vllm").split(".")[:2])) else "vllm_0_19"
+BACKEND = "vllm" if tuple(map(int, metadata.version("vllm").split(".")[:2])) >= (0, 24) else "vllm_0_19"
 ALGORITHMS = ("sha256_cbor", "sha256", "xxhash", "xxhash_cbor")
 SEED = "17"
 KEYS = (
@@ -215,7 +213,7 @@ def test_random_requests_get_the_same_answers_events_and_free_queue(block):
     for seed in range(25 * block, 25 * block + 25):
         run(seed, counts)
     kinds = [("admitted", "hit"), ("refused", "hit"), ("go_on", True), ("decode", True), ("decode", False)]
-    assert [] == [kind for kind in (*kinds, ("reset", True), ("reset", False), "S", "R", "C") if not counts[kind]]
+    assert [kind for kind in (*kinds, ("reset", True), ("reset", False), "S", "R", "C") if not counts[kind]] == []
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""vllm-project/router, a process in Rust that is not ours, in front of served engines: `--policy kv_aware` over ZMQ events.
+"""vllm-project/router, a process in Rust that is not ours, in front of served engines: `--policy kv_aware` over ZMQ
+events.
 
 Engines are warmed directly, so that only their events can tell the router who holds a prompt.
 """
@@ -12,21 +13,22 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "serve"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "servers" / "serve"))
 
 from served import call, complete
 
 from pytest_kvmock import EngineProfile, RouterHarness
-from pytest_kvmock.backends import served_by
-from pytest_kvmock.serve import KvServer
+from pytest_kvmock.engines.backends import served_by
+from pytest_kvmock.servers import KvServer
 from pytest_kvmock.wire import find_dialect
-from pytest_kvmock.wire.table import known_dialects
+from pytest_kvmock.wire.codec.table import known_dialects
 
 BINARY = shutil.which("vllm-router", path=str(Path(sys.executable).parent))
 if BINARY is None:
-    pytest.skip("needs vllm-router (extra vllm-router)", allow_module_level=True)
+    pytest.skip("needs vllm-router (dependency group vllm-router)", allow_module_level=True)
 READS = ["vllm-0.24", "vllm-0.28", "vllm-0.33", "vllm-0.24-bytes", "vllm-0.28-bytes", "vllm-0.33-bytes"]
-CANNOT_READ = {  # what its log says then; it goes on, and routes as if it knew nothing (the table in docs/how-to/serve.md)
+# what its log says then; it goes on, and routes as if it knew nothing (the table in docs/reference/serve.md)
+CANNOT_READ = {
     "vllm-0.9": "KV event must be a tagged map",
     "vllm-0.10.2": "KV event must be a tagged map",
     "vllm-0.14": "KV event must be a tagged map",
@@ -87,8 +89,8 @@ def routed(server, url, text):
 def wait_applied(server, url):
     """Return when the router has applied the events of both workers so far: it finds what was served there after them.
 
-    Each prompt is asked for once, and a while after it was served: one that goes elsewhere is held there, too, from then on. A
-    router that knows nothing sends both of a pair to one worker.
+    Each prompt is asked for once, and a while after it was served: one that goes elsewhere is held there, too, from
+    then on. A router that knows nothing sends both of a pair to one worker.
     """
     served, right = [], 0
 

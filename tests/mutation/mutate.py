@@ -1,6 +1,6 @@
 """One-line mutants of the package: does a test fail for each? Each is tried in a copy of the tree.
 
-    pip install -e '.[test,mutation]'
+    pip install -e '.[test]' --group mutation
     python tests/mutation/mutate.py --seed 1 --count 100
 
 The seed draws the mutants from all that `operators.py` makes of the package. First it is noted which test runs which
@@ -8,6 +8,11 @@ lines; that takes minutes, and is kept for later runs as long as the package sta
 tests that run its line, quick ones first, until one fails: in a fork of one process that has collected all tests, where
 the functions get the mutant's code, or in a process of its own where what is changed runs at import. A survivor wants a
 test; one that no test can tell from the code as it is wants a reason in `equivalent.toml`.
+
+What a part of the tests kills is asked with their ids in a file, as pytest prints them:
+
+    pytest tests --collect-only -q > IDS
+    python tests/mutation/mutate.py --seed 1 --count 60 --tests IDS
 
 Exit status: 0 without a survivor, 1 with one, 2 if the tests cannot be run.
 """
@@ -74,6 +79,7 @@ def main() -> int:
     parser.add_argument("--whole", action="store_true", help="run the long tests too before a mutant has survived")
     parser.add_argument("--near", action="store_true", help="after a change of the package: go by the last note of it")
     parser.add_argument("--seconds", type=float, default=LONG, help="of tests for each mutant (default: %(default)g)")
+    parser.add_argument("--tests", type=Path, help="try only the tests whose ids are lines of this file")
     parser.add_argument("--list", action="store_true", help="print the mutants, try none")
     options = parser.parse_args()
 
@@ -92,7 +98,12 @@ def main() -> int:
         tree = (
             None
             if options.list
-            else Tree(Path(directory) / "tree", seconds=inf if options.whole else options.seconds, near=options.near)
+            else Tree(
+                Path(directory) / "tree",
+                seconds=inf if options.whole else options.seconds,
+                near=options.near,
+                only=None if options.tests is None else ids_in(options.tests.read_text()),
+            )
         )
         for number, mutant in enumerate(drawn, 1):
             if number not in picked:
@@ -120,7 +131,9 @@ def modules() -> list[Path]:
 
 
 def equivalents() -> list[dict[str, str]]:
-    """Mutants that no test can tell from the code, each by its file, operator and line, before and after, with the reason."""
+    """Mutants that no test can tell from the code, each by its file, operator and line, before and after, with the
+    reason.
+    """
     return tomllib.loads((HERE / "equivalent.toml").read_text()).get("equivalent", [])
 
 
@@ -134,10 +147,11 @@ class Tree:
         lines: by file and line, which set of tests runs it.
         imported: by file, the lines that run before any test does.
         changed: files with tests that were changed since that was noted; what is new in them is run for each mutant.
+        only: the tests that may be run; None for all, and with it what is new in a file is left out.
     """
 
-    def __init__(self, root: Path, *, seconds: float, near: bool) -> None:
-        self.root, self.most = root, seconds
+    def __init__(self, root: Path, *, seconds: float, near: bool, only: set[str] | None = None) -> None:
+        self.root, self.most, self.only = root, seconds, only
         self.server: subprocess.Popen[bytes] | None = None
         self.plans = count()
         files = subprocess.run(
@@ -175,6 +189,8 @@ class Tree:
                 imported = {n for n in every if places.get(n) in imported}
             self.lines[file], self.imported[file] = lines, imported
         self.changed = [name for name, digest in self.digests().items() if table["files"].get(name) != digest]
+        if only is not None:
+            self.changed = []
         subprocess.run([sys.executable, "-m", "compileall", "-q", PACKAGE], cwd=root, check=True)
 
     def digests(self) -> dict[str, str]:
@@ -280,7 +296,8 @@ class Tree:
             noted = sorted(self.lines[mutant.file])
             at = bisect(noted, mutant.line)
             which = {self.lines[mutant.file][n] for n in noted[max(0, at - 1) : at + 1]}
-        return {self.names[test] for each in which for test in self.sets[each]}
+        found = {self.names[test] for each in which for test in self.sets[each]}
+        return found if self.only is None else found & self.only
 
     def ask(self, plan: dict[str, object]) -> tuple[int, str]:
         """Have tests run in a fork of the process that has collected all; its exit status, and which test failed."""
@@ -343,6 +360,11 @@ class Tree:
             start_new_session=True,
             pass_fds=inherited,
         )
+
+
+def ids_in(text: str) -> set[str]:
+    """The ids of tests that are lines of a text, which may have others."""
+    return {line.strip() for line in text.splitlines() if re.match(r"[\w/.-]+\.\w+::", line)}
 
 
 def outcome(status: int, failed: str) -> tuple[str, str] | None:

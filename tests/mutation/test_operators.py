@@ -4,6 +4,7 @@ import ast
 from textwrap import dedent, indent
 
 import pytest
+from mutate import ids_in
 from operators import mutants
 
 
@@ -47,8 +48,8 @@ def test_each_place_of_a_line_has_its_mutants(line, expected):
         ("int | None", "return None"),
     ],
 )
-def test_a_return_gives_nothing_or_the_contrary(returns, expected):
-    assert [("return", expected)] == changed("return a", returns)
+def test_a_return_gives_none_or_the_opposite(returns, expected):
+    assert changed("return a", returns) == [("return", expected)]
 
 
 @pytest.mark.parametrize(
@@ -64,11 +65,11 @@ def test_a_return_gives_nothing_or_the_contrary(returns, expected):
         "raise a  # pragma: no cover",
     ],
 )
-def test_what_no_test_can_tell_apart_is_left_alone(body):
-    assert [] == changed(body)
+def test_equivalent_mutants_are_left_out(body):
+    assert changed(body) == []
 
 
-def test_a_default_is_run_where_its_function_is():
+def test_a_default_runs_with_its_function_definition():
     (mutant,) = mutants("m.py", "def f(a=False):\n    g = a\n    return\n")
     assert ("default", "def f(a=True):", range(2, 4)) == (mutant.operator, mutant.new, mutant.lines)
 
@@ -78,4 +79,9 @@ def test_a_constant_of_a_module_is_run_by_its_import():
 
 
 def test_columns_are_characters_and_not_bytes():
-    assert [("comparison", 'x = "ä" != a')] == changed('x = "ä" == a')
+    assert changed('x = "ä" == a') == [("comparison", 'x = "ä" != a')]
+
+
+def test_the_ids_that_pytest_prints_are_read_and_nothing_else():
+    text = "tests/a/test_b.py::test_c[x y]\ntests/a.kv.yaml::case\n\nSKIPPED [1] tests/a.py:3: why\n2 tests collected in 1s\n"  # noqa: E501
+    assert ids_in(text) == {"tests/a/test_b.py::test_c[x y]", "tests/a.kv.yaml::case"}

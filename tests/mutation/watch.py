@@ -1,10 +1,10 @@
 """A plugin for the runs of `mutate.py`: notes which test runs which lines, or runs the tests that it is given.
 
 `KVMOCK_MUTATION` names a JSON file. `{"note": FILE}`: the seconds of each test are noted there (the lines are noted by
-coverage, under the name of each test). `{"serve": FD}`, an open socket: all tests are collected once, and each plan that arrives
-there is carried out in a fork, in which the functions of a module have the code of its changed text. Else it is itself
-a plan: the tests to run, in order, with their limits in seconds, and files of which all tests are to be run but for
-those that are known.
+coverage, under the name of each test). `{"serve": FD}`, an open socket: all tests are collected once, and each plan
+that arrives there is carried out in a fork, in which the functions of a module have the code of its changed text. Else
+it is itself a plan: the tests to run, in order, with their limits in seconds, and files of which all tests are to be
+run but for those that are known.
 """
 
 import ast

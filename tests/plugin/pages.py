@@ -5,7 +5,7 @@ A mark is an HTML comment on the line before a fenced block (an empty line may b
 | mark | block |
 |---|---|
 | none, `python` | a module of tests that pass |
-| `file: NAME` | a file beside the page's tests: a conftest, an ini file, a scenario; `test_*.py` and `*.kv.yaml` are tests |
+| `file: NAME` | a file next to the page's tests: a conftest, an ini file, a scenario; `test_*.py` and `*.kv.yaml` are tests |
 | `fails: NAME` | a module with one test that fails, run by itself |
 | `output` | what pytest prints of the failure in the module before it, from the line with the test's name on |
 | `output: TITLE` | the section of that output with this title alone; `message`: what is before the first |
@@ -15,9 +15,9 @@ A mark is an HTML comment on the line before a fenced block (an empty line may b
 | `drawing` | text that is no output |
 | `signature` | what the name in `::: NAME` before it is, made from the source; the site leaves it out |
 
-All tests of a page are one run. `KVMOCK_WRITE_DOCS=1 pytest tests/plugin/test_docs.py` writes outputs anew, and
+All tests of a page are one run. `KVMOCK_WRITE_DOCS=1 pytest tests/plugin/test_docs.py` writes outputs, and
 `test_docs_tables.py` tables and signatures.
-"""
+"""  # noqa: E501, W505
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 _BLOCK = re.compile(
-    r"^(?P<indent>[ ]*)(?:<!-- (?P<mark>[a-z]+)(?:: (?P<value>[^>]+))? -->\n\n?[ ]*)?```(?P<language>\w+)[^\n]*\n(?P<text>.*?)^(?P=indent)```$",
+    r"^(?P<indent>[ ]*)(?:<!-- (?P<mark>[a-z]+)(?:: (?P<value>[^>]+))? -->\n\n?[ ]*)?```(?P<language>\w+)[^\n]*\n(?P<text>.*?)^(?P=indent)```$",  # noqa: E501
     re.DOTALL | re.MULTILINE,
 )
 _DIRECTIVE = re.compile(
     r"^::: (?P<name>[\w.]+)\n(?P<options>(?: {4}[^\n]*\n)*)(?:\n<!-- signature -->\n```python\n(?P<text>.*?)^```\n)?",
     re.DOTALL | re.MULTILINE,
 )
+_NOT_PROSE = re.compile(r"^ *(?:\|.*|<!-- .* -->|```.*)$", re.MULTILINE)
 _TABLE = re.compile(r"^<!-- table: ([\w ]+) -->\n\n?((?:\|.*\n)+)", re.MULTILINE)
 
 
@@ -125,6 +126,14 @@ class Page:
         """The names that the page is the reference of, with the signature that stands below each."""
         return {found["name"]: found["text"] or "" for found in _DIRECTIVE.finditer(self.text)}
 
+    @property
+    def by_hand(self) -> str:
+        """Prose and code that somebody wrote: the text without tables, marks, and what tests print."""
+        text = self.text
+        for block in reversed(self.of("output")):
+            text = text[: block.span[0]] + text[block.span[1] :]
+        return _NOT_PROSE.sub("", text)
+
     def section(self, heading: str) -> str:
         """The text under a heading of any level, up to the next of this level."""
         found = re.search(rf"^(#+) {re.escape(heading)}\n(.*?)(?=^\1 |\Z)", self.text, re.DOTALL | re.MULTILINE)
@@ -153,7 +162,7 @@ class Page:
         self.write(_DIRECTIVE.sub(written, self.text))
 
     def write(self, text: str) -> None:
-        """Write the page anew."""
+        """Replace the page."""
         self.text = text
         self.path.write_text(text, encoding="utf-8")
         self.__dict__.pop("blocks", None)

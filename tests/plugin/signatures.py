@@ -1,6 +1,7 @@
 """Signatures of public names, as they stand in the source: for those who read `docs/reference/api/` without the site.
 
-The source is read, not imported: no version of Python shows in them, and names that are loaded late are like all others.
+The source is read, not imported: no version of Python shows in them, and names that are loaded late are like all
+others.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ MOST_OF_A_VALUE = 60
 
 @cache
 def signature(name: str) -> str:
-    """What a public name is: a class with its fields and methods, a function, or a constant, each with the first line of its docstring."""
+    """What a public name is: a class with its fields and methods, a function, or a constant, each with the first
+    line of its docstring.
+    """
     module, _, attribute = name.rpartition(".")
     found = find(module, attribute)
     assert found is not None, f"{name} is defined nowhere"
@@ -179,7 +182,7 @@ def members(module: str, node: ast.ClassDef) -> dict[str, list[str]]:
     methods: dict[str, list[str]] = {}
     for position, each in enumerate(node.body):
         name = assigned(each)
-        if name in FORMS and module.startswith("pytest_kvmock.programs."):
+        if name in FORMS and module.startswith("pytest_kvmock.values.programs."):
             continue
         if name and not name.startswith("_"):
             docs = doc_lines(string_after(node.body, position) or described.get(name))
@@ -221,7 +224,9 @@ def attributes_of(docstring: str) -> dict[str, str]:
 
 
 def type_of(module: str, node: ast.ClassDef, name: str) -> str:
-    """The annotation of an attribute that is set in a method, with its colon; nothing where the source does not say it."""
+    """The annotation of an attribute that is set in a method, with its colon; nothing where the source does not say
+    it.
+    """
     values: dict[str, ast.expr | None] = {}
     for each in ast.walk(node):
         if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Attribute) and each.target.attr == name:

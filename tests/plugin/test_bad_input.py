@@ -7,11 +7,11 @@ import textwrap
 from fnmatch import fnmatchcase
 
 import pytest
-from depth import takes_long
+from depth import takes_long, worth_its_time
 from plugin_parts import OPTIONS as EVERY_OPTION
 
-from pytest_kvmock.backends import BACKENDS
-from pytest_kvmock.hygiene.rules import RULES
+from pytest_kvmock import BACKENDS
+from pytest_kvmock.oracle.hygiene.rules import RULES
 from pytest_kvmock.plugin.markers import KVMOCK_KEYS
 from pytest_kvmock.plugin.options import LISTS, SYNCS
 from pytest_kvmock.plugin.options import OPTIONS as OPTIONS_OF_KVMOCK
@@ -24,7 +24,7 @@ OPTIONS = [
     ("--kv-backend=lruu", f"unknown backend 'lruu'; did you mean 'lru'? known: {KNOWN}"),
     ("--kv-event-errors=oops", "got 'oops'; allowed: fail, warn, ignore"),
     ("--kv-event-warnings=", "got ''; allowed: fail, warn, ignore"),
-    ("--kv-events=some", "got 'some'; allowed: failed, all, none"),
+    ("--kv-show-log=some", "got 'some'; allowed: failed, all, none"),
     ("--kv-seed=1.5", "got '1.5'; allowed: an integer"),
     ("--kv-trace=missing.jsonl", "no such file: '*missing.jsonl'"),
     ("--kv-trace-limit=0", "got '0'; allowed: an integer of at least 1"),
@@ -36,23 +36,25 @@ OPTIONS = [
 def test_a_wrong_option_is_a_usage_error(nested, option, message, more):
     result = nested("def test(): pass", option, *more)
 
-    assert pytest.ExitCode.USAGE_ERROR == result.ret
-    assert [] == [line for line in result.errlines if "Traceback" in line]
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert [line for line in result.errlines if "Traceback" in line] == []
     result.stderr.fnmatch_lines([f"ERROR: {option.partition('=')[0]}: {message}"])
 
 
 def test_a_wrong_option_is_a_usage_error_under_xdist(nested):
-    result = nested("def test(): pass", "--kv-events=some", "-n", "1", plugins=["xdist"])
+    result = nested("def test(): pass", "--kv-show-log=some", "-n", "1", plugins=["xdist"])
 
-    assert pytest.ExitCode.USAGE_ERROR == result.ret
-    assert ["ERROR: --kv-events: got 'some'; allowed: failed, all, none"] == [line for line in result.errlines if line]
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert [line for line in result.errlines if line] == [
+        "ERROR: --kv-show-log: got 'some'; allowed: failed, all, none"
+    ]
 
 
 INI = [
     ("kvmock_backends = lineage lruu", f"unknown backend 'lruu'; did you mean 'lru'? known: {KNOWN}"),
     ("kvmock_event_errors = oops", "got 'oops'; allowed: fail, warn, ignore"),
     ("kvmock_event_warnings =", "got ''; allowed: fail, warn, ignore"),
-    ("kvmock_events = some", "got 'some'; allowed: failed, all, none"),
+    ("kvmock_show_log = some", "got 'some'; allowed: failed, all, none"),
     ("kvmock_seed = x", "*"),  # from 8.4 on pytest reads integers, and the words are its own
     ("kvmock_trace = missing.jsonl", "no such file: '*missing.jsonl'"),
     ("kvmock_trace_limit = -1", "got *-1*; allowed: an integer of at least 1"),
@@ -70,8 +72,8 @@ INI = [
 def test_a_wrong_ini_value_is_a_usage_error(nested, line, message):
     result = nested("def test(): pass", files={"pytest.ini": f"[pytest]\n{line}\n"})
 
-    assert pytest.ExitCode.USAGE_ERROR == result.ret
-    assert [] == [line for line in result.errlines if "Traceback" in line]
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert [line for line in result.errlines if "Traceback" in line] == []
     result.stderr.fnmatch_lines([f"ERROR: pytest.ini: {line.partition(' ')[0]}: {message}"])
 
 
@@ -116,7 +118,7 @@ SETTINGS = [option.ini for option in OPTIONS_OF_KVMOCK if option.ini]
 def test_a_misspelt_option_is_answered_with_the_nearest(nested, args, flag, nearest):
     result = nested("def test(): pass", *args)
 
-    assert pytest.ExitCode.USAGE_ERROR == result.ret
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
     (line,) = (line for line in result.errlines if line)
     assert line.startswith(f"ERROR: unknown option '{flag}'; did you mean '{nearest}'")
     assert line.endswith(f"? known: {', '.join(FLAGS)}")
@@ -125,11 +127,11 @@ def test_a_misspelt_option_is_answered_with_the_nearest(nested, args, flag, near
 def test_an_option_that_is_like_none_of_ours_is_left_to_pytest(nested):
     result = nested("def test(): pass", "--kv-zzzzzzzzzz")
 
-    assert pytest.ExitCode.USAGE_ERROR == result.ret
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*: error: unrecognized arguments: --kv-zzzzzzzzzz"])
 
 
-def test_an_option_of_somebody_else_is_none_of_ours(nested):
+def test_options_of_other_plugins_are_ignored(nested):
     conftest = "def pytest_addoption(parser): parser.addoption('--kv-backnd')"
 
     nested("def test(): pass", "--kv-backnd=7", files={"conftest.py": conftest}).assert_outcomes(passed=1)
@@ -155,20 +157,20 @@ def test_a_misspelt_setting_is_answered_with_the_nearest(nested, file, text):
         pytest.skip("pytest 9 reads such files")
     result = nested("def test(): pass", files={file: text})
 
-    assert pytest.ExitCode.USAGE_ERROR == result.ret
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
     expected = f"unknown setting 'kvmock_bakends'; did you mean 'kvmock_backends'? known: {', '.join(SETTINGS)}"
-    assert [f"ERROR: {file}: {expected}"] == [line for line in result.errlines if line]
+    assert [line for line in result.errlines if line] == [f"ERROR: {file}: {expected}"]
 
 
 def test_a_misspelt_override_of_a_setting_too(nested):
     result = nested("def test(): pass", "-o", "kvmock_zzzzzz=1")
 
-    assert [f"ERROR: -o: unknown setting 'kvmock_zzzzzz'; known: {', '.join(SETTINGS)}"] == [
-        line for line in result.errlines if line
+    assert [line for line in result.errlines if line] == [
+        f"ERROR: -o: unknown setting 'kvmock_zzzzzz'; known: {', '.join(SETTINGS)}"
     ]
 
 
-def test_a_setting_of_somebody_else_is_none_of_ours(nested):
+def test_settings_of_other_plugins_are_ignored(nested):
     files = {
         "conftest.py": "def pytest_addoption(parser): parser.addini('kvmock_bakends', 'mine')",
         "pytest.ini": "[pytest]\nkvmock_bakends = 7\n",
@@ -200,11 +202,18 @@ MARKERS = [
     ("kvmock(tiers={'host': 0})", "tiers: host must be an integer of at least 1 (blocks), got 0"),
     (
         "kvmock(tiers={'host': 64, 'batch': 9})",
-        "tiers: batch must be at most 8 for a host of 64 blocks, got 9: batch squared blocks may be on their way, and *",
+        (
+            "tiers: batch must be at most 8 for a host of 64 blocks, got 9: batch squared blocks may be on their way, "
+            "and "
+            "*"
+        ),
     ),
     (
         "kvmock(tiers={'g3': 64})",
-        "tiers: 'g3' is not built: no released engine could be recorded with it. Events of disk and external tiers are *",
+        (
+            "tiers: 'g3' is not a key: 'files': True puts a folder below the host of vllm, and no other engine is "
+            "mocked *"
+        ),
     ),
     (
         "kvmock(tiers={'host': 64, 'gbps': -1})",
@@ -214,7 +223,7 @@ MARKERS = [
     ("kvmock(event_warnings=True)", "event_warnings: got True; allowed: fail, warn, ignore"),
     ("kvmock(trace_tokens=1)", "trace_tokens: got 1; allowed: True, False"),
     ("kvmock(sync='never')", "sync: got 'never'; did you mean 'every'? allowed: every, auto, burst, end"),
-    ("kvmock(index_semantics='e2')", "index_semantics: got 'e2'; allowed: None, 'e1'"),
+    ("kvmock(clears='e2')", "clears: got 'e2'; allowed: rank, worker"),
     ("kvmock(allow=['nonsense'])", "allow: unknown rule 'nonsense'; known: parent_block_not_found, *"),
     ("kvmock(allow=7)", "allow: got 7; allowed: a name, or a list of names"),
     (
@@ -322,7 +331,7 @@ def errors_of(result):
     return found
 
 
-def test_all_wrong_markers_of_a_file_are_said_at_once(nested):
+def test_all_wrong_markers_of_a_file_are_reported_at_once(nested):
     result = nested(
         """
         pytestmark = [pytest.mark.kvmock(wrokers=2)]
@@ -368,7 +377,7 @@ def test_all_wrong_markers_of_a_file_are_said_at_once(nested):
     ] == errors_of(result)
 
 
-@pytest.mark.parametrize("args", [[], ["-n", "2"]], ids=["alone", "xdist"])
+@pytest.mark.parametrize("args", [[], pytest.param(["-n", "2"], marks=takes_long)], ids=["alone", "xdist"])
 def test_wrong_markers_of_several_files_and_classes_are_all_said(nested, args):
     wrong = "@pytest.mark.kvmock(sede=1)\n{}def test{}(kv_sink): pass\n"
     method = "    @pytest.mark.kvmock(sede=1)\n    def test(self, kv_sink): pass\n"
@@ -381,14 +390,14 @@ def test_wrong_markers_of_several_files_and_classes_are_all_said(nested, args):
 
     result.assert_outcomes(errors=3, passed=1 if args else 0)  # pytest-xdist goes on
     line = f"kvmock(sede=1): {unknown('sede', 'seed')}"
-    assert [
+    assert sorted(errors_of(result)) == [
         ["test_a.py", f"test_a.py::test1: {line}", f"test_a.py::test2: {line}"],
         ["test_b.py", f"test_b.py::TestA::test: {line}"],
         ["test_b.py", f"test_b.py::TestB::test: {line}"],
-    ] == sorted(errors_of(result))
+    ]
 
 
-def test_a_marker_from_a_hook_is_said_with_its_test(nested):
+def test_a_marker_from_a_hook_is_reported_with_its_test(nested):
     files = {
         "conftest.py": """
         import pytest
@@ -403,7 +412,7 @@ def test_a_marker_from_a_hook_is_said_with_its_test(nested):
     result = nested("def test_a(kv_sink): pass\ntest_a.late = True\ndef test_b(kv_sink): pass", files=files)
 
     result.assert_outcomes(errors=1)
-    assert [["test_it.py", f"test_it.py::test_a: kvmock(sede=1): {unknown('sede', 'seed')}"]] == errors_of(result)
+    assert errors_of(result) == [["test_it.py", f"test_it.py::test_a: kvmock(sede=1): {unknown('sede', 'seed')}"]]
 
 
 def lines_of_setups(result):
@@ -519,7 +528,7 @@ MISSPELT = {
 
 
 @pytest.mark.parametrize(("source", "name", "nearest"), [pytest.param(*c, id=name) for name, c in MISSPELT.items()])
-@pytest.mark.parametrize("args", [[], ["-n", "1"]], ids=["alone", "xdist"])
+@pytest.mark.parametrize("args", [[], pytest.param(["-n", "1"], marks=takes_long)], ids=["alone", "xdist"])
 def test_a_misspelt_fixture_is_answered_with_the_nearest(nested, source, name, nearest, args):
     result = nested(source, *args, plugins=["xdist"])
 
@@ -537,7 +546,7 @@ def test_a_fixture_that_is_like_none_of_ours_is_left_to_pytest(nested):
     result.stdout.no_fnmatch_line("*Captured kvmock*")
 
 
-def test_a_fixture_of_somebody_else_is_none_of_ours(nested):
+def test_fixtures_of_other_plugins_are_ignored(nested):
     source = "@pytest.fixture\ndef kv_event(): return 7\ndef test(kv_event): assert 7 == kv_event"
 
     nested(source).assert_outcomes(passed=1)
@@ -566,6 +575,7 @@ def test_a_block_size_that_the_backend_refuses_is_one_line(nested, block_size):
     result.stdout.no_fnmatch_line("*pytest_kvmock/*:*")
 
 
+@worth_its_time
 def test_full_trace_shows_where_it_came_from(nested):
     result = nested("@pytest.mark.kvmock(block_size=3)\ndef test(kv_manager): pass", "--full-trace")
 

@@ -26,7 +26,7 @@ class TestNothing(EvictionContract):
 
 def test_only_the_subclasses_are_collected(ids):
     found = ids(SOURCE)
-    assert {"TestForgetful", "TestNothing"} == {name.partition("::")[0] for name in found}
+    assert {name.partition("::")[0] for name in found} == {"TestForgetful", "TestNothing"}
     assert "TestForgetful::test_a_cleared_worker_has_nothing" in found
 
 
@@ -58,14 +58,14 @@ def test_pytest_adds_no_condition_to_the_message_of_a_contract():
         assert says == ("PYTEST_DONT_REWRITE" in (ast.get_docstring(tree) or "")), path.name
 
 
-def test_what_is_not_what_it_says_is_one_line_a_test(nested):
+def test_a_subject_that_contradicts_its_declaration_is_one_line_per_test(nested):
     result = nested(SOURCE, "-k", "TestNothing and test_order")
 
     result.assert_outcomes(failed=2)
     lines = [line for line in result.outlines if line.startswith("TestNothing: ")]
-    assert ["TestNothing: make_policy gave {} (dict), which is no EvictionPolicy"] * 2 == [
-        line.partition(":")[0] + ":" + line.partition(":")[2].partition(":")[0] for line in lines
-    ]
+    assert [line.partition(":")[0] + ":" + line.partition(":")[2].partition(":")[0] for line in lines] == [
+        "TestNothing: make_policy gave {} (dict), which is not an EvictionPolicy"
+    ] * 2
     result.stdout.no_fnmatch_line("*Traceback*")
     result.stdout.no_fnmatch_line(">*")
 

@@ -5,7 +5,7 @@ from itertools import count
 from types import SimpleNamespace
 
 import pytest
-from depth import whole_trace
+from depth import takes_long, whole_trace, worth_its_time
 from scenario_files import need_scenario_files
 
 SECTION = "*Captured kvmock smallest reproduction call*"
@@ -41,9 +41,10 @@ def test(kv_sink):
 
 FAULTY_BACKEND = """
 from types import MappingProxyType
-from pytest_kvmock import KvCacheEvent, Removed, backends
-from pytest_kvmock.cache.dynamo.eviction.lru import LruPolicy
-from pytest_kvmock.cache.dynamo.logical import LogicalManager
+from pytest_kvmock import KvCacheEvent, Removed
+from pytest_kvmock.engines import backends
+from pytest_kvmock.engines.dynamo.eviction.lru import LruPolicy
+from pytest_kvmock.engines.dynamo.logical import LogicalManager
 
 class Sink:
     'Does not name the last of more than two blocks that are evicted at once.'
@@ -80,7 +81,7 @@ def test_a_large_failure_is_cut_down_and_the_text_fails_for_the_same_rule(nested
     result.stdout.fnmatch_lines(["*1 KV event error: block_not_found (worker 65536, event 2)"])
 
 
-def test_with_an_index_it_is_pasted_beside_the_fixture(nested):
+def test_with_an_index_it_is_pasted_next_to_the_fixture(nested):
     source = (
         FORGETFUL
         + """
@@ -100,6 +101,7 @@ def test(kv_worker, kv_prompt):
     again.stdout.fnmatch_lines(["*KV event error*: index_drift (worker 0, event *"])
 
 
+@worth_its_time
 def test_what_an_engine_does_is_shown_by_requests(nested):
     traffic = """
 @pytest.mark.kvmock(num_blocks=12)
@@ -147,7 +149,7 @@ def test_a_body_that_fails_because_the_index_is_wrong_is_cut_down_too(nested):
     again.stdout.fnmatch_lines(["*KV event error*: index_drift (worker 0, event *"])
 
 
-def test_a_body_that_fails_leaves_its_requests_open_and_is_cut_down_all_the_same(nested):
+def test_a_body_that_fails_leaves_its_requests_open_and_is_cut_down_anyway(nested):
     result = nested(
         FAULTY_BACKEND
         + """
@@ -175,7 +177,7 @@ def test(kv_worker, kv_prompt):
 """
 
 
-def test_requests_that_a_failed_body_left_open_are_no_problem_to_cut_down(nested):
+def test_requests_that_a_failed_body_left_open_do_not_stop_a_reduction(nested):
     result = nested(REQUESTS + "    assert 0")
 
     result.stdout.fnmatch_lines(["E       assert 0", "E *kvmock: also 1 KV event *: leaked_requests*"])
@@ -210,7 +212,7 @@ def test_the_time_of_a_run_is_that_of_failed_bodies_too(nested, monkeypatch):
 
 
 def test_a_failure_of_a_check_is_cut_down_too(nested):
-    result = nested(LARGE.replace("kv_sink)", "kv_sink, kv_events)") + "    kv_events.check()\n")
+    result = nested(LARGE.replace("kv_sink)", "kv_sink, kv_events)") + "    kv_events.assert_no_event_errors()\n")
 
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines([SECTION, "# cut from 42 events to 3"])
@@ -254,7 +256,7 @@ def test_other_tests_are_not_cut_down(nested, source):
 
 
 @pytest.mark.parametrize("args", [["--kv-reduce=off"], ["-o", "kvmock_reduce=off"]])
-def test_it_can_be_switched_off(nested, args):
+def test_reproductions_can_be_switched_off(nested, args):
     result = nested(LARGE, *args)
 
     result.assert_outcomes(failed=1)
@@ -266,15 +268,15 @@ def test_the_command_line_wins_over_the_ini_file(nested):
 
 
 @pytest.mark.parametrize("value", ["on", "0", "-1", "nan", "inf", ""])
-def test_a_time_that_is_none_is_refused(nested, value):
+def test_an_invalid_time_is_refused(nested, value):
     result = nested("def test(): pass", f"--kv-reduce={value}")
 
-    assert pytest.ExitCode.USAGE_ERROR == result.ret
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
     message = f"ERROR: --kv-reduce: got {value!r}; allowed: a number of seconds above 0, or off"
-    assert [message] == [line for line in result.errlines if line]
+    assert [line for line in result.errlines if line] == [message]
 
 
-def test_why_there_is_none_is_said_in_a_line(nested):
+def test_a_missing_reproduction_is_explained_in_one_line(nested):
     source = FORGETFUL.replace("def __init__(self)", "def __init__(self, name)").replace("Forgetful()", "Forgetful(1)")
     result = nested(
         source
@@ -290,7 +292,10 @@ def test(kv_worker, kv_prompt):
     result.stdout.fnmatch_lines(
         [
             SECTION,
-            "none: could not rebuild your index for the replay (its class needs 'name'): give Forgetful a method `new()` *",
+            (
+                "none: could not rebuild your index for the replay (its class needs 'name'): give Forgetful a method "
+                "`new()` *"
+            ),
         ]
     )
 
@@ -324,7 +329,7 @@ def test_a_search_that_breaks_down_leaves_the_verdict(nested, monkeypatch):
     def broken(*args, **kwargs):
         raise ZeroDivisionError("no")
 
-    monkeypatch.setattr("pytest_kvmock.reduce.reproduce", broken)
+    monkeypatch.setattr("pytest_kvmock.harness.reduce.reproduce", broken)
     result = nested(LARGE)
 
     result.assert_outcomes(failed=1)
@@ -357,7 +362,7 @@ def kv_index():
 """
 
 
-def test_what_is_compared_at_the_end_is_pasted_so(nested):
+def test_a_test_compared_at_the_end_is_pasted_in_that_form(nested):
     need_scenario_files()
     test = """
 @pytest.mark.kvmock(sync="end")
@@ -475,9 +480,11 @@ def test_four(kv_sink): kv_sink(GOOD)
 """
 
 
-@pytest.mark.parametrize(("args", "plugins"), [([], []), (["-q"], []), (["-n", "2"], ["xdist"])])
+@pytest.mark.parametrize(
+    ("args", "plugins"), [([], []), (["-q"], []), pytest.param(["-n", "2"], ["xdist"], marks=takes_long)]
+)
 def test_all_logs_are_shown_without_further_options(nested, args, plugins):
-    result = nested(PASSING, "--kv-events=all", *args, plugins=plugins)
+    result = nested(PASSING, "--kv-show-log=all", *args, plugins=plugins)
 
     result.assert_outcomes(passed=3, xpassed=1)
     shown = [line for line in result.outlines if "kvmock events" in line or "Stored block" in line]
@@ -496,13 +503,13 @@ def test_all_logs_are_shown_without_further_options(nested, args, plugins):
 
 
 @pytest.mark.parametrize("args", [["-rA"], ["-rP"], ["-rPX"]])
-def test_they_are_shown_once_where_pytest_shows_them_too(nested, args):
-    result = nested("def test(kv_sink): kv_sink(GOOD)", "--kv-events=all", *args)
+def test_logs_are_shown_once_where_pytest_shows_them_too(nested, args):
+    result = nested("def test(kv_sink): kv_sink(GOOD)", "--kv-show-log=all", *args)
 
-    assert 1 == result.stdout.str().count("Stored block 2")
+    assert result.stdout.str().count("Stored block 2") == 1
 
 
-@pytest.mark.parametrize("args", [[], ["--kv-events=failed"], ["--kv-events=none"]])
+@pytest.mark.parametrize("args", [[], ["--kv-show-log=failed"], ["--kv-show-log=none"]])
 def test_no_log_of_a_passing_test_is_shown_by_default(nested, args):
     nested(PASSING, *args).stdout.no_fnmatch_line("*Stored block*")
 
@@ -514,7 +521,7 @@ def test_the_cache_trace_is_in_the_log_of_pytest(nested):
     source = "def test(kv_manager): kv_manager.use([1, 2]); assert 0"
 
     nested(source, "--log-level=DEBUG", "--kv-backend=lru").stdout.fnmatch_lines(
-        ["INFO*pytest_kvmock.cache:*KV cache trace * event=allocation * backend=lru * block_ids=[[]1, 2[]]"]
+        ["INFO*pytest_kvmock.engines:*KV cache trace * event=allocation * backend=lru * block_ids=[[]1, 2[]]"]
     )
     nested(source).stdout.no_fnmatch_line("*KV cache trace*")
 
@@ -555,6 +562,7 @@ def check_report_of_a_trace(result):
     )
 
 
+@worth_its_time
 def test_the_failure_of_a_long_trace_is_readable(nested):
     check_report_of_a_trace(nested(ON_A_TRACE.replace("{requests}", "2000"), "--kv-trace-limit=2000"))
 
@@ -577,20 +585,20 @@ def test_the_log_of_a_failure_shows_where_a_worker_was_removed(nested):
     printed = nested(source, "--kv-backend=lineage").stdout.str()
 
     start = printed.index("1 KV event error")
-    assert [
+    assert printed[start:].splitlines()[:5] == [
         "1 KV event error: block_not_found (worker 0, event 0 after the worker was removed)",
         "",
         "  event 0 after the worker was removed  worker 0  Removed block 2",
         "    rule:      block_not_found: a Removed names a block that this worker and rank does not hold in that tier",
         "    observed:  block 2 was removed by event 1 (before the worker was removed)",
-    ] == printed[start:].splitlines()[:5]
+    ]
     log = printed[printed.index("3 events\n") :].splitlines()
-    assert [
+    assert log[:4] == [
         "3 events",
         "    0  event 0  worker 0  Stored block 2 as a root",
         "    1  event 1  worker 0  Removed block 2",
         "       worker 0 removed, all ranks: your router drops its blocks",
-    ] == log[:4]
+    ]
 
 
 COPIES = """

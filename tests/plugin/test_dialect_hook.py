@@ -1,12 +1,16 @@
-"""The hook `pytest_kvmock_dialects`: dialects of others are known by name while the run lasts, or refused in one line."""
+"""The hook `pytest_kvmock_dialects`: dialects of others are known by name while the run lasts, or refused in one
+line.
+"""
 
 from __future__ import annotations
 
 import sys
 
 import pytest
+from depth import takes_long
 
-from pytest_kvmock.wire import DIALECTS, known_dialects
+from pytest_kvmock.wire import DIALECTS
+from pytest_kvmock.wire.codec.table import known_dialects
 
 HOOK = """\
 import pytest
@@ -34,7 +38,7 @@ def _nothing_is_left_behind():
     assert before == known_dialects()
 
 
-@pytest.mark.parametrize("args", [[], ["-n", "1"]], ids=["run", "xdist"])
+@pytest.mark.parametrize("args", [[], pytest.param(["-n", "1"], marks=takes_long)], ids=["run", "xdist"])
 def test_a_dialect_of_a_conftest_is_known(nested, args):
     plugins = ["xdist"] if args else ()
     nested(USES, *args, plugins=plugins, files={"conftest.py": REGISTERS}).assert_outcomes(passed=1)
@@ -58,16 +62,17 @@ def test_a_misspelt_dialect_is_answered_with_that_of_the_conftest(nested):
 
 def test_what_an_outer_run_has_registered_is_not_known_in_an_inner_one(nested):
     source = """
-        from pytest_kvmock.wire import known_dialects
+        from pytest_kvmock.wire.codec.table import known_dialects
         def test(pytester):
             assert "mine" in known_dialects()
-            pytester.makepyfile(test_inner="from pytest_kvmock.wire import *\\ndef test(): assert 'mine' not in known_dialects()")
+            pytester.makepyfile(test_inner="from pytest_kvmock.wire.codec.table import known_dialects\\ndef test(): assert 'mine' not in known_dialects()")
             pytester.runpytest_inprocess("-p", "kvmock").assert_outcomes(passed=1)
             assert "mine" in known_dialects()
-        """
+        """  # noqa: E501
     nested(source, plugins=["pytester"], files={"conftest.py": REGISTERS}).assert_outcomes(passed=1)
 
 
+@takes_long
 def test_without_the_plugin_an_implementation_does_no_harm(pytester, monkeypatch):
     monkeypatch.delenv("PYTEST_PLUGINS", raising=False)
     pytester.makeconftest(REGISTERS)
@@ -85,17 +90,20 @@ NONSENSE = [
     ("1 / 0", "raised ZeroDivisionError: division by zero (conftest.py:*; --full-trace shows the way there)"),
     (
         "{'mine': dialect(hashes='digests')}",
-        "raised ValueError: dialect 'mine': hashes must be 'unsigned' or 'signed' or 'either' or 'bytes', got 'digests' (table.py:*",
+        (
+            "raised ValueError: dialect 'mine': hashes must be 'unsigned' or 'signed' or 'either' or 'bytes', got "
+            "'digests' (dialect.py:*"
+        ),
     ),
 ]
 
 
 @pytest.mark.parametrize(("returned", "message"), NONSENSE)
-def test_nonsense_is_a_usage_error_that_names_the_plugin(nested, returned, message):
+def test_an_invalid_hook_result_is_a_usage_error_that_names_the_plugin(nested, returned, message):
     result = nested(USES, files={"conftest.py": HOOK + returned})
 
-    assert pytest.ExitCode.USAGE_ERROR == result.ret
-    assert 1 == len([line for line in result.errlines if line])
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert len([line for line in result.errlines if line]) == 1
     where = "ERROR: pytest_kvmock_dialects of conftest.py"
     message = message.replace("[", "[[]", message.count("['"))
     result.stderr.fnmatch_lines([f"{where}{message}" if message[0] == ":" else f"{where} {message}"])
@@ -106,9 +114,9 @@ def test_two_plugins_with_one_name_are_both_named(nested, pytester):
 
     result = nested(USES, plugins=["theirs"], files={"theirs.py": REGISTERS, "conftest.py": REGISTERS})
 
-    assert pytest.ExitCode.USAGE_ERROR == result.ret
-    assert ["ERROR: pytest_kvmock_dialects: theirs and conftest.py both register a dialect 'mine'"] == [
-        line for line in result.errlines if line
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert [line for line in result.errlines if line] == [
+        "ERROR: pytest_kvmock_dialects: theirs and conftest.py both register a dialect 'mine'"
     ]
 
 

@@ -9,7 +9,7 @@ import tomllib
 from fnmatch import fnmatch
 
 import pytest
-from depth import DEEP, examples, few
+from depth import DEEP, examples, few, worth_its_time
 from hypothesis import settings
 from pages import PAGES, ROOT, heading_id, printed
 from plugin_parts import OPTIONS
@@ -21,6 +21,8 @@ from pytest_kvmock.plugin.options import LISTS
 
 WRITE = bool(os.environ.get("KVMOCK_WRITE_DOCS"))
 README = PAGES["README.md"]
+FILES = "https://github.com/pytest-kvmock/pytest-kvmock/blob/main/"
+"""Where README's links lead."""
 
 settings.register_profile("kvmock_docs", settings.get_profile("kvmock"), max_examples=examples(20))
 
@@ -41,32 +43,41 @@ def page_run(nested, monkeypatch):
     settings.load_profile("kvmock")
 
 
+QUICK_BLOCKS = {"docs/how-to/what-i-run.md": 3}
+"""Of a page that has a module for each engine, how many a quick run has."""
+
+
+@worth_its_time
 @pytest.mark.parametrize("page", few((page for page in PAGES.values() if page.of("python")), 11), ids=repr)
 def test_the_tests_of_a_page_pass(page_run, page):
     # Of the scheduler matrix two of eight cases are enough for the words of a page; examples/scheduler_matrix has all.
     cases = [] if DEEP else ["-k", "not nocache and not distinct"]
-    result = page_run(page.files, "-v", "-rs", *cases)
+    blocks = few(page.of("python"), QUICK_BLOCKS.get(page.name, len(page.blocks)))
+    left_out = {block.name for block in page.of("python")} - {block.name for block in blocks}
+    files = {name: text for name, text in page.files.items() if name not in left_out}
+    result = page_run(files, "-v", "-rs", *cases)
 
     outcomes = result.parseoutcomes()
     assert set() == {"failed", "errors", "error", "xfailed"} & set(outcomes)
     # A contract skips what an index or a router does not have; nothing else is skipped.
     skipped = re.findall(
-        r"^SKIPPED \[(\d+)\] \S*testing/(?:index|index_load|index_size|tiers_below|draft_streams|hybrid_streams|partial_streams|workers_that_go|distinct_blocks|router_\w+|process_subject)\.py:",
+        r"^SKIPPED \[(\d+)\] \S*testing/(?:index/\w+|router/\w+|process/process_subject)\.py:",
         result.stdout.str(),
         re.MULTILINE,
     )
     assert outcomes.get("skipped", 0) == sum(map(int, skipped))
     passed = set(re.findall(r"^(\S+?)::(\w+).* PASSED", result.stdout.str(), re.MULTILINE))
-    assert {(block.name, name) for block in page.of("python") for name in block.tests()} <= passed
+    assert {(block.name, name) for block in blocks for name in block.tests()} <= passed
     assert {name for name in page.files if name.endswith(".kv.yaml")} <= {file for file, _ in passed}
-    for block in page.of("python"):
+    for block in blocks:
         for name, contract in re.findall(r"^class (\w+)\((\w+Contract)\)", block.text, re.MULTILINE):
-            promises = sum(test.startswith("test_") for test in dir(getattr(testing, contract)))
+            of = getattr(testing, contract)
+            promises = sum(test.startswith("test_") and callable(getattr(of, test)) for test in dir(of))
             assert promises <= result.stdout.str().count(f"{block.name}::{name}::"), name
 
 
 def test_every_python_block_defines_a_test():
-    assert [] == [(page, block.line) for page in PAGES.values() for block in page.of("python") if not block.tests()]
+    assert [(page, block.line) for page in PAGES.values() for block in page.of("python") if not block.tests()] == []
 
 
 FAILURES = [(page, *failure) for page in PAGES.values() for failure in page.failures()]
@@ -83,7 +94,7 @@ def test_a_failure_is_what_pytest_prints(page_run, page, block, outputs):
     if WRITE:
         page.write_blocks(message)
     else:
-        assert message == {output: output.text for output in outputs}
+        assert {output: output.text for output in outputs} == message
 
 
 CONSOLES = [(page, block) for page in PAGES.values() for block in page.of("console")]
@@ -91,21 +102,21 @@ SECONDS = re.compile(r"\b\d+\.\d+s\b")
 
 
 @pytest.mark.parametrize(("page", "block"), CONSOLES, ids=[f"{page}:{block.line}" for page, block in CONSOLES])
-def test_a_command_prints_what_is_shown(page_run, page, block, capsys):
+def test_a_command_prints_the_output_on_the_page(page_run, page, block, capsys):
     for command in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
         line, _, expected = command.partition("\n")
         program, *args = shlex.split(line)
         if program == "python":
-            assert ["-m", "pytest_kvmock"] == args[:2]
-            assert 0 == kvmock(args[2:])
+            assert args[:2] == ["-m", "pytest_kvmock"]
+            assert kvmock(args[2:]) == 0
             assert expected.strip() in capsys.readouterr().out
             continue
-        assert "pytest" == program
+        assert program == "pytest"
 
         result = page_run(page.files, *args)
         capsys.readouterr()
 
-        assert 0 == result.ret
+        assert result.ret == 0
         assert SECONDS.sub("0.10s", expected.strip()) in SECONDS.sub("0.10s", result.stdout.str())
 
 
@@ -114,9 +125,9 @@ def test_a_command_prints_what_is_shown(page_run, page, block, capsys):
 
 def test_every_block_has_a_mark_or_a_language_that_says_how_it_is_run():
     kinds = {"python", "file", "fails", "output", "console", "sh", "command", "drawing", "signature"}
-    assert [] == [
+    assert [
         (page, block.line, block.kind) for page in PAGES.values() for block in page.blocks if block.kind not in kinds
-    ]
+    ] == []
     fences = {page: len(re.findall(r"^ *```", page.text, re.MULTILINE)) for page in PAGES.values()}
     assert {page: 2 * len(page.blocks) for page in PAGES.values()} == fences
 
@@ -124,7 +135,8 @@ def test_every_block_has_a_mark_or_a_language_that_says_how_it_is_run():
 COMMANDS = (
     r"cd pytest-kvmock",
     r"python3 -m venv \.venv",
-    r"(?:\.venv/bin/)?pip install (?:(?:--quiet )?-e )?'?(?:\.|/path/to/pytest-kvmock)(?:\[(?P<extras>[\w,]+)\])?'?",
+    r"(?:\.venv/bin/)?pip install (?:(?:--quiet )?-e )?'?(?:\.|/path/to/pytest-kvmock)(?:\[(?P<extras>[\w,]+)\])?'?(?P<groups>(?: --group [\w-]+)*)",  # noqa: E501
+    r"(?:\.venv/bin/)?pip install --upgrade 'pip>=25\.1'",
     r"(?:\.venv/bin/)?pytest\b(?P<pytest>.*)",
     r"python -m pytest_kvmock (?P<command>(?!--help).*)",
     r"python -m pytest_kvmock --help",
@@ -133,7 +145,8 @@ COMMANDS = (
     r"(?:\.venv/bin/)?mkdocs (?:build --strict|serve)",
     r"KVMOCK_WRITE_DOCS=1 \.venv/bin/pytest (?P<write>tests/[\w/.]+)",
 )
-EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+EXTRAS = PROJECT["project"]["optional-dependencies"]
 FLAGS = {option.flag for option in OPTIONS if option.flag} | set(LISTS)
 INI = {option.ini for option in OPTIONS if option.ini}
 
@@ -149,17 +162,20 @@ def test_commands_name_what_there_is():
                 if groups.get("command"):
                     kvmock_parser().parse_args(shlex.split(groups["command"]))  # else it exits
                 assert {*filter(None, (groups.get("extras") or "").split(","))} <= set(EXTRAS), line
+                assert {*re.findall(r"--group ([\w-]+)", groups.get("groups") or "")} <= {
+                    *PROJECT["dependency-groups"]
+                }, line
                 assert all((ROOT / name).exists() for name in (groups.get("file"), groups.get("write")) if name), line
                 assert {*re.findall(r"(--kv[\w-]*)", groups.get("pytest") or "")} <= FLAGS, line
                 assert {*re.findall(r"-o (\w+)=", groups.get("pytest") or "")} <= INI, line
 
 
-def test_nothing_names_a_package_of_an_index_before_there_is_a_release():
+def test_no_page_names_a_published_package_before_the_first_release():
     texts = {page.name: page.text for page in PAGES.values()}
     for folder in ("pytest_kvmock", "examples"):
         texts |= {str(path): path.read_text(encoding="utf-8") for path in (ROOT / folder).rglob("*.py")}
     from_index = r"pip install [^\n`]*(?<![\w/])pytest-kvmock"
-    assert [] == [name for name, text in texts.items() if re.search(from_index, text)]
+    assert [name for name, text in texts.items() if re.search(from_index, text)] == []
 
 
 def test_the_commands_of_readme_are_those_that_ci_runs():
@@ -170,11 +186,28 @@ def test_the_commands_of_readme_are_those_that_ci_runs():
 
 
 def test_the_first_test_has_ten_lines():
-    assert 10 == len(README.of("python")[0].text.strip().splitlines())
+    assert len(README.of("python")[0].text.strip().splitlines()) == 10
 
 
 def test_readme_is_read_in_five_minutes():
-    assert README.text.count("\n") <= 250
+    assert README.text.count("\n") <= 200
+
+
+def test_the_changelog_of_the_first_version_is_short():
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    first = text.partition("\n## 0.1.0")[2].partition("\n## ")[0]
+    assert first.count("\n") <= 40
+    assert len(first.split()) <= 700
+
+
+def test_links_of_readme_work_on_an_index_page_too():
+    """They are absolute, below the one address that pyproject.toml has of the project."""
+    links = re.findall(r"\]\(([^)\s]+)\)", README.text)
+    assert [link for link in links if not link.startswith(FILES)] == []
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    if "urls" not in project:
+        pytest.skip("pyproject.toml has no [project.urls] yet")
+    assert FILES.removesuffix("/blob/main/") in {url.rstrip("/") for url in project["urls"].values()}
 
 
 def test_files_that_are_named_exist():
@@ -192,11 +225,11 @@ def test_every_recording_is_explained():
             parts = iter(chosen)
             named.append(re.sub(r"\{.*?\}", lambda _, parts=parts: next(parts), pattern))
     files = [path.name.partition(".json")[0] for path in (ROOT / "tests/data").iterdir()]
-    assert [] == [file for file in files if not any(fnmatch(file, pattern) for pattern in named)]
-    assert [] == [pattern for pattern in named if not any(fnmatch(file, pattern) for file in files)]
+    assert [file for file in files if not any(fnmatch(file, pattern) for pattern in named)] == []
+    assert [pattern for pattern in named if not any(fnmatch(file, pattern) for file in files)] == []
 
 
-def test_links_lead_somewhere():
+def test_links_have_targets():
     anchors = {
         page.path: {heading_id(heading) for heading in re.findall(r"^#+ (.*)$", page.text, re.MULTILINE)}
         for page in PAGES.values()
@@ -204,6 +237,8 @@ def test_links_lead_somewhere():
     for page in PAGES.values():
         for target in re.findall(r"\]\(([^)\s]+)\)", page.text):
             name, _, anchor = target.partition("#")
+            if name.startswith(FILES):
+                name = str(ROOT / name.removeprefix(FILES))
             if not name.startswith("http"):
                 path = (page.path.parent / name).resolve() if name else page.path
                 assert path.exists(), (page, target)
@@ -219,18 +254,18 @@ def test_every_page_is_in_the_navigation():
 # --------------------------------------------------------------------------------------- what is shown more than once
 
 
-def test_the_indexes_are_those_of_the_examples():
-    page = PAGES["docs/how-to/own-index.md"]
-    for file, where in (
-        ("test_index_by_hashes.py", page),
-        ("test_index_without_copies.py", README),
-        ("test_index_by_tokens.py", page),
-        ("test_async_index.py", PAGES["docs/how-to/async.md"]),
-    ):
-        example = (ROOT / "examples/own_index" / file).read_text(encoding="utf-8")
-        methods = re.search(r"    def __init__.*?\n\n\n", example, re.DOTALL)
-        assert methods is not None
-        assert methods[0] in where.text, (file, where)
+def test_the_index_is_that_of_the_example():
+    example = (ROOT / "examples/own_index/test_index_by_hashes.py").read_text(encoding="utf-8")
+    methods = re.search(r"    def __init__.*?\n\n\n", example, re.DOTALL)
+    assert methods is not None
+    assert methods[0] in PAGES["docs/how-to/own-index.md"].text
+
+
+@pytest.mark.parametrize(("page", "example"), [("process", "sticky_router"), ("serve", "first_block_router")])
+def test_a_test_of_a_process_is_that_of_the_example(page, example):
+    (shown,) = PAGES[f"docs/how-to/{page}.md"].of("file")
+    text = (ROOT / f"examples/router_process/test_{example}.py").read_text(encoding="utf-8")
+    assert text.endswith(f"\n{shown.text}")
 
 
 @pytest.mark.parametrize("kind", ["Hash", "Token"])

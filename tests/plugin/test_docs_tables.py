@@ -1,7 +1,7 @@
 """Reference tables and signatures of the documentation are those of the code.
 
-Those under a mark `<!-- table: NAME -->` or `<!-- signature -->` are made here, and `KVMOCK_WRITE_DOCS=1` writes them; of
-the other tables the names and defaults are compared.
+Those under a mark `<!-- table: NAME -->` or `<!-- signature -->` are made here, and `KVMOCK_WRITE_DOCS=1` writes them;
+of the other tables the names and defaults are compared.
 """
 
 import ast
@@ -13,29 +13,35 @@ import re
 import runpy
 import tomllib
 from dataclasses import asdict, fields
+from fnmatch import fnmatch
 from functools import reduce
 from typing import get_args
 
 import draft_fleets
+import mimicked
 import msgspec
 import pytest
+from depth import takes_long, worth_its_time
 from pages import PAGES, ROOT
 from plugin_parts import FIXTURES, OPTIONS
-from signatures import signature
+from public_doors import public_names
+from signatures import find, signature
 
-from pytest_kvmock import Prompt, RouterHarness, Stored, plugin
-from pytest_kvmock.backends import BACKENDS, EngineProfile, speaker_of
-from pytest_kvmock.faults.kinds import FAULTS
-from pytest_kvmock.fleet.router_calls import BELIEFS, HOOKS
-from pytest_kvmock.hygiene.rules import RULES
+from pytest_kvmock import BACKENDS, EngineProfile, Prompt, RouterHarness, Stored, plugin
+from pytest_kvmock.engines import MockEngineArgs
+from pytest_kvmock.engines.backends import speaker_of
+from pytest_kvmock.engines.schedulers.nested_args import SglangArgs
+from pytest_kvmock.fleets import Candidate, RouterRequest
+from pytest_kvmock.fleets.router_calls import BELIEFS, HOOKS
+from pytest_kvmock.fleets.routing.routing import RequestStatus
+from pytest_kvmock.oracle.faults.kinds import FAULTS
+from pytest_kvmock.oracle.hygiene.rules import RULES
 from pytest_kvmock.plugin import hookspecs
 from pytest_kvmock.plugin.markers import KVMOCK_KEYS
 from pytest_kvmock.plugin.options import LISTS
 from pytest_kvmock.plugin.precedence import Policy, resolve_trace_tokens
-from pytest_kvmock.router.routing import Candidate, RequestStatus, RouterRequest
-from pytest_kvmock.schedulers.args import MockEngineArgs
-from pytest_kvmock.schedulers.nested_args import SglangArgs
-from pytest_kvmock.wire import DEFECTS, DIALECTS, Batch, encode
+from pytest_kvmock.wire import DIALECTS, Batch, encode
+from pytest_kvmock.wire.codec.defects import DEFECTS
 
 REFERENCE = {name.removeprefix("docs/reference/"): page for name, page in PAGES.items() if "docs/reference/" in name}
 
@@ -60,6 +66,27 @@ def made(name):
                 for mode in draft_fleets.MODES
                 for reader in draft_fleets.READERS
             ),
+        )
+    if name == "backends":
+        return table(
+            ("backend", "engine", "in the default matrix"),
+            *(
+                (code(name), spec.models + ", as read" * spec.as_read, "yes" * spec.in_matrix)
+                for name, spec in BACKENDS.items()
+            ),
+        )
+    if name == "mimicked":
+        alike = {}
+        for row in mimicked.rows():
+            alike.setdefault(tuple(mimicked.cell(row, each) for each in mimicked.DEPLOYMENTS), []).append(row)
+        return table(
+            ("backend", *mimicked.DEPLOYMENTS),
+            *((", ".join(map(code, names)), *cells) for cells, names in alike.items()),
+        )
+    if name == "refused":
+        return table(
+            ("deployment", "backend", "answer to the first of them"),
+            *((what, ", ".join(map(code, names)), code(answer)) for what, names, answer in mimicked.refusals()),
         )
     if name == "rules":
         return table(
@@ -114,7 +141,9 @@ CARRIED = {"lora_name": "a", "cache_salt": "s", "multimodal": [("1c" * 32, 1, 2)
 
 
 def carried_by(dialect):
-    """For each thing that a prompt carries, the fields of a stored block that differ by it, as its engine publishes them."""
+    """For each thing that a prompt carries, the fields of a stored block that differ by it, as its engine publishes
+    them.
+    """
     plain = stored_as(dialect)
     for key, value in CARRIED.items():
         try:
@@ -144,14 +173,47 @@ def stored_as(dialect, **keys):
     return {name: value for name, value in event.items() if name != "block_hashes"}
 
 
+WRITE = bool(os.environ.get("KVMOCK_WRITE_DOCS"))
 TABLES = [(page, name) for page in PAGES.values() for name in page.tables()]
 
 
-@pytest.mark.parametrize(("page", "name"), TABLES, ids=[f"{page}-{name}" for page, name in TABLES])
+def marks_of(name):
+    """That of readers is made by fleets; those of what is mimicked ask each engine."""
+    if name in ("mimicked", "refused"):
+        return [worth_its_time]
+    return [takes_long] * (name == "readers" and not WRITE)
+
+
+@pytest.mark.parametrize(
+    ("page", "name"), [pytest.param(page, name, id=f"{page}-{name}", marks=marks_of(name)) for page, name in TABLES]
+)
 def test_a_table_is_made_of_the_code(page, name):
-    if os.environ.get("KVMOCK_WRITE_DOCS"):
+    if WRITE:
         page.write_tables(made)
     assert page.tables()[name] == made(name)
+
+
+@takes_long
+def test_the_page_counts_the_recordings():
+    kept = mimicked.counted(mimicked.DATA.iterdir())
+    assert sorted(kept) == sorted(set(mimicked.WHOLE) - {"vllm_kimi_linear"})  # a model of which no part is kept
+    more = {
+        (row, what): number
+        for row, numbers in kept.items()
+        for what, number in numbers.items()
+        if number > mimicked.WHOLE[row].get(what, 0)
+    }
+    assert more == {}
+    assert {what.removesuffix(mimicked.BY_ROW) for numbers in mimicked.WHOLE.values() for what in numbers} <= set(
+        mimicked.DEPLOYMENTS
+    )
+
+
+@worth_its_time
+def test_no_cell_of_an_engine_that_did_not_run_is_to_the_event():
+    read = {row for row, spec in mimicked.rows().items() if spec.as_read}
+    assert {row for row, spec in mimicked.rows().items() if spec.scheduler == "trtllm"} == read
+    assert [row for row in read for each in mimicked.DEPLOYMENTS if "to the" in mimicked.cell(row, each)] == []
 
 
 def rows_under(page, heading):
@@ -171,13 +233,23 @@ def test_a_page_has_all_that_a_router_is_shown():
     assert shown == {*asked} - {*statuses}
     assert [*Candidate._fields] == rows_under(page, "What it is shown of a worker")
     methods = " ".join(rows_under(page, "What a router may have"))
-    assert [] == [name for name in ("pick", *HOOKS, *BELIEFS) if f"{name}(" not in methods]
+    assert [name for name in ("pick", *HOOKS, *BELIEFS) if f"{name}(" not in methods] == []
 
 
 def test_the_made_tables_are_all_there():
-    assert ["carried", "defects", "dialects", "faults", "fields", "options", "readers", "rules"] == sorted(
-        name for _, name in TABLES
-    )
+    assert sorted(name for _, name in TABLES) == [
+        "backends",
+        "carried",
+        "defects",
+        "dialects",
+        "faults",
+        "fields",
+        "mimicked",
+        "options",
+        "readers",
+        "refused",
+        "rules",
+    ]
 
 
 def first_cells(text):
@@ -196,17 +268,17 @@ def test_every_rule_has_an_example_that_breaks_it():
 def test_the_hooks_are_those_of_the_code():
     hooks = {name: hook for name, hook in vars(hookspecs).items() if name.startswith("pytest_")}
     expected = [f"{name}({', '.join(inspect.signature(hook).parameters)})" for name, hook in hooks.items()]
-    assert expected == first_cells(REFERENCE["hooks.md"].text)
+    assert first_cells(REFERENCE["hooks.md"].text) == expected
 
 
 def test_every_fixture_is_listed():
-    pages = [page.text for name, page in REFERENCE.items() if name.startswith("fixtures")]
-    assert sorted(FIXTURES) == sorted(name for text in pages for name in first_cells(text.partition("\n## ")[0]))
+    tables = re.findall(r"^\| fixture \|.*\n((?:\|.*\n)+)", REFERENCE["fixtures.md"].text, re.MULTILINE)
+    assert sorted(first_cells("".join(tables))) == sorted(FIXTURES)
 
 
 def test_the_page_of_fixtures_begins_with_those_of_day_one():
     first = REFERENCE["fixtures.md"].text.partition("```")[0]
-    assert ["kv_worker", "kv_prompt", "kv_harness", "kv_events", "kv_index"] == first_cells(first)
+    assert first_cells(first) == ["kv_worker", "kv_prompt", "kv_harness", "kv_events", "kv_index"]
     assert set(first_cells(first)) <= set(re.findall(r"kv_\w+", PAGES["README.md"].text))
 
 
@@ -219,11 +291,13 @@ def test_every_key_of_the_marker_is_listed_with_its_default():
     defaults |= {
         "allow": tuple(policy.allow),
         "sync": "auto",
-        "index_semantics": None,
+        "clears": "rank",
         "profile": None,
         "faults": {},
         "survive": (),
         "engine": {},
+        "roles": None,
+        "stores": None,
         "trace_tokens": resolve_trace_tokens({}, (), {}),
     }
     assert defaults == {key: ast.literal_eval(value) for key, value in rows.items()}
@@ -259,59 +333,55 @@ def test_the_table_of_traits_is_true():
         assert {field: str(value) for field, value in asdict(worker.traits).items()} | groups == traits, name
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/reference/engines.md"])
-def test_the_table_of_engines_has_all_of_them(page):
-    table = PAGES[page].text.partition("| backend | engine |")[2].partition("\n\n")[0].splitlines()[2:]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
-    shown = {name: row for row in rows for name in re.findall(r"`(\w+)`", row[0])}
-    assert list(BACKENDS) == list(shown)
-    for name, (_, engine, default) in shown.items():
-        assert BACKENDS[name].models.startswith(engine.partition(",")[0].partition(";")[0]), name
-        assert ("yes" if BACKENDS[name].in_matrix else "no") == default, name
+def test_the_table_of_products_has_a_name_or_a_pattern_for_each_backend():
+    table = PAGES["README.md"].text.partition("| product | backends |")[2].partition("\n\n")[0].splitlines()[2:]
+    named = [name for row in table for name in re.findall(r"`([\w*]+)`", row)]
+    assert [name for name in BACKENDS if not any(fnmatch(name, pattern) for pattern in named)] == []
+    assert [pattern for pattern in named if not any(fnmatch(name, pattern) for name in BACKENDS)] == []
 
 
-ROOM = re.compile(r"^\| `(\w+)` \| (.*) \| (.*) \| `(\S+)` \|$", re.MULTILINE)
+DOOR = re.compile(r"^\| `(\w+)` \| (.*?) \| (.*?) ?\| `(\S+)` \|$", re.MULTILINE)
 DESIGN = PAGES["docs/design.md"]
 PACKAGE = ROOT / "pytest_kvmock"
 
 
-def imported_by(room):
-    """The rooms that the modules of a room import, anywhere in them."""
+def doors():
+    return [door for door, *_ in DOOR.findall(DESIGN.section("The doors"))]
+
+
+def imported_by(door):
+    """The doors that the modules behind a door import, anywhere in them."""
     found = set()
-    for path in (PACKAGE / room).rglob("*.py") if (PACKAGE / room).is_dir() else [PACKAGE / f"{room}.py"]:
+    for path in (PACKAGE / door).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and node.module == "pytest_kvmock":
                 found |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pytest_kvmock."):
                 found.add(node.module.split(".")[1])
-    return found - {room}
+    return found - {door}
 
 
-def test_the_rooms_are_those_of_the_import_contract_in_its_order():
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
-        "contracts"
-    ]
-    layers = [re.findall(r"\w+", layer) for layer in contracts[0]["layers"]][::-1]
-    rooms = [room for room, *_ in ROOM.findall(DESIGN.section("The rooms"))]
-    assert sorted(room for layer in layers for room in layer) == sorted(rooms)
-    level = {room: number for number, layer in enumerate(layers) for room in layer}
-    assert sorted(rooms, key=level.__getitem__) == rooms
+def test_the_doors_are_those_of_the_import_contract_in_its_order():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    layers = project["tool"]["importlinter"]["contracts"][0]["layers"][::-1]
+    assert doors() == [door for layer in layers for door in re.findall(r"\w+", layer) if door != "__main__"]
 
 
-def test_what_a_room_imports_is_shown_and_what_is_read_first_exists():
-    rooms = [room for room, *_ in ROOM.findall(DESIGN.section("The rooms"))]
+@worth_its_time
+def test_what_a_door_imports_is_shown_and_what_is_read_first_exists():
+    shown = doors()
 
     def row(found):
-        room, purpose, _, first = found.groups()
-        imports = imported_by(room)
-        return f"| `{room}` | {purpose} | {', '.join(f'`{each}`' for each in rooms if each in imports)} | `{first}` |"
+        door, purpose, _, first = found.groups()
+        imports = imported_by(door)
+        return f"| `{door}` | {purpose} | {', '.join(f'`{each}`' for each in shown if each in imports)} | `{first}` |"
 
-    text = ROOM.sub(row, DESIGN.text)
+    text = DOOR.sub(row, DESIGN.text)
     if os.environ.get("KVMOCK_WRITE_DOCS"):
         DESIGN.write(text)
-    assert text == DESIGN.text
-    firsts = [first for *_, first in ROOM.findall(DESIGN.section("The rooms"))]
-    assert [] == [first for first in firsts if not (PACKAGE / first).exists()]
+    assert DESIGN.text == text
+    firsts = [first for *_, first in DOOR.findall(DESIGN.section("The doors"))]
+    assert [first for first in firsts if not (PACKAGE / first).exists()] == []
 
 
 API = {name: page for name, page in REFERENCE.items() if name.startswith("api/")}
@@ -332,13 +402,18 @@ def test_the_site_does_not_show_signatures_twice(page):
     assert [*page.signatures()] == re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)
 
 
-def test_every_public_name_is_in_the_api_reference():
-    """Those at the top, and those of each module of which a name is there."""
+def test_every_name_that_a_door_hands_out_is_in_the_api_reference():
     listed = {name for page in API.values() for name in page.signatures()}
-    modules = {".".join(name.split(".")[:2]) for name in listed if name.count(".") == 2}
-    for module in map(importlib.import_module, ["pytest_kvmock", *sorted(modules)]):
-        public = [name for name in getattr(module, "__all__", ()) if not name.startswith("__")]
-        assert [] == [name for name in public if not {f"{module.__name__}.{name}", f"pytest_kvmock.{name}"} & listed]
+    unexplained = {
+        f"{door}.{name}"
+        for door, names in public_names().items()
+        for name in names
+        if not {f"{door}.{name}", f"pytest_kvmock.{name}"} & listed
+    }
+    assert unexplained == set()
+    handed_out = {f"{door}.{name}" for door, names in public_names().items() for name in names}
+    given = [name.rpartition(".") for name in listed - handed_out]  # what others return, or take: by its home
+    assert [name for home, _, name in given if find(home, name)[0] != home] == []
 
 
 def attribute_of(owner, name):
@@ -371,17 +446,17 @@ def test_each_name_of_the_originals_has_ours_or_the_reason_why_not():
         [cell.strip() for cell in line.strip("|").split("|")] for line in re.findall(r"^\| .*\|$", text, re.MULTILINE)
     ]
     rows = [row for row in rows if row[0] != "name"]
-    assert 5 == text.count("| name | ours | remarks |")
-    assert [] == [row for row in rows if len(row) != 3 or not row[0] or not (row[1] or row[2])]
+    assert text.count("| name | ours | remarks |") == 5
+    assert [row for row in rows if len(row) != 3 or not row[0] or not (row[1] or row[2])] == []
     named = {name for _, ours, _ in rows for name in re.findall(r"`([^`]*)`", ours)}
     named |= {name for *_, remarks in rows for name in re.findall(r"`(\w+(?:\.\w+)+)`", remarks)}
-    assert [] == sorted(name for name in named if not exists(name))
+    assert sorted(name for name in named if not exists(name)) == []
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("Stored.parent_hash", True), ("KvManager.max_capacity", True), ("kv_worker", True), ("kv_backends", True)]
+    [("Stored.parent_hash", True), ("KvManager.num_blocks", True), ("kv_worker", True), ("kv_backends", True)]
     + [(name, False) for name in ("Stored.parent", "nothing", "moves.Free", "KvManager.capacity", "kv_free")],
 )
 def test_a_name_that_is_not_there_is_found_out(name, expected):
-    assert expected == exists(name)
+    assert exists(name) == expected

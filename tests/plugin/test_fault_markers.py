@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytest_kvmock.backends import BACKENDS
+from pytest_kvmock import BACKENDS
 
 SERVE = """
 def serve(kv_harness, n=1):
@@ -22,7 +22,7 @@ def kv_index():
 ONE = "--kv-backend=lineage"
 
 
-def test_an_injected_fault_fails_and_is_said_to_be_one(nested):
+def test_an_injected_fault_fails_the_test_and_is_named(nested):
     result = nested(SERVE + "def test(kv_harness):\n kv_harness.faults.lose()\n serve(kv_harness, 2)", ONE)
 
     result.assert_outcomes(failed=1)
@@ -50,7 +50,8 @@ def test_the_inner_marker_wins(nested):
     source = (
         SERVE
         + "pytestmark = pytest.mark.kvmock(faults={'lose': 1})\n"
-        + "@pytest.mark.kvmock(faults={})\ndef test(kv_harness, kv_events):\n serve(kv_harness, 2)\n assert len(kv_events) == 2"
+        + "@pytest.mark.kvmock(faults={})\ndef test(kv_harness, kv_events):\n serve(kv_harness, 2)\n assert "
+        "len(kv_events) == 2"
     )
     nested(source, ONE).assert_outcomes(passed=1)
 
@@ -60,7 +61,7 @@ def test_what_must_be_survived_is_excused_and_shown(nested):
         SERVE
         + "@pytest.mark.kvmock(faults={'lose': 0.5}, survive=['lose'])\ndef test(kv_harness):\n serve(kv_harness, 10)"
     )
-    result = nested(source, ONE, "--kv-events=all", "-rA")
+    result = nested(source, ONE, "--kv-show-log=all", "-rA")
 
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["*~ event_id_gap (injected: lose, event * of worker 0; the router survives it)"])
@@ -68,9 +69,8 @@ def test_what_must_be_survived_is_excused_and_shown(nested):
 
 def test_an_index_that_does_not_survive_fails(nested):
     source = (
-        SERVE
-        + INDEX
-        + "@pytest.mark.kvmock(survive=['lose'])\ndef test(kv_harness):\n kv_harness.faults.lose()\n serve(kv_harness, 2)"
+        SERVE + INDEX + "@pytest.mark.kvmock(survive=['lose'])\ndef test(kv_harness):\n kv_harness.faults.lose()\n "
+        "serve(kv_harness, 2)"
     )
     result = nested(source, ONE)
 
@@ -89,8 +89,8 @@ def test_a_fault_that_was_never_injected_fails(nested):
 
 def test_one_that_was_injected_less_often_than_asked_for_fails(nested):
     source = (
-        SERVE
-        + "@pytest.mark.kvmock(allow=['event_id_gap'])\ndef test(kv_harness):\n kv_harness.drop_next(3)\n serve(kv_harness, 2)"
+        SERVE + "@pytest.mark.kvmock(allow=['event_id_gap'])\ndef test(kv_harness):\n kv_harness.drop_next(3)\n "
+        "serve(kv_harness, 2)"
     )
     result = nested(source, ONE)
 

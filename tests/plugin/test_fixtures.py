@@ -55,9 +55,9 @@ def test_more_workers_are_the_next_ones(nested):
     result = nested(
         """
         @pytest.mark.kvmock(workers=2)
-        def test(make_kv_worker, kv_worker, kv_harness, kv_prompt):
+        def test(kv_harness, kv_worker, kv_prompt):
             prompt = kv_prompt()
-            mine, other = make_kv_worker(), make_kv_worker(backend="lru")
+            mine, other = kv_harness.worker(None), kv_harness.worker(None, backend="lru")
             assert [(2, kv_harness.backend), (3, "lru")] == [(each.worker_id, each.backend) for each in (mine, other)]
             mine.serve(prompt)
             assert {2: 4} == kv_harness.overlap(prompt)
@@ -142,7 +142,7 @@ def test_sync_is_what_the_innermost_marker_says(nested):
     result.assert_outcomes(passed=2)
 
 
-def test_what_a_cleared_empties_and_bursts_are_said_by_the_marker(nested):
+def test_the_marker_sets_clears_and_bursts(nested):
     result = nested(
         """
         from pytest_kvmock import RadixIndex
@@ -154,24 +154,24 @@ def test_what_a_cleared_empties_and_bursts_are_said_by_the_marker(nested):
                 return super().find_matches(hashes)
 
         @pytest.fixture
-        def kv_index(): return Index(semantics="e1")
+        def kv_index(): return Index(clears="worker")
 
         @pytest.mark.kv_backends("lru")
-        @pytest.mark.kvmock(index_semantics="e1", sync="burst", dp_size=2, block_size=4)
+        @pytest.mark.kvmock(clears="worker", sync="burst", dp_size=2, block_size=4)
         class TestC:
             def test_e1(self, kv_harness, kv_index):
                 for rank in (0, 1):
-                    kv_harness.worker(0, rank).serve([1] * 4)
-                kv_harness.worker(0, 0).clear()
+                    kv_harness.worker(0, dp_rank=rank).serve([1] * 4)
+                kv_harness.worker(0, dp_rank=0).clear()
                 assert not kv_index.asked
                 assert kv_harness.overlap([1] * 4) == {}
                 assert kv_index.asked
 
-            @pytest.mark.kvmock(index_semantics=None, allow=["index_drift"])
+            @pytest.mark.kvmock(clears="rank", allow=["index_drift"])
             def test_default(self, kv_harness, kv_events):
                 for rank in (0, 1):
-                    kv_harness.worker(0, rank).serve([1] * 4)
-                kv_harness.worker(0, 0).clear()
+                    kv_harness.worker(0, dp_rank=rank).serve([1] * 4)
+                kv_harness.worker(0, dp_rank=0).clear()
                 kv_harness.flush()
                 assert {p.rule for p in kv_events.problems} == {"index_drift"}
         """
@@ -182,7 +182,7 @@ def test_what_a_cleared_empties_and_bursts_are_said_by_the_marker(nested):
 
 READS_TRAITS = """
     from pytest_kvmock import BACKENDS
-    from pytest_kvmock.engine import Traits
+    from pytest_kvmock.engines import Traits
 
     @pytest.fixture
     def kv_index(kv_traits):
@@ -231,7 +231,7 @@ def test_without_a_backend_the_traits_are_those_of_a_sink(nested):
     result.assert_outcomes(passed=1)
 
 
-def test_traits_of_a_backend_that_there_is_not_are_refused(nested):
+def test_traits_of_a_missing_backend_are_refused(nested):
     result = nested(
         """
         @pytest.fixture
@@ -251,12 +251,15 @@ def test_traits_of_a_backend_that_there_is_not_are_refused(nested):
             "make_kv_sink(chaned=True)",
             (
                 "make_kv_sink: unknown argument 'chaned'; did you mean 'chained'? known: "
-                "chained, num_blocks, tier_blocks, residency, prefix_closed, worker_id, hash, seed"
+                "chained, num_blocks, tier_blocks, residency, prefix_closed, worker_id, hash, seed, restores"
             ),
         ),
         (
             "kv_prompt(block=3)",
-            "kv_prompt: unknown argument 'block'; did you mean 'blocks'? known: blocks, after, tail, lora_name, cache_salt, multimodal, session_id",
+            (
+                "kv_prompt: unknown argument 'block'; did you mean 'blocks'? known: blocks, after, tail, lora_name, "
+                "cache_salt, multimodal, session_id"
+            ),
         ),
     ],
 )
@@ -266,7 +269,7 @@ def test_a_misspelt_argument_of_a_fixture_is_answered_with_the_nearest(nested, c
     assert f"E       TypeError: {message}" in result.outlines
 
 
-def test_a_fixture_kv_router_of_the_users_own_is_like_any_other(nested):
+def test_a_custom_fixture_kv_router_is_like_any_other(nested):
     """It is the name that people give to the router under test; it was that of the harness once."""
     source = "@pytest.fixture\ndef kv_router(): return 1\ndef test(kv_router): assert 1 == kv_router"
     nested(source).assert_outcomes(passed=1)

@@ -1,10 +1,15 @@
-"""`kv_router`, `kv_fleet` and `make_kv_fleet` in a test: verdict, matrix, faults, and the reproduction of what fails."""
+"""`kv_router`, `kv_fleet` and `make_kv_fleet` in a test: verdict, matrix, faults, and the reproduction of what
+fails.
+"""
+
+from depth import worth_its_time
 
 TRACE = """
 from pytest_kvmock import Fleet
-from pytest_kvmock.report import Report
-from pytest_kvmock.router import DynamoRouter, RadixIndex, RoundRobin
-from pytest_kvmock.traces import synthetic_trace
+from pytest_kvmock.fleets import Report
+from pytest_kvmock.fleets import DynamoRouter, RoundRobin
+from pytest_kvmock.oracle import RadixIndex
+from pytest_kvmock.fleets import synthetic_trace
 
 def trace(count=30):
     return list(synthetic_trace(count, groups=3, prefix_blocks=(3, 3), turns=(1, 2), block_size=4, interval_ms=10,
@@ -43,7 +48,7 @@ def test(kv_fleet, make_kv_fleet):
     nested(source, "-k", "lineage").assert_outcomes(passed=1)
 
 
-def test_what_is_no_router_fails_in_one_line(nested):
+def test_a_value_that_is_not_a_router_fails_in_one_line(nested):
     source = f"@pytest.fixture\ndef kv_router(): return int\n{SMALL}\ndef test(kv_fleet): pass"
     result = nested(source, "-k", "lineage")
     result.assert_outcomes(errors=1)
@@ -73,6 +78,7 @@ def test(kv_fleet): kv_fleet.run(trace())
     assert "def test_reproduction(kv_index):" in text
 
 
+@worth_its_time
 def test_an_unannounced_restart_is_expected_or_the_test_fails(nested):
     source = f"""{TRACE}
 def serve(fleet):
@@ -80,7 +86,7 @@ def serve(fleet):
     fleet.run(trace())
 
 {SMALL}
-def test_silent(kv_fleet): serve(kv_fleet)
+def test_unannounced(kv_fleet): serve(kv_fleet)
 
 {SMALL}
 def test_expected(kv_fleet, kv_events):

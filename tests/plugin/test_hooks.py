@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 
 import pytest
-from depth import takes_long
+from depth import takes_long, worth_its_time
 
-from pytest_kvmock.backends import BACKENDS, known_backends
+from pytest_kvmock import BACKENDS
+from pytest_kvmock.engines.backends import known_backends
 
 MATRIX = [name for name, spec in BACKENDS.items() if spec.in_matrix]
 BUILT_IN = [f"test[{name}]" for name in MATRIX]
@@ -15,7 +16,7 @@ BUILT_IN = [f"test[{name}]" for name in MATRIX]
 MINE = """\
 import pytest
 from pytest_kvmock import BackendSpec
-from pytest_kvmock.cache.dynamo.eviction.lru import LruPolicy
+from pytest_kvmock.engines.dynamo.eviction.lru import LruPolicy
 
 def spec(name="mine", **fields):
     return BackendSpec.of_policy(name, lambda num_blocks: LruPolicy(), models="nobody", **fields)
@@ -51,20 +52,20 @@ def _nothing_is_left_behind():
 def test_a_backend_of_a_conftest_is_in_the_matrix(nested, ids):
     files = {"conftest.py": REGISTERS}
 
-    assert [*BUILT_IN, "test[mine]"] == ids(IN_USE, files=files)
+    assert ids(IN_USE, files=files) == [*BUILT_IN, "test[mine]"]
     nested("", files=files).assert_outcomes(passed=len(BUILT_IN) + 1)
-    assert ["test[mine]"] == ids("", "--kv-backend=mine")
-    assert ["test[lru]", "test[mine]"] == ids("", files={"pytest.ini": "[pytest]\nkvmock_backends = mine lru"})
+    assert ids("", "--kv-backend=mine") == ["test[mine]"]
+    assert ids("", files={"pytest.ini": "[pytest]\nkvmock_backends = mine lru"}) == ["test[lru]", "test[mine]"]
 
 
 @takes_long
-def test_and_under_xdist(nested):
+def test_a_backend_of_a_conftest_is_in_the_matrix_under_xdist(nested):
     nested(IN_USE, "-n", "2", plugins=["xdist"], files={"conftest.py": REGISTERS}).assert_outcomes(
         passed=len(BUILT_IN) + 1
     )
 
 
-def test_and_in_a_process_of_its_own(nested):
+def test_a_backend_of_a_conftest_is_in_the_matrix_of_another_process(nested):
     nested(IN_USE, subprocess=True, files={"conftest.py": REGISTERS}).assert_outcomes(passed=len(BUILT_IN) + 1)
 
 
@@ -72,7 +73,7 @@ def test_a_backend_of_a_plugin_is_too(nested, ids, pytester):
     pytester.syspathinsert()
     files = {"theirs.py": REGISTERS, "conftest.py": MINE + HOOK + '{"other": spec("other")}\n'}
 
-    assert [*BUILT_IN, "test[mine]", "test[other]"] == ids(USES, plugins=["theirs"], files=files)
+    assert ids(USES, plugins=["theirs"], files=files) == [*BUILT_IN, "test[mine]", "test[other]"]
 
 
 def test_a_plugin_that_comes_with_another_ones_configure_is_too(ids):
@@ -82,10 +83,10 @@ def test_a_plugin_that_comes_with_another_ones_configure_is_too(ids):
     later = later.replace("@pytest.hookimpl(optionalhook=True)\n", "", 1)
     later += "def pytest_configure(config): config.pluginmanager.register(Theirs, 'theirs')\n"
 
-    assert [*BUILT_IN, "test[mine]"] == ids(USES, files={"conftest.py": later})
+    assert ids(USES, files={"conftest.py": later}) == [*BUILT_IN, "test[mine]"]
 
 
-def test_what_is_not_in_the_default_matrix_runs_where_it_is_named(ids):
+def test_a_backend_outside_the_default_matrix_runs_if_named(ids):
     source = (
         USES
         + """
@@ -99,7 +100,7 @@ def test_parametrized(kv_harness): assert kv_harness.backend == "mine"
     named = ["test_marked[lru]", "test_marked[mine]", "test_parametrized[mine]"]
 
     assert [*BUILT_IN, *named] == ids(source, files=files)
-    assert ["test_marked[mine]", "test_parametrized[mine]"] == ids("", "--kv-backend=mine")
+    assert ids("", "--kv-backend=mine") == ["test_marked[mine]", "test_parametrized[mine]"]
     everything = [f"test[{name}]" for name in BACKENDS]
     assert [*everything, "test[mine]", *named] == ids("", files={"pytest.ini": "[pytest]\nkvmock_backends = all"})
 
@@ -107,7 +108,7 @@ def test_parametrized(kv_harness): assert kv_harness.backend == "mine"
 def test_the_list_says_who_brought_a_backend(nested):
     result = nested("", "--kv-list-backends", files={"conftest.py": REGISTERS})
 
-    assert ["mine", "nobody (from conftest.py)"] == result.outlines[-1].split(maxsplit=1)
+    assert result.outlines[-1].split(maxsplit=1) == ["mine", "nobody (from conftest.py)"]
 
 
 def test_the_header_counts_it(nested):
@@ -130,6 +131,7 @@ def test_what_an_outer_run_has_registered_is_not_known_in_an_inner_one(nested):
     result.assert_outcomes(passed=len(BUILT_IN) + 1)
 
 
+@worth_its_time
 def test_without_the_plugin_an_implementation_does_no_harm(pytester, monkeypatch):
     monkeypatch.delenv("PYTEST_PLUGINS", raising=False)
     pytester.makeconftest(REGISTERS + EVENTS.format("True"))
@@ -156,13 +158,15 @@ NONSENSE = [
 
 
 @pytest.mark.parametrize(("returned", "message"), NONSENSE)
-@pytest.mark.parametrize("args", [[], ["--kv-list-backends"], ["-n", "1"]], ids=["run", "list", "xdist"])
-def test_nonsense_is_a_usage_error_that_names_the_plugin(nested, returned, message, args):
+@pytest.mark.parametrize(
+    "args", [[], ["--kv-list-backends"], pytest.param(["-n", "1"], marks=takes_long)], ids=["run", "list", "xdist"]
+)
+def test_an_invalid_hook_result_is_a_usage_error_that_names_the_plugin(nested, returned, message, args):
     files = {"conftest.py": MINE + HOOK + returned}
     result = nested(USES, *args, files=files, plugins=["xdist"] if "-n" in args else ())
 
-    assert pytest.ExitCode.USAGE_ERROR == result.ret
-    assert 1 == len([line for line in result.errlines if line])
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert len([line for line in result.errlines if line]) == 1
     result.stderr.fnmatch_lines(
         [f"ERROR: pytest_kvmock_backends of conftest.py: {message}".replace(": returned", " returned")]
     )
@@ -181,15 +185,15 @@ RAISES = [
 def test_a_hook_that_raises_is_a_usage_error_that_names_the_plugin(nested, returned, message):
     result = nested(USES, files={"conftest.py": MINE + HOOK + returned})
 
-    assert pytest.ExitCode.USAGE_ERROR == result.ret
-    assert 1 == len([line for line in result.errlines if line])
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert len([line for line in result.errlines if line]) == 1
     result.stderr.fnmatch_lines([f"ERROR: pytest_kvmock_backends of conftest.py {message}"])
 
 
 def test_the_whole_traceback_of_a_hook_is_shown_on_request(nested):
     result = nested(USES, "--full-trace", files={"conftest.py": MINE + HOOK + "1 / 0"})
 
-    assert pytest.ExitCode.USAGE_ERROR == result.ret
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(
         ["ERROR: pytest_kvmock_backends of conftest.py raised:", "*return 1 / 0", "ZeroDivisionError: division by zero"]
     )
@@ -200,9 +204,9 @@ def test_two_plugins_with_one_name_are_both_named(nested, pytester):
 
     result = nested(USES, plugins=["theirs"], files={"theirs.py": REGISTERS, "conftest.py": REGISTERS})
 
-    assert pytest.ExitCode.USAGE_ERROR == result.ret
-    assert ["ERROR: pytest_kvmock_backends: theirs and conftest.py both register a backend 'mine'"] == [
-        line for line in result.errlines if line
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert [line for line in result.errlines if line] == [
+        "ERROR: pytest_kvmock_backends: theirs and conftest.py both register a backend 'mine'"
     ]
 
 
@@ -221,7 +225,7 @@ def test_a_hook_that_comes_too_late_is_one_line(nested, args):
         USES, *args, plugins=["xdist"] if args else (), files={"sub/conftest.py": REGISTERS, "sub/test_sub.py": USES}
     )
 
-    assert 1 == result.parseoutcomes()["error" if "error" in result.parseoutcomes() else "errors"]
+    assert result.parseoutcomes()["error" if "error" in result.parseoutcomes() else "errors"] == 1
     result.stdout.fnmatch_lines(["sub?conftest.py: pytest_kvmock_backends comes too late here: it is read once, *"])
     result.stdout.no_fnmatch_line("*pytest_kvmock/plugin*")
 
@@ -233,7 +237,7 @@ def test_the_same_hook_is_in_time_where_its_directory_is_named(nested):
     nested("", files={"pytest.ini": "[pytest]\ntestpaths = sub\n"}).assert_outcomes(passed=len(BUILT_IN) + 1)
 
 
-def test_a_late_conftest_without_the_hook_is_nobodys_business(nested):
+def test_a_late_conftest_without_the_hook_is_ignored(nested):
     nested(USES, files={"sub/conftest.py": "x = 1", "sub/test_sub.py": USES}).assert_outcomes(passed=2 * len(BUILT_IN))
 
 
@@ -252,10 +256,10 @@ def test_a_waived_problem_does_not_fail_the_test_and_is_shown_in_the_log(nested)
         """
         def test_waived(kv_sink, kv_events):
             kv_sink(BAD)
-            kv_events.check()
+            kv_events.assert_no_event_errors()
         def test_other(kv_sink): kv_sink(BAD)
         """,
-        "--kv-events=all",
+        "--kv-show-log=all",
         "-rA",
         files={"conftest.py": WAIVES.format("'waived' in item.name and problem.rule == 'block_not_found'")},
     )
@@ -278,7 +282,7 @@ def test_a_waived_problem_does_not_fail_the_test_and_is_shown_in_the_log(nested)
         ({"conftest.py": "None", "other/conftest.py": "True"}, "failed"),
     ],
 )
-def test_the_closest_hook_that_says_something_decides(nested, answers, outcome):
+def test_the_closest_hook_with_an_answer_decides(nested, answers, outcome):
     files = {name: WAIVES.format(answer) for name, answer in answers.items()}
     files["sub/test_sub.py"] = "from pytest_kvmock import Removed\ndef test(kv_sink): kv_sink(Removed((1,)))"
 
@@ -293,8 +297,8 @@ def test_each_problem_that_would_count_is_asked_about_once(nested):
             kv_events.expect_error("parent_block_not_found")
             kv_sink(Stored(7, (8,), (8,)))  # expected
             kv_sink(BAD)
-            kv_events.check()
-            kv_events.check()
+            kv_events.assert_no_event_errors()
+            kv_events.assert_no_event_errors()
             kv_sink(GOOD)
             kv_sink(TWICE)
         @pytest.mark.kvmock(allow=["block_not_found"])
@@ -307,8 +311,9 @@ def test_each_problem_that_would_count_is_asked_about_once(nested):
     )
 
     result.assert_outcomes(passed=3)
-    assert ["block_not_found", "duplicate_store"] == [
-        line.partition("it is: ")[2] for line in result.outlines if "it is:" in line
+    assert [line.partition("it is: ")[2] for line in result.outlines if "it is:" in line] == [
+        "block_not_found",
+        "duplicate_store",
     ]
 
 
@@ -326,7 +331,7 @@ def test_what_follows_from_a_waived_problem_is_waived_with_it(nested):
     result.assert_outcomes(passed=1)
 
 
-def test_what_comes_from_a_teardown_is_waived_likewise(nested):
+def test_problems_of_a_teardown_are_waived_too(nested):
     result = nested(
         """
         @pytest.fixture
@@ -354,7 +359,7 @@ def test_waived_errors_are_not_counted_in_the_properties(nested, pytester):
 
 BODIES = {
     "passed": ("def test(kv_sink): kv_sink(BAD)", []),
-    "checked in the body": ("def test(kv_sink, kv_events):\n kv_sink(BAD)\n kv_events.check()", []),
+    "checked in the body": ("def test(kv_sink, kv_events):\n kv_sink(BAD)\n kv_events.assert_no_event_errors()", []),
     "in a teardown": ("@pytest.fixture\ndef late(kv_sink):\n yield\n kv_sink(BAD)\ndef test(late): pass", ["passed"]),
 }
 
@@ -365,7 +370,8 @@ def test_a_hook_that_raises_while_it_judges_is_one_line_with_the_log(nested, sou
     result = nested(source, files={"conftest.py": WAIVES.format(answer)})
 
     expected_message = {
-        "1 / 0": "of conftest.py raised ZeroDivisionError: division by zero (conftest.py:4; --full-trace shows the way *",
+        "1 / 0": "of conftest.py raised ZeroDivisionError: division by zero (conftest.py:4; --full-trace shows the "
+        "way *",
         "'yes'": "returned 'yes'; allowed: True, False or None",
     }
     assert {*also, "errors" if also else "failed"} == set(result.parseoutcomes())
@@ -405,8 +411,8 @@ def test_a_hook_that_judges_badly_does_not_replace_the_failure_of_a_body(nested,
 
 
 BADLY_MADE = {
-    "lambda **_: object()": "backend 'mine' made <object *> (object), which is no KvManager: it has no backend, *",
-    "lambda **_: None": "backend 'mine' made None (NoneType), which is no KvManager: it has no backend, *",
+    "lambda **_: object()": "backend 'mine' made <object *> (object), which is not a KvManager: it has no backend, *",
+    "lambda **_: None": "backend 'mine' made None (NoneType), which is not a KvManager: it has no backend, *",
     "lambda **_: 1 / 0": "backend 'mine': make raised ZeroDivisionError: division by zero",
     "lambda: None": "backend 'mine': make raised TypeError: *<lambda>() got an unexpected keyword argument *",
 }
@@ -423,7 +429,7 @@ def test_a_backend_that_makes_no_manager_is_one_line(nested, make, message):
     result.stdout.no_fnmatch_line("*block_size is from*")
 
 
-def test_where_the_block_size_is_from_is_said_where_it_is_refused(nested):
+def test_a_refused_block_size_names_its_source(nested):
     refuses = "def make(**_): raise ValueError('no licence')\n"
     files = {"conftest.py": MINE + refuses + HOOK + "{'mine': BackendSpec('mine', 'nobody', make)}"}
 
@@ -444,5 +450,5 @@ def test_a_hook_may_end_the_session(nested):
         "def test(kv_sink): kv_sink(BAD)\ndef test_next(): pass", files={"conftest.py": conftest}, subprocess=True
     )
 
-    assert pytest.ExitCode.INTERRUPTED == result.ret
+    assert result.ret == pytest.ExitCode.INTERRUPTED
     result.stdout.fnmatch_lines(["*Exit: enough*"])

@@ -2,7 +2,8 @@
 
 import pytest
 
-from pytest_kvmock.backends import BACKENDS, HYBRID, EngineProfile
+from pytest_kvmock import BACKENDS, EngineProfile
+from pytest_kvmock.engines.backends import HYBRID
 
 MODELS = [name for name, spec in BACKENDS.items() if spec.group == HYBRID and spec.scheduler == "vllm"]
 
@@ -22,7 +23,7 @@ def sizes(nested, *options, marks=""):
     return {name: int(size) for name, size, _ in found}
 
 
-def test_one_word_stands_for_all_of_them(nested):
+def test_one_word_selects_all_hybrid_backends(nested):
     assert sizes(nested, "-o", "kvmock_backends=hybrid") == {
         **dict.fromkeys(MODELS, 16),
         "vllm_deepseek_v4": 64,
@@ -34,7 +35,7 @@ def test_the_word_restricts_a_matrix(nested):
     assert list(found) == MODELS
 
 
-def test_the_word_stands_in_a_marker_too(ids):
+def test_the_word_may_be_in_a_marker_too(ids):
     source = (
         "import pytest\n@pytest.mark.kv_backends('hybrid', 'lru', exclude='vllm_llama4')\ndef test(kv_worker): pass"
     )
@@ -42,7 +43,7 @@ def test_the_word_stands_in_a_marker_too(ids):
     assert ids(source) == [f"test[{name}]" for name in ["lru", *hybrid] if name != "vllm_llama4"]
 
 
-def test_they_are_not_in_the_default_matrix(ids):
+def test_hybrid_backends_are_not_in_the_default_matrix(ids):
     assert not any("vllm" in name for name in ids("def test(kv_worker): pass"))
 
 
@@ -67,7 +68,7 @@ def test_a_size_that_a_model_has_not_is_refused_in_one_line(nested):
 def test_traits_and_the_log_of_a_failure_have_the_sizes_in_force(nested):
     result = nested(
         """
-        from pytest_kvmock.cache import CacheGroup
+        from pytest_kvmock.engines import CacheGroup
 
         @pytest.mark.kv_backends("vllm_gemma4", "sglang_gpt_oss", "lru")
         @pytest.mark.kvmock(block_size=32)
@@ -85,10 +86,10 @@ def test_traits_and_the_log_of_a_failure_have_the_sizes_in_force(nested):
     )
     result.assert_outcomes(failed=3)
     shown = [line for line in result.outlines if "tokens a block:" in line]
-    assert [
+    assert shown == [
         "vllm_gemma4, tokens a block: 5 x sliding_window 16 (window 1024); full_attention 32",
         "sglang_gpt_oss, tokens a block: full_attention 32; sliding_window 32 (window 255)",
-    ] == shown
+    ]
 
 
 def test_traits_at_a_size_that_a_model_has_not_are_refused_in_one_line(nested):

@@ -3,10 +3,11 @@
 import json
 
 import pytest
+from depth import takes_long
 from scenario_files import need_scenario_files
 
-from pytest_kvmock.capture import check_file
 from pytest_kvmock.plugin.captures import file_name
+from pytest_kvmock.servers import check_file
 
 TESTS = """
 def test_serves(kv_worker, kv_prompt):
@@ -59,15 +60,17 @@ def captures(nested, pytester):
     return run
 
 
-@pytest.mark.parametrize(("args", "plugins"), [([], []), (["-n", "2"], ["xdist"])], ids=["alone", "xdist"])
-def test_each_test_has_a_file_of_its_own(captures, args, plugins):
+@pytest.mark.parametrize(
+    ("args", "plugins"), [([], []), pytest.param(["-n", "2"], ["xdist"], marks=takes_long)], ids=["alone", "xdist"]
+)
+def test_each_test_has_its_own_file(captures, args, plugins):
     result, files = captures(*args, plugins=plugins)
 
     assert files.keys() == NAMES
-    assert [] == [path for path in files.values() if not check_file(path).complete]
+    assert [path for path in files.values() if not check_file(path).complete] == []
     found = {name: [problem.rule for problem in check_file(path).errors] for name, path in files.items()}
     assert {name: ["block_not_found"] * ("wrong" in name) for name in NAMES} == found
-    assert 1 == result.parseoutcomes()["errors"]
+    assert result.parseoutcomes()["errors"] == 1
 
 
 def test_the_header_says_what_a_reader_must_know(captures):
@@ -75,11 +78,11 @@ def test_the_header_says_what_a_reader_must_know(captures):
 
     header = json.loads(files["test_serves[lru]"].read_text().partition("\n")[0])
 
-    assert 1 == header["kvmock_capture"]
-    assert "lru" == header["engine"]["backend"]
+    assert header["kvmock_capture"] == 1
+    assert header["engine"]["backend"] == "lru"
     assert "kvbm-logical" in header["engine"]["models"]
     assert 7 == header["seed"] == header["profile"]["seed"]
-    assert 16 == header["profile"]["block_size"]
+    assert header["profile"]["block_size"] == 16
     assert header["test"].endswith("::test_serves[lru]")
 
 
@@ -88,13 +91,13 @@ def test_what_faults_did_is_in_it(nested, pytester):
 
     (path,) = (pytester.path / "out").iterdir()
     checked = check_file(path)
-    assert {"event_id_gap"} == {problem.rule for problem in checked.injected}
+    assert {problem.rule for problem in checked.injected} == {"event_id_gap"}
     assert checked.is_clean
 
 
 ON_A_WIRE = """
 import pytest
-from pytest_kvmock.wire.zmq import KvSubscriber
+from pytest_kvmock.wire.sockets import KvSubscriber
 
 @pytest.mark.kv_dialects("vllm-0.33")
 def test_loses_on_the_wire(kv_publisher, kv_harness, kv_sink, kv_worker, kv_prompt, kv_events):
@@ -107,7 +110,7 @@ def test_loses_on_the_wire(kv_publisher, kv_harness, kv_sink, kv_worker, kv_prom
                 kv_worker.serve(kv_prompt(blocks=2))
         kv_events.expect_error("event_id_gap")
         router.receive(3)
-"""
+"""  # noqa: E501
 
 
 def test_what_faults_of_the_wire_did_is_in_it(nested, pytester):
@@ -115,8 +118,8 @@ def test_what_faults_of_the_wire_did_is_in_it(nested, pytester):
 
     (path,) = (pytester.path / "out").iterdir()
     checked = check_file(path)
-    assert ["event_id_gap"] == [problem.rule for problem in checked.injected]
-    assert ["lose of batch 1 of worker 0"] == [*map(str, checked.faults)]
+    assert [problem.rule for problem in checked.injected] == ["event_id_gap"]
+    assert [*map(str, checked.faults)] == ["lose of batch 1 of worker 0"]
     assert checked.is_clean
 
 
@@ -125,13 +128,13 @@ def test_what_a_fault_made_unreadable_is_its_result(nested, pytester, fault):
     nested(ON_A_WIRE.replace("lose()", f"{fault}()"), "--kv-capture=out").assert_outcomes(passed=1)
 
     checked = check_file(*(pytester.path / "out").iterdir())
-    assert ["event_id_gap"] == [problem.rule for problem in checked.injected]
+    assert [problem.rule for problem in checked.injected] == ["event_id_gap"]
     assert checked.is_clean
 
 
 TWICE = """
 import pytest
-from pytest_kvmock.wire.zmq import KvSubscriber
+from pytest_kvmock.wire.sockets import KvSubscriber
 
 pytestmark = [pytest.mark.kv_dialects("vllm-0.33"), pytest.mark.kvmock(allow=["event_id_gap"])]
 
@@ -228,10 +231,10 @@ scenarios:
     files = {"a.kv.yaml": scenario}
     result = nested("", "-o", "kvmock_scenarios=*", "--kv-capture=out", files=files)
 
-    assert 1 == result.parseoutcomes()["passed"]
+    assert result.parseoutcomes()["passed"] == 1
     (path,) = (pytester.path / "out").iterdir()
     checked = check_file(path)
-    assert "vllm" == checked.header["engine"]["backend"]
+    assert checked.header["engine"]["backend"] == "vllm"
     assert checked.log.total
     assert checked.is_clean
 
@@ -239,14 +242,14 @@ scenarios:
 def test_without_the_option_nothing_is_written(nested, pytester):
     before = {*pytester.path.iterdir()}
     nested("def test(kv_worker, kv_prompt): kv_worker.serve(kv_prompt(blocks=2))", "--kv-backend=lru")
-    assert [] == [path for path in {*pytester.path.iterdir()} - before if path.suffix == ".jsonl"]
+    assert [path for path in {*pytester.path.iterdir()} - before if path.suffix == ".jsonl"] == []
 
 
 def test_a_file_where_the_directory_should_be_is_refused(nested, pytester):
     (pytester.path / "taken").write_text("")
     for given in ("taken", "taken/below", ""):
         result = nested("def test(): pass", f"--kv-capture={given}")
-        assert 4 == result.ret
+        assert result.ret == 4
         result.stderr.fnmatch_lines([f"*--kv-capture: got '{given}'; allowed: a directory, which need not exist yet"])
 
 

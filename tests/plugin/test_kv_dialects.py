@@ -48,7 +48,7 @@ def test_a_backend_that_the_test_asks_for_is_as_it_is(nested):
         "-s",
         "--kv-dialect=vllm-0.14",
     )
-    assert ["0.33.0"] == ran(result)
+    assert ran(result) == ["0.33.0"]
 
 
 def test_publishers_fill_the_rank_in_as_those_of_the_releases_do(nested):
@@ -73,7 +73,7 @@ def pytest_kvmock_dialects():
 """
 
 
-def test_a_dialect_of_ones_own_is_spoken_by_the_backend_that_it_names(nested):
+def test_a_custom_dialect_is_spoken_by_the_backend_that_it_names(nested):
     source = "def test(kv_wire, kv_harness): print('ran on', kv_harness.backend)"
     result = nested(
         source,
@@ -81,15 +81,18 @@ def test_a_dialect_of_ones_own_is_spoken_by_the_backend_that_it_names(nested):
         "--kv-dialect=mine",
         files={"conftest.py": OF_ANOTHER_ENGINE.format("backend='lineage'")},
     )
-    assert ["lineage"] == ran(result)
+    assert ran(result) == ["lineage"]
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ("backend='lineag'", "kv_dialect 'mine' is spoken by backend 'lineag': unknown backend 'lineag'; did you mean 'lineage'*"),
-        ("version='0.24.9'", "kv_dialect 'mine' is spoken by backend 'vllm', version '0.24.9': unknown vLLM version '0.24.9'; known: 0.33.0, *"),
-        ("backend='lineage', version='1'", "kv_dialect 'mine' is spoken by backend 'lineage', version '1': backend 'lineage' has no option 'version'*"),
+        ("backend='lineag'", ("kv_dialect 'mine' is spoken by backend 'lineag': unknown backend 'lineag'; did you mean "
+        "'lineage'*")),
+        ("version='0.24.9'", ("kv_dialect 'mine' is spoken by backend 'vllm', version '0.24.9': unknown vLLM version "
+        "'0.24.9'; known: 0.33.0, *")),
+        ("backend='lineage', version='1'", ("kv_dialect 'mine' is spoken by backend 'lineage', version '1': backend "
+        "'lineage' has no option 'version'*")),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("fixture", ["kv_harness", "kv_worker", "kv_traits"])
@@ -111,20 +114,24 @@ ASKED = {
 def test_a_test_that_asks_for_backends_too_runs_over_both(ids, case):
     found = ids("pytestmark = pytest.mark.kv_dialects('vllm-0.33', 'sglang-0.5.22')\n" + ASKED[case])
     assert {"test[vllm-0.33-lineage]", "test[sglang-0.5.22-multi_lru]"} < {*found}
-    assert 6 == len(found)
+    assert len(found) == 6
 
 
 NARROWED = {
-    "marker": ("@pytest.mark.kv_dialects('vllm-0.24', 'sglang-0.5.20')\ndef test(kv_dialect): pass", (), ["vllm-0.24", "sglang-0.5.20"]),
+    "marker": (("@pytest.mark.kv_dialects('vllm-0.24', 'sglang-0.5.20')\ndef test(kv_dialect): "
+    "pass"), (), ["vllm-0.24", "sglang-0.5.20"]),
     "exclude": ("@pytest.mark.kv_dialects(exclude='vllm-0.9')\ndef test(kv_dialect): pass", (), SPOKEN[1:]),
     "the closest": (
-        "pytestmark = pytest.mark.kv_dialects('vllm-0.9')\n@pytest.mark.kv_dialects('vllm-0.14')\ndef test(kv_dialect): pass",
+        ("pytestmark = pytest.mark.kv_dialects('vllm-0.9')\n@pytest.mark.kv_dialects('vllm-0.14')\ndef "
+        "test(kv_dialect): pass"),
         (),
         ["vllm-0.14"],
     ),
-    "command line": ("def test(kv_dialect): pass", ("--kv-dialect=vllm-0.28", "--kv-dialect=sglang-0.5.9"), ["vllm-0.28", "sglang-0.5.9"]),
+    "command line": (("def test(kv_dialect): "
+    "pass"), ("--kv-dialect=vllm-0.28", "--kv-dialect=sglang-0.5.9"), ["vllm-0.28", "sglang-0.5.9"]),
     "parametrize": (
-        "@pytest.mark.parametrize('kv_dialect', ['vllm-0.19'])\ndef test(kv_dialect, kv_wire): assert kv_wire.dialect.name == 'vllm-0.19'",
+        ("@pytest.mark.parametrize('kv_dialect', ['vllm-0.19'])\ndef test(kv_dialect, kv_wire): assert "
+        "kv_wire.dialect.name == 'vllm-0.19'"),
         (),
         ["vllm-0.19"],
     ),
@@ -141,9 +148,11 @@ NARROWED = {
     ),
     "no release": ("@pytest.mark.kv_dialects(exclude='vllm')\ndef test(kv_dialect): pass", (), SPOKEN[8:]),
     "all releases on the command line": ("def test(kv_dialect): pass", ("--kv-dialect=sglang",), SPOKEN[8:]),
-    "all releases in ini": ("def test(kv_dialect): pass", ("-o", "kvmock_dialects=sglang vllm-0.9"), [SPOKEN[0], *SPOKEN[8:]]),
+    "all releases in ini": (("def test(kv_dialect): "
+    "pass"), ("-o", "kvmock_dialects=sglang vllm-0.9"), [SPOKEN[0], *SPOKEN[8:]]),
     "ini": ("def test(kv_dialect): pass", ("-o", "kvmock_dialects=vllm-0.10.2"), ["vllm-0.10.2"]),
-    "nothing left": ("@pytest.mark.kv_dialects('vllm-0.9')\ndef test(kv_dialect): pass", ("--kv-dialect=vllm-0.14",), []),
+    "nothing left": (("@pytest.mark.kv_dialects('vllm-0.9')\ndef test(kv_dialect): "
+    "pass"), ("--kv-dialect=vllm-0.14",), []),
 }  # fmt: skip
 
 
@@ -151,7 +160,7 @@ NARROWED = {
 def test_the_matrix_is_narrowed_as_that_of_backends_is(nested, case):
     source, args, expected = NARROWED[case]
     result = nested(source, "-v", *args)
-    assert expected == re.findall(r"::test\[(\S+)\] PASSED", result.stdout.str())
+    assert re.findall(r"::test\[(\S+)\] PASSED", result.stdout.str()) == expected
 
 
 def test_a_marker_that_came_later_takes_tests_away(nested):
@@ -165,10 +174,13 @@ def test_a_marker_that_came_later_takes_tests_away(nested):
 
 
 WRONG = {
-    "name": ("@pytest.mark.kv_dialects('vllm-0.34')\n", "kv_dialects('vllm-0.34'): unknown dialect 'vllm-0.34'; did you mean 'vllm-0.33'"),
-    "key": ("@pytest.mark.kv_dialects(exclud='x')\n", "kv_dialects(exclud='x'): unknown key 'exclud'; did you mean 'exclude'"),
-    "of no socket": ("@pytest.mark.kv_dialects('dynamo-router-event')\n", "kv_dialects('dynamo-router-event'): dialect 'dynamo-router-event' is not spoken over ZMQ; these are: vllm-0.9, "),
-    "of no socket, left out": ("@pytest.mark.kv_dialects(exclude='dynamo-kv-cache-event')\n", "dialect 'dynamo-kv-cache-event' is not spoken over ZMQ; these are: vllm-0.9, "),
+    "name": ("@pytest.mark.kv_dialects('vllm-0.34')\n", ("kv_dialects('vllm-0.34'): unknown dialect 'vllm-0.34'; did "
+    "you mean 'vllm-0.33'")),
+    "key": ("@pytest.mark.kv_dialects(exclud='x')\n", ("kv_dialects(exclud='x'): unknown key 'exclud'; did you mean "
+    "'exclude'")),
+    "of no socket": ("@pytest.mark.kv_dialects('dynamo-router-event')\n", ("kv_dialects('dynamo-router-event'): "
+    "dialect 'dynamo-router-event' is not spoken over ZMQ; these are: vllm-0.9, ")),
+    "of no socket, left out": ("@pytest.mark.kv_dialects(exclude='dynamo-kv-cache-event')\n", "dialect 'dynamo-kv-cache-event' is not spoken over ZMQ; these are: vllm-0.9, "),  # noqa: E501
 }  # fmt: skip
 
 
@@ -197,7 +209,7 @@ def test_without_msgspec_a_wire_is_refused_at_set_up(nested, monkeypatch):
     monkeypatch.setitem(sys.modules, "msgspec", None)
     result = nested("@pytest.mark.kv_dialects('vllm-0.33')\ndef test(kv_wire): pass")
     result.assert_outcomes(errors=1)
-    expected = "kvmock: kv_wire: dialects of vLLM and SGLang need msgspec: pip install '/path/to/pytest-kvmock[wire]', with the path of your checkout"
+    expected = "kvmock: kv_wire: dialects of vLLM and SGLang need msgspec: pip install '/path/to/pytest-kvmock[wire]', with the path of your checkout"  # noqa: E501
     assert expected in result.stdout.lines
 
 
@@ -206,7 +218,7 @@ def test_without_extras_a_publisher_names_the_one_that_suffices(nested, monkeypa
     monkeypatch.setitem(sys.modules, "zmq", None)
     result = nested("@pytest.mark.kv_dialects('vllm-0.33')\ndef test(kv_publisher): pass")
     result.assert_outcomes(errors=1)
-    expected = "kvmock: kv_publisher: sockets of KV events need pyzmq: pip install '/path/to/pytest-kvmock[zmq]', with the path of your checkout"
+    expected = "kvmock: kv_publisher: sockets of KV events need pyzmq: pip install '/path/to/pytest-kvmock[zmq]', with the path of your checkout"  # noqa: E501
     assert expected in result.stdout.lines
 
 
@@ -258,7 +270,7 @@ def test_a_marker_of_all_releases_that_came_later_takes_tests_away(nested):
     result.assert_outcomes(passed=len(SPOKEN) - 8, deselected=8)
 
 
-def test_a_dialect_of_the_users_own_is_known(nested):
+def test_a_custom_dialect_is_known(nested):
     conftest = """
         import pytest
         from pytest_kvmock.wire import DIALECTS
@@ -267,7 +279,7 @@ def test_a_dialect_of_the_users_own_is_known(nested):
         def pytest_kvmock_dialects(config):
             return {"ours-1": DIALECTS["vllm-0.33"].variant("ours-1", backend="vllm")}
     """
-    source = "@pytest.mark.kv_dialects('ours-1')\ndef test(kv_dialect, kv_harness): print('ran on', kv_dialect, kv_harness.backend)"
+    source = "@pytest.mark.kv_dialects('ours-1')\ndef test(kv_dialect, kv_harness): print('ran on', kv_dialect, kv_harness.backend)"  # noqa: E501
     result = nested(source, "-s", files={"conftest.py": conftest})
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["*ran on ours-1 vllm*"])
@@ -290,7 +302,7 @@ def test_the_test_of_a_decoder_is_three_lines(nested):
 def test_a_publisher_of_worker_0_and_of_others(nested):
     nested(
         """
-        from pytest_kvmock.wire.zmq import KvSubscriber
+        from pytest_kvmock.wire.sockets import KvSubscriber
 
         @pytest.mark.kvmock(workers=2)
         def test(kv_dialect, kv_publisher, make_kv_publisher, kv_harness, kv_prompt):
@@ -311,7 +323,7 @@ def test_a_publisher_of_worker_0_and_of_others(nested):
     ).assert_outcomes(passed=2)  # fmt: skip
 
 
-def test_what_a_teardown_publishes_when_the_publisher_is_closed_is_no_failure(nested):
+def test_what_a_teardown_publishes_when_the_publisher_is_closed_is_not_a_failure(nested):
     nested(
         """
         @pytest.fixture
@@ -330,7 +342,7 @@ def test_what_a_teardown_publishes_when_the_publisher_is_closed_is_no_failure(ne
 def test_a_worker_publishes_to_the_publisher_that_takes_the_place_of_a_closed_one(nested, args):
     nested(
         """
-        from pytest_kvmock.wire.zmq import KvSubscriber
+        from pytest_kvmock.wire.sockets import KvSubscriber
 
         @pytest.mark.kv_dialects("vllm-0.33")
         @pytest.mark.parametrize("endpoint", ["tcp", "ipc"])
@@ -412,7 +424,7 @@ def test_wrong_options_of_a_publisher_are_refused_in_one_line(nested, options):
     result.stdout.fnmatch_lines([f"*kvmock: kv_publisher: {WRONG_OPTIONS[options]}"])
 
 
-def test_a_timeout_shows_the_test_and_not_who_waited(nested):
+def test_a_timeout_shows_the_test_and_not_the_waiting_code(nested):
     source = """
         @pytest.mark.kv_dialects('vllm-0.33')
         @pytest.mark.parametrize('wait', ['settle(lambda: 0, 1, timeout=0)', 'wait_subscribed(timeout=0)'])
@@ -465,18 +477,19 @@ def test_the_traits_of_an_index_are_those_of_the_engine_of_an_overridden_dialect
         def kv_index(kv_traits): print("ran on", kv_traits.copies)
         def test(kv_wire): pass
     """
-    assert ["True"] == ran(nested(source, "-s"))
+    assert ran(nested(source, "-s")) == ["True"]
 
 
-def test_an_overridden_dialect_beside_backends_that_are_asked_for_runs_over_these(ids):
+def test_an_overridden_dialect_next_to_backends_that_are_asked_for_runs_over_these(ids):
     override = "@pytest.fixture\ndef kv_dialect(): return 'vllm-0.33'\n"
-    assert ["test[lru]", "test[vllm]"] == ids(
-        f"{override}@pytest.mark.kv_backends('vllm', 'lru')\ndef test(kv_wire): pass"
-    )
+    assert ids(f"{override}@pytest.mark.kv_backends('vllm', 'lru')\ndef test(kv_wire): pass") == [
+        "test[lru]",
+        "test[vllm]",
+    ]
 
 
 @pytest.mark.parametrize("value", ["'vllm-0.34'", "None", "7"])
-def test_an_overridden_dialect_that_is_none_is_one_clear_error(nested, value):
+def test_an_invalid_overridden_dialect_is_one_clear_error(nested, value):
     source = f"@pytest.fixture\ndef kv_dialect(): return {value}\ndef test(kv_worker, kv_wire): pass"
     result = nested(source)
     result.assert_outcomes(errors=1)

@@ -6,15 +6,15 @@ import sys
 import pytest
 
 from pytest_kvmock import EngineProfile, Removed, RouterHarness, Stored
+from pytest_kvmock.harness.reduce import states
+from pytest_kvmock.oracle import RadixIndex
 from pytest_kvmock.plugin.failure_page import failure_data
-from pytest_kvmock.reduce import states
-from pytest_kvmock.router import RadixIndex
 
 TESTS = """
 import pytest
-from pytest_kvmock.router import RadixIndex
+from pytest_kvmock.oracle import RadixIndex
 from pytest_kvmock import Removed
-from pytest_kvmock.traces import synthetic_trace
+from pytest_kvmock.fleets import synthetic_trace
 
 class Forgets(RadixIndex):
     def apply(self, event):
@@ -58,7 +58,7 @@ def test_is_wrong_late(late):
 def test_fleet(kv_fleet):
     kv_fleet.run(synthetic_trace(6, block_size=4, input_tokens=(4, 24), output_tokens=(1, 4), interval_ms=10, prefix_blocks=(1, 1)))
     assert 0
-""".replace("STORED_2", "Stored(1, (2,), (12,))").replace("STORED", "Stored(None, (1,), (11,))")
+""".replace("STORED_2", "Stored(1, (2,), (12,))").replace("STORED", "Stored(None, (1,), (11,))")  # noqa: E501
 TESTS = TESTS.replace("REMOVED", "Removed((2,))").replace("BAD", "Removed((7,))")
 FAILING = {"test_drifts", "test_fails_by_itself", "test_is_wrong_late", "test_fleet"}
 
@@ -110,17 +110,17 @@ def held(states, book, steps):
 def test_states_are_those_after_each_event(pages):
     data = pages["test_drifts"]
     states = data["states"]
-    assert (2, "index_drift") == (data["opens"], data["problem"]["rule"])
-    assert ["stored", "stored", "removed"] == [event["kind"] for event in data["events"]]
-    assert ["ledger", "reference", "index"] == states["books"]
+    assert (data["opens"], data["problem"]["rule"]) == (2, "index_drift")
+    assert [event["kind"] for event in data["events"]] == ["stored", "stored", "removed"]
+    assert states["books"] == ["ledger", "reference", "index"]
     one, two = ["device", "1"], ["device", "2"]
     for book, last in (("ledger", [one]), ("reference", [one]), ("index", [one, two])):
         assert [[], [one], [one, two], last] == [held(states, book, steps) for steps in range(4)]
-    assert {"1": None, "2": "1"} == states["parents"]
+    assert states["parents"] == {"1": None, "2": "1"}
     worker = data["events"][0]["worker"]
     answers = states["steps"][2]["answers"]
     assert ({worker: 1}, {worker: 2}, "2") == (answers["reference"], answers["index"], answers["block"])
-    assert [False, False, True] == [step["answers"]["differ"] for step in states["steps"]]
+    assert [step["answers"]["differ"] for step in states["steps"]] == [False, False, True]
 
 
 class Hides:
@@ -153,7 +153,7 @@ class Mute(Deaf):
         (None, "which ledger and reference hold alike", "which ledger and reference hold alike"),
     ],
 )
-def test_chains_that_are_left_out_are_no_agreement_where_answers_differ(index, before, after):
+def test_left_out_chains_do_not_hide_different_answers(index, before, after):
     """A Removed that the index ignores: what it answers is no agreement, be the chain shown or not."""
     kv = RouterHarness(backend="lru", index=None if index is None else index())
     kv.apply([Stored(None, (1,), (11,)), Stored(None, (2,), (12,)), Removed((2,))])
@@ -167,13 +167,15 @@ def test_the_smallest_reproduction_is_there_however_short_the_test(pages):
 
 
 def test_nothing_is_loaded_or_written_where_no_test_fails(run, pytester, monkeypatch):
-    for name in [name for name in sys.modules if name.startswith(("pytest_kvmock.pages", "pytest_kvmock.reduce"))]:
+    for name in [
+        name for name in sys.modules if name.startswith(("pytest_kvmock.values.pages", "pytest_kvmock.harness.reduce"))
+    ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(sys.modules, "pytest_kvmock.plugin.failure_page", raising=False)
     result = run("--kv-html=pages", "-k", "test_passes")
     result.assert_outcomes(passed=1, deselected=6)
     assert not pytester.path.joinpath("pages").exists()
-    assert {"pytest_kvmock.pages", "pytest_kvmock.plugin.failure_page"}.isdisjoint(sys.modules)
+    assert {"pytest_kvmock.values.pages", "pytest_kvmock.plugin.failure_page"}.isdisjoint(sys.modules)
 
 
 def test_a_directory_that_cannot_be_written_is_one_line_after_the_failure(run, monkeypatch):
@@ -192,10 +194,10 @@ def test_a_directory_that_cannot_be_written_is_one_line_after_the_failure(run, m
             "none: --kv-html=pages: PermissionError: * Permission denied: 'pages'",
         ]
     )
-    assert 1 == str(result.stdout).count("--kv-html")
+    assert str(result.stdout).count("--kv-html") == 1
 
 
-def test_what_is_no_directory_is_refused(run, pytester):
+def test_a_value_that_is_not_a_directory_is_refused(run, pytester):
     pytester.path.joinpath("file").write_text("", encoding="utf-8")
     result = run("--kv-html=file")
     result.stderr.fnmatch_lines(["ERROR: --kv-html: got 'file'; allowed: a directory, which need not exist yet"])
@@ -208,13 +210,13 @@ def test_what_is_no_directory_is_refused(run, pytester):
         ("class Index:\n    def __init__(self, other=None): self.other = RadixIndex()\n", "has no dump_events"),
     ],
 )
-def test_an_index_that_cannot_be_made_anew_or_dumped_is_said(run, pytester, index, note):
+def test_an_index_that_cannot_be_rebuilt_or_dumped_is_named(run, pytester, index, note):
     run(
         "--kv-html=pages",
         tests=f"""
 import pytest
 from pytest_kvmock import Stored
-from pytest_kvmock.router import RadixIndex
+from pytest_kvmock.oracle import RadixIndex
 
 {index}
     def apply(self, event): pass
@@ -230,7 +232,7 @@ def test(kv_sink):
     )
     (page,) = pytester.path.joinpath("pages").iterdir()
     data = data_of(page)
-    assert ["ledger", "reference"] == data["states"]["books"]
+    assert data["states"]["books"] == ["ledger", "reference"]
     assert any(note in each for each in data["notes"])
     asked = data["states"]["steps"][0]["answers"]
     assert asked.get("index") == ({} if "dump" in note else None)
@@ -242,7 +244,7 @@ def test_an_async_index_is_awaited(run, pytester):
         tests="""
 import pytest
 from pytest_kvmock import Stored
-from pytest_kvmock.router import RadixIndex
+from pytest_kvmock.oracle import RadixIndex
 
 class Index:
     def __init__(self): self.index = RadixIndex()
@@ -260,7 +262,7 @@ def test(kv_sink):
     )
     (page,) = pytester.path.joinpath("pages").iterdir()
     states = data_of(page)["states"]
-    assert [["device", "1"]] == held(states, "index", 1)
+    assert held(states, "index", 1) == [["device", "1"]]
 
 
 def test_a_problem_that_the_end_shows_opens_at_the_last_event_of_its_block():
@@ -284,9 +286,9 @@ def test_of_much_that_is_held_fewer_events_are_stepped_through(monkeypatch):
     found = states.states(kv, 400, 1)
     assert 390 < found["first"] < 400
     assert 400 < found["first"] + len(found["steps"]) < 410
-    assert {"1"} == {worker for worker, *_ in found["held"]}
-    assert ["More than 50 blocks are held: those of worker 1 are shown."] == found["notes"]
-    assert [400] == [at for at, step in enumerate(found["steps"], found["first"]) if step["answers"]["block"] == "401"]
+    assert {worker for worker, *_ in found["held"]} == {"1"}
+    assert found["notes"] == ["More than 50 blocks are held: those of worker 1 are shown."]
+    assert [at for at, step in enumerate(found["steps"], found["first"]) if step["answers"]["block"] == "401"] == [400]
 
 
 def test_steps_that_take_too_long_end_behind_the_problem(monkeypatch):
@@ -295,18 +297,18 @@ def test_steps_that_take_too_long_end_behind_the_problem(monkeypatch):
     for block in range(1, 100):
         kv.apply([Stored(None, (block,), (block,))])
     found = states.states(kv, 60, 0, expired=lambda: True)
-    assert ([], True) == (found["steps"], "took too long" in found["notes"][0])
+    assert (found["steps"], "took too long" in found["notes"][0]) == ([], True)
     asked = iter(range(1_000))
     found = states.states(kv, 60, 0, expired=lambda: next(asked) > 52)
-    assert (50, 14) == (found["first"], len(found["steps"]))
+    assert (found["first"], len(found["steps"])) == (50, 14)
 
 
-def test_a_history_that_was_dropped_is_said():
+def test_a_dropped_history_is_noted():
     kv = RouterHarness(backend="lru")
     kv.apply([Stored(None, (1,), (1,))])
     kv.recording.cut()
-    assert ["The history of this harness was dropped: what was held cannot be rebuilt."] == failure_data(kv, "")[
-        "notes"
+    assert failure_data(kv, "")["notes"] == [
+        "The history of this harness was dropped: what was held cannot be rebuilt."
     ]
 
 
@@ -314,4 +316,4 @@ def test_what_no_index_is_given_is_in_the_ledger_alone():
     kv = RouterHarness(EngineProfile(prefix_caching=False), backend="lru", judge_unpublished=True)
     kv.worker(0).serve(kv.prompt(blocks=2), 1)
     found = failure_data(kv, "")["states"]
-    assert [2, 0] == [len(held(found, book, len(found["steps"]))) for book in ("ledger", "reference")]
+    assert [len(held(found, book, len(found["steps"]))) for book in ("ledger", "reference")] == [2, 0]

@@ -4,8 +4,8 @@
 def test_it_has_the_sizes_of_the_tests_profile(nested):
     result = nested(
         """
-        from pytest_kvmock.cache import PagedCacheManager
-        from pytest_kvmock.cache import PagedRequest
+        from pytest_kvmock.engines import PagedCacheManager
+        from pytest_kvmock.engines import PagedRequest
 
         def test_default(kv_paged_manager, kv_profile):
             assert isinstance(kv_paged_manager, PagedCacheManager)
@@ -33,10 +33,10 @@ def test_it_has_the_sizes_of_the_tests_profile(nested):
     result.assert_outcomes(passed=3)
 
 
-def test_it_is_new_for_each_test_and_what_is_not_freed_is_no_failure(nested):
+def test_a_paged_manager_is_new_for_each_test_and_may_keep_blocks(nested):
     result = nested(
         """
-        from pytest_kvmock.cache import PagedRequest
+        from pytest_kvmock.engines import PagedRequest
 
         @pytest.mark.parametrize("n", [1, 2])
         def test(kv_paged_manager, n):
@@ -49,7 +49,7 @@ def test_it_is_new_for_each_test_and_what_is_not_freed_is_no_failure(nested):
 
 
 def test_it_does_not_bring_in_the_matrix_nor_a_harness(ids, nested):
-    assert ["test"] == ids("def test(kv_paged_manager): pass")
+    assert ids("def test(kv_paged_manager): pass") == ["test"]
 
     source = "def test(kv_paged_manager, request): print('has', [n for n in request.fixturenames if 'kv' in n])"
     nested(source, "-s").stdout.fnmatch_lines(["*has [[]'kv_paged_manager', 'kv_base_profile']*"])

@@ -3,7 +3,7 @@
 INDEX = """
 from contextlib import suppress
 from pytest_kvmock import RadixIndexError, RadixIndex
-from pytest_kvmock.router import RouterCursor, TreeDump
+from pytest_kvmock.oracle import RouterCursor, TreeDump
 
 class Recovering:
     def __init__(self, ask):
@@ -30,7 +30,7 @@ def lose_one(kv_harness, kv_prompt):
 """
 
 
-def test_an_index_of_the_users_own_asks_by_it(nested):
+def test_a_custom_index_asks_by_kv_recovery(nested):
     result = nested(
         INDEX
         + """
@@ -60,7 +60,7 @@ def test_it_joins_a_harness_that_is_there_already(nested):
             kv_sink(GOOD)
             assert len(kv_recovery(kv_sink.worker_id).events) == 1
 
-        def test_in_the_other_order(kv_recovery, kv_sink):
+        def test_the_order_of_fixtures_does_not_matter(kv_recovery, kv_sink):
             kv_sink(GOOD)
             assert len(kv_recovery(kv_sink.worker_id).events) == 1
 
@@ -90,7 +90,10 @@ def test_it_comes_too_late_after_the_first_event(nested):
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines(
         [
-            "kvmock: kv_recovery: recovery comes too late: events were published before, and no worker has kept them; ask*",
+            (
+                "kvmock: kv_recovery: use_recovery() must be called before any event is published; earlier events "
+                "were not kept; ask*"
+            ),
         ]
     )
 
@@ -150,7 +153,7 @@ def test_each_run_of_a_test_has_one_of_its_own(nested):
 
 
 def test_it_does_not_bring_in_the_matrix(ids):
-    assert ["test"] == ids("def test(kv_recovery, kv_sink): pass")
+    assert ids("def test(kv_recovery, kv_sink): pass") == ["test"]
 
 
 def test_an_index_that_asks_survives_lost_and_doubled_events(nested):

@@ -7,8 +7,9 @@ from fnmatch import fnmatch
 import pytest
 from plugin_parts import FIXTURES, OPTIONS
 
-from pytest_kvmock.backends import BACKENDS, EngineProfile
+from pytest_kvmock import BACKENDS, EngineProfile
 from pytest_kvmock.plugin.options import PROFILE_KEYS
+from pytest_kvmock.plugin.report import AS_READ
 
 
 def test_the_profile_keys_are_the_fields_of_the_profile():
@@ -33,7 +34,7 @@ HEADER = [
 
 
 @pytest.mark.parametrize(("args", "ini", "expected"), HEADER)
-def test_the_header_says_what_is_not_the_default(nested, args, ini, expected):
+def test_the_header_names_settings_that_differ_from_the_default(nested, args, ini, expected):
     result = nested("def test(): pass", *args, files={"pytest.ini": f"[pytest]\n{ini}\n"})
 
     lines = [line for line in result.outlines if line.startswith("kvmock:")]
@@ -45,7 +46,7 @@ def test_the_header_says_what_is_not_the_default(nested, args, ini, expected):
 def test_passing_tests_print_nothing(nested):
     result = nested("def test(kv_sink): kv_sink(GOOD); kv_sink.compare(lambda: GOOD.block_hashes)", "-q")
 
-    assert [".", "1 passed"] == [line.split("  ")[0].partition(" in")[0] for line in result.outlines if line]
+    assert [line.split("  ")[0].partition(" in")[0] for line in result.outlines if line] == [".", "1 passed"]
 
 
 @pytest.mark.parametrize(
@@ -70,15 +71,32 @@ def test_the_header_says_how_all_tests_run_over_a_backend_that_is_not_in_the_mat
         result.stdout.fnmatch_lines([hint])
 
 
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--kv-backend=trtllm"], [f"kvmock: trtllm: {AS_READ}"]),
+        (["-o", "kvmock_backends=vllm trtllm trtllm_v2"], [f"kvmock: trtllm, trtllm_v2: {AS_READ}"]),
+        (["--kv-backend=vllm"], []),
+        (["--kv-backend=all"], []),  # which runs what the matrix has
+        (["-v"], []),
+    ],
+)
+def test_the_header_says_which_engines_did_not_run(nested, args, expected):
+    result = nested("def test(): pass", *args)
+
+    assert [line for line in result.outlines if line.endswith(AS_READ)] == expected
+
+
 # ---------------------------------------------------------------------------------------------------- lists
 
 
 def test_list_backends(nested):
     result = nested("def test(): raise OSError", "--kv-list-backends")
 
-    assert 0 == result.ret
+    assert result.ret == 0
     not_run = {name: "" if spec.in_matrix else " (not in the matrix of this run)" for name, spec in BACKENDS.items()}
-    assert [(name, spec.models + not_run[name]) for name, spec in BACKENDS.items()] == [
+    read = {name: f" ({AS_READ})" if spec.as_read else "" for name, spec in BACKENDS.items()}
+    assert [(name, spec.models + read[name] + not_run[name]) for name, spec in BACKENDS.items()] == [
         tuple(part.strip() for part in line.split("  ", 1)) for line in result.outlines
     ]
 
@@ -97,7 +115,11 @@ def test_markers_are_listed_with_their_whole_signature(nested):
     result.stdout.fnmatch_lines(
         [
             "@pytest.mark.kv_backends(*names, exclude=()): *",
-            "@pytest.mark.kvmock([*], block_size=, *event_errors='fail|warn|ignore', *, allow=(rules,), faults={fault: rate}, survive=(faults,), engine={field: value}): *",
+            (
+                "@pytest.mark.kvmock([*], block_size=, *event_errors='fail|warn|ignore', *, allow=(rules,), "
+                "faults={fault: rate}, survive=(faults,), engine={field: value}, roles={worker type: workers}, "
+                "stores={name: {*}}): *"
+            ),
         ]
     )
     assert all(f"{key}=" in result.stdout.str() for key in PROFILE_KEYS)
@@ -111,7 +133,7 @@ def test_fixtures_are_listed_with_a_first_paragraph(nested):
     result.stdout.no_fnmatch_line("*no docstring*kv*")
     result.stdout.fnmatch_lines(["kv_backend [[]session scope[]] -- *", "    Name of the eviction backend*"])
     scoped = [line for line in result.outlines if line.startswith(("kv_", "make_kv")) and "scope]" in line]
-    assert 2 == len(scoped)
+    assert len(scoped) == 2
 
 
 def test_help_lists_every_option_and_its_ini_twin(nested):
@@ -207,7 +229,7 @@ def test_an_index_of_tokens_is_refused_a_trace_of_hashes_once_and_runs_it_with_t
         "prompt of tokens (of a trace: request.prompt(tokens=True), @pytest.mark.kvmock(trace_tokens=True) or "
         "--kv-trace-tokens), or give the index a find_matches(local_hashes)"
     )
-    assert 2 == sum(fnmatch(line, refusal.replace("[", "[[]")) for line in result.outlines)
+    assert sum(fnmatch(line, refusal.replace("[", "[[]")) for line in result.outlines) == 2
     result.stdout.no_fnmatch_line("*index_failure*")
     nested(TOKEN_INDEX, "--kv-trace-tokens").assert_outcomes(passed=2)
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 from depth import takes_long
 
-from pytest_kvmock.backends import BACKENDS
+from pytest_kvmock import BACKENDS
 
 ALL = ["lineage", "lru", "multi_lru"]
 
@@ -35,7 +35,7 @@ def test_a_group_stands_for_its_backends_in_markers_and_on_the_command_line(ids)
     assert [f"test[{name}]" for name in left] == ids(f"{marker}\n{USES}", "--kv-backend", "hybrid")
     assert [f"test[{name}]" for name in HYBRID] == ids(USES, "-o", "kvmock_backends=hybrid")
     assert [f"test[{name}]" for name in HYBRID] == ids(USES, "--kv-backend", "hybrid")
-    assert [] == ids(USES, "--kv-backend", "hybrid", "-o", "kvmock_backends=lru")
+    assert ids(USES, "--kv-backend", "hybrid", "-o", "kvmock_backends=lru") == []
 
 
 # ---------------------------------------------------------------------------------------------------- who is in
@@ -61,7 +61,7 @@ def test_fixtures_that_need_an_engine_pull_in_the_matrix(ids, fixture):
     ],
 )
 def test_fixtures_that_need_none_do_not(ids, fixture):
-    assert ["test"] == ids(f"def test({fixture}): pass")
+    assert ids(f"def test({fixture}): pass") == ["test"]
 
 
 def test_the_matrix_is_pulled_in_however_indirectly(ids):
@@ -96,7 +96,7 @@ def test_the_users_own_parameters_come_first_in_the_id(ids):
 
 
 def test_it_multiplies_with_the_backends_of_anyio(ids):
-    assert 2 * 3 == len(ids("@pytest.mark.anyio\nasync def test(kv_harness): pass", plugins=["anyio"]))
+    assert len(ids("@pytest.mark.anyio\nasync def test(kv_harness): pass", plugins=["anyio"])) == 2 * 3
 
 
 def test_every_fixture_of_a_test_has_the_backend_of_its_id(nested):
@@ -215,7 +215,7 @@ def test_every_way_to_say_the_backend(nested, row):
     result = nested(source, "-s", files=files)
 
     result.assert_outcomes(passed=len(expected))
-    assert expected == ran(result)
+    assert ran(result) == expected
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_every_way_to_say_the_backend(nested, row):
     ],
 )
 def test_the_command_line_narrows_the_matrix(nested, args, expected):
-    assert expected == ran(nested(USES, "-s", *args))
+    assert ran(nested(USES, "-s", *args)) == expected
 
 
 def test_the_command_line_does_not_touch_a_test_that_fixes_its_backend(nested):
@@ -246,7 +246,7 @@ def test_the_command_line_does_not_touch_a_test_that_fixes_its_backend(nested):
         "--kv-backend=lineage",
     )
 
-    assert ["lru", "lru"] == ran(result)
+    assert ran(result) == ["lru", "lru"]
 
 
 @follows_overrides
@@ -254,7 +254,7 @@ def test_the_command_line_does_not_touch_a_test_that_fixes_its_backend(nested):
 def test_an_override_that_calls_its_original_keeps_the_matrix(nested, name):
     source = f"@pytest.fixture\ndef {name}({name}): return {name}\ndef test({name}): print('ran on', {name}.backend)"
 
-    assert ALL == ran(nested(source, "-s"))
+    assert ran(nested(source, "-s")) == ALL
 
 
 @pytest.mark.parametrize("name", ["kv_harness", "kv_manager"])
@@ -264,12 +264,12 @@ def test_an_override_that_calls_its_original_and_names_kv_backend_keeps_the_matr
         f"def test({name}): print('ran on', {name}.backend)"
     )
 
-    assert ALL == ran(nested(source, "-s"))
+    assert ran(nested(source, "-s")) == ALL
 
 
 @follows_overrides
 def test_an_override_of_kv_backend_that_calls_its_original_keeps_the_matrix(nested):
-    assert ALL == ran(nested("@pytest.fixture\ndef kv_backend(kv_backend): return kv_backend\n" + USES, "-s"))
+    assert ran(nested("@pytest.fixture\ndef kv_backend(kv_backend): return kv_backend\n" + USES, "-s")) == ALL
 
 
 on_8_3 = pytest.mark.skipif(pytest.version_tuple < (8, 4), reason="8.3 compares with the scope of the parameter")
@@ -289,7 +289,7 @@ def test_fixtures_of_any_scope_may_use_kv_backend(nested, scope):
         "-s",
     )
 
-    assert ALL + ALL == ran(result)  # and nothing is reordered
+    assert ran(result) == ALL + ALL  # and nothing is reordered
 
 
 def test_nothing_is_reordered(ids):
@@ -311,10 +311,10 @@ class T(unittest.TestCase):
 
 
 def test_getfixturevalue_runs_on_the_only_backend(nested):
-    source = "@pytest.mark.kv_backends('lru')\ndef test(request): print('ran on', request.getfixturevalue('kv_harness').backend)"
+    source = "@pytest.mark.kv_backends('lru')\ndef test(request): print('ran on', request.getfixturevalue('kv_harness').backend)"  # noqa: E501
 
-    assert ["lru"] == ran(nested(source, "-s"))
-    assert ["lru"] == ran(nested(source.partition("\n")[2], "-s", "--kv-backend=lru"))
+    assert ran(nested(source, "-s")) == ["lru"]
+    assert ran(nested(source.partition("\n")[2], "-s", "--kv-backend=lru")) == ["lru"]
 
 
 def test_getfixturevalue_without_a_choice_says_which_marker_to_add(nested):
@@ -323,7 +323,10 @@ def test_getfixturevalue_without_a_choice_says_which_marker_to_add(nested):
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
         [
-            '*backend of this test is open (lineage, lru, multi_lru)*usefixtures("kv_backend")*@pytest.mark.kv_backends("lineage")*'
+            (
+                "*backend of this test is open (lineage, lru, "
+                'multi_lru)*usefixtures("kv_backend")*@pytest.mark.kv_backends("lineage")*'
+            )
         ]
     )
     result.stdout.no_fnmatch_line("*pytest_kvmock/plugin*")
@@ -335,13 +338,13 @@ def test_usefixtures_gives_getfixturevalue_the_whole_matrix(nested):
     def test(request): print("ran on", request.getfixturevalue("kv_harness").backend)
     """
 
-    assert ALL == ran(nested(source, "-s"))
+    assert ran(nested(source, "-s")) == ALL
 
 
 def test_a_testcase_runs_on_the_only_backend(nested):
     source = TEST_CASE.format(marker="@pytest.mark.kv_backends('lru')")
 
-    assert ["lru"] == ran(nested(source, "-s"))
+    assert ran(nested(source, "-s")) == ["lru"]
 
 
 def test_a_testcase_without_a_choice_says_which_marker_to_add(nested):
@@ -362,10 +365,10 @@ def test_a_testcase_with_no_backend_left_is_skipped(nested):
     result.stdout.fnmatch_lines(["SKIPPED*no backend is left*"])
 
 
-def test_the_placeholder_is_no_backend_and_says_why(nested):
+def test_the_placeholder_is_not_a_backend_and_says_why(nested):
     result = nested(
         """
-        from pytest_kvmock.harness import RouterHarness
+        from pytest_kvmock import RouterHarness
         def test(request): RouterHarness(backend=request.getfixturevalue("kv_backend"))
         """
     )
@@ -394,7 +397,7 @@ def test_a_test_left_without_backend_is_deselected_and_counted(nested):
     )
 
     result.assert_outcomes(passed=2, deselected=2)
-    assert ["lru"] == ran(result)
+    assert ran(result) == ["lru"]
 
 
 @takes_long
@@ -437,7 +440,7 @@ def test_a_marker_that_a_conftest_adds_deselects_what_it_excludes(nested):
     )
 
     result.assert_outcomes(passed=2, deselected=1)
-    assert ["lru", "multi_lru"] == ran(result)
+    assert ran(result) == ["lru", "multi_lru"]
 
 
 def test_a_late_marker_does_not_undo_an_earlier_one(nested):
@@ -457,8 +460,8 @@ def test_a_late_marker_does_not_undo_an_earlier_one(nested):
 
 
 def test_selection_by_id_and_keyword(nested):
-    assert ["lru", "multi_lru"] == ran(nested(USES, "-s", "-k", "lru"))
-    assert ["lineage", "lru"] == ran(nested(USES, "-s", "-k", "not multi_lru"))
+    assert ran(nested(USES, "-s", "-k", "lru")) == ["lru", "multi_lru"]
+    assert ran(nested(USES, "-s", "-k", "not multi_lru")) == ["lineage", "lru"]
 
 
 # ---------------------------------------------------------------------------------------------------- refused
@@ -481,7 +484,7 @@ def test_a_pytest_generate_tests_over_kv_backend_is_refused(nested, place, indir
     result.stdout.no_fnmatch_line("*Traceback*")
 
 
-def test_an_error_of_the_users_own_parametrisation_stays_what_it_is(nested):
+def test_an_error_of_a_custom_parametrisation_is_unchanged(nested):
     result = nested("@pytest.mark.parametrize('missing', [1])\ndef test(kv_harness): pass")
 
     result.assert_outcomes(errors=1)
@@ -510,7 +513,7 @@ def test_a_backend_that_lies_about_its_name_is_caught(nested):
         files={
             "conftest.py": """
             import dataclasses, types
-            from pytest_kvmock import backends
+            from pytest_kvmock.engines import backends
             specs = dict(backends.BACKENDS)
             specs["lru"] = dataclasses.replace(specs["lru"], make=specs["lineage"].make)
             import pytest
@@ -542,7 +545,7 @@ def test_collection_is_the_same_for_any_hash_seed(nested, monkeypatch):
         result = nested(source, "--collect-only", "-q", subprocess=True)
         seen.append([line for line in result.outlines if "::" in line])
 
-    assert 2 + 2 + 3 == len(seen[0])
+    assert len(seen[0]) == 2 + 2 + 3
     assert seen[0] == seen[1]
 
 
@@ -563,6 +566,7 @@ def test_strict_configuration_is_met(nested):
     result.assert_outcomes(passed=1)
 
 
+@takes_long
 def test_the_plugin_can_be_switched_off(pytester):
     pytester.makepyfile("def test(): pass")
 

@@ -33,7 +33,7 @@ class Row:
 
 
 INDEX = """
-from pytest_kvmock.router.index import RadixIndex
+from pytest_kvmock.oracle import RadixIndex
 
 class Index:
         def __init__(self): self.inner = RadixIndex()
@@ -76,7 +76,7 @@ TABLE = {
         shown=["E *assert 0", f"E {NOTE}", LOG, "FAILED*::test - assert 0"],
     ),
     "both, and the body's failure tells already": Row(
-        "def test(kv_sink, kv_events):\n kv_sink(BAD)\n kv_events.check()",
+        "def test(kv_sink, kv_events):\n kv_sink(BAD)\n kv_events.assert_no_event_errors()",
         {"failed": 1},
         shown=["E *1 KV event error: block_not_found*", LOG],
         hidden=["*kvmock: also*"],
@@ -231,14 +231,14 @@ def test(kv_sink): kv_sink(GOOD)
         shown=["*KvEventWarning*duplicate_store*"],
     ),
     "log of passed tests": Row(
-        "def test(kv_sink): kv_sink(GOOD)", {"passed": 1}, shown=[LOG], args=["--kv-events", "all", "-rP"]
+        "def test(kv_sink): kv_sink(GOOD)", {"passed": 1}, shown=[LOG], args=["--kv-show-log", "all", "-rP"]
     ),
     "no log": Row(
         "def test(kv_sink): kv_sink(BAD)",
         {"failed": 1},
         shown=[ERROR],
         hidden=["*kvmock events*"],
-        args=["--kv-events", "none"],
+        args=["--kv-show-log", "none"],
     ),
     # ------------------------------------------------------------------------------------ late events
     "late, from a fixture set up after ours": Row(
@@ -594,7 +594,7 @@ async def test(kv_harness, kv_worker, kv_prompt):
     "hypothesis over the matrix": Row(
         """
         from hypothesis import given, settings, strategies as st
-        from pytest_kvmock.harness import RouterHarness
+        from pytest_kvmock import RouterHarness
 
         @settings(max_examples=5, database=None)
         @given(blocks=st.integers(1, 4))
@@ -650,7 +650,7 @@ def test_junit_has_one_testcase_with_backend_events_and_errors(nested, pytester)
     (case,) = ET.parse(pytester.path / "out.xml").iter("testcase")
     counts = [("kvmock.events", "2"), ("kvmock.errors", "1"), ("kvmock.uncompared_sinks", "1")]
     assert [("kvmock.backend", "lru"), *counts] == _properties(case)
-    assert ["failure"] == [one.tag for one in case if one.tag in ("failure", "error")]
+    assert [one.tag for one in case if one.tag in ("failure", "error")] == ["failure"]
 
 
 def test_properties_cross_xdist_and_leave_out_an_unknown_backend(nested, pytester):
@@ -680,7 +680,7 @@ def test_properties_are_replaced_on_reruns(nested, pytester):
     counts = [("kvmock.events", "3"), ("kvmock.errors", "3"), ("kvmock.uncompared_sinks", "1")]
     assert counts == [p for p in properties if p[0].startswith("kvmock")][-3:]
     last = list(ET.parse(pytester.path / "out.xml").iter("testcase"))[-1]
-    assert 3 == len([name for name, _ in _properties(last) if name.startswith("kvmock")])
+    assert len([name for name, _ in _properties(last) if name.startswith("kvmock")]) == 3
 
 
 def test_a_late_error_is_counted_in_the_properties(nested, pytester):
@@ -703,7 +703,7 @@ def test_a_late_error_is_counted_in_the_properties(nested, pytester):
 # ---------------------------------------------------------------------------------------------------- debugger
 
 
-def test_pdb_stops_once_and_the_run_goes_on(nested, pytester):
+def test_pdb_stops_once_and_the_run_continues(nested, pytester):
     pytester.makepyfile(
         quiet_pdb="""
         class Pdb:
@@ -727,7 +727,7 @@ def test_pdb_stops_once_and_the_run_goes_on(nested, pytester):
     )
 
     result.assert_outcomes(failed=1, passed=1)
-    assert 1 == result.stdout.str().count("STOPPED HERE")
+    assert result.stdout.str().count("STOPPED HERE") == 1
     result.stdout.fnmatch_lines([ERROR])
 
 
@@ -735,7 +735,7 @@ def test_pdb_stops_once_and_the_run_goes_on(nested, pytester):
 def test_the_end_of_the_session_is_not_judged(nested, end):
     result = nested(f"def test(kv_sink):\n kv_sink(BAD)\n {end}", subprocess=True)
 
-    assert pytest.ExitCode.INTERRUPTED == result.ret
+    assert result.ret == pytest.ExitCode.INTERRUPTED
     result.stdout.no_fnmatch_line("*KV event error*")
 
 
@@ -754,7 +754,10 @@ def test_a_test_does_not_see_the_errors_of_the_one_before(nested):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        ("kv_harness.events.check(at_least=1)", "*EventRulesBroken: expected at least 1 KV events by now, 0 arrived"),
+        (
+            "kv_harness.events.assert_no_event_errors(at_least=1)",
+            "*EventRulesBroken: expected at least 1 KV events by now, 0 arrived",
+        ),
         (
             "\n with kv_harness.events.expect_error('block_not_found'): pass",
             "*EventRulesBroken: expected 1 block_not_found*",

@@ -1,4 +1,6 @@
-"""The engine of the documentation, and the test that it teaches: a bug in one line is found, and is what is reported first."""
+"""The engine of the documentation, and the test that it teaches: a bug in one line is found, and is what is reported
+first.
+"""
 
 import re
 from pathlib import Path
@@ -43,7 +45,7 @@ ONLY_WHERE_IT_IS_SAID = {
 
 def first_rules(nested, source, old, new):
     """The rule that each of some tests reports first, a test a seed; all of them fail."""
-    assert 1 == source.count(old)
+    assert source.count(old) == 1
     broken = source.replace(old, new)
     files = {f"test_{seed}.py": broken.replace("Random(0)", f"Random({seed})") for seed in SEEDS}
     result = nested("", "--kv-reduce=off", "--tb=line", files=files)
@@ -58,7 +60,7 @@ def test_the_bug_is_reported_first(nested, bug):
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_so_it_is_where_the_sink_finds_out_what_the_hashes_are(nested, bug):
+def test_the_bug_is_reported_first_where_the_sink_finds_out_what_the_hashes_are(nested, bug):
     old, new, rules = BUGS[bug]
     assert rules == first_rules(nested, DEFAULT, old, new)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_kvmock.backends import EngineProfile
+from pytest_kvmock import EngineProfile
+from pytest_kvmock.engines.profiles import NamedProfile
 from pytest_kvmock.plugin.precedence import (
     Policy,
     resolve_matrix,
@@ -12,8 +13,7 @@ from pytest_kvmock.plugin.precedence import (
     resolve_profile,
     resolve_trace_tokens,
 )
-from pytest_kvmock.profiles import NamedProfile
-from pytest_kvmock.strict_yaml import Place
+from pytest_kvmock.values.strict_yaml import Place
 
 # ---------------------------------------------------------------------------------------------------- policy
 
@@ -64,7 +64,7 @@ POLICY = [
 
 @pytest.mark.parametrize(("command_line", "markers", "ini", "expected"), POLICY)
 def test_policy(command_line, markers, ini, expected):
-    assert expected == resolve_policy(command_line, markers, ini)
+    assert resolve_policy(command_line, markers, ini) == expected
 
 
 TRACE_TOKENS = [
@@ -211,7 +211,7 @@ PROFILE = [
 
 @pytest.mark.parametrize(("base", "markers", "command_line", "expected"), PROFILE)
 def test_profile(base, markers, command_line, expected):
-    assert expected == resolve_profile(base, markers, command_line, {"fleet": FLEET, "small": SMALL})
+    assert resolve_profile(base, markers, command_line, {"fleet": FLEET, "small": SMALL}) == expected
 
 
 def test_fields_that_do_not_go_together_are_refused():
@@ -267,7 +267,7 @@ OVER_THE_MATRIX = [
 
 @pytest.mark.parametrize(("base", "markers", "expected"), OVER_THE_MATRIX)
 def test_a_case_of_the_scheduler_matrix(base, markers, expected):
-    assert expected == resolve_profile(base, markers, {}, {"fleet": FLEET, "small": SMALL}, MATRIX_FIELDS)
+    assert resolve_profile(base, markers, {}, {"fleet": FLEET, "small": SMALL}, MATRIX_FIELDS) == expected
 
 
 # ---------------------------------------------------------------------------------------------------- whole runs
@@ -276,7 +276,7 @@ def test_a_case_of_the_scheduler_matrix(base, markers, expected):
 def test_a_profile_is_laid_over_the_base_of_ini_or_override(nested):
     result = nested(
         """
-        from pytest_kvmock.backends import EngineProfile
+        from pytest_kvmock import EngineProfile
 
         @pytest.mark.kvmock(num_blocks=8)
         class TestIni:
@@ -285,7 +285,7 @@ def test_a_profile_is_laid_over_the_base_of_ini_or_override(nested):
                 assert kv_profile == EngineProfile(block_size=2, num_blocks=8, workers=3, seed=7)
                 assert kv_profile == kv_harness.profile
                 assert len(kv_harness.workers) == 3
-                assert (kv_manager.block_size, kv_manager.max_capacity) == (2, 8)
+                assert (kv_manager.block_size, kv_manager.num_blocks) == (2, 8)
 
         class TestOverride:
             @pytest.fixture
@@ -301,7 +301,7 @@ def test_a_profile_is_laid_over_the_base_of_ini_or_override(nested):
             def kv_base_profile(self, kv_base_profile): return kv_base_profile.replace(num_blocks=9)
 
             def test(self, kv_profile): assert kv_profile == EngineProfile(block_size=4, num_blocks=9, workers=3, seed=7)
-        """,
+        """,  # noqa: E501
         "--kv-seed=7",
         files={"pytest.ini": "[pytest]\nkvmock_block_size = 4\nkvmock_workers = 3\nkvmock_seed = 6\n"},
     )
@@ -402,7 +402,7 @@ def test_random_things_depend_on_seed_and_test_and_on_nothing_else(nested):
         )
 
     both = drawn()
-    assert 2 == len(set(both))
+    assert len(set(both)) == 2
     assert both == drawn()
     assert both == drawn("--kv-seed=0")
     assert not set(both) & set(drawn("--kv-seed=1"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from depth import takes_long
 
 PROFILES = """\
 profiles:
@@ -38,7 +39,7 @@ def test_a_marker_names_a_profile(run):
             def test(self, kv_profile, kv_harness, kv_manager):
                 assert kv_profile == kv_harness.profile == EngineProfile(block_size=4, num_blocks=9, workers=4)
                 assert len(kv_harness.workers) == 4
-                assert (kv_manager.block_size, kv_manager.max_capacity) == (4, 9)
+                assert (kv_manager.block_size, kv_manager.num_blocks) == (4, 9)
 
             @pytest.mark.kvmock(profile="small", num_blocks=7)
             def test_inner(self, kv_profile):
@@ -118,14 +119,16 @@ def test_profiles_work_under_xdist(run):
 # ---------------------------------------------------------------------------------------------------- wrong ones
 
 
-@pytest.mark.parametrize("args", [[], ["--kv-list-profiles"], ["-n", "1"]], ids=["run", "list", "xdist"])
+@pytest.mark.parametrize(
+    "args", [[], ["--kv-list-profiles"], pytest.param(["-n", "1"], marks=takes_long)], ids=["run", "list", "xdist"]
+)
 def test_a_wrong_file_is_a_usage_error_of_one_line(run, args):
-    text = "profiles: {s: {workers: x}}"  # tests/profiles has all that may be wrong in a file
+    text = "profiles: {s: {workers: x}}"  # tests/engines/profiles has all that may be wrong in a file
     result = run("def test(): pass", *args, profiles=text, plugins=["xdist"] if "-n" in args else ())
 
-    assert pytest.ExitCode.USAGE_ERROR == result.ret
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
     lines = [line for line in result.errlines if line]
-    assert 1 == len(lines)
+    assert len(lines) == 1
     result.stderr.fnmatch_lines(["ERROR: profiles.yaml:1:25: workers: got 'x'; allowed: an integer"])
 
 
@@ -135,7 +138,11 @@ def test_an_unknown_profile_is_one_line_that_lists_the_known_ones(run):
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines(
         [
-            "test_it.py::test: kvmock(profile='smal'): *'smal'; did you mean 'small'? known: small (profiles.yaml), small-fleet (profiles.yaml)"
+            (
+                "test_it.py::test: kvmock(profile='smal'): *'smal'; did you mean 'small'? known: small "
+                "(profiles.yaml), "
+                "small-fleet (profiles.yaml)"
+            )
         ]
     )
 
@@ -143,7 +150,7 @@ def test_an_unknown_profile_is_one_line_that_lists_the_known_ones(run):
 def test_an_unknown_default_is_a_usage_error(run):
     result = run("def test(): pass", ini="kvmock_profile = smal")
 
-    assert pytest.ExitCode.USAGE_ERROR == result.ret
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(
         ["ERROR: pytest.ini: kvmock_profile: unknown profile 'smal'; did you mean 'small'? known: small (*), *"]
     )
@@ -165,17 +172,17 @@ def test_a_block_size_that_a_backend_refuses_is_traced_to_the_profile(run):
 def test_profiles_are_listed(run):
     result = run("def test(): raise OSError", "--kv-list-profiles", ini="kvmock_profile = small-fleet")
 
-    assert 0 == result.ret
-    assert [
+    assert result.ret == 0
+    assert result.outlines == [
         "small        block_size=4, num_blocks=9  profiles.yaml:2  evicts soon",
         "small-fleet  block_size=4, num_blocks=9, workers=4  profiles.yaml:6  (the default)",
-    ] == result.outlines
+    ]
 
 
 def test_where_there_are_none_the_list_says_how_to_have_some(nested):
     result = nested("", "--kv-list-profiles")
 
-    assert ["no profiles: ini kvmock_profiles names their files"] == result.outlines
+    assert result.outlines == ["no profiles: ini kvmock_profiles names their files"]
 
 
 def test_yaml_is_loaded_only_where_a_file_is_named(nested, run):

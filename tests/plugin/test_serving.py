@@ -1,4 +1,4 @@
-"""The fixtures `kv_server` and `make_kv_server`: the test's own workers behind sockets, with the verdict as ever."""
+"""The fixtures `kv_server` and `_kvmock_servers`: the test's own workers behind sockets, with the verdict as ever."""
 
 import pytest
 
@@ -42,8 +42,8 @@ def test_hit(kv_server, kv_events):
 
 
 @pytest.mark.kv_dialects("vllm-0.33")
-def test_loss(make_kv_server, kv_harness):
-    server = make_kv_server(log=5)
+def test_loss(_kvmock_servers, kv_harness):
+    server = _kvmock_servers(log=5)
     kv_harness.drop_next()
     for _ in range(2):
         ask(server.url(), {"prompt": server.text(2), "max_tokens": 1})
@@ -64,9 +64,9 @@ def test_open(opened, kv_server):
 
 
 @pytest.mark.kv_dialects("vllm-0.33")
-def test_twice(make_kv_server):
-    make_kv_server()
-    make_kv_server()
+def test_twice(_kvmock_servers):
+    _kvmock_servers()
+    _kvmock_servers()
 
 
 @pytest.mark.kv_dialects("vllm-0.33")
@@ -95,7 +95,7 @@ def bad_pass(now_ms):
 
 @pytest.mark.kv_dialects("vllm-0.33")
 def test_broken(kv_server, kv_engine):
-    kv_engine.start_pass = bad_pass
+    kv_engine.inside.start_pass = bad_pass
     assert "error" in ask(kv_server.url(), {"prompt": "abc", "max_tokens": 1})
 """
     )
@@ -122,5 +122,5 @@ def test_failed(kv_server):
     )
     result = nested()
     result.assert_outcomes(passed=1, failed=1, errors=1)
-    text = "kvmock: kv_server: asked for, and no such request came: worker 0: answer 503 (1 left); worker 0: cut after 0 chunks"
+    text = "kvmock: kv_server: asked for, and no such request came: worker 0: answer 503 (1 left); worker 0: cut after 0 chunks"  # noqa: E501
     result.stdout.fnmatch_lines([text.replace("[", "[[]")])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import xml.etree.ElementTree as ET
 
 import pytest
-from depth import few
+from depth import few, takes_long, worth_its_time
 from scenario_files import need_scenario_files
 
 FAIL = "(--kv-event-warnings=fail makes them fail)"
@@ -34,7 +34,7 @@ BOTH = f"2 evicted_and_restored {FAIL}; the engines' own: 1 evicted_and_restored
 
 def line_of(result):
     lines = [line for line in result.outlines if line.startswith("kvmock:") and "backends=" not in line]
-    assert 2 > len(lines)
+    assert len(lines) < 2
     return lines[0] if lines else None
 
 
@@ -80,7 +80,10 @@ RUNS = {
         def test_three(kv_worker, kv_prompt):
             kv_worker.prefill(kv_prompt(1))
         """,
-        f"kvmock: 3 tests on lru; 6 events; warnings: 2 duplicate_store, 1 orphaned_child, 1 leaked_requests {FAIL}{TWO_BARE}",
+        (
+            "kvmock: 3 tests on lru; 6 events; warnings: 2 duplicate_store, 1 orphaned_child, 1 leaked_requests "
+            f"{FAIL}{TWO_BARE}"
+        ),
     ),
     "a test that failed, one that was expected to, one without events": (
         """
@@ -179,7 +182,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize(("source", "line"), [pytest.param(*case, id=name) for name, case in RUNS.items()])
-def test_the_line_says_what_was_judged(nested, source, line):
+def test_the_summary_line_counts_judged_tests_and_events(nested, source, line):
     assert line == line_of(nested(source, plugins=["xdist"]))
 
 
@@ -193,6 +196,7 @@ UNDER_XDIST = (
 )
 
 
+@worth_its_time
 @pytest.mark.parametrize("name", few(UNDER_XDIST))
 def test_the_line_is_the_same_under_xdist(nested, name):
     source, line = RUNS[name]
@@ -201,14 +205,14 @@ def test_the_line_is_the_same_under_xdist(nested, name):
 
 
 @pytest.mark.parametrize("args", [["-qq"], ["--collect-only"], ["-p", "no:terminal"]])
-def test_there_is_no_line(nested, args):
+def test_runs_without_events_have_no_summary_line(nested, args):
     assert line_of(nested("def test(kv_sink): kv_sink(GOOD); kv_sink(TWICE)", *args, plugins=["xdist"])) is None
 
 
-@pytest.mark.parametrize("args", [["-q"], ["-q", "-n", "1"]])
-def test_a_quiet_run_says_what_was_not_done(nested, args):
+@pytest.mark.parametrize("args", [["-q"], pytest.param(["-q", "-n", "1"], marks=takes_long)])
+def test_a_quiet_run_lists_requests_without_effect(nested, args):
     line = line_of(nested("def test(kv_sink): kv_sink(GOOD); kv_sink(TWICE)", *args, plugins=["xdist"]))
-    assert "kvmock: 1 sink never compared with its engine (kv_sink.compare)" == line
+    assert line == "kvmock: 1 sink never compared with its engine (kv_sink.compare)"
     compared = "def test(kv_sink): kv_sink(GOOD); kv_sink.compare(lambda: [1])"
     assert line_of(nested(compared, *args, plugins=["xdist"])) is None
 
@@ -218,12 +222,12 @@ def test_a_quiet_run_says_what_was_not_done(nested, args):
     [(["--kv-event-warnings=fail"], ""), ([], "kvmock_event_warnings = fail")],
     ids=["command line", "ini"],
 )
-def test_what_fails_already_is_not_advised(nested, args, ini):
+def test_the_summary_gives_no_advice_about_failed_tests(nested, args, ini):
     files = {"pytest.ini": f"[pytest]\n{ini}\n"}
     result = nested("def test(kv_sink): kv_sink(GOOD); kv_sink(TWICE)", *args, files=files)
 
     result.assert_outcomes(failed=1)
-    assert f"kvmock: 1 test; 2 events; warnings: 1 duplicate_store{BARE}" == line_of(result)
+    assert line_of(result) == f"kvmock: 1 test; 2 events; warnings: 1 duplicate_store{BARE}"
 
 
 def test_the_option_that_the_line_names_makes_them_fail(nested):
@@ -233,7 +237,7 @@ def test_the_option_that_the_line_names_makes_them_fail(nested):
     nested("", "--kv-event-warnings=fail").assert_outcomes(failed=1)
 
 
-@pytest.mark.parametrize("args", [[], ["-n", "1"]], ids=["alone", "xdist"])
+@pytest.mark.parametrize("args", [[], pytest.param(["-n", "1"], marks=takes_long)], ids=["alone", "xdist"])
 def test_a_rerun_does_not_count_twice(nested, args):
     result = nested(
         """
@@ -251,7 +255,7 @@ def test_a_rerun_does_not_count_twice(nested, args):
         plugins=["xdist", "rerunfailures"],
     )
 
-    assert f"kvmock: 1 test; 2 events; warnings: 1 duplicate_store {FAIL}{BARE}" == line_of(result)
+    assert line_of(result) == f"kvmock: 1 test; 2 events; warnings: 1 duplicate_store {FAIL}{BARE}"
 
 
 def test_scenario_files_count_too(nested):
@@ -266,10 +270,10 @@ def test_scenario_files_count_too(nested):
 
     result.assert_outcomes(passed=3)
     warnings = "2 duplicate_store, 1 evicted_and_restored"
-    assert f"kvmock: 3 tests on lru, multi_lru; 7 events; warnings: {warnings} {FAIL}" == line_of(result)
+    assert line_of(result) == f"kvmock: 3 tests on lru, multi_lru; 7 events; warnings: {warnings} {FAIL}"
 
 
-@pytest.mark.parametrize("args", [[], ["-n", "1"]], ids=["alone", "xdist"])
+@pytest.mark.parametrize("args", [[], pytest.param(["-n", "1"], marks=takes_long)], ids=["alone", "xdist"])
 def test_junit_has_the_warnings_where_there_are_any(nested, pytester, args):
     nested(
         "def test(kv_sink): kv_sink(GOOD); kv_sink(TWICE); kv_sink(TWICE)\n"
@@ -305,14 +309,14 @@ def test_events_of_a_teardown_are_in_the_properties(nested, pytester):
         "--junit-xml=out.xml",
     )
 
-    assert [{"kvmock.events": "2", "kvmock.errors": "0", "kvmock.uncompared_sinks": "1"}] == properties_of(pytester)
+    assert properties_of(pytester) == [{"kvmock.events": "2", "kvmock.errors": "0", "kvmock.uncompared_sinks": "1"}]
 
 
 def test_an_engine_that_is_never_run_leaves_a_trace(nested):
     result = nested("def test(kv_engine, kv_prompt): kv_engine.submit(kv_prompt(4), 4)", "--kv-backend=lineage")
 
     result.assert_outcomes(passed=1)
-    assert f"kvmock: 1 test on lineage; 0 events; warnings: 1 leaked_requests {FAIL}" == line_of(result)
+    assert line_of(result) == f"kvmock: 1 test on lineage; 0 events; warnings: 1 leaked_requests {FAIL}"
 
 
 def test_what_an_open_request_of_an_engine_needs_is_in_the_warning(nested):
@@ -326,7 +330,7 @@ def test_what_an_open_request_of_an_engine_needs_is_in_the_warning(nested):
     result.stdout.fnmatch_lines(["*an engine runs to its end, or aborts what is open (run, abort, close)*"])
 
 
-@pytest.mark.parametrize("args", [[], ["-n", "1"]], ids=["alone", "xdist"])
+@pytest.mark.parametrize("args", [[], pytest.param(["-n", "1"], marks=takes_long)], ids=["alone", "xdist"])
 def test_the_log_names_the_faults_at_random_that_were_never_injected(nested, args):
     source = """
         @pytest.mark.kv_backends("lru")
@@ -366,7 +370,7 @@ def test_junit_has_the_faults_that_were_never_injected(nested, pytester):
     )
 
     (properties,) = properties_of(pytester)
-    assert "1 double, 1 lose" == properties["kvmock.unused_faults"]
+    assert properties["kvmock.unused_faults"] == "1 double, 1 lose"
 
 
 USED = "def test_used(kv_sink): kv_sink(GOOD); kv_sink.compare(lambda: [2])"

@@ -5,7 +5,7 @@ def test_frames_of_ours_are_left_out_where_a_call_was_refused(nested):
     result = nested(
         """
         from pytest_kvmock import Fleet, MockEngine
-        from pytest_kvmock.traces import synthetic_trace
+        from pytest_kvmock.fleets import synthetic_trace
 
         class Broken:
             def pick(self, request, candidates):
@@ -21,7 +21,7 @@ def test_frames_of_ours_are_left_out_where_a_call_was_refused(nested):
             Fleet([MockEngine()], Broken(), trace_block_size=512).run(synthetic_trace(2))
 
         def test_bug(kv_harness, monkeypatch):
-            monkeypatch.setattr("pytest_kvmock.engine.worker.Request", lambda *_: None)
+            monkeypatch.setattr("pytest_kvmock.engines.worker.Request", lambda *_: None)
             kv_harness.worker(0).prefill([1])
         """,
         "--tb=short",
@@ -38,4 +38,4 @@ def test_frames_of_ours_are_left_out_where_a_call_was_refused(nested):
     assert "pytest_kvmock/" not in of_router
     assert "the router's own line" in of_router
     assert "RouterError: Broken.pick() raised KeyError('worker')" in of_router
-    assert "pytest_kvmock/engine/worker.py" in failures["test_bug"]  # nobody asked for that
+    assert "pytest_kvmock/engines/worker.py" in failures["test_bug"]  # nobody asked for that

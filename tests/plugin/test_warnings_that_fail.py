@@ -1,4 +1,4 @@
-"""What `event_warnings="fail"` makes of `kv_events.check()`, and the order in which a verdict lists what is wrong."""
+"""What `event_warnings="fail"` makes of `kv_events.assert_no_event_errors()`, and the order of what a verdict lists."""
 
 import pytest
 
@@ -7,7 +7,7 @@ WARNED = """
 def test(kv_sink, kv_events):
     kv_sink(GOOD)
     kv_sink(TWICE)
-    kv_events.check()
+    kv_events.assert_no_event_errors()
     print("checked")
 """
 TWO = """
@@ -32,7 +32,7 @@ def test_check_raises_for_a_warning_where_warnings_fail(nested, marker, outcome)
     assert (outcome == "passed") == ("checked" in result.outlines)
     if outcome == "failed":
         message = "1 KV event warning: duplicate_store (worker 65536, event 1)"
-        assert f"pytest_kvmock.hygiene.problem.EventRulesBroken: {message}" == headline(result)
+        assert headline(result) == f"pytest_kvmock.oracle.hygiene.problem.EventRulesBroken: {message}"
 
 
 def test_check_lets_pass_what_a_hook_waives(nested):
@@ -40,16 +40,16 @@ def test_check_lets_pass_what_a_hook_waives(nested):
     nested(WARNED.format(marker=FAIL), files={"conftest.py": conftest}).assert_outcomes(passed=1)
 
 
-def test_what_came_first_is_listed_first_though_it_is_a_warning(nested):
+def test_an_earlier_warning_is_listed_before_an_error(nested):
     result = nested(TWO.format(marker=FAIL))
     result.assert_outcomes(failed=1)
-    assert "2 KV event problems: duplicate_store (worker 65536, event 1), and 1 more" == headline(result)
+    assert headline(result) == "2 KV event problems: duplicate_store (worker 65536, event 1), and 1 more"
 
 
 def test_where_warnings_do_not_fail_the_error_is_alone(nested):
     result = nested(TWO.format(marker=""))
     result.assert_outcomes(failed=1)
-    assert "1 KV event error: block_not_found (worker 65536, event 2)" == headline(result)
+    assert headline(result) == "1 KV event error: block_not_found (worker 65536, event 2)"
 
 
 def test_warnings_warned_of_are_listed_in_order_too(nested):
@@ -60,8 +60,10 @@ def test_warnings_warned_of_are_listed_in_order_too(nested):
 
 
 def test_check_lists_what_came_first_first(nested):
-    result = nested(TWO.format(marker=FAIL).replace("kv_sink)", "kv_sink, kv_events)") + "    kv_events.check()\n")
+    result = nested(
+        TWO.format(marker=FAIL).replace("kv_sink)", "kv_sink, kv_events)") + "    kv_events.assert_no_event_errors()\n"
+    )
     result.assert_outcomes(failed=1)
     message = "2 KV event problems: duplicate_store (worker 65536, event 1), and 1 more"
-    assert f"pytest_kvmock.hygiene.problem.EventRulesBroken: {message}" == headline(result)
+    assert headline(result) == f"pytest_kvmock.oracle.hygiene.problem.EventRulesBroken: {message}"
     assert "kvmock: also" not in result.stdout.str()

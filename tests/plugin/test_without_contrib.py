@@ -1,9 +1,10 @@
 """The plugin where folders of `contrib` were deleted."""
 
 import pytest
+from depth import takes_long
 
 import pytest_kvmock.plugin
-from pytest_kvmock.plugin.fixtures import OF_CONTRIB
+from pytest_kvmock.plugin.misspelt import OF_CONTRIB
 
 
 @pytest.fixture
@@ -24,6 +25,7 @@ def test_a_fixture_whose_folder_is_gone_is_one_line(nested, fixture):
     )
 
 
+@takes_long
 def test_it_is_turned_off_with_all_that_is_there(pytester):
     pytester.makepyfile(
         """

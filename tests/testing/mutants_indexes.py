@@ -9,9 +9,13 @@ import draft_readers
 import hybrid_readers
 from bounded_indexes import BoundedIndex, HangsUnderTheRootWhatItForgot, RemovesNothingOnceItIsFull
 from contract_runs import Mutants
+from forgetful_indexes import FORGETFUL
+from reporting_indexes import REPORTED
+from sharing_indexes import SHARED
 from threaded_indexes import UnlockedApply
 from tiered_indexes import FOUND_BY, contract_of
 from truncating_indexes import HashIndex, KeyedTokenIndex, TokenIndex
+from untold_indexes import UNTOLD
 
 from pytest_kvmock import (
     BACKENDS,
@@ -24,9 +28,9 @@ from pytest_kvmock import (
     Stored,
     block_hashes,
 )
-from pytest_kvmock.events import Updated
-from pytest_kvmock.router import BlockNotFound
+from pytest_kvmock.oracle.index.index import BlockNotFound
 from pytest_kvmock.testing import IndexContract
+from pytest_kvmock.values import Updated
 
 INDEXES = Mutants(IndexContract)
 
@@ -36,6 +40,7 @@ class Tree:
 
     def __init__(self):
         self.tree = RadixIndex()
+        self.tree._strict_removed = True  # as when the corpus was made: every unknown block is an error
 
     def apply(self, event):
         self.tree.apply(event)
@@ -361,12 +366,12 @@ class ClearsAllRanks(Radix):
     class Subject(Tree):
         def __init__(self):
             super().__init__()
-            self.tree = RadixIndex(semantics="e1")
+            self.tree = RadixIndex(clears="worker")
 
 
 @INDEXES.breaks("test_a_cleared_rank_leaves_the_other_ranks")
 class ClearsOneRankOfAnOlderDynamo(Radix):
-    index_semantics = "e1"
+    clears = "worker"
 
     class Subject(Tree):
         pass
@@ -708,21 +713,21 @@ class Queued(Tree):
                 self.tree.apply(self.queue.popleft())
 
 
-@INDEXES.breaks("test_ten_thousand_events_may_come_before_a_flush", "test_it_follows_live_traffic")
+@INDEXES.breaks("test_many_events_may_come_before_a_flush", "test_it_follows_live_traffic")
 class LosesTheOldestOfAQueueThatOverflows(Radix):
     class Subject(Queued):
         def __init__(self):
             super().__init__(deque(maxlen=64))
 
 
-@INDEXES.breaks("test_ten_thousand_events_may_come_before_a_flush")
+@INDEXES.breaks("test_many_events_may_come_before_a_flush")
 class LosesOneOfTenThousand(Radix):
     class Subject(Queued):
         def __init__(self):
             super().__init__(deque(maxlen=9_999))
 
 
-@INDEXES.breaks("test_ten_thousand_events_may_come_before_a_flush")
+@INDEXES.breaks("test_many_events_may_come_before_a_flush")
 class LosesTheNewestOfAQueueThatOverflows(Radix):
     class Subject(Queued):
         def __init__(self):
@@ -1242,7 +1247,7 @@ class KeepsWhatIsRemovedOnceItIsFull(IndexContract):
         return RemovesNothingOnceItIsFull(8)
 
 
-@INDEXES.breaks("test_a_long_prompt_is_found_whole", "test_ten_thousand_events_may_come_before_a_flush")
+@INDEXES.breaks("test_a_long_prompt_is_found_whole", "test_many_events_may_come_before_a_flush")
 class ForgetsAndDoesNotSay(IndexContract):
     def make_index(self):
         return BoundedIndex(64)
@@ -1506,6 +1511,44 @@ class TakesWhatIsUpdatedForGone(Partial):
             return self.tree.find_tiered(local_hashes)
 
 
+@INDEXES.breaks("test_priorities_say_nothing_of_what_is_held")
+class TakesLowPrioritiesForEvicted(IndexContract):
+    """What may be evicted first counts for nothing."""
+
+    backends = ("trtllm",)
+
+    def make_index(self):
+        return OfHighPriorities()
+
+
+class OfHighPriorities(Tree):
+    def apply(self, event):
+        if 0 not in (event.extra or {}).get("priorities", ()):
+            with suppress(RadixIndexError):
+                super().apply(with_data(event, event.event.data))
+
+
+@INDEXES.breaks("test_what_is_stored_is_on_the_level_that_it_says")
+class StoresOnTheDeviceAlone(IndexContract):
+    """It reads the levels of Updated, and none of a Stored."""
+
+    backends = ("trtllm",)
+
+    def make_index(self):
+        return WithoutStoredLevels()
+
+
+class WithoutStoredLevels(Tree):
+    takes_updates = True
+
+    def apply(self, event):
+        with suppress(RadixIndexError):
+            super().apply(with_data(event, event.event.data))
+
+    def find_tiered(self, local_hashes):
+        return self.tree.find_tiered(local_hashes)
+
+
 @INDEXES.breaks("test_a_longer_block_takes_the_place_of_its_shorter_sibling")
 class DropsTheParentOfAPartialBlock(Partial):
     """It keeps a partial block as a part of the one before it, which goes with it."""
@@ -1529,6 +1572,8 @@ class DropsTheParentOfAPartialBlock(Partial):
 @INDEXES.breaks("test_layer_groups_have_any_order")
 class TakesTheHighestGroupForAttention(Partial):
     """As V1's windows are, which are numbered by their length."""
+
+    reads_groups = True
 
     class Subject(Tree):
         def __init__(self):
@@ -1561,3 +1606,5 @@ class KnowsTwoLevels(Partial):
 
 for subject, tests in FOUND_BY.items():
     INDEXES.breaks(*tests)(contract_of(subject))
+
+INDEXES.cases += FORGETFUL.cases + REPORTED.cases + SHARED.cases + UNTOLD.cases

@@ -6,11 +6,11 @@ from uuid import UUID
 from contract_runs import Mutants
 
 from pytest_kvmock import Cleared, KvCacheEvent, Removed, Stored
-from pytest_kvmock.cache.base import EventPublisher
-from pytest_kvmock.cache.dynamo.eviction.lru import LruPolicy
-from pytest_kvmock.cache.dynamo.logical import LogicalManager
-from pytest_kvmock.moves import Deref, MoveError, Promote, Use
+from pytest_kvmock.engines.base.manager_base import EventPublisher
+from pytest_kvmock.engines.dynamo.eviction.lru import LruPolicy
+from pytest_kvmock.engines.dynamo.logical import LogicalManager
 from pytest_kvmock.testing import ManagerContract
+from pytest_kvmock.values import Deref, MoveError, Promote, Use
 
 MANAGERS = Mutants(ManagerContract)
 
@@ -134,7 +134,7 @@ class ListsABlockOnceForEachName(Lru):
 
 @MANAGERS.breaks("test_a_deref_may_name_a_block_once_for_each_reference", ends_in=(MoveError,))
 class RefusesANameThatRepeats(Lru):
-    semantics = "e1"
+    forgiving = False
 
     class Subject(Spoilt):
         def _deref(self, blocks):
@@ -319,4 +319,4 @@ class MakesARootOfWhatHasAnUnknownParent(Lru):
 )
 class IsSaidToBeForgivingAndIsNot(ManagerContract):
     backend = "lru"
-    semantics = "e0"
+    forgiving = True

@@ -4,10 +4,10 @@ from itertools import count
 
 from contract_runs import Mutants
 
-from pytest_kvmock.cache.dynamo.eviction.lru import LruPolicy
-from pytest_kvmock.cache.dynamo.eviction.policy import Slot
-from pytest_kvmock.plh import lineage_position
+from pytest_kvmock.engines.base.eviction_policy import Slot
+from pytest_kvmock.engines.dynamo.eviction.lru import LruPolicy
 from pytest_kvmock.testing import EvictionContract
+from pytest_kvmock.values.plh import lineage_position
 
 POLICIES = Mutants(EvictionContract)
 

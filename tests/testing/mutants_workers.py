@@ -7,11 +7,11 @@ from mutants_managers import ForgetsRemoved, Spoilt
 from mutants_policies import TakesWhatIsRegisteredForIdle
 
 from pytest_kvmock import Prompt, StorageTier
-from pytest_kvmock.cache.dynamo.pool import BlockPool
-from pytest_kvmock.drivers.driver import Traits
-from pytest_kvmock.drivers.move_driver import MoveDriver
-from pytest_kvmock.moves import Deref, MoveError
+from pytest_kvmock.engines import Traits
+from pytest_kvmock.engines.dynamo.move_driver import MoveDriver
+from pytest_kvmock.engines.dynamo.pool import BlockPool
 from pytest_kvmock.testing import WorkerContract
+from pytest_kvmock.values import Deref, MoveError
 
 WORKERS = Mutants(WorkerContract)
 
@@ -125,8 +125,8 @@ class SharesNothing(Lru):
 class KeepsTheFirstBlock(Lru):
     class Subject(MoveDriver):
         def free(self, request, *, done):
-            self.manager.process(Deref(request.sequence.allocated_blocks[:0:-1]))
-            request.sequence.commit_allocation(0)
+            self.manager.process(Deref(request.allocated_blocks[:0:-1]))
+            request.commit_allocation(0)
 
 
 @WORKERS.breaks("test_clear_drops_all_that_is_cached")
@@ -142,8 +142,8 @@ class ClearsNothing(Lru):
 )
 class AdmitsWhatDoesNotFit(Lru):
     class Subject(MoveDriver):
-        def need(self, request, upto, tokens=()):
-            return super().need(request, upto, tokens) if tokens else 0
+        def plan(self, request, upto):
+            return super().plan(request, upto)._replace(need=0)
 
 
 @WORKERS.breaks(
@@ -187,7 +187,7 @@ class EvictsWhatIsInUse(Manager):
     class Subject(Spoilt):
         def __init__(self, *sizes):
             super().__init__(*sizes)
-            self._pool = BlockPool(self.max_capacity, TakesWhatIsRegisteredForIdle.Subject())
+            self._pool = BlockPool(self.num_blocks, TakesWhatIsRegisteredForIdle.Subject())
             self._form = self._new_slots()
 
 
@@ -318,5 +318,5 @@ class ClaimsThatChunksAreOne(Lru):
 @WORKERS.breaks("test_a_prompt_is_taken_chunk_by_chunk_where_the_traits_say_so")
 class TakesAllChunksAtOnce(Lru):
     class Subject(MoveDriver):
-        def admit(self, request, upto):
-            super().admit(request, len(request))
+        def admit(self, request, upto, plan=None):
+            super().admit(request, len(request), plan)

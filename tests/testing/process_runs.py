@@ -9,12 +9,12 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "router_process"))
 
 from test_process_contract import TestPlainRouter as OfPlainRouter
-from test_process_contract import source_of
+from test_process_contract import ask, source_of
 
 from pytest_kvmock import EngineProfile, RouterHarness
-from pytest_kvmock.backends import speaker_of
-from pytest_kvmock.serve import KvServer
-from pytest_kvmock.testing import ProcessEnded
+from pytest_kvmock.engines.backends import speaker_of
+from pytest_kvmock.servers import KvServer
+from pytest_kvmock.testing.process.router_process import ProcessEnded
 from pytest_kvmock.wire import find_dialect
 
 PLAIN = Path(__file__).parents[2] / "examples" / "router_process" / "plain_router.py"
@@ -28,6 +28,67 @@ def of_bug(name, **traits):
         return [sys.executable, PROGRAM, name, str(engines.block_size), *map(source_of, engines)]
 
     return type(f"Of_{name}", (OfPlainRouter,), {"command": command, "ready": patient, "timeout_s": 2.0, **traits})
+
+
+def right_for(dialect):
+    """The contract of the right router that reads a dialect."""
+    return OfPlainRouter if find_dialect(dialect).form == "map" else of_bug(f"reads_{dialect}", timeout_s=10.0)
+
+
+def blocks_of_chat(self, prompt, **keys):
+    """What the right router that reads chats answers of one whose message is a prompt."""
+    body = {"messages": [{"role": "user", "content": prompt}], "model": keys.get("lora_name") or self.engines.model}
+    rows = ask(self.url, "POST", "/blocks", body | {"cache_salt": keys.get("cache_salt")})
+    workers = {engine.url: engine.worker for engine in self.engines}
+    return {(workers[row["url"]], row["rank"]): row["blocks"] for row in rows}
+
+
+def adapter_loaded(self, name, path):
+    """Tell a router that hears of adapters."""
+    ask(self.url, "POST", "/adapters", {"name": name, "path": path})
+
+
+ADAPTERS = {"adapter_loaded": adapter_loaded}
+HOSTS = {"tiers": {"host": 256, "self_describing": True}}
+
+
+DECLARED = {
+    "gives_hosts_no_weight": HOSTS,
+    "takes_every_name_for_plain": {"reads_drafts": True},
+    "names_ranks_as_events_do": {"http": "node"},
+    "keeps_what_a_reloaded_adapter_had": ADAPTERS,
+    "hashes_by_the_page": {"learns_block_size": True},
+}
+"""What is declared of wrong routers, without which they are not judged."""
+
+
+def with_ids(contract):
+    """The contract of a router that is told the ids of workers, too, after each source."""
+
+    def source(engine):
+        return f"{source_of(engine)}#{engine.worker}"
+
+    def command(self, engines):
+        return [*contract.command(self, engines)[:4], *map(source, engines)]
+
+    def moved(self, engines):
+        ask(self.url, "PUT", "/workers", [source(each) for each in engines])
+
+    return type(contract.__name__, (contract,), {"command": command, "moved": moved})
+
+
+RIGHT_DESIGNS = {
+    "reads_chats": {"sends": "chat", "blocks": blocks_of_chat},
+    "rests_who_failed": {"cools_down_s": 0.4},
+    "weighs_what_is_computed": {"gives_up_after": None},
+    "weighs_prompts_and_what_is_computed": {"gives_up_after": None},
+    "reads_no_token_ids": {"takes_token_ids": False},
+    "learns_the_block": {"learns_block_size": True},
+    "forgets_reloaded_adapters": ADAPTERS,
+    "weighs_hosts": HOSTS,
+    "reads_look_ahead": {"reads_drafts": True},
+}
+"""Routers that are right in another way than the plain one, and what is declared of each."""
 
 
 def patient(self, process):
@@ -45,16 +106,17 @@ def outcome_of(contract, name, dialect="vllm-0.33"):
     """Run a test of a contract, and return "" where it passes, else how it ends: "failed: ..." or "skipped: ..."."""
     method = getattr(contract(), name)
     profile = {}
-    for mark in getattr(method, "pytestmark", ()):
+    for mark in (*getattr(contract, "pytestmark", ()), *getattr(method, "pytestmark", ())):
         profile |= mark.kwargs if mark.name == "kvmock" else {}
-    with RouterHarness(EngineProfile(**profile), speaker_of(find_dialect(dialect))) as kv:
+    roles = profile.pop("roles", None)
+    with RouterHarness(EngineProfile(**profile), speaker_of(find_dialect(dialect)), roles=roles) as kv:
         servers = []
 
-        def make_kv_server(**options):
+        def _kvmock_servers(**options):
             servers.append(KvServer(kv, dialect, **options))
             return servers[-1]
 
-        given = {"make_kv_server": make_kv_server, "kv_dialect": dialect}
+        given = {"_kvmock_servers": _kvmock_servers, "kv_dialect": dialect}
         try:
             method(**{each: given[each] for each in inspect.signature(method).parameters})
         except (AssertionError, pytest.fail.Exception) as error:

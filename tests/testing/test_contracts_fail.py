@@ -13,12 +13,12 @@ ALL = [POLICIES, MANAGERS, WORKERS, INDEXES]
 
 @pytest.mark.parametrize(("mutant", "names", "ends_in"), few((case for mutants in ALL for case in mutants.each()), 40))
 def test_a_mutant_fails_the_tests_that_are_about_its_fault(mutant, names, ends_in):
-    assert [] == [name for name in names if failure_of(mutant, name, *ends_in) is None]
+    assert [name for name in names if failure_of(mutant, name, *ends_in) is None] == []
 
 
 @pytest.mark.parametrize("mutants", ALL, ids=lambda mutants: mutants.contract.__name__)
 def test_every_test_of_a_contract_can_fail(mutants):
-    assert [] == mutants.never_failed()
+    assert mutants.never_failed() == []
 
 
 @pytest.mark.parametrize("mutants", ALL, ids=lambda mutants: mutants.contract.__name__)

@@ -1,21 +1,22 @@
-"""The contracts hold for what we ship: backends, eviction policies and the reference index."""
+"""The contracts hold for what we ship: backends, eviction policies and the reference index.
+
+A quick run has one class of each family of managers, and of indexes one of each thing that the contract asks of them.
+"""
 
 from collections import Counter
 
 from bounded_indexes import BoundedIndex
-from depth import few, takes_long
+from depth import few, only_deep, worth_its_time
 from hybrid_sizes import EACH
 from threaded_indexes import Locked
 from truncating_indexes import HashIndex, KeyedTokenIndex
 
-from pytest_kvmock import BACKENDS, RadixIndex, create_manager
-from pytest_kvmock.backends import backend_spec
-from pytest_kvmock.cache.base import RequestLevel
-from pytest_kvmock.cache.dynamo.eviction.lineage import LineagePolicy
-from pytest_kvmock.cache.dynamo.eviction.lru import LruPolicy
-from pytest_kvmock.cache.dynamo.eviction.multi_lru import MultiLruPolicy
-from pytest_kvmock.cache.vllm.speculative import Speculative
-from pytest_kvmock.events import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier
+from pytest_kvmock import BACKENDS, Cleared, KvCacheEvent, RadixIndex, Removed, RouterEvent, StorageTier, create_manager
+from pytest_kvmock.engines import Speculative, backend_spec
+from pytest_kvmock.engines.base.manager_base import RequestLevel
+from pytest_kvmock.engines.dynamo.eviction.lineage import LineagePolicy
+from pytest_kvmock.engines.dynamo.eviction.lru import LruPolicy
+from pytest_kvmock.engines.dynamo.eviction.multi_lru import MultiLruPolicy
 from pytest_kvmock.testing import EvictionContract, IndexContract, ManagerContract, WorkerContract
 
 
@@ -42,10 +43,12 @@ class TestLineageManager(ManagerContract):
     backend = "lineage"
 
 
+@only_deep
 class TestLruManager(ManagerContract):
     backend = "lru"
 
 
+@only_deep
 class TestMultiLruManager(ManagerContract):
     backend = "multi_lru"
 
@@ -55,9 +58,10 @@ STRICT = backend_spec("hash_cache").variant("hash_cache_strict", prefix_closed=T
 
 class TestHashCacheManager(ManagerContract):
     backend = "hash_cache"
-    semantics = "e0"
+    forgiving = True
 
 
+@only_deep
 class TestStrictHashCacheManager(ManagerContract):
     backend = STRICT
 
@@ -71,10 +75,12 @@ class TestLineageWorker(WorkerContract):
     backend = "lineage"
 
 
+@only_deep
 class TestLruWorker(WorkerContract):
     backend = "lru"
 
 
+@only_deep
 class TestMultiLruWorker(WorkerContract):
     backend = backend_spec("multi_lru")
 
@@ -83,6 +89,7 @@ class TestHashCacheWorker(WorkerContract):
     backend = "hash_cache"
 
 
+@only_deep
 class TestStrictHashCacheWorker(WorkerContract):
     backend = STRICT
 
@@ -91,6 +98,7 @@ class TestVllmWorker(WorkerContract):
     backend = "vllm"
 
 
+@only_deep
 class TestOlderVllmWorker(WorkerContract):
     backend = "vllm_0_19"
 
@@ -99,6 +107,7 @@ class TestVllmWorkerWithADraftModel(WorkerContract):
     backend = "vllm_mtp"
 
 
+@only_deep
 class TestVllmWorkerThatDropsBlocks(WorkerContract):
     backend = backend_spec("vllm_mtp").variant("vllm_drop", speculative=Speculative(plain_hashes=True))
 
@@ -107,6 +116,7 @@ class TestSglangWorkerWithADraftModel(WorkerContract):
     backend = "sglang_eagle"
 
 
+@only_deep
 class TestVllmWorkerOfAnotherHash(WorkerContract):
     backend = backend_spec("vllm").variant("vllm_xx", version="0.28.0", hash_algorithm="xxhash", hash_seed="42")
     block_size = 3
@@ -116,6 +126,7 @@ class TestSglangWorker(WorkerContract):
     backend = "sglang"
 
 
+@only_deep
 class TestSglangWorkerOfSmallPages(WorkerContract):
     backend = backend_spec("sglang").variant("sglang_slru", policy="slru")
     block_size = 2
@@ -125,22 +136,27 @@ class TestSglangGptOssWorker(WorkerContract):
     backend = "sglang_gpt_oss"
 
 
+@only_deep
 class TestSglangGemma4Worker(WorkerContract):
     backend = "sglang_gemma4"
 
 
+@only_deep
 class TestSglangLlama4Worker(WorkerContract):
     backend = "sglang_llama4"
 
 
+@only_deep
 class TestSglangQwen3NextWorker(WorkerContract):
     backend = "sglang_qwen3_next"
 
 
+@only_deep
 class TestSglangKimiLinearWorker(WorkerContract):
     backend = "sglang_kimi_linear"
 
 
+@only_deep
 class TestSglangDeepseekV4Worker(WorkerContract):
     backend = "sglang_deepseek_v4"
 
@@ -149,11 +165,12 @@ class TestVllmGptOssWorker(WorkerContract):
     backend = "vllm_gpt_oss"
 
 
-@takes_long
+@only_deep
 class TestVllmGemma3Worker(WorkerContract):
     backend = "vllm_gemma3"
 
 
+@only_deep
 class TestVllmGemma4Worker(WorkerContract):
     backend = "vllm_gemma4"
 
@@ -162,23 +179,23 @@ class TestVllmQwen3NextWorker(WorkerContract):
     backend = "vllm_qwen3_next"
 
 
-@takes_long
+@only_deep
 class TestVllmKimiLinearWorker(WorkerContract):
     backend = "vllm_kimi_linear"
 
 
-@takes_long
+@only_deep
 class TestVllmKimiK3Worker(WorkerContract):
     backend = "vllm_kimi_k3"
 
 
-@takes_long
+@only_deep
 class TestVllmDeepseekV4Worker(WorkerContract):
     backend = "vllm_deepseek_v4"
     block_size = 64
 
 
-@takes_long
+@only_deep
 class TestVllmLlama4Worker(WorkerContract):
     backend = "vllm_llama4"
 
@@ -187,6 +204,7 @@ class TestMockerSglangWorker(WorkerContract):
     backend = "mocker_sglang_1_6"
 
 
+@only_deep
 class TestMockerSglangWorkerOfSmallPages(WorkerContract):
     backend = "mocker_sglang_1_6"
     block_size = 2
@@ -200,11 +218,18 @@ class TestTrtllmWorkerWithAHost(WorkerContract):
     backend = BACKENDS["trtllm"].variant("trtllm_with_host", secondary_blocks=16)
 
 
+@only_deep
 class TestTrtllmWorkerOfTheLaterOrder(WorkerContract):
     backend = BACKENDS["trtllm"].variant("trtllm_2026_03", removed_order="2026-03")
 
 
-class TestTrtllmV2WorkerOfTwoLayerGroups(WorkerContract):  # V1 with two windows leaks blocks, as it did up to 1.2
+@only_deep
+class TestTrtllmWorkerOfTwoWindows(WorkerContract):
+    backend = BACKENDS["trtllm"].variant("trtllm_two_windows", windows=(32, 256))
+
+
+@only_deep
+class TestTrtllmV2WorkerOfTwoLayerGroups(WorkerContract):
     backend = BACKENDS["trtllm_v2"].variant("trtllm_v2_two_groups", groups=((None, 0), (32, 4)))
 
 
@@ -212,10 +237,12 @@ class TestTrtllmV2Worker(WorkerContract):
     backend = "trtllm_v2"
 
 
+@only_deep
 class TestTrtllmV2WorkerWithAHost(WorkerContract):
     backend = BACKENDS["trtllm_v2"].variant("trtllm_v2_with_host", levels=(16,))
 
 
+@only_deep
 class TestLargeBlocks(WorkerContract):
     backend = "lru"
     block_size = 16
@@ -224,14 +251,16 @@ class TestLargeBlocks(WorkerContract):
 OF_SMALL_BLOCKS = tuple(name for name in EACH if name != "vllm_deepseek_v4")  # whose blocks have 64 tokens at least
 
 
+@worth_its_time
 class TestRadixIndex(IndexContract):
-    backends = OF_SMALL_BLOCKS
+    backends = few(OF_SMALL_BLOCKS, 10)
 
     def make_index(self):
         traits = self.traits
         return RadixIndex(count_copies=traits.copies, chunk=traits.chunk, clears_below=traits.clears_below)
 
 
+@only_deep
 class TestRadixIndexOfLargeBlocks(TestRadixIndex):
     backends = ("vllm_deepseek_v4",)  # whose blocks have 64 tokens at least, which is that of a class that sets none
 
@@ -243,6 +272,7 @@ class ExactIndex:
 
     def __init__(self, block_size):
         self.size, self.held, self.children, self.windows = block_size, {}, {}, {}
+        self.most = 4096
 
     def apply(self, event):
         data, extra = event.event.data, event.extra or {}
@@ -253,7 +283,7 @@ class ExactIndex:
         if isinstance(data, Cleared):
             held.clear()
         elif isinstance(data, Removed):
-            held.get(group, Counter()).subtract(data.block_hashes)
+            held[group] = held.get(group, Counter()) - Counter(data.block_hashes)
         else:
             held.setdefault(group, Counter()).update(data.block_hashes)
             if (window := extra.get("kv_cache_spec_sliding_window")) is not None:
@@ -263,6 +293,10 @@ class ExactIndex:
                     (data.parent_hash, *data.block_hashes), data.block_hashes, data.tokens_hashes, strict=False
                 ):
                     self.children[parent, local] = block
+        if len(self.children) > self.most:
+            held = {block for groups in self.held.values() for counts in groups.values() for block in +counts}
+            self.children = {link: block for link, block in self.children.items() if block in held}
+            self.most = max(4096, 2 * len(self.children))
 
     def find_matches(self, local_hashes):
         names, block = [], None
@@ -293,11 +327,12 @@ class TestAnExactIndexOfAHybridModel(IndexContract):
         return ExactIndex(block_size)
 
 
+@only_deep
 class TestOlderRadixIndex(IndexContract):
-    index_semantics = "e1"
+    clears = "worker"
 
     def make_index(self):
-        return RadixIndex(semantics="e1")
+        return RadixIndex(clears="worker")
 
 
 class OneRank(RadixIndex):
@@ -334,7 +369,7 @@ class NoticesRepeats(RadixIndex):
 
 
 class TestAnIndexThatNoticesRepeats(IndexContract):
-    backends = few(OF_SMALL_BLOCKS, 5)
+    backends = few(OF_SMALL_BLOCKS, 3)
     survives = ("double", "restart")
 
     def make_index(self):
@@ -342,6 +377,7 @@ class TestAnIndexThatNoticesRepeats(IndexContract):
         return NoticesRepeats(count_copies=traits.copies, chunk=traits.chunk, clears_below=traits.clears_below)
 
 
+@only_deep
 class TestAnIndexThatReadsGroupsOverPlainEngines(IndexContract):
     size_blocks = 2_000  # it looks each prefix up whole
     reads_groups = True
@@ -358,7 +394,9 @@ class TestAnIndexByTokensAndKeys(IndexContract):
 
 
 class NamespaceIndex(KeyedTokenIndex):
-    """A right index of SGLang's events: what a request carries is named once, and holds for all its blocks; of others' too."""
+    """A right index of SGLang's events: what a request carries is named once, and holds for all its blocks; of
+    others' too.
+    """
 
     def keyed(self, tokens, extra):
         if extra and "extra_keys" in extra:
@@ -367,6 +405,7 @@ class NamespaceIndex(KeyedTokenIndex):
         return [(block, namespace) for block, _ in super().keyed(tokens, None)]
 
 
+@only_deep
 class TestAnIndexByTokensAndNamespaces(IndexContract):
     size_blocks = 2_000  # it looks each prefix up whole
     backends = ("sglang",)
@@ -375,6 +414,7 @@ class TestAnIndexByTokensAndNamespaces(IndexContract):
         return NamespaceIndex()
 
 
+@only_deep
 class TestAnIndexByTokensAndEitherForm(IndexContract):
     size_blocks = 2_000  # it looks each prefix up whole
     backends = ("lineage", "sglang", "vllm")
@@ -413,6 +453,7 @@ class SizedBoundedIndex(BoundedIndex):
         return len(self.held)
 
 
+@only_deep
 class TestAnIndexThatForgetsAndSaysHowMuchItHolds(IndexContract):
     size_blocks = 2_000  # it looks each prefix up whole
     bounded = 64
@@ -453,6 +494,7 @@ class KeepsLateNames(RadixIndex):
         return sum(map(len, self.names.values())) + len(self.late)
 
 
+@only_deep
 class TestAnIndexThatKeepsLateNames(IndexContract):
     backends = ("lru", "vllm")
 
@@ -461,12 +503,14 @@ class TestAnIndexThatKeepsLateNames(IndexContract):
         return KeepsLateNames(4096, count_copies=traits.copies, chunk=traits.chunk, clears_below=traits.clears_below)
 
 
+@only_deep
 class TestAnIndexThatKeepsManyLateNames(TestAnIndexThatKeepsLateNames):
     def make_index(self):
         traits = self.traits
         return KeepsLateNames(8000, count_copies=traits.copies, chunk=traits.chunk, clears_below=traits.clears_below)
 
 
+@only_deep
 class TestAnIndexThatForgetsSoon(IndexContract):
     size_blocks = 2_000  # it looks each prefix up whole
     bounded = 8
@@ -475,6 +519,7 @@ class TestAnIndexThatForgetsSoon(IndexContract):
         return BoundedIndex(8)
 
 
+@only_deep
 class TestAnIndexThatForgetsNothingBelowItsBound(IndexContract):
     bounded = 64
 

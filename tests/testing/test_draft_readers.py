@@ -1,7 +1,7 @@
 """Routers' readers of engines with a draft model: right ones pass the contract of an index, naive ones do not.
 
-What they misread is that of the catalogue: names without the next tokens, blocks by their own tokens, one entry for twins, and
-windows where the stream has none.
+What they misread is that of the catalogue: names without the next tokens, blocks by their own tokens, one entry for
+twins, and windows where the stream has none.
 """
 
 import pytest
@@ -9,12 +9,11 @@ from contract_runs import names_of_tests
 from depth import examples
 from draft_readers import SIZE, ByTokens, ByWindows, Flagged, PlainHashes, PlainNames
 
-from pytest_kvmock import EngineProfile, EventRulesBroken, RadixIndex, RouterHarness
-from pytest_kvmock.backends import BACKENDS
-from pytest_kvmock.engine import Speculative
+from pytest_kvmock import BACKENDS, EngineProfile, EventRulesBroken, RadixIndex, RouterHarness
+from pytest_kvmock.engines import Speculative
 from pytest_kvmock.testing import IndexContract, play
-from pytest_kvmock.testing.draft_streams import DraftStreams
 from pytest_kvmock.testing.drafts import random_traffic
+from pytest_kvmock.testing.index.draft_streams import DraftStreams
 
 DROP = BACKENDS["vllm_mtp"].variant("vllm_drop", speculative=Speculative(plain_hashes=True))
 DEEP = BACKENDS["vllm_mtp"].variant("vllm_mtp_3", speculative=Speculative(modules=3))

@@ -1,13 +1,17 @@
-"""What a `ProcessContract` is given: commands that do not run, answers that cannot be read, what is not there, a process that runs already."""
+"""What a `ProcessContract` is given: commands that do not run, answers that cannot be read, what is not there, a
+process that runs already.
+"""
 
 import socket
 import subprocess
 import sys
 
 import pytest
+from depth import takes_long, worth_its_time
 from process_runs import PLAIN, OfPlainRouter, outcome_of, patient, source_of
 
-from pytest_kvmock.testing import ProcessContract, ServedEngine
+from pytest_kvmock.testing import ProcessContract
+from pytest_kvmock.testing.process.router_process import ServedEngine
 
 NAME = "test_it_hears_every_worker"
 SAYS = "import sys; print('a first line', file=sys.stderr); print('no such worker', file=sys.stderr)"
@@ -30,11 +34,18 @@ def of_command(*command, **traits):
         ),
         (
             of_command(sys.executable, "-c", f"{SAYS}; sys.exit(3)", timeout_s=20),
-            "OfCommand: it is not ready: the process has exited with 3; its standard error ends with: a first line | no such worker",
+            (
+                "OfCommand: it is not ready: the process has exited with 3; its standard error ends with: a first "
+                "line | "
+                "no such worker"
+            ),
         ),
         (
             of_command(sys.executable, "-c", "import time; time.sleep(60)"),
-            "/health answers nothing (ConnectionRefusedError) after 0.5 s: the process is alive, with nothing on standard error",
+            (
+                "/health answers nothing (ConnectionRefusedError) after 0.5 s: the process is alive, with nothing on "
+                "standard error"
+            ),
         ),
         (
             of_command(
@@ -162,6 +173,7 @@ def test_what_is_declared_is_a_skip_that_says_what_would_let_it(traits, name, te
     assert found.endswith("would let it")
 
 
+@takes_long
 def test_a_process_without_answers_is_judged_by_where_it_sends():
     traits = {"blocks": None, "open_requests": None, "moved": None}
     silent = type("OfSilent", (OfPlainRouter,), traits)
@@ -191,6 +203,7 @@ def test_it_runs_over_the_dialects_of_the_class_that_is_collected(pytester):
     ] == found
 
 
+@worth_its_time
 def test_a_run_ends_with_a_line_that_says_what_was_not_judged_and_what_would_let_it(pytester):
     pytester.makepyfile(
         f"""
@@ -202,9 +215,10 @@ def test_a_run_ends_with_a_line_that_says_what_was_not_judged_and_what_would_let
             blocks = open_requests = None
         """
     )
-    result = pytester.runpytest("-p", "no:asyncio", "-k", "TestSilent and (test_an_answer or test_an_idle)")
+    result = pytester.runpytest("-p", "no:asyncio", "-v", "-k", "TestSilent and (test_an_answer or test_an_idle)")
     result.assert_outcomes(passed=3, skipped=0)
     text = "not judged: copies and a host below the device (blocks(prompt)), what it counts as open (open_requests())"
+    text += ", stores that workers share (stores), P/D pairs (hand_over)"
     name = "kvmock: test_a_run_ends_with_a_line_that_says_what_was_not_judged_and_what_would_let_it.py::TestSilent: "
     assert [line for line in result.stdout.lines if line.startswith("kvmock: ") and "judged:" in line] == [name + text]
 
@@ -244,6 +258,7 @@ def running():
         process.terminate()
 
 
+@worth_its_time
 def test_a_process_that_runs_already_is_judged_test_after_test(running):
     for name in (
         NAME,
@@ -253,3 +268,22 @@ def test_a_process_that_runs_already_is_judged_test_after_test(running):
     ):
         assert outcome_of(running, name) == ""
     assert outcome_of(running, "test_it_hears_every_rank").startswith("skipped: OfRunning: url is set: ")
+
+
+def test_a_dialect_of_which_nothing_is_judged_is_named_with_what_would_judge_it():
+    text = "anything over trtllm-1.2, which is polled, and not heard (hears_events = False judges all but events)"
+    assert text in OfPlainRouter().unjudged_text("trtllm-1.2")
+    deaf = type("Deaf", (OfPlainRouter,), {"hears_events": False})
+    assert "polled" not in deaf().unjudged_text("trtllm-1.2") + OfPlainRouter().unjudged_text("vllm-0.33")
+
+
+def test_pairs_and_stores_that_are_not_judged_make_no_line_by_themselves():
+    assert OfPlainRouter().unjudged_text() == ""
+    rare = "stores that workers share (stores), P/D pairs (hand_over)"
+    assert OfPlainRouter().unjudged_text(with_rare=True) == f"not judged: {rare}"
+    silent = type("Silent", (OfPlainRouter,), {"open_requests": None})
+    assert silent().unjudged_text().endswith(f"what it counts as open (open_requests()), {rare}")
+    paired = type("Paired", (OfPlainRouter,), {"hand_over": "vllm"})
+    assert paired().unjudged_text() == (
+        "not judged: stores that workers share (stores), when there must be a prefill leg (threshold)"
+    )

@@ -11,7 +11,6 @@ from hypothesis import Phase, find, given, seed, settings
 from mutants_indexes import IgnoresRemoved, Queued
 
 from pytest_kvmock import EngineProfile, EventRulesBroken, RadixIndex, Removed, RouterHarness, Stored, block_hashes
-from pytest_kvmock.prompt_keys import hash_options
 from pytest_kvmock.testing import (
     Burst,
     Clear,
@@ -30,6 +29,7 @@ from pytest_kvmock.testing import (
     traffic,
 )
 from pytest_kvmock.testing.drafts import Player, random_traffic
+from pytest_kvmock.values.prompt_keys import hash_options
 
 SMALL = EngineProfile(block_size=2, num_blocks=6, workers=2)
 
@@ -76,7 +76,7 @@ def test_what_a_worker_with_tiers_refuses_is_passed_over():
                 Prefill("a", (0, 1)), Finish("a"), Prefill("b", (2, 2), wait=False), Decode("b"), Tick(5), Tick(4.5)
             ),
         )
-        assert ([], 5.0) == (kv.worker(0).requests, kv.worker(0).now)
+        assert (kv.worker(0).requests, kv.worker(0).now) == ([], 5.0)
 
 
 @settings(max_examples=examples(200))
@@ -141,7 +141,7 @@ def test_traffic_shrinks_to_the_shortest_program():
 
 def test_a_program_is_printed_a_line_a_step_without_what_is_as_usual():
     program = Program(Prefill("r0", (0, 1), tail=1), Decode("r0", 3, of=2), Finish("r0"), Clear(worker=1), Clear())
-    assert (
+    assert repr(program) == (
         "Program(\n"
         "    Prefill('r0', blocks=(0, 1), tail=1),\n"
         "    Decode('r0', tokens=3, of=2),\n"
@@ -149,8 +149,8 @@ def test_a_program_is_printed_a_line_a_step_without_what_is_as_usual():
         "    Clear(worker=1),\n"
         "    Clear(),\n"
         ")"
-    ) == repr(program)
-    assert "Program()" == repr(Program())
+    )
+    assert repr(Program()) == "Program()"
 
 
 def test_a_failing_example_shows_the_program():
@@ -168,9 +168,9 @@ def test_a_failing_example_shows_the_program():
 def test_prompts_share_the_blocks_with_which_both_begin():
     with RouterHarness(SMALL, "lru") as kv:
         play(kv, [Prefill("a", (0, 1)), Prefill("b", (0, 2), tail=1)])
-        assert (0, 0, 1, 1) == Prefill("a", (0, 1)).prompt(2).tokens
-        assert (0, 0, 2, 2, 0) == Prefill("b", (0, 2), tail=1).prompt(2).tokens
-        assert 4 == kv.worker(0).manager.num_active_blocks
+        assert Prefill("a", (0, 1)).prompt(2).tokens == (0, 0, 1, 1)
+        assert Prefill("b", (0, 2), tail=1).prompt(2).tokens == (0, 0, 2, 2, 0)
+        assert kv.worker(0).manager.num_active_blocks == 4
 
 
 def test_what_does_not_fit_is_passed_over_and_so_is_what_depends_on_it():
@@ -190,7 +190,7 @@ def test_what_does_not_fit_is_passed_over_and_so_is_what_depends_on_it():
                 Resume("a"),  # does not fit
             ],
         )
-        assert [(8, "preempted"), (6, "running")] == [(len(r), r.status) for r in kv.worker(0).requests]
+        assert [(len(r), r.status) for r in kv.worker(0).requests] == [(8, "preempted"), (6, "running")]
 
 
 def test_a_failure_names_the_step_after_which_it_showed():
@@ -198,7 +198,7 @@ def test_a_failure_names_the_step_after_which_it_showed():
     kv = RouterHarness(SMALL, "lru", IgnoresRemoved.Subject())
     with pytest.raises(EventRulesBroken) as raised:
         play(kv, program)
-    assert ["at step 3 of the program: Prefill('b', blocks=(1, 1, 1))"] == raised.value.__notes__
+    assert raised.value.__notes__ == ["at step 3 of the program: Prefill('b', blocks=(1, 1, 1))"]
 
 
 def test_a_program_may_have_any_operation():
@@ -213,15 +213,16 @@ def test_a_program_may_have_any_operation():
     assert program == eval(repr(program))
     with RouterHarness(SMALL, "lru") as kv:
         play(kv, program)
-        assert [] == kv.worker(0).requests
+        assert kv.worker(0).requests == []
 
 
-def test_what_is_no_step_is_refused():
+def test_a_value_that_is_not_a_step_is_refused():
     with (
         RouterHarness(SMALL, "lru") as kv,
         pytest.raises(
             TypeError,
-            match=r"^a program has Prefill, Serve, Decode, Finish, Preempt, Resume, Submit, Abort, RunPasses, Run, Tick, "
+            match=r"^a program has Prefill, Serve, Decode, Finish, Preempt, Resume, Submit, Abort, RunPasses, Run, "
+            r"Tick, "
             r"Clear, Burst, ServeNear, Restart, RemoveWorker and DropNext, got 'run'\n",
         ),
     ):
@@ -270,7 +271,7 @@ def test_ticks_of_a_worker_go_forward(program):
             last[step.worker, step.rank] = step.now_ms
 
 
-def test_traffic_has_one_rank_and_no_burst_where_that_is_said():
+def test_traffic_may_be_limited_to_one_rank_without_bursts():
     @settings(max_examples=examples(100), database=None)
     @given(traffic(most_in_a_burst=0))
     def run(program):
@@ -295,12 +296,14 @@ def test_a_burst_serves_prompts_of_a_block_and_flushes_the_index_once():
     index.flush = lambda: flushes.append(len(index.queue)) or Queued.flush(index)
     with RouterHarness(SMALL, "lru", index) as kv:
         Player(kv).do(Burst(40, worker=1))
-        assert ([74], 6) == (flushes, kv.worker(1).manager.num_inactive_blocks)
-        assert {1: 1} == kv.overlap([39, 39])
+        assert (flushes, kv.worker(1).manager.num_inactive_blocks) == ([74], 6)
+        assert kv.overlap([39, 39]) == {1: 1}
 
 
 def first_find(backend, index, seed_of_hypothesis, most=50):
-    """How many examples `traffic` draws, with the sizes of docs/how-to/contracts.md, until an index is found wrong; None: none of `most`."""
+    """How many examples `traffic` draws, with the sizes of docs/how-to/contracts.md, until an index is found wrong;
+    None: none of `most`.
+    """
     sizes = EngineProfile(block_size=4, num_blocks=8, workers=2)
     drawn = []
 
@@ -359,9 +362,8 @@ def run_without_hypothesis(code):
 def test_without_hypothesis_the_extra_is_named(name):
     result = run_without_hypothesis(f"from pytest_kvmock.testing import {name}")
     assert (
-        f"ImportError: pytest_kvmock.testing.{name} needs Hypothesis: "
+        result.stderr.strip().splitlines()[-1] == f"ImportError: pytest_kvmock.testing.{name} needs Hypothesis: "
         "pip install '/path/to/pytest-kvmock[hypothesis]', with the path of your checkout"
-        == result.stderr.strip().splitlines()[-1]
     )
 
 
@@ -369,7 +371,7 @@ def test_without_hypothesis_the_contracts_work():
     result = run_without_hypothesis(
         "from pytest_kvmock.testing import EvictionContract, IndexContract, ManagerContract, WorkerContract, play\n"
     )
-    assert (0, "") == (result.returncode, result.stderr)
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 ALL_KEYS = ("lora_name", "cache_salt", "multimodal")
@@ -420,13 +422,14 @@ def play_keyed(ignored, keys):
     drive()
 
 
+@takes_long
 def test_traffic_with_keys_raises_no_alarm_of_a_right_index():
     play_keyed(None, ALL_KEYS)
 
 
 @pytest.mark.parametrize("keys", [None, ALL_KEYS], ids=["alone", "beside others"])
 @pytest.mark.parametrize("ignored", ALL_KEYS)
-def test_traffic_with_keys_finds_who_ignores_one(ignored, keys):
+def test_traffic_with_keys_finds_an_index_that_ignores_one(ignored, keys):
     with pytest.raises(EventRulesBroken, match="index_drift"):
         play_keyed(ignored, keys or (ignored,))
 

@@ -1,13 +1,15 @@
-"""Clients that go away, in the contract of routers: right routers hold it, and one that keeps what a client left behind does not."""
+"""Clients that go away, in the contract of routers: right routers hold it, and one that keeps what a client left
+behind does not.
+"""
 
 import re
 
 import pytest
 from contract_runs import failure_of, names_of_tests
 
-from pytest_kvmock.router import DynamoRouter, LeastLoaded, RoundRobin
+from pytest_kvmock.fleets import DynamoRouter, LeastLoaded, RoundRobin
 from pytest_kvmock.testing import RightRouter, RouterContract
-from pytest_kvmock.testing.router_aborts import RouterAborts
+from pytest_kvmock.testing.router.router_aborts import RouterAborts
 
 TESTS = names_of_tests(RouterAborts)
 USED_AGAIN = "test_a_worker_whose_clients_left_is_used_again"
@@ -21,7 +23,9 @@ def contract_of(make, **traits):
 
 
 class Fewest:
-    """Counts requests itself and says nothing of it; sends each where the fewest are, and lets it wait where all have too many."""
+    """Counts requests itself and says nothing of it; sends each where the fewest are, and lets it wait where all
+    have too many.
+    """
 
     most = None
 
@@ -87,7 +91,7 @@ class LeaksAndSays(RightRouter):
 
 class FreesTwiceAndSays(RightRouter):
     def finished(self, request):
-        load, _ = self.book._open[request]
+        load, _ = self.book._open[request, request.phase]
         super().finished(request)
         load.requests -= request.status == "aborted"
 
@@ -146,13 +150,13 @@ class WaitsForOne(Capped):
     ],
     ids=["right", "fewest", "capped", "dynamo", "turns", "least"],
 )
-def test_a_right_router_holds_it(make, traits, name):
+def test_a_right_router_passes_the_tests_of_aborts(make, traits, name):
     assert None is failure_of(contract_of(make, **traits), name)
 
 
 @pytest.mark.parametrize("name", TESTS)
 @pytest.mark.parametrize("backend", ["vllm", "sglang", "mocker_sglang_1_6", "vllm_gpt_oss"])
-def test_a_right_router_holds_it_over_any_engine(backend, name):
+def test_a_right_router_passes_the_tests_of_aborts_over_any_engine(backend, name):
     def make(workers):
         return RightRouter(workers, copies=backend.startswith("vllm"))
 
@@ -161,7 +165,7 @@ def test_a_right_router_holds_it_over_any_engine(backend, name):
 
 @pytest.mark.parametrize("name", TESTS)
 @pytest.mark.parametrize("make", [LeaksAndSays, FreesTwiceAndSays])
-def test_one_that_leaks_or_frees_twice_is_named_by_the_request_at_which_it_parted(make, name):
+def test_a_router_that_leaks_or_frees_twice_is_found_at_the_first_wrong_request(make, name):
     text = failure_of(contract_of(make), name)
     wanted = (
         rf"^Failed: OfOne: .*: load_drift: {make.__name__}.loads\(\) says .* requests? of worker . before the pick for "
@@ -170,7 +174,7 @@ def test_one_that_leaks_or_frees_twice_is_named_by_the_request_at_which_it_parte
     assert re.search(r"they differ since finished\(request \d+\)", text)
 
 
-def test_one_that_goes_on_counting_who_waited_is_named():
+def test_a_router_that_keeps_counting_a_withdrawn_request_is_found():
     text = failure_of(contract_of(CountsWaiting), "test_it_forgets_who_leaves_while_it_waits")
     assert re.search(
         r"load_drift: CountsWaiting.loads\(\) says .* they differ since withdrawn\(request \d+\)", text, re.DOTALL
@@ -188,10 +192,10 @@ def test_one_that_goes_on_counting_who_waited_is_named():
         (LeaksCapped, r"worker 0 got none of 90 requests|pick\(\) returned None and nothing runs"),
     ],
 )
-def test_one_that_says_nothing_of_its_loads_is_found_by_what_it_picks(make, text):
+def test_a_router_without_loads_is_judged_by_its_picks(make, text):
     assert re.search(text, failure_of(contract_of(make), USED_AGAIN))
 
 
-def test_one_that_waits_for_who_has_left_is_found():
+def test_a_router_that_waits_for_an_aborted_request_is_found():
     found = [failure_of(contract_of(WaitsForOne), name) for name in TESTS]
     assert any("pick() returned None and nothing runs" in (text or "") for text in found)

@@ -7,14 +7,15 @@ from random import Random
 
 import pytest
 from contract_runs import failure_of
-from depth import DEEP, few
+from depth import DEEP, few, worth_its_time
 from test_router_aborts import Fewest
 
-from pytest_kvmock.report import report
-from pytest_kvmock.report.routing_figures import assert_balanced, max_to_mean
-from pytest_kvmock.router import DynamoRouter, LeastLoaded, MostCached, RoundRobin
-from pytest_kvmock.testing import RightRouter, RouterContract, router_load
-from pytest_kvmock.testing.router_load import EverydayLoad
+from pytest_kvmock.fleets import DynamoRouter, LeastLoaded, MostCached, RoundRobin
+from pytest_kvmock.fleets.report import report
+from pytest_kvmock.fleets.report.routing_figures import assert_balanced, max_to_mean
+from pytest_kvmock.testing import RightRouter, RouterContract
+from pytest_kvmock.testing.router import router_load
+from pytest_kvmock.testing.router.router_load import EverydayLoad
 
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "routing"))
 
@@ -98,7 +99,9 @@ def stretched(values):
 
 
 class Stretched(Drawing):
-    """Stretches each score between the least and the most: one block of a template is worth as much as a whole prompt."""
+    """Stretches each score between the least and the most: one block of a template is worth as much as a whole
+    prompt.
+    """
 
     def scores(self, request, candidates):
         prefixes = stretched([each.overlap for each in candidates])
@@ -175,8 +178,8 @@ WRONG = {
     "stretched scores": (
         Stretched,
         TEMPLATE,
-        "all begin with the same 16 tokens, which worker 1 holds: workers 0, 2 and 3 got none of 200 requests; worker 1 has 4.00 "
-        + ONE_HAS_ALL,
+        "all begin with the same 16 tokens, which worker 1 holds: workers 0, 2 and 3 got none of 200 requests; worker "
+        "1 has 4.00 " + ONE_HAS_ALL,
     ),
     "the hash of the first block": (FirstBlock, TEMPLATE, "has 4.00 " + ONE_HAS_ALL),
     "a short cut": (
@@ -199,7 +202,11 @@ WRONG = {
     "draws where all tie": (
         DrawsWhereAllTie,
         SOME_HOLD,
-        "worker 1 has 3.00 times the mean of requests to workers that hold it, must be at most 1.8 times (1: 200, 2: 0, 3: 0)",
+        (
+            "worker 1 has 3.00 times the mean of requests to workers that hold it, must be at most 1.8 times (1: 200, "
+            "2: "
+            "0, 3: 0)"
+        ),
     ),
     "the first unless all tie": (FirstUnlessAllTie, SOME_HOLD, "worker 0 has 4.00 " + ONE_HAS_ALL),
 }
@@ -212,7 +219,7 @@ def test_a_wrong_router_fails_it(name, backend):
     assert text in (failure_of(contract(make, backend=backend), test) or "")
 
 
-def test_of_those_that_hold_a_prefix_none_may_have_most():
+def test_no_holder_of_a_prefix_may_get_most_requests():
     """What goes to the worker without it, 8 of 20 here, takes nothing away from who has 9 of the other 12."""
 
     class Turns(RoundRobin):
@@ -220,13 +227,14 @@ def test_of_those_that_hold_a_prefix_none_may_have_most():
             return (1, 0, 1, 0, 1, 0, 1, 0, 2, 1, 0, 1, 0, 1, 0, 1, 0, 3, 1, 2)[request.number % 20]
 
     assert (
-        "worker 1 has 2.25 times the mean of requests to workers that hold it, must be at most 1.8 times (1: 90, 2: 20, 3: 10)"
-        in failure_of(contract(Turns), SOME_HOLD)
+        "worker 1 has 2.25 times the mean of requests to workers that hold it, must be at most 1.8 times (1: 90, 2: "
+        "20, 3: 10)" in failure_of(contract(Turns), SOME_HOLD)
     )
 
 
+@worth_its_time
 @pytest.mark.parametrize("make", [Avoiding, WrongSign])
-def test_who_avoids_what_is_cached_fails_it(make, monkeypatch):
+def test_a_router_that_avoids_cached_prefixes_fails(make, monkeypatch):
     if not DEEP:
         monkeypatch.setattr(router_load, "_CHANCES", 4)  # forty take seconds
     text = failure_of(contract(make), AVOIDS)
@@ -236,7 +244,7 @@ def test_who_avoids_what_is_cached_fails_it(make, monkeypatch):
 
 
 @pytest.mark.parametrize("make", [RoundRobin, LeastLoaded, MostCached, TwoChoices, Scorers, FirstBlock, Stretched])
-def test_who_ignores_caches_is_like_chance(make):
+def test_a_router_that_ignores_caches_is_like_a_random_one(make):
     assert failure_of(contract(make), AVOIDS) is None
 
 
@@ -252,7 +260,8 @@ def test_workers_that_tie_must_share():
     wrong = contract(lambda: TakesTheFirst(range(4)), selector=DynamoRouter("1.2.1"))
     text = failure_of(wrong, TIES)
     assert (
-        "requests of one prefix, which workers 1 to 3 hold and worker 0 does not, one by one: worker 1 had 200 of the picks in which it tied "
+        "requests of one prefix, which workers 1 to 3 hold and worker 0 does not, one by one: worker 1 had 200 of the "
+        "picks in which it tied "
         "with others for the least cost by DynamoRouter, and its due was 66.7;" in text
     )
     first = contract(lambda: TakesTheFirst(range(4)), selector=DynamoRouter("1.2.1"), first_of_equals=True)
@@ -383,7 +392,7 @@ class KeepsRequests(Silent):
     """Frees blocks and tokens, and never the number of requests."""
 
     def finished(self, request):
-        load, _ = self.book._open[request]
+        load, _ = self.book._open[request, request.phase]
         super().finished(request)
         load.requests += 1
 
@@ -392,7 +401,7 @@ class KeepsBlocks(Silent):
     """Frees the number of requests and tokens, and never blocks."""
 
     def finished(self, request):
-        load, prefill = self.book._open.pop(request)
+        load, prefill = self.book._open.pop((request, request.phase))
         load.requests -= 1
         load.prefill_tokens -= prefill
 
@@ -401,8 +410,8 @@ class KeepsPrefill(Silent):
     """Frees the number of requests and blocks, and never the tokens that were to be computed."""
 
     def first_token(self, request):
-        load, _ = self.book._open[request]
-        self.book._open[request] = load, 0
+        load, _ = self.book._open[request, request.phase]
+        self.book._open[request, request.phase] = load, 0
 
 
 @pytest.mark.parametrize("backend", few([None, "vllm", "sglang", "vllm_gpt_oss"]))
@@ -438,11 +447,11 @@ def test_a_worker_that_has_served_much_is_used_again(make, backend):
         KeepsPrefill,
     ],
 )
-def test_one_that_never_frees_what_it_served_is_found_without_loads(make, backend):
+def test_a_router_that_never_frees_served_requests_is_found_without_loads(make, backend):
     text = failure_of(of_workers(make, backend=backend), ENDED_WELL)
     assert (
-        "worker 0 got none of 36 requests (worker 0: 0, worker 1: 18, worker 2: 18); expected some: all that it had was "
-        in text
+        "worker 0 got none of 36 requests (worker 0: 0, worker 1: 18, worker 2: 18); expected some: all that it had "
+        "was " in text
     )
     assert (
         "so the router counts it as open still, its request, its blocks or its tokens. finished(request) is called"
@@ -450,7 +459,7 @@ def test_one_that_never_frees_what_it_served_is_found_without_loads(make, backen
     )
 
 
-def test_who_goes_by_the_smallest_tree_declares_that_it_follows_the_prefix():
+def test_a_smallest_tree_router_declares_that_it_follows_the_prefix():
     assert failure_of(contract(CacheAware, follows_prefix=True), ENDED_WELL) is None
     assert "One that goes by how much a worker was sent declares follows_prefix = True" in failure_of(
         contract(CacheAware), ENDED_WELL

@@ -3,10 +3,10 @@
 import itertools
 
 import pytest
+from depth import takes_long
 from hypothesis import Phase, given, settings
 
-from pytest_kvmock import EngineProfile, RadixIndex, Removed, RouterHarness, testing
-from pytest_kvmock.hygiene.problem import EventRulesBroken
+from pytest_kvmock import EngineProfile, EventRulesBroken, RadixIndex, Removed, RouterHarness, testing
 from pytest_kvmock.testing import Prefill, Program, Serve, ShrinkingStopped, play, traffic
 from pytest_kvmock.testing.shrinking import SHRINKING
 
@@ -45,6 +45,7 @@ def test_beyond_its_bound_shrinking_stops_with_the_smallest_program_that_failed(
         play(failing_harness(), steps)
 
 
+@takes_long
 def test_an_ordinary_failure_is_shrunk_to_the_end(monkeypatch):
     monkeypatch.setattr(SHRINKING, "clock", lambda: 0.0)  # by events alone: a busy machine takes any time
     with pytest.raises(EventRulesBroken) as failed:
@@ -64,7 +65,7 @@ def test_the_first_failure_counts():
         in_any_traffic((Phase.generate,), most_shrink_events=1)
 
 
-def test_each_run_is_counted_by_itself_whoever_runs_it(monkeypatch):
+def test_each_run_is_counted_separately_in_any_runner(monkeypatch):
     monkeypatch.setenv("PYTEST_CURRENT_TEST", "")  # as outside pytest
     said = []
     for _ in range(3):

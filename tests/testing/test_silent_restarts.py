@@ -1,4 +1,6 @@
-"""Routers that notice a restart which nobody announced, by event ids that begin anew, and routers that do not: both are right."""
+"""Routers that notice a restart which nobody announced, by event ids that begin anew, and routers that do not: both
+are right.
+"""
 
 from random import Random
 
@@ -7,6 +9,8 @@ from contract_runs import failure_of
 from depth import few, seeds
 
 from pytest_kvmock import (
+    BACKENDS,
+    EngineProfile,
     Fleet,
     KvCacheEvent,
     MockEngine,
@@ -16,11 +20,9 @@ from pytest_kvmock import (
     RouterHarness,
     Stored,
 )
-from pytest_kvmock.backends import BACKENDS, EngineProfile
-from pytest_kvmock.fleet.noticed_restarts import NoticedRestarts
-from pytest_kvmock.router import RoundRobin
+from pytest_kvmock.fleets import RoundRobin, synthetic_trace
+from pytest_kvmock.fleets.noticed_restarts import NoticedRestarts
 from pytest_kvmock.testing import RightRouter, RouterContract
-from pytest_kvmock.traces import synthetic_trace
 
 SCENE = "test_it_lives_through_a_silent_restart"
 BACKENDS_ = ["lineage", "vllm", "sglang", "mocker_sglang_1_6", "hash_cache"]
@@ -111,13 +113,13 @@ def test_a_router_that_notices_it_is_right_and_one_that_does_not(kind, backend, 
 
 
 @pytest.mark.parametrize("kind", [DropsTooMuch, DropsLater])
-def test_who_drops_something_else_is_wrong(kind):
+def test_a_router_that_drops_another_worker_is_wrong(kind):
     failure = failure_of(contract(kind), SCENE)
     assert "overlap_drift" in failure
     assert "by the reference index of the same events" in failure
 
 
-def test_who_declares_that_it_notices_must():
+def test_a_router_that_declares_to_notice_restarts_must_do_so():
     text = "as it dropped what it held before event 0 at "
     assert failure_of(contract(Declared), SCENE) is None
     assert failure_of(contract(Noticing, survives=("restart",)), SCENE) is None
@@ -125,7 +127,7 @@ def test_who_declares_that_it_notices_must():
         failure = failure_of(failing, SCENE)
         assert "unannounced restarts of worker 1 at 150 and 1500 ms: overlap_drift" in failure
         assert text in failure
-        assert ", which began its ids anew" in failure
+        assert ", which began its ids again" in failure
 
 
 @pytest.mark.parametrize("survives", ["restart", ("double",), 3])
@@ -176,7 +178,7 @@ def test_over_bare_engines_each_is_right_in_every_run(kind, seed):
         if len(fleet.engines) == 3 * ranks:
             happen(fleet, rng, 3)
         report = fleet.run(trace(seed + run))
-        assert () == report.beliefs
+        assert report.beliefs == ()
         assert len(report.completed) == report.arrived
 
 
@@ -187,7 +189,7 @@ def test_with_a_verdict_each_is_right_too(kind, backend, seed):
     harness = RouterHarness(EngineProfile(block_size=4, num_blocks=200, workers=3), backend)
     fleet = harness.fleet(kind(range(3), copies=BACKENDS[backend].residency == "counted"))
     fleet.at(Random(seed).uniform(50, 200)).restart(1, announced=False)
-    assert () == fleet.run(trace(seed)).beliefs
+    assert fleet.run(trace(seed)).beliefs == ()
     assert all(problem.fault is not None for problem in harness.judge().errors)
 
 
@@ -198,20 +200,20 @@ def stored(number, block):
     return RouterEvent(1, KvCacheEvent(number, Stored(None, (block,), (block,))))
 
 
-def test_the_same_id_again_is_one_that_went_back():
+def test_a_repeated_id_counts_as_a_restart():
     restarts = NoticedRestarts()
     restarts.applied(stored(0, 5), 1, RadixIndex, 1.0)
     restarts.restarted([1])
     restarts.applied(stored(0, 6), 1, RadixIndex, 2.0)
-    assert {1: "event 0 at 2 ms"} == restarts.noticed
+    assert restarts.noticed == {1: "event 0 at 2 ms"}
 
 
-def test_a_worker_that_begins_anew_and_says_so_is_watched_no_more():
+def test_an_announced_restart_ends_the_watch():
     restarts = NoticedRestarts()
     restarts.restarted([1])
-    assert 0 == restarts.prefill_tokens(1)
+    assert restarts.prefill_tokens(1) == 0
     restarts.forget(1)
     assert restarts.prefill_tokens(1) is None
     for number in (0, 0):  # as in any stream that restarts announced
         restarts.applied(stored(number, 5), 1, RadixIndex, 1.0)
-    assert {} == restarts.noticed
+    assert restarts.noticed == {}

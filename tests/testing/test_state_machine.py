@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from depth import FEWEST_EXAMPLES, examples, few
+from depth import FEWEST_EXAMPLES, examples, few, worth_its_time
 from hybrid_sizes import EACH, HYBRID, block_size_of
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
@@ -11,8 +11,7 @@ from mutants_indexes import IgnoresRemoved
 from mutants_managers import Spoilt
 from mutants_policies import GivesOneAtMost
 
-from pytest_kvmock import RadixIndex
-from pytest_kvmock.backends import BackendSpec
+from pytest_kvmock import BackendSpec, RadixIndex
 from pytest_kvmock.testing import KvStateMachine
 
 QUICK = settings(
@@ -81,16 +80,17 @@ BUGS = [
 STEP = r"(?:request_\d+ = )?state\.(prefill|decode|finish|preempt|resume|clear)\((?:\w+=[\w\[\], ]+)*\)"
 
 
+@worth_its_time
 @pytest.mark.parametrize(("machine", "needed"), few(BUGS))
 def test_a_seeded_bug_is_found_and_printed_as_the_few_steps_that_show_it(machine, needed):
     with pytest.raises(Exception) as raised:  # whatever a broken engine comes to
         run_state_machine_as_test(machine, settings=QUICK)
     program = steps_in(raised.value)
-    assert f"state = {machine.__name__}()" == program[0]
-    assert "state.teardown()" == program[-1]
+    assert program[0] == f"state = {machine.__name__}()"
+    assert program[-1] == "state.teardown()"
     steps = program[1:-1]
     assert len(steps) <= 5
-    assert [] == [step for step in steps if not re.fullmatch(STEP, step)]
+    assert [step for step in steps if not re.fullmatch(STEP, step)] == []
     assert needed <= {re.fullmatch(STEP, step)[1] for step in steps}
     with pytest.raises(type(raised.value)):  # it is Python, and shows the bug again
         exec("\n".join(program), {machine.__name__: machine})
@@ -102,11 +102,11 @@ def steps_in(error):
 
 def test_a_machine_is_named_for_its_backend_so_that_what_is_printed_can_be_read():
     spec = BackendSpec.of_policy("s3-fifo.2", spoilt_policy, models="nobody")
-    assert "KvStateMachine_s3_fifo_2" == KvStateMachine.for_backend(spec).__name__
-    assert "IgnoresAllRemoved_lru" == IgnoresAllRemoved.for_backend("lru", workers=2).__name__
+    assert KvStateMachine.for_backend(spec).__name__ == "KvStateMachine_s3_fifo_2"
+    assert IgnoresAllRemoved.for_backend("lru", workers=2).__name__ == "IgnoresAllRemoved_lru"
 
 
 def test_an_attribute_that_a_machine_does_not_have_is_refused():
-    message = "^for_backend: unknown attribute 'blocks'; did you mean 'num_blocks' or 'block_size'[?] known: num_blocks, block_size, workers, chunk, make_index$"
+    message = "^for_backend: unknown attribute 'blocks'; did you mean 'num_blocks' or 'block_size'[?] known: num_blocks, block_size, workers, chunk, make_index$"  # noqa: E501
     with pytest.raises(TypeError, match=message):
         KvStateMachine.for_backend("lru", blocks=8)

@@ -2,7 +2,7 @@
 
 import pytest
 from contract_runs import failure_of
-from depth import DEEP
+from depth import DEEP, worth_its_time
 from threaded_indexes import RIGHT, WRONG, Holders
 
 from pytest_kvmock import RadixIndex
@@ -17,15 +17,17 @@ def contract_of(kind, **body):
 
 @pytest.mark.parametrize("kind", WRONG)
 def test_an_index_whose_critical_section_gives_way_is_found_in_each_run(kind):
-    assert [] == [run for run in range(20 if DEEP else 2) if failure_of(contract_of(kind), AT_ONCE) is None]
+    assert [run for run in range(20 if DEEP else 2) if failure_of(contract_of(kind), AT_ONCE) is None] == []
 
 
+@worth_its_time
 @pytest.mark.parametrize("kind", RIGHT)
 def test_a_right_index_passes_in_each_run(kind):
-    assert [] == [failure for run in range(20 if DEEP else 1) if (failure := failure_of(contract_of(kind), AT_ONCE))]
+    assert [failure for run in range(20 if DEEP else 1) if (failure := failure_of(contract_of(kind), AT_ONCE))] == []
 
 
-def test_an_index_that_does_not_remove_workers_is_given_events_all_the_same():
+@worth_its_time
+def test_an_index_that_does_not_remove_workers_is_given_events_anyway():
     class Keeps(Holders):
         remove_worker = None
 
@@ -50,7 +52,7 @@ def test_what_an_index_raises_in_a_thread_is_shown(method, shown):
     assert "6 workers published" in failure
 
 
-def test_it_is_skipped_where_nobody_says_that_events_may_come_so():
+def test_tests_of_threads_are_skipped_unless_declared():
     with pytest.raises(pytest.skip.Exception) as skipped:
         getattr(contract_of(RadixIndex, threads=False)(), AT_ONCE)()
     assert skipped.value.msg == (

@@ -1,18 +1,21 @@
-"""The part of the contract of an index that is about tiers below the device: a right index passes, each wrong one is found."""
+"""The part of the contract of an index that is about tiers below the device: a right index passes, each wrong one is
+found.
+"""
 
 import re
 from contextlib import nullcontext
 
 import pytest
 from contract_runs import failure_of
-from tiered_indexes import FOUND_BY, BlocksForChunks, HashesTokens, HostIndex, contract_of
+from depth import each_parameter, few, takes_long, worth_its_time
+from tiered_indexes import FOUND_BY, BlocksForChunks, HashesTokens, HostIndex, NoticesRepeats, contract_of
 
-from pytest_kvmock.backends import backend_spec
-from pytest_kvmock.hygiene.problem import EventRulesBroken
+from pytest_kvmock import EventRulesBroken, RadixIndex, StorageTier
+from pytest_kvmock.engines import Tiers, backend_spec
 from pytest_kvmock.testing import IndexContract
-from pytest_kvmock.tiers.config import Tiers
 
 
+@worth_its_time
 class TestARightIndex(contract_of(HostIndex)):
     pass
 
@@ -21,10 +24,14 @@ class TestARightIndexOfTokens(contract_of(HashesTokens)):
     pass
 
 
+class TestARightIndexThatNoticesRepeats(contract_of(NoticesRepeats)):
+    pass
+
+
 @pytest.mark.parametrize("subject", FOUND_BY, ids=lambda subject: subject.__name__)
 def test_a_wrong_index_is_found(subject):
     contract = contract_of(subject)
-    assert [] == [name for name in FOUND_BY[subject] if failure_of(contract, name) is None]
+    assert [name for name in FOUND_BY[subject] if failure_of(contract, name) is None] == []
 
 
 @pytest.mark.parametrize(
@@ -56,6 +63,47 @@ def test_a_contract_may_name_the_hosts():
         contract().test_a_tier_goes_on_where_the_faster_ones_end()
 
 
+class Radix:
+    """The reference index as a contract has it."""
+
+    def __init__(self, traits):
+        self.index = RadixIndex(count_copies=traits.copies, chunk=traits.chunk, clears_below=traits.clears_below)
+        self.find_matches, self.find_tiered = self.index.find_matches, self.index.find_tiered
+        self.remove_worker = self.index.remove_worker
+
+    def apply(self, event):
+        self.index.apply(event)
+
+
+class IgnoresTheHost(Radix):
+    """It reads the device alone."""
+
+    def apply(self, event):
+        if event.storage_tier is not StorageTier.HOST_PINNED:
+            super().apply(event)
+
+
+def over_a_hybrid(index, backend):
+    contract = contract_of(index)
+    contract.backends, contract.tiers = (backend,), ({"host": 640},)
+    return contract
+
+
+MODELS = ["vllm_gpt_oss", "vllm_qwen3_next", "vllm_mtp", "sglang_gpt_oss", "sglang_qwen3_next", "sglang_eagle"]
+
+
+@each_parameter
+@pytest.mark.parametrize("backend", few(MODELS, 2))
+def test_a_right_index_follows_hybrid_models_and_draft_models_over_a_host(backend):
+    assert failure_of(over_a_hybrid(Radix, backend), "test_it_follows_traffic_over_a_host") is None
+
+
+@takes_long
+@pytest.mark.parametrize("backend", ["vllm_qwen3_next", "sglang_gpt_oss"])
+def test_an_index_that_ignores_the_host_is_found_over_hybrid_models(backend):
+    assert failure_of(over_a_hybrid(IgnoresTheHost, backend), "test_it_follows_traffic_over_a_host") is not None
+
+
 @pytest.mark.parametrize(("backends", "tiers"), [(("hash_cache",), None), (("vllm",), ())])
 def test_without_a_host_no_traffic_over_one_is_followed(backends, tiers):
     contract = contract_of(HostIndex)
@@ -82,7 +130,9 @@ def test_an_index_of_the_device_alone_is_not_asked():
 
 
 def test_a_failure_over_a_host_has_a_reproduction_that_a_right_index_passes():
-    """By requests: events do not say how large a chunk is, so those that show the fault would fail a right index, too."""
+    """By requests: events do not say how large a chunk is, so those that show the fault would fail a right index,
+    too.
+    """
     contract = contract_of(BlocksForChunks)
     with pytest.raises(EventRulesBroken) as error:
         contract().test_it_follows_traffic_over_a_host()

@@ -2,16 +2,15 @@
 
 import pytest
 from contract_runs import failure_of, names_of_tests
-from depth import examples, few
+from depth import examples, few, takes_long
 from hybrid_sizes import HYBRID, block_size_of, sized
 from hypothesis import Phase, given, seed, settings
 from truncating_indexes import KEPT, HashIndex, TokenIndex
 
-from pytest_kvmock import BACKENDS, EngineProfile, EventRulesBroken, RouterHarness
-from pytest_kvmock.backends import backend_spec
-from pytest_kvmock.programs.near_hashes import TRUNCATIONS, hash_pair, token_pair, truncated
+from pytest_kvmock import BACKENDS, EngineProfile, EventRulesBroken, RouterHarness, block_hashes
+from pytest_kvmock.engines import backend_spec
 from pytest_kvmock.testing import IndexContract, Program, ServeNear, play, traffic
-from pytest_kvmock.tokens import block_hashes
+from pytest_kvmock.values.programs.near_hashes import TRUNCATIONS, hash_pair, token_pair, truncated
 
 KINDS = [HashIndex, TokenIndex]
 SIZES = EngineProfile(block_size=4, num_blocks=8, workers=2)
@@ -76,13 +75,14 @@ def test_the_contract_finds_an_index_that_keeps_a_part_of_a_hash(kind, of, kept)
     assert f"p and q are blocks whose {of} hashes agree {TRUNCATIONS[kept].words}\n" in str(failure)
 
 
+@takes_long
 @pytest.mark.parametrize("kind", few(KINDS))
-def test_nothing_else_of_the_contract_finds_it(kind):
+def test_no_other_test_of_the_contract_finds_a_truncated_hash(kind):
     contract = contract_of(lambda: kind("low63", "local"))
     others = [
         name for name in names_of_tests(contract) if name not in ABOUT.values() and not _is_skipped(contract, name)
     ]
-    assert [] == [name for name in others if failure_of(contract, name) is not None]
+    assert [name for name in others if failure_of(contract, name) is not None] == []
 
 
 def _is_skipped(contract, name):
@@ -98,7 +98,7 @@ def _is_skipped(contract, name):
 def test_an_index_that_keeps_all_of_a_hash_passes(kind, block_size):
     sizes = {"size": block_size} if kind is TokenIndex else {}
     contract = contract_of(lambda: kind(**sizes), block_size=block_size)
-    assert [None, None] == [failure_of(contract, name) for name in ABOUT.values()]
+    assert [failure_of(contract, name) for name in ABOUT.values()] == [None, None]
 
 
 # ------------------------------------------------------------------------------------------------- the traffic
@@ -138,7 +138,7 @@ def test_an_index_that_keeps_all_of_a_hash_passes_in_traffic_over_every_backend(
 @of_which
 @each_kind
 @pytest.mark.parametrize("backend", few(OF_BLOCKS, 3))
-def test_one_step_is_enough_over_every_backend(backend, kind, of, kept):
+def test_one_step_shows_a_truncated_hash_over_every_backend(backend, kind, of, kept):
     sizes = sized(SIZES.replace(workers=1), backend)
     index = kind(kept, of, size=sizes.block_size)
     with pytest.raises(EventRulesBroken), RouterHarness(sizes, backend, index) as kv:

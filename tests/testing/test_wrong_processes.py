@@ -1,9 +1,12 @@
-"""A wrong router process fails the contract of processes, each in the test that is about its mistake, in a line that says what is wrong."""
+"""A wrong router process fails the contract of processes, each in the test that is about its mistake, in a line that
+says what is wrong.
+"""
 
 import pytest
 from contract_runs import names_of_tests
-from depth import few
-from process_runs import of_bug, outcome_of
+from depth import each_parameter, few, worth_its_time
+from process_runs import DECLARED, of_bug, outcome_of, with_ids
+from test_process_stores import LOWERED, OUTLIVES, OWN
 from wrong_router import BUGS
 
 from pytest_kvmock.testing import ProcessContract
@@ -51,6 +54,14 @@ OF_EVENTS = {
     "ignores_cleared": (
         "a_cleared_cache_is_empty",
         "the cache of worker 1 was cleared, of what it held before: worker 1",
+    ),
+    "hashes_by_the_page": (
+        "it_finds_out_how_large_a_block_is",
+        "all look-ups missed; the engine's page is 16 tokens, its events have 64",
+    ),
+    "clears_last": (
+        "a_reset_is_said_with_the_next_step",
+        "worker 1 was reset, and its next step has said so, of what it has served since: worker 1",
     ),
     "ignores_removed": (
         "what_is_evicted_is_forgotten",
@@ -163,19 +174,22 @@ FOUND = OF_EVENTS | {
     ),
     "counts_those_that_ended_well": (
         "what_ended_well_is_no_load",
-        "30 requests of worker 0 ended well, and nothing is open: of 16 prompts that nobody holds it got none",
+        "30 requests of worker 0 ended well, and nothing is open: of 16 prompts that no worker holds it got none",
     ),
     "frees_no_blocks": (
         "what_ended_well_is_no_load",
-        "30 requests of worker 0 ended well, and nothing is open: of 16 prompts that nobody holds it got none",
+        "30 requests of worker 0 ended well, and nothing is open: of 16 prompts that no worker holds it got none",
     ),
     "frees_no_prefill": (
         "what_ended_well_is_no_load",
-        "30 requests of worker 0 ended well, and nothing is open: of 16 prompts that nobody holds it got none",
+        "30 requests of worker 0 ended well, and nothing is open: of 16 prompts that no worker holds it got none",
     ),
     "weighs_what_it_never_frees": (
         "what_ended_well_is_no_load",
-        "prompts went to worker 1, where worker 0 alone held their first 8 blocks: what ended is counted as load still",
+        (
+            "prompts went to worker 1, where worker 0 alone held their first 8 blocks: finished requests still count "
+            "as load"
+        ),
     ),
     "drops_the_salt": (
         "what_a_client_sends_reaches_the_engine",
@@ -195,14 +209,86 @@ FOUND = OF_EVENTS | {
         "header X-Request-Id came to an engine as None; 'kvmock-1' was",
     ),
     "takes_the_first_of_equals": ("an_idle_fleet_is_shared", "worker 1 got none of 16 (worker 0: 16, worker 1: 0)"),
+    "reads_no_token_ids": ("a_prompt_goes_where_it_is", "asked for as token ids (takes_token_ids = False says"),
     "goes_in_turn": ("a_prompt_goes_where_it_is", "held 8 blocks was sent to worker "),
     "goes_where_least_is": ("a_prompt_goes_where_it_is", "held 8 blocks was sent to worker "),
     "counts_no_open_requests": ("open_requests_count", "got 3; expected more than half"),
+    "an_unknown_kind_ends_the_batch": (
+        "a_field_of_a_later_release_does_not_stop_it",
+        "began with an event of a kind that its dialect does not have",
+    ),
+    "an_unknown_medium_ends_the_batch": (
+        "a_field_of_a_later_release_does_not_stop_it",
+        "blocks of worker 1 left a medium that its dialect does not have: worker 1",
+    ),
+    "takes_any_medium_for_the_device": (
+        "a_field_of_a_later_release_does_not_stop_it",
+        "blocks of worker 1 left a medium that its dialect does not have: worker 1",
+    ),
+    "asks_once_for_what_is_missing": (
+        "it_asks_for_a_lost_batch",
+        "the replay of it had none, and said that it was over: worker 1",
+    ),
+    "waits_for_the_end_of_a_replay": (
+        "it_asks_for_a_lost_batch",
+        "the replay of it had none, and did not say that it was over: worker 1",
+    ),
+    "applies_what_a_replay_had": (
+        "it_asks_for_a_lost_batch",
+        "and then the blocks of that were evicted: worker 1",
+    ),
+    "reads_numbers_low_byte_first": ("it_asks_for_a_lost_batch", "numbers jump by 2^56: byte order?"),
+    "knows_an_id_at_its_first_address": (
+        "it_uses_a_worker_at_its_new_address",
+        "under its id at another address: it does not subscribe there",
+    ),
+    "keeps_what_an_id_held": (
+        "it_uses_a_worker_at_its_new_address",
+        "of what the one that is gone held; expected none",
+    ),
+    "gives_hosts_no_weight": ("a_prompt_goes_to_the_host_that_has_it", "of 8 such prompts went there; expected 7"),
+    "takes_every_name_for_plain": (
+        "it_reads_a_draft_model",
+        "has served a prompt: worker 0 rank 0: the router knows 8 blocks, 7 are held",
+    ),
+    "sends_no_rank": ("it_hears_every_rank", "holds was served by rank "),
+    "sends_rank_0": ("it_hears_every_rank", "holds was served by rank 0, "),
+    "keeps_what_a_reloaded_adapter_had": (
+        "an_adapter_of_another_path_promises_nothing_of_before",
+        "of blocks of worker 0 from before: it says 8 blocks of what that held; expected 0 to 0",
+    ),
+    "names_ranks_as_events_do": (
+        "it_hears_every_rank",
+        "names a rank by its place behind the port, from 0 on; is it the number that events have?",
+    ),
+    "is_ready_always": ("it_is_ready_while_an_engine_is", "no engine is up, and /health is answered with 200"),
+    "is_ready_once_and_for_all": (
+        "it_is_ready_while_an_engine_is",
+        "all engines are down, and /health is answered with 200 2 s later",
+    ),
+    "takes_bodies_of_a_mebibyte": ("any_body_reaches_an_engine", "a body of 1,572,864 bytes was answered with "),
+    "reads_bytes_as_characters": ("any_body_reaches_an_engine", "a prompt that is not ASCII was served: worker "),
+    "refuses_what_is_not_ascii": ("any_body_reaches_an_engine", "a text that is not ASCII was answered with 400 "),
+    "takes_posts_alone": ("any_body_reaches_an_engine", "GET /v1/models is answered with 405"),
+    "does_not_know_queries": ("any_body_reaches_an_engine", "a query was answered with 404 "),
+    "has_a_limit_of_a_second": ("many_slow_requests_are_served", "is there a limit of time, or of connections?"),
+    "has_a_hundred_connections": ("many_slow_requests_are_served", "and engines do not have them all: "),
+    "is_not_ready_under_load": (
+        "many_slow_requests_are_served",
+        "while 120 requests are open /health is answered with 503",
+    ),
+    "goes_on_sending_to_who_fails": (
+        "an_engine_that_fails_for_good_loses_its_prompts",
+        "after 3 requests (gives_up_after) one for what it holds was answered with 500 ",
+    ),
     "ignores_sigterm": ("it_ends_cleanly_while_requests_are_open", "and runs still 2 s later"),
     "ends_with_an_error": ("it_ends_cleanly_while_requests_are_open", "exit code 1; expected 0, or that of SIGTERM"),
     "never_ends_while_requests_are_open": ("it_ends_cleanly_while_requests_are_open", "and runs still 2 s later"),
 }
 """Of each mistake the test that is about it, and what that says."""
+
+BY_ID = ("knows_an_id_at_its_first_address", "keeps_what_an_id_held")
+"""Those that are told the ids of workers."""
 
 LEAKS = ("counts_those_whose_client_went", "counts_those_that_were_refused", "counts_those_that_were_cut")
 
@@ -212,21 +298,34 @@ TOO_MUCH = ("counts_no_copies", "hears_removed_of_the_host", "removes_of_any_gro
 
 def test_every_mistake_has_its_test_and_every_test_its_mistake():
     assert FOUND.keys() == BUGS.keys()
-    assert {f"test_{name}" for name, _ in FOUND.values()} | {"test_what_ended_badly_is_no_load"} == {
-        *names_of_tests(ProcessContract)
-    }
+    assert {f"test_{name}" for name, _ in FOUND.values()} | {
+        "test_what_ended_badly_is_no_load",
+        LOWERED,
+        OUTLIVES,
+        OWN,
+    } == {*names_of_tests(ProcessContract)}
 
 
-@pytest.mark.parametrize("bug", few(FOUND, 20))
+@worth_its_time
+@each_parameter
+@pytest.mark.parametrize("bug", few(FOUND, 5))
 def test_a_wrong_process_fails_the_test_of_its_mistake(bug):
     name, text = FOUND[bug]
-    assert text in outcome_of(of_bug(bug), f"test_{name}")
+    wrong = of_bug(bug, **DECLARED.get(bug, {}))
+    assert text in outcome_of(with_ids(wrong) if bug in BY_ID else wrong, f"test_{name}")
+
+
+def test_a_salt_may_come_in_a_header():
+    test = "test_a_salt_and_an_adapter_make_other_prompts"
+    assert outcome_of(of_bug("reads_salts_of_headers", salt_header="X-Cache-Salt"), test) == ""
+    ignored = outcome_of(of_bug("applies_late", salt_header="X-Cache-Salt"), test)
+    assert "cache_salt" in ignored
 
 
 @pytest.mark.parametrize("bug", LEAKS)
 def test_load_that_leaks_shows_where_requests_go(bug):
     silent = of_bug(bug, tells_open=False)
-    text = "ended badly, and nothing is open: of 16 prompts that nobody holds it got none"
+    text = "ended badly, and nothing is open: of 16 prompts that no worker holds it got none"
     assert text in outcome_of(silent, "test_what_ended_badly_is_no_load")
 
 
@@ -236,7 +335,7 @@ def test_what_must_not_change_is_judged_after_events_were_applied(bug):
     assert text in outcome_of(of_bug(f"{bug}+applies_late"), f"test_{name}")
 
 
-@pytest.mark.parametrize("name", dict.fromkeys(name for name, _ in OF_EVENTS.values()))
+@pytest.mark.parametrize("name", dict.fromkeys(name for bug, (name, _) in OF_EVENTS.items() if bug not in DECLARED))
 def test_a_process_that_applies_events_late_is_no_wrong_one(name):
     assert outcome_of(of_bug("applies_late"), f"test_{name}") == ""
 

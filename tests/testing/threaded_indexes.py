@@ -1,4 +1,6 @@
-"""Indexes that are given events by several threads: right ones, and wrong ones whose critical section gives way between two writes."""
+"""Indexes that are given events by several threads: right ones, and wrong ones whose critical section gives way
+between two writes.
+"""
 
 from contextlib import nullcontext
 from itertools import takewhile
@@ -14,7 +16,9 @@ def give_way():
 
 
 class Holders:
-    """Who holds each chain, in one map of all workers: a right one, as each call has the lock from its first line to its last."""
+    """Who holds each chain, in one map of all workers: a right one, as each call has the lock from its first line to
+    its last.
+    """
 
     def __init__(self):
         self.lock = RLock()
@@ -177,7 +181,9 @@ class Locked:
 
 
 class ByTheInterpreter:
-    """No lock: each worker and rank has maps of its own, that one thread writes, and what is read of others is one call of C."""
+    """No lock: each worker and rank has maps of its own, that one thread writes, and what is read of others is one
+    call of C.
+    """
 
     def __init__(self):
         self.held = {}
@@ -211,3 +217,124 @@ class ByTheInterpreter:
 
 
 RIGHT = (Holders, Locked, ByTheInterpreter)
+
+
+class ByRecord:
+    """A record a worker and rank: a right one, which changes it under the lock."""
+
+    def __init__(self):
+        self.lock, self.records = RLock(), {}
+
+    def apply(self, event):
+        if event.storage_tier is not StorageTier.DEVICE:
+            return
+        with self.lock:
+            key = event.worker_id, event.event.dp_rank
+            self.records[key] = self.changed(self.records.get(key, {}), event.event.data)
+
+    def changed(self, record, data):
+        """Return a record with what an event changes: by block its chain."""
+        if isinstance(data, Cleared):
+            return {}
+        if isinstance(data, Stored):
+            chain, record = () if data.parent_hash is None else record.get(data.parent_hash), dict(record)
+            for block, local in zip(data.block_hashes, data.tokens_hashes, strict=True) if chain is not None else ():
+                record[block] = chain = (*chain, local)
+            return record
+        return {block: chain for block, chain in record.items() if block not in data.block_hashes}
+
+    def find_matches(self, local_hashes):
+        asked = [tuple(local_hashes[:end]) for end in range(1, len(local_hashes) + 1)]
+        with self.lock:
+            records = dict(self.records)
+        return {key: len([*takewhile({*record.values()}.__contains__, asked)]) for key, record in records.items()}
+
+    def remove_worker(self, worker_id):
+        with self.lock:
+            for key in [key for key in self.records if key[0] == worker_id]:
+                del self.records[key]
+
+
+class WritesBackWhatAnEventChanged(ByRecord):
+    """Lets go of the lock between reading the record and writing it back."""
+
+    def apply(self, event):
+        if event.storage_tier is not StorageTier.DEVICE:
+            return
+        key = event.worker_id, event.event.dp_rank
+        with self.lock:
+            record = self.records.get(key, {})
+        record = self.changed(record, event.event.data)
+        give_way()
+        with self.lock:
+            self.records[key] = record
+
+
+class WritesBackWhatALookUpRead(ByRecord):
+    """Puts the records that a look-up has read at the end of the order, when the lock was let go of between."""
+
+    def find_matches(self, local_hashes):
+        with self.lock:
+            records = dict(self.records)
+        found = super().find_matches(local_hashes)
+        give_way()
+        with self.lock:
+            for key in found:
+                if key in records and records[key] == self.records.get(key, records[key]):
+                    self.records[key] = records[key]
+        return found
+
+
+class RemovesARankWithoutTheLock(ByRecord):
+    """Looks at the records under the lock, and puts those that are left in their place under it again."""
+
+    def remove_worker_dp_rank(self, worker_id, dp_rank):
+        with self.lock:
+            left = {key: record for key, record in self.records.items() if key != (worker_id, dp_rank)}
+        give_way()
+        with self.lock:
+            self.records = left
+
+
+class QueuesEventsAndNoRemoval(ByRecord):
+    """Events wait for a flush, and a removal does not: what was queued before it comes back."""
+
+    def __init__(self):
+        super().__init__()
+        self.queue = []
+
+    def apply(self, event):
+        with self.lock:
+            self.queue.append(event)
+
+    def flush(self):
+        with self.lock:
+            for event in self.queue:
+                super().apply(event)
+            self.queue.clear()
+
+
+class QueuesBoth(QueuesEventsAndNoRemoval):
+    """A right one: a removal waits for its turn as events do."""
+
+    def remove_worker(self, worker_id):
+        with self.lock:
+            self.queue.append(worker_id)
+
+    def flush(self):
+        with self.lock:
+            for each in self.queue:
+                if isinstance(each, int):
+                    ByRecord.remove_worker(self, each)
+                else:
+                    ByRecord.apply(self, each)
+            self.queue.clear()
+
+
+WRONG += (
+    WritesBackWhatAnEventChanged,
+    WritesBackWhatALookUpRead,
+    RemovesARankWithoutTheLock,
+    QueuesEventsAndNoRemoval,
+)
+RIGHT += (ByRecord, QueuesBoth)

@@ -1,11 +1,13 @@
-"""A tier-aware router index, written from the rules of the documentation alone, and wrong ones, each with a fault that routers have."""
+"""A tier-aware router index, written from the rules of the documentation alone, and wrong ones, each with a fault
+that routers have.
+"""
 
 from collections import Counter
 
 from pytest_kvmock import Removed, StorageTier, Stored, block_hashes
-from pytest_kvmock.events import Located
-from pytest_kvmock.prompt_keys import hash_options
 from pytest_kvmock.testing import IndexContract
+from pytest_kvmock.values import Located
+from pytest_kvmock.values.prompt_keys import hash_options
 
 DEVICE = StorageTier.DEVICE
 
@@ -20,7 +22,7 @@ class HostIndex:
     def __init__(self, traits):
         self.counts, self.clears_below = traits.copies, traits.clears_below
         self.chunk = traits.chunk or 1
-        self.names, self.held = {}, {}
+        self.names, self.held, self.most = {}, {}, 4096
 
     def apply(self, event):
         key, tier, data = (event.worker_id, event.event.dp_rank), event.storage_tier, event.event.data
@@ -46,6 +48,14 @@ class HostIndex:
         for block, local in zip(data.block_hashes, data.tokens_hashes, strict=True):
             self.names[key][parent, local] = parent = block
         self.add(key, tier, data.block_hashes)
+        if len(self.names[key]) > self.most:
+            self.tidy(key)
+
+    def tidy(self, key):
+        """Forget the names of what is nowhere, now and then: a host may say late that it has a block."""
+        held = set().union(*self.held[key].values())
+        self.names[key] = {link: block for link, block in self.names[key].items() if block in held}
+        self.most = max(4096, 2 * len(self.names[key]))
 
     def locate(self, key, tier, data):
         self.add(key, tier, data.block_hashes)
@@ -231,7 +241,127 @@ class KnowsNoAdapters(HashesTokens):
         return super().match_tiered(tokens, None)
 
 
+class StopsAtAnUnknownBlockBelow(HostIndex):
+    """The first block of a Removed decides: unknown below the device, nothing of the event is removed."""
+
+    def remove(self, key, tier, data):
+        if tier is DEVICE or all(self.held[key][tier][block] for block in data.block_hashes):
+            super().remove(key, tier, data)
+
+
+class RemovesTheFirstBelow(HostIndex):
+    def remove(self, key, tier, data):
+        super().remove(key, tier, data if tier is DEVICE else Removed(data.block_hashes[:1]))
+
+
+class CountsRepeatsBelow(HostIndex):
+    """Below the device a block that was stored twice is removed twice, of any engine."""
+
+    def add(self, key, tier, blocks):
+        if tier is DEVICE:
+            super().add(key, tier, blocks)
+        else:
+            self.held[key][tier].update(blocks)
+
+
+class ALoadMoves(HostIndex):
+    """What the device stores leaves the host, as if it were moved."""
+
+    def store(self, key, tier, data):
+        super().store(key, tier, data)
+        for block in data.block_hashes if tier is DEVICE else ():
+            self.held[key][StorageTier.HOST_PINNED].pop(block, None)
+
+
+class LoadsOnce(HostIndex):
+    """What was loaded once is the device's: when that evicts it for the second time it is gone."""
+
+    def __init__(self, traits):
+        super().__init__(traits)
+        self.loads = Counter()
+
+    def store(self, key, tier, data):
+        if tier is DEVICE:
+            self.loads.update((key, block) for block in data.block_hashes)
+        super().store(key, tier, data)
+
+    def remove(self, key, tier, data):
+        super().remove(key, tier, data)
+        for block in data.block_hashes if tier is DEVICE else ():
+            if self.loads[key, block] > 1:
+                for each in StorageTier:
+                    self.held[key][each].pop(block, None)
+
+
+class KeepsTheDiskOfARemovedWorker(HostIndex):
+    def remove_worker(self, worker_id):
+        kept = {key: held for key, held in self.held.items() if key[0] == worker_id}
+        names = {key: self.names[key] for key in kept}
+        super().remove_worker(worker_id)
+        for key, held in kept.items():
+            self.held[key] = {each: held[each] if each is StorageTier.DISK else Counter() for each in StorageTier}
+            self.names[key] = names[key]
+
+
+class NoticesRepeats(HostIndex):
+    """A right one that drops an event which comes twice, and what a worker had whose event ids begin anew."""
+
+    def __init__(self, traits):
+        super().__init__(traits)
+        self.last = {}
+
+    def apply(self, event):
+        key = (event.worker_id, event.event.dp_rank)
+        last = self.last.get(key)
+        if event == last:
+            return
+        if last is not None and event.event.event_id <= last.event.event_id:
+            self.forget(key)
+        self.last[key] = event
+        super().apply(event)
+
+    def forget(self, key):
+        self.held.pop(key, None)
+        self.names.pop(key, None)
+
+    def remove_worker(self, worker_id):
+        super().remove_worker(worker_id)
+        self.last = {key: last for key, last in self.last.items() if key[0] != worker_id}
+
+
+class ForgetsTheDeviceAlone(NoticesRepeats):
+    def forget(self, key):
+        self.held[key][DEVICE].clear()
+
+
+class DropsDoublesOfTheDeviceAlone(NoticesRepeats):
+    def __init__(self, traits):
+        super().__init__(traits)
+        self.counts = True
+
+    def apply(self, event):
+        if event.storage_tier is DEVICE:
+            super().apply(event)
+        else:
+            HostIndex.apply(self, event)
+
+
 FOUND_BY = {
+    StopsAtAnUnknownBlockBelow: (
+        "test_a_removed_of_a_tier_takes_its_blocks_beside_one_that_nobody_stored",
+        "test_a_removed_of_a_host_that_is_a_copy_may_name_what_was_not_located",
+        "test_after_a_gap_a_tier_has_no_more_than_came",
+    ),
+    RemovesTheFirstBelow: (
+        "test_a_removed_of_a_tier_takes_its_blocks_beside_one_that_nobody_stored",
+        "test_a_removed_of_a_tier_leaves_siblings_workers_and_what_is_stored_again",
+    ),
+    CountsRepeatsBelow: ("test_a_block_stored_twice_in_a_tier_is_removed_as_often_as_copies_count",),
+    ALoadMoves: ("test_a_load_leaves_what_is_below", "test_a_host_that_is_a_copy_is_loaded_again_and_again"),
+    LoadsOnce: ("test_a_load_leaves_what_is_below", "test_a_host_that_is_a_copy_is_loaded_again_and_again"),
+    KeepsTheDiskOfARemovedWorker: ("test_a_worker_that_is_removed_begins_again_in_each_tier",),
+    ForgetsTheDeviceAlone: ("test_an_unannounced_restart_empties_each_tier",),
+    DropsDoublesOfTheDeviceAlone: ("test_a_redelivered_event_changes_nothing_in_a_tier",),
     SubtreeRemoved: ("test_a_host_keeps_what_stands_below_a_copy_that_it_gives_up",),
     RemovedIsRemovedEverywhere: (
         "test_what_the_device_lets_go_of_is_where_it_was_located",
@@ -250,7 +380,10 @@ FOUND_BY = {
     NoCopiesBelow: ("test_copies_of_a_host_are_counted",),
     AnyHole: ("test_a_host_is_read_from_where_the_device_ends_and_there_is_no_way_back",),
     BlocksForChunks: ("test_part_of_a_chunk_is_worth_nothing",),
-    ClearsTheDeviceOnly: ("test_a_cleared_or_removed_worker_has_nothing_in_any_tier",),
+    ClearsTheDeviceOnly: (
+        "test_a_cleared_or_removed_worker_has_nothing_in_any_tier",
+        "test_a_cleared_of_a_tier_is_as_the_engine_says",
+    ),
     ClearsAllTiers: ("test_a_cleared_leaves_a_host_that_is_a_copy",),
     CountsTheDeviceTwice: ("test_a_tier_goes_on_where_the_faster_ones_end", "test_it_follows_traffic_over_a_host"),
     KnowsNoAdapters: ("test_adapters_are_told_apart",),
@@ -263,6 +396,7 @@ def contract_of(subject):
 
     class Tiered(IndexContract):
         backends = ("lru", "vllm")
+        survives = ("double", "restart") if issubclass(subject, NoticesRepeats) else ()
 
         def make_index(self, block_size):
             return subject(self.traits, block_size) if issubclass(subject, HashesTokens) else subject(self.traits)

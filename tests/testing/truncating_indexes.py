@@ -1,13 +1,14 @@
-"""Indexes that keep only a part of a hash, of local ones or of block hashes; asked by hashes or by tokens. Right but for that."""
+"""Indexes that keep only a part of a hash, of local ones or of block hashes; asked by hashes or by tokens. Right but
+for that.
+"""
 
 from collections import Counter
 from itertools import takewhile, zip_longest
 
 from players import player
 
-from pytest_kvmock import Cleared, StorageTier, Stored
-from pytest_kvmock.programs.near_hashes import TRUNCATIONS, truncated
-from pytest_kvmock.tokens import block_hashes
+from pytest_kvmock import Cleared, StorageTier, Stored, block_hashes
+from pytest_kvmock.values.programs.near_hashes import TRUNCATIONS, truncated
 
 KEPT = ["low32", "high32", "float53", "low53", "low63"]
 assert sorted(KEPT) == sorted(TRUNCATIONS)

@@ -1,20 +1,26 @@
-"""The plain router of the examples with one mistake, as a process: python wrong_router.py BUG+BUG 16 URL=EVENTS+REPLAY...
+"""The plain router of the examples with one mistake, as a process: python wrong_router.py BUG+BUG 16
+URL=EVENTS+REPLAY...
 
-Each mistake is a function here that changes the router; its docstring says what is wrong. What right routers may do as well is one, too.
+Each mistake is a function here that changes the router; its docstring says what is wrong. What right routers may do as
+well is one, too.
 """
 
 import asyncio
 import json
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "router_process"))
 
 import plain_router
-from aiohttp import ClientConnectionError, ClientError, web
+from aiohttp import ClientConnectionError, ClientError, ClientTimeout, TCPConnector, web
 from plain_router import Cache, Rank, Router, Worker, kept
+
+from pytest_kvmock.wire import DIALECTS
+
+plain_router.REPLAY_S = 0.8  # contracts wait 2 s for a wrong one
 
 BUGS = {}
 LATE_S = 0.02  # how long after it came a batch is applied
@@ -201,6 +207,23 @@ def without_event(kind):
 def ignores_cleared():
     """A Cleared changes nothing."""
     without_event("AllBlocksCleared")
+
+
+@bug
+def hashes_by_the_page():
+    """Events whose blocks are larger than it was told are left out, as they are by the router itself."""
+
+
+@bug
+def clears_last():
+    """Of a batch a Cleared is applied last, also where it stands before a Stored."""
+    apply = Rank.apply
+
+    def sorted_apply(self, number, batch):
+        events = sorted(batch[1], key=lambda event: event["type"] == "AllBlocksCleared")
+        apply(self, number, [batch[0], events, *batch[2:]])
+
+    Rank.apply = sorted_apply
 
 
 @bug
@@ -407,7 +430,8 @@ def does_not_hear_who_is_new():
     Router.use = deaf
 
 
-# ----------------------------------------------------------------------------------------------------- what it passes on
+# ----------------------------------------------------------------------------------------------------- what it passes
+# on
 
 
 def changing(change):
@@ -641,7 +665,9 @@ def counts_those_that_ended_well():
 
 
 def counting(cost):
-    """Have `cost` say where a prompt goes, by what a worker holds of it and by all that it was ever sent, with what it held of that then."""
+    """Have `cost` say where a prompt goes, by what a worker holds of it and by all that it was ever sent, with what
+    it held of that then.
+    """
     counted = defaultdict(list)
     choosing(lambda worker, root, tokens: (cost(worker.overlap(root, tokens)[0], counted[worker]), worker.picked))
     pick = Router.pick
@@ -671,7 +697,9 @@ def frees_no_prefill():
 
 @bug
 def weighs_what_it_never_frees():
-    """Blocks that were yet to be computed of all that was sent speak against a worker: at last more than what it holds."""
+    """Blocks that were yet to be computed of all that was sent speak against a worker: at last more than what it
+    holds.
+    """
     counting(lambda overlap, sent: sum(len(chain) - held for chain, held in sent) - 2 * overlap)
 
 
@@ -723,7 +751,8 @@ def drops_headers():
     sending(lambda headers, body: ({"Content-Type": "application/json"}, body))
 
 
-# ---------------------------------------------------------------------------------------------------------- where it sends
+# ---------------------------------------------------------------------------------------------------------- where it
+# sends
 
 
 def choosing(key):
@@ -736,6 +765,18 @@ def choosing(key):
         return worker
 
     Router.pick = pick
+
+
+@bug
+def reads_no_token_ids():
+    """Of a prompt that is token ids it knows nothing."""
+    asked = Router.asked
+
+    def text_alone(self, body):
+        root, tokens = asked(self, body)
+        return root, tokens if isinstance(tokens, bytes) else b""
+
+    Router.asked = text_alone
 
 
 @bug
@@ -762,7 +803,8 @@ def counts_no_open_requests():
     choosing(lambda worker, root, tokens: (-worker.overlap(root, tokens)[0], worker.picked))
 
 
-# ------------------------------------------------------------------------------------------------------------------ its end
+# ------------------------------------------------------------------------------------------------------------------ its
+# end
 
 
 @bug
@@ -803,8 +845,281 @@ def never_ends_while_requests_are_open():
     web.AppRunner.cleanup = waits
 
 
+@bug
+def an_unknown_kind_ends_the_batch():
+    """What stands behind an event of a kind that it does not know is thrown away."""
+    apply = Rank.apply
+
+    def until_unknown(self, number, batch):
+        known = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
+        at = next((at for at, event in enumerate(batch[1]) if event["type"] not in known), len(batch[1]))
+        apply(self, number, [batch[0], batch[1][:at], *batch[2:]])
+
+    Rank.apply = until_unknown
+
+
+@bug
+def an_unknown_medium_ends_the_batch():
+    """A batch that has a medium which it does not know is thrown away."""
+    apply = Rank.apply
+
+    def all_known(self, number, batch):
+        known = all(event.get("medium") in (None, "GPU", "CPU") for event in batch[1])
+        apply(self, number, batch if known else [batch[0], [], *batch[2:]])
+
+    Rank.apply = all_known
+
+
+@bug
+def takes_any_medium_for_the_device():
+    """What is not in the host is in the device."""
+    apply = Cache.apply
+
+    def on_device(self, event):
+        apply(self, event if event.get("medium") == "CPU" else {**event, "medium": "GPU"})
+
+    Cache.apply = on_device
+
+
+@bug
+def asks_once_for_what_is_missing():
+    """What a replay did not have is lost."""
+    plain_router.REPLAYS = 1
+
+
+@bug
+def waits_for_the_end_of_a_replay():
+    """A replay that does not say its end is waited for, for ever."""
+    plain_router.REPLAY_S = 10.0**6
+
+
+@bug
+def applies_what_a_replay_had():
+    """What came by a replay is applied once more, when it comes by itself."""
+
+    async def receive(self, number, payload):
+        due, batch = self.next, self.decoded(payload)
+        await receives(self, number, payload)
+        for event in batch[1] if batch is not None and number > due else ():
+            self.cache.apply(event)
+
+    receives, Rank.receive = Rank.receive, receive
+
+
+class LowByteFirst(int):
+    """A number that is written low byte first."""
+
+    def to_bytes(self, length):
+        return int(self).to_bytes(length, "little")
+
+
+@bug
+def reads_numbers_low_byte_first():
+    """Numbers of batches are read, and asked for, low byte first."""
+    apply = Rank.apply
+
+    async def receive(self, number, payload):
+        await receives(self, int.from_bytes(number.to_bytes(8), "little"), payload)
+
+    def noted(self, number, batch):
+        apply(self, number, batch)
+        self.next = LowByteFirst(self.next)
+
+    receives, Rank.receive, Rank.apply = Rank.receive, receive, noted
+
+
+@bug
+def knows_an_id_at_its_first_address():
+    """A worker that it knows by its id is heard where it was."""
+    use = Router.use
+    of_id = {}
+
+    def by_id(self, sources):
+        ids = [int(each.partition("#")[2]) for each in sources]
+        use(self, [of_id.setdefault(each, source.partition("#")[0]) for each, source in zip(ids, sources, strict=True)])
+
+    Router.use = by_id
+
+
+@bug
+def keeps_what_an_id_held():
+    """What a worker held is kept by its id, wherever that is."""
+    use, of_id = Router.use, {}
+
+    def by_id(self, sources):
+        ids = {each.partition("#")[0]: int(each.partition("#")[2]) for each in sources}
+        use(self, [*ids])
+        for source, each in ids.items():
+            for rank, cache in zip(self.workers[source].ranks, of_id.get(each, ()), strict=False):
+                rank.cache = cache
+            of_id[each] = [rank.cache for rank in self.workers[source].ranks]
+
+    Router.use = by_id
+
+
+@bug
+def gives_hosts_no_weight():
+    """What a host has counts for nothing."""
+
+
+@bug
+def takes_every_name_for_plain():
+    """Tokens after a block are none of it."""
+
+
+@bug
+def sends_no_rank():
+    """Which rank is to serve a prompt is left to the engine."""
+    sends = Router.send
+
+    def send(self, request, worker, headers, data):
+        headers.pop("X-data-parallel-rank", None)
+        return sends(self, request, worker, headers, data)
+
+    Router.send = send
+
+
+@bug
+def sends_rank_0():
+    """Each prompt is for rank 0."""
+    sends = Router.send
+
+    def send(self, request, worker, headers, data):
+        return sends(self, request, worker, {**headers, "X-data-parallel-rank": "0"}, data)
+
+    Router.send = send
+
+
+@bug
+def names_ranks_as_events_do():
+    """A rank is named by the number that its events have, whichever its place behind its port is."""
+    apply, send = Rank.apply, Router.send
+
+    def applied(self, number, batch):
+        self.number = batch[2]
+        apply(self, number, batch)
+
+    def sends(self, request, worker, headers, data):
+        at = int(headers.get("X-data-parallel-rank", 0))
+        rank = getattr(worker.ranks[at], "number", at)
+        return send(self, request, worker, {**headers, "X-data-parallel-rank": str(rank)}, data)
+
+    Rank.apply, Router.send = applied, sends
+
+
+@bug
+def is_ready_always():
+    """Health says that the process lives."""
+
+    async def health(self, _):
+        return web.Response()
+
+    Router.health = health
+
+
+@bug
+def is_ready_once_and_for_all():
+    """Once an engine was there it is ready."""
+    health, was = Router.health, []
+
+    async def once(self, request):
+        if not was and (await health(self, request)).status == 200:
+            was.append(True)
+        return web.Response(status=200 if was else 503)
+
+    Router.health = once
+
+
+@bug
+def takes_bodies_of_a_mebibyte():
+    """Larger ones are refused, as aiohttp does by default."""
+    made = web.Application
+    plain_router.web.Application = lambda **_: made()
+
+
+@bug
+def reads_bytes_as_characters():
+    """A token is a character: what is not ASCII is another prompt."""
+    asked = Router.asked
+
+    def by_characters(self, body):
+        root, _ = asked(self, body)
+        prompt = body.get("prompt")
+        return root, prompt.encode("latin-1", "replace") if isinstance(prompt, str) else b""
+
+    Router.asked = by_characters
+
+
+@bug
+def refuses_what_is_not_ascii():
+    """A body is read as ASCII."""
+    complete = Router.complete
+
+    async def of_ascii(self, request):
+        data = await request.read()
+        if data.isascii() and rb"\u" not in data:
+            return await complete(self, request)
+        return web.json_response({"error": {"message": "no ASCII", "code": 400}}, status=400)
+
+    Router.complete = of_ascii
+
+
+@bug
+def takes_posts_alone():
+    """Other methods are refused."""
+    complete = Router.complete
+
+    async def of_posts(self, request):
+        return await complete(self, request) if request.method == "POST" else web.Response(status=405)
+
+    Router.complete = of_posts
+
+
+@bug
+def does_not_know_queries():
+    """A path with a query is no path."""
+    complete = Router.complete
+
+    async def without(self, request):
+        return web.Response(status=404) if request.query_string else await complete(self, request)
+
+    Router.complete = without
+
+
+@bug
+def has_a_limit_of_a_second():
+    """An answer that takes longer is none."""
+    plain_router.ClientTimeout = lambda *_: ClientTimeout(1)
+
+
+@bug
+def has_a_hundred_connections():
+    """More requests than that wait."""
+    plain_router.TCPConnector = lambda **_: TCPConnector(force_close=True, limit=100)
+
+
+@bug
+def is_not_ready_under_load():
+    """Health is for a process that has little to do."""
+    health = Router.health
+
+    async def idle(self, request):
+        load = sum(worker.open for worker in self.workers.values())
+        return web.Response(status=503) if load > 50 else await health(self, request)
+
+    Router.health = idle
+
+
+@bug
+def goes_on_sending_to_who_fails():
+    """What an engine holds goes there, whatever it answers."""
+    plain_router.GIVES_UP = 10**9
+
+
 def rests_who_refused():
-    """No mistake: a worker that refused a connection is left alone for a while, and of equals the one that was picked last is picked."""
+    """No mistake: a worker that refused a connection is left alone for a while, and of equals the one that was
+    picked last is picked.
+    """
     send = Router.send
     until = {}
 
@@ -839,7 +1154,9 @@ def applies_late():
 
 
 def counts_two_late():
-    """No mistake: twice an answer is counted only after its client has asked again, so that the next prompt goes elsewhere."""
+    """No mistake: twice an answer is counted only after its client has asked again, so that the next prompt goes
+    elsewhere.
+    """
     pick = Router.pick
 
     def elsewhere(self, root, tokens, tried):
@@ -850,7 +1167,285 @@ def counts_two_late():
     Router.pick = elsewhere
 
 
-RIGHT = {each.__name__: each for each in (rests_who_refused, applies_late, counts_two_late)}
+def reads_salts_of_headers():
+    """No mistake: a tenant's salt comes in a header, and is passed on in the body."""
+    complete = Router.complete
+
+    async def salted(self, request):
+        salt = request.headers.get("X-Cache-Salt")
+        if salt is not None:
+            body = {**json.loads(await request.read()), "cache_salt": salt}
+            request._read_bytes = json.dumps(body).encode()
+        return await complete(self, request)
+
+    Router.complete = salted
+
+
+def reads_arrays(dialect):
+    """No mistake: it reads events in the form of an older release, arrays that begin with the tag."""
+    names = {
+        "BlockStored": [field.name for field in dialect.stored],
+        "BlockRemoved": [field.name for field in dialect.removed],
+        "AllBlocksCleared": [],
+    }
+    decoded = Rank.decoded
+
+    def read(self, payload):
+        batch = decoded(self, payload)
+        return batch and [batch[0], [of_array(each) for each in batch[1]], *batch[2:]]
+
+    def of_array(event):
+        tag, *values = event
+        of_tag = names.get(tag, [])
+        event = {"type": tag, **dict(zip(of_tag, values, strict=False))}
+        for more in values[len(of_tag) :]:  # SGLang's metadata
+            event |= more if isinstance(more, dict) else {}
+        return event
+
+    Rank.decoded = read
+
+
+def rests_who_failed():
+    """No mistake: a worker that answered with an error, or cut a stream, gets nothing for a while."""
+    send, passed_on, pick = Router.send, Router.passed_on, Router.pick
+    until = defaultdict(float)
+
+    def rests(worker):
+        until[worker] = asyncio.get_running_loop().time() + REST_S
+
+    async def notes(self, request, worker, headers, data):
+        try:
+            upstream = await send(self, request, worker, headers, data)
+        except ClientConnectionError:
+            rests(worker)
+            raise
+        if upstream.status >= 500:
+            rests(worker)
+        upstream.kvmock_worker = worker
+        return upstream
+
+    async def watches(self, request, upstream):
+        cut = self.cut
+
+        def noted(request):
+            rests(upstream.kvmock_worker)
+            cut(request)
+
+        self.cut = noted
+        try:
+            return await passed_on(self, request, upstream)
+        finally:
+            self.cut = cut
+
+    def rested(self, root, tokens, tried):
+        now = asyncio.get_running_loop().time()
+        resting = [each for each in self.workers.values() if until[each] > now]
+        return pick(self, root, tokens, [*tried, *resting])
+
+    Router.send, Router.passed_on, Router.pick = notes, watches, rested
+
+
+def weighing(weight):
+    """Choose by the tokens that a prompt adds, and those of open requests, in a unit."""
+    send = Router.send
+    open_tokens = Counter()
+
+    def pick(self, root, tokens, tried):
+        def cost(worker):
+            held = worker.overlap(root, tokens)[0] * self.block_size
+            return open_tokens[worker] + weight(len(tokens), held), worker.picked
+
+        left = [each for each in self.workers.values() if each not in tried]
+        worker = min(left, key=cost, default=None)
+        if worker is not None:
+            self.picks += 1
+            worker.picked = self.picks
+        return worker
+
+    complete = Router.complete
+
+    async def weighs(self, request):
+        request["weighed"] = []
+        try:
+            return await complete(self, request)
+        finally:
+            for worker, tokens in request["weighed"]:
+                open_tokens[worker] -= tokens
+
+    async def notes(self, request, worker, headers, data):
+        root, tokens = self.asked(json.loads(data) if data else {})
+        added = weight(len(tokens), worker.overlap(root, tokens)[0] * self.block_size)
+        open_tokens[worker] += added
+        request["weighed"].append((worker, added))
+        return await send(self, request, worker, headers, data)
+
+    Router.pick, Router.complete, Router.send = pick, weighs, notes
+
+
+def weighs_what_is_computed():
+    """No mistake: load is the tokens that are yet to be computed."""
+    weighing(lambda tokens, held: max(tokens - held, 1))
+
+
+def weighs_prompts_and_what_is_computed():
+    """No mistake: load is the tokens of prompts, and those that are yet to be computed."""
+    weighing(lambda tokens, held: tokens + max(tokens - held, 1))
+
+
+def reads_chats():
+    """No mistake: the tokens of a chat are those of the engine's template."""
+    asked = Router.asked
+
+    def by_template(self, body):
+        root, tokens = asked(self, body)
+        if "messages" in body:
+            shown = "".join(
+                f"<{each['role']}>{each['content']}</>" for each in body["messages"] if isinstance(each["content"], str)
+            )
+            tokens = f"{shown}<assistant>".encode()
+        return root, tokens
+
+    Router.asked = by_template
+
+
+def learns_the_block():
+    """No mistake: it hashes by the blocks of events, whatever it was told."""
+    store = Cache.store
+
+    def by_the_block(self, event):
+        if event.get("kv_cache_spec_kind") in plain_router.ATTENTION and event["block_size"] > self.block_size:
+            self.block_size = event["block_size"]
+        store(self, event)
+
+    Cache.store = by_the_block
+
+
+def reads_look_ahead():
+    """No mistake: a block is named by its tokens, and those after it that its name covers; pairs are of two of them."""
+    store = Cache.store
+
+    def stored(self, event):
+        size, tokens, ahead = self.block_size, event["token_ids"], event.get("lookahead_token_ids")
+        if tokens and isinstance(tokens[0], list):  # of pairs the second tokens of the last one are ahead
+            firsts = [first for first, _ in tokens]
+            ahead = [[tokens[end - 1][1]] for end in range(size, len(tokens) + 1, size)]
+            event = {**event, "token_ids": firsts}
+        parent = event["parent_block_hash"]
+        if not ahead:
+            store(self, event)
+            return
+        self.ahead = len(ahead[0])
+        prefix = self.root(event) if parent is None else self.prefixes.get(parent)
+        for at, block in enumerate(event["block_hashes"] if prefix is not None else ()):
+            own = tuple(event["token_ids"][at * size : (at + 1) * size])
+            self.prefixes[block] = prefix = hash((prefix, own, tuple(ahead[at])))
+            self.copies[prefix] += 1
+
+    def overlap(self, prefix, tokens):
+        size, ahead, count = self.block_size, getattr(self, "ahead", 0), 0
+        if not ahead:
+            return plain(self, prefix, tokens)
+        for at in range(0, len(tokens) - size - ahead + 1, size):
+            own, after = tuple(tokens[at : at + size]), tuple(tokens[at + size : at + size + ahead])
+            prefix = hash((prefix, own, after))
+            if prefix not in self.copies:
+                break
+            count += 1
+        return count
+
+    plain, Cache.overlap, Cache.store = Cache.overlap, overlap, stored
+
+
+def hears_of_adapters(forgets):
+    """A message names an adapter that engines loaded."""
+    clear, store, complete = Cache.clear, Cache.store, Router.complete
+
+    def cleared(self):
+        clear(self)
+        self.of_adapter = defaultdict(list)
+
+    def stored(self, event):
+        self.of_adapter[event.get("lora_name")] += event["block_hashes"]
+        store(self, event)
+
+    async def told(self, request):
+        if request.path != "/adapters":
+            return await complete(self, request)
+        name = (await request.json())["name"]
+        for cache in (rank.cache for worker in self.workers.values() for rank in worker.ranks) if forgets else ():
+            for block in cache.of_adapter.pop(name, ()):
+                cache.copies.pop(cache.prefixes.pop(block, None), None)
+        return web.json_response(name)
+
+    Cache.clear, Cache.store, Router.complete = cleared, stored, told
+
+
+def forgets_reloaded_adapters():
+    """No mistake: it is told that an adapter was loaded, and drops what it knows of its blocks."""
+    hears_of_adapters(forgets=True)
+
+
+@bug
+def keeps_what_a_reloaded_adapter_had():
+    """It is told that an adapter was loaded from another path, and knows its old blocks still."""
+    hears_of_adapters(forgets=False)
+
+
+def weighs_hosts():
+    """No mistake: where a device ends, a block that the host has is worth half a block."""
+    apply, clear, overlap = Cache.apply, Cache.clear, Worker.overlap
+
+    def cleared(self):
+        clear(self)
+        self.names, self.hosted = getattr(self, "names", {}), getattr(self, "hosted", Counter())
+
+    def applied(self, event):
+        names, size = self.names, self.block_size
+        if event["type"] == "BlockStored" and event.get("token_ids"):
+            parent, tokens = event["parent_block_hash"], event["token_ids"]
+            prefix = self.root(event) if parent is None else names.get(parent)
+            for at, block in enumerate(event["block_hashes"] if prefix is not None else ()):
+                names[block] = prefix = hash((prefix, tuple(tokens[at * size : (at + 1) * size])))
+        if event.get("medium") == "CPU" and event["type"] != "AllBlocksCleared":
+            change = 1 if event["type"] == "BlockStored" else -1
+            for block in event["block_hashes"]:
+                self.hosted[names.get(block)] += change
+        apply(self, event)
+
+    def with_host(self, root, tokens):
+        held, rank = overlap(self, root, tokens)
+        cache, size, prefix, more = self.ranks[rank].cache, self.ranks[rank].cache.block_size, root, 0
+        for at in range(0, len(tokens) - size + 1, size):
+            prefix = hash((prefix, tuple(tokens[at : at + size])))
+            if at >= held * size:
+                if cache.hosted[prefix] < 1:
+                    break
+                more += 1
+        return held + more / 2, rank
+
+    Cache.clear, Cache.apply, Worker.overlap = cleared, applied, with_host
+
+
+RIGHT = {
+    each.__name__: each
+    for each in (
+        rests_who_refused,
+        rests_who_failed,
+        applies_late,
+        counts_two_late,
+        reads_salts_of_headers,
+        reads_chats,
+        learns_the_block,
+        forgets_reloaded_adapters,
+        weighs_hosts,
+        reads_look_ahead,
+        weighs_what_is_computed,
+        weighs_prompts_and_what_is_computed,
+    )
+}
+RIGHT |= {
+    f"reads_{name}": partial(reads_arrays, dialect) for name, dialect in DIALECTS.items() if dialect.form == "array"
+}
 
 
 if __name__ == "__main__":

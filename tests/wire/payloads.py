@@ -1,7 +1,8 @@
-"""Payloads for the tests of the codec: real ones, and what becomes of them by chance. `python payloads.py COUNT` is a long run.
+"""Payloads for the tests of the codec: real ones, and what becomes of them by chance. `python payloads.py COUNT` is a
+long run.
 
-Every payload must be read without an exception, each event that is missing must have its problem, and the careful reader must
-find the same as msgspec does.
+Every payload must be read without an exception, each event that is missing must have its problem, and the careful
+reader must find the same as msgspec does.
 """
 
 import random
@@ -11,11 +12,12 @@ import time
 import msgspec
 
 from pytest_kvmock import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored, block_hashes
-from pytest_kvmock.prompt_keys import hash_options
-from pytest_kvmock.tokens import windows_of
-from pytest_kvmock.wire import DIALECTS, Batch, Decoded, decode, encode
-from pytest_kvmock.wire.decoding import _Decoder, _split_carefully
-from pytest_kvmock.wire.structs import structs_of
+from pytest_kvmock.values.prompt_keys import hash_options
+from pytest_kvmock.values.tokens import windows_of
+from pytest_kvmock.wire import DIALECTS, Batch, decode, encode
+from pytest_kvmock.wire.codec.batch import Decoded
+from pytest_kvmock.wire.codec.decoding import _Decoder, _split_carefully
+from pytest_kvmock.wire.codec.structs import structs_of
 
 NAMES = list(DIALECTS)
 MSGPACK = [name for name, dialect in DIALECTS.items() if dialect.is_msgpack]

@@ -1,4 +1,6 @@
-"""What tests of sockets share: events of a block or two, a plain SUB and DEALER as a router of any language has them."""
+"""What tests of sockets share: events of a block or two, a plain SUB and DEALER as a router of any language has
+them.
+"""
 
 import asyncio
 import contextlib

@@ -1,21 +1,13 @@
-"""Streams of hybrid models and of offloading over a wire: sparse Stored and locations are read, and written as they were."""
+"""Streams of hybrid models and of offloading over a wire: sparse Stored and locations are read, and written as they
+were.
+"""
 
 import msgspec
 import pytest
 from hybrid_streams import hybrid_streams, offload_streams, payload
 
-from pytest_kvmock.events import (
-    Cleared,
-    KvCacheEvent,
-    Located,
-    Removed,
-    RouterEvent,
-    SparseStored,
-    StorageTier,
-    Stored,
-)
-from pytest_kvmock.prompt_keys import group_extra
-from pytest_kvmock.tokens import block_hashes
+from pytest_kvmock import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored, block_hashes
+from pytest_kvmock.values import Located, SparseStored, group_extra
 from pytest_kvmock.wire import DIALECTS, Batch, EncodeError, KvWire, StreamDigests, decode, encode
 
 WITH_GROUPS = ["vllm-0.23", "vllm-0.24", "vllm-0.28", "vllm-0.33"]
@@ -28,7 +20,7 @@ def over(dialect, batches):
     for batch in batches:
         data = payload(batch, dialect)
         decoded = decode(data, dialect)
-        assert [] == decoded.problems
+        assert decoded.problems == []
         assert len(batch) == len(decoded.events)
         assert data == encode(Batch(decoded.events, decoded.timestamp), dialect)
         yield from zip(batch, decoded.events, strict=True)
@@ -83,8 +75,8 @@ def test_streams_of_offloading_are_read_whole_and_written_as_they_came(recording
         for wire, event in over(dialect, batches):
             if isinstance(event.data, Located):
                 located += 1
-                assert (0, []) == (wire["block_size"], wire["token_ids"])
-                assert (StorageTier.HOST_PINNED, None) == (event.storage_tier, event.token_ids)
+                assert (wire["block_size"], wire["token_ids"]) == (0, [])
+                assert (event.storage_tier, event.token_ids) == (StorageTier.HOST_PINNED, None)
                 group = {key: event.extra[key] for key in event.extra or {}}
                 assert group.keys() <= {"group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window"}
             elif wire["type"] != "AllBlocksCleared":
@@ -115,7 +107,7 @@ READ = [
 
 @pytest.mark.parametrize(("dialect", "changes", "data"), READ)
 @pytest.mark.parametrize("careful", [False, True])
-def test_what_is_sparse_and_what_is_a_location(dialect, changes, data, careful):
+def test_sparse_stored_and_locations_are_recognised(dialect, changes, data, careful):
     event = stored(**changes)
     before = payload([event], dialect)
     if careful:  # a field that is unknown has each event looked at by itself
@@ -137,7 +129,7 @@ REFUSED = [
     ("vllm-0.33", {"kv_cache_spec_kind": None, "group_idx": None}, "span_mismatch", "2 (1 block of 2)", "6 token ids"),
     ("vllm-0.24", {"kv_cache_spec_kind": None, "group_idx": 0}, "span_mismatch", "2 (1 block of 2)", "6 token ids"),
     ("vllm-0.23", {"kv_cache_spec_kind": None, "group_idx": None}, "span_mismatch", "2 (1 block of 2)", "6 token ids"),
-    ("vllm-0.28", {"kv_cache_spec_kind": None, "group_idx": None, "block_hashes": []}, "span_mismatch", "0 (0 blocks of 2)", "6 token ids"),
+    ("vllm-0.28", {"kv_cache_spec_kind": None, "group_idx": None, "block_hashes": []}, "span_mismatch", "0 (0 blocks of 2)", "6 token ids"),  # noqa: E501
     ("vllm-0.33", {"kv_cache_spec_kind": "full_attention"}, "span_mismatch", "2 (1 block of 2)", "6 token ids"),
     ("vllm-0.33", {"kv_cache_spec_kind": "mla_attention"}, "span_mismatch", "2 (1 block of 2)", "6 token ids"),
     ("vllm-0.33", {"token_ids": [1, 2, 3]}, "span_mismatch", "2 (1 block of 2)", "3 token ids"),
@@ -151,32 +143,35 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("dialect", "changes", "defect", "expected", "observed"), REFUSED)
-def test_what_is_neither_is_named_and_left_out(dialect, changes, *, defect, expected, observed):
+def test_an_event_that_is_neither_is_named_and_left_out(dialect, changes, *, defect, expected, observed):
     event = stored(**changes, extra_keys=[None] * len(changes.get("block_hashes", [7])))
     decoded = decode(payload([event], dialect), dialect)
 
     (problem,) = decoded.problems
-    assert [] == decoded.events
+    assert decoded.events == []
     assert (defect, expected, observed, False) == (problem.name, problem.expected, problem.observed, problem.is_kept)
 
 
-def test_a_span_and_a_location_go_over_a_wire_with_what_is_beside_them():
+def test_a_span_and_a_location_go_over_a_wire_with_their_extra_data():
     wire = KvWire("vllm-0.33")
     wire.publish(SparseStored(9, (7,), 6, 2), token_ids=SPAN, extra={**WINDOW, "lora_name": "a", "session_id": "s"})
     wire.publish(Located((7,)), "host", extra={**group_extra(1), "locality": "LOCAL", "ownership": "kvcr"})
     (one,), (other,) = (wire.decode(data).events for data in wire.payloads)
 
     assert (SparseStored(9, (7,), 6, 2), SPAN) == (one.data, one.token_ids)
-    assert {**WINDOW, "lora_name": "a", "session_id": "s"} == one.extra
+    assert one.extra == {**WINDOW, "lora_name": "a", "session_id": "s"}
     assert (Located((7,)), StorageTier.HOST_PINNED) == (other.data, other.storage_tier)
-    assert {"group_idx": 1, "locality": "LOCAL", "ownership": "kvcr"} == other.extra
+    assert other.extra == {"group_idx": 1, "locality": "LOCAL", "ownership": "kvcr"}
 
 
 UNWRITTEN = [
-    ("vllm-0.19", SparseStored(9, (7,), 6, 2), "device", "dialect 'vllm-0.19' has no cache groups, and a SparseStored is of one"),
+    ("vllm-0.19", SparseStored(9, (7,), 6, 2), "device", ("dialect 'vllm-0.19' has no cache groups, and a SparseStored "
+    "is of one")),
     ("sglang-0.5.22", SparseStored(9, (7,), 6, 2), "device", "has no cache groups, and a SparseStored is of one"),
-    ("vllm-0.33", SparseStored(9, (7,), 8, 2), "device", "6 token ids in blocks of 2 came for a span of 8 in blocks of 2"),
-    ("vllm-0.33", SparseStored(9, (7,), 6, 3), "device", "6 token ids in blocks of 2 came for a span of 6 in blocks of 3"),
+    ("vllm-0.33", SparseStored(9, (7,), 8, 2), "device", ("6 token ids in blocks of 2 came for a span of 8 in blocks "
+    "of 2")),
+    ("vllm-0.33", SparseStored(9, (7,), 6, 3), "device", ("6 token ids in blocks of 2 came for a span of 6 in blocks "
+    "of 3")),
     ("vllm-0.33", Located((7,)), "device", "a location names blocks in a tier below the device"),
     ("vllm-0.33", Located(()), "host", "a location names blocks in a tier below the device"),
     ("vllm-0.9", Located((7,)), "host", "does not say where a block is"),
@@ -191,7 +186,7 @@ def test_what_a_dialect_cannot_say_is_refused(dialect, data, tier, message):
     tokens = None if isinstance(data, Located) else SPAN
     with pytest.raises(EncodeError, match="event 0 of the batch: .*" + message):
         wire.publish(data, tier, token_ids=tokens)
-    assert [] == wire.batches
+    assert wire.batches == []
 
 
 def test_locations_have_the_digests_of_blocks_that_are_held():

@@ -7,15 +7,8 @@ from hypothesis import strategies as st
 from payloads import MSGPACK, NAMES, careful, check, cleared, examples, payloads, removed, same, stored
 
 from pytest_kvmock import Prompt, RadixIndex, RouterEvent, RouterHarness, StorageTier, block_hashes
-from pytest_kvmock.wire import (
-    DEFECTS,
-    DIALECTS,
-    Batch,
-    WireDefect,
-    WireProblem,
-    decode,
-    encode,
-)
+from pytest_kvmock.wire import DIALECTS, Batch, decode, encode
+from pytest_kvmock.wire.codec.defects import DEFECTS, WireDefect, WireProblem
 
 pack = msgspec.msgpack.encode
 ARRAY, MAP, SIGNED, BYTES = "vllm-0.19", "vllm-0.33", "sglang-0.5.9", "vllm-0.24-bytes"
@@ -133,7 +126,7 @@ BAD = [
     (ARRAY, array(5, "adapter"), "wrong_type", "lora_id", "an integer, or nil", "'adapter'"),
     (ARRAY, array(6, 0), "wrong_type", "medium", "a string, or nil", "0"),
     (ARRAY, array(6, "cuda:0"), "unknown_medium", "medium", "'GPU' or 'CPU' or 'STORAGE'".replace("'", ""), "'cuda:0'"),
-    (MAP, {"type": "BlockRemoved", "block_hashes": [1], "medium": "TAPE"}, "unknown_medium", "medium", "GPU or CPU or STORAGE", "'TAPE'"),
+    (MAP, {"type": "BlockRemoved", "block_hashes": [1], "medium": "TAPE"}, "unknown_medium", "medium", "GPU or CPU or STORAGE or cpu", "'TAPE'"),  # noqa: E501
     (ARRAY, array(7, 5), "wrong_type", "lora_name", "a string, or nil", "5"),
     (ARRAY, array(8, "salt"), "wrong_type", "extra_keys", "an array, or nil", "'salt'"),
     (MAP, as_map(group_idx="0"), "wrong_type", "group_idx", "an integer, or nil", "'0'"),
@@ -151,7 +144,8 @@ BAD = [
         "an extension of type 5",
     ),
     (ARRAY, array(8, [None]), "span_mismatch", "extra_keys", "an entry for each of 2 blocks", "an array of 1"),
-    (MAP, as_map(extra_keys=[["img"], None, None]), "span_mismatch", "extra_keys", "an entry for each of 2 blocks", "an array of 3"),
+    (MAP, as_map(extra_keys=[["img"], None, None]), "span_mismatch", "extra_keys", ("an entry for each of 2 "
+    "blocks"), "an array of 3"),
     (MAP, as_map() | {7: 8}, "unknown_field", None, "a text as a key", "the key 7"),
     (
         SIGNED,
@@ -174,8 +168,8 @@ def test_a_bad_event_is_named_and_the_good_ones_are_kept(name, event, *, defect,
     assert (
         (defect == "unknown_field" and field is not None) or (field == "extra_keys" and defect == "span_mismatch")
     ) == kept
-    assert [0, 1, 2] if kept else [0, 2] == [each.event.event_id for each in decoded.events]
-    assert 3 == decoded.num_events
+    assert [0, 1, 2] if kept else [each.event.event_id for each in decoded.events] == [0, 2]
+    assert decoded.num_events == 3
 
 
 def raw_map(*pairs):
@@ -202,7 +196,7 @@ IN_BYTES = [
         "each key once",
         "the key 'block_size' again",
     ),
-    (MAP, raw_map(("type", "AllBlocksCleared"), ("type", "AllBlocksCleared")), "duplicate_key", "type", "each key once", "the key 'type' again"),
+    (MAP, raw_map(("type", "AllBlocksCleared"), ("type", "AllBlocksCleared")), "duplicate_key", "type", "each key once", "the key 'type' again"),  # noqa: E501
     (
         MAP,
         raw_map(*[*as_map().items()][:8], ("extra_keys", msgspec.Raw(b"\x91\x82\xa1a\x01\xa1a\x02"))),
@@ -211,10 +205,10 @@ IN_BYTES = [
         "each key once",
         "the key 'a' again",
     ),
-    (MAP, raw_map(*[*as_map().items()][:8], ("locality", msgspec.Raw(deep(40)))), "nested_too_deeply", "locality", "at most 16 in each other", "an array in 16 others"),
-    (MAP, raw_map(*[*as_map().items()][:8], ("locality", msgspec.Raw(deep(100_000)))), "nested_too_deeply", "locality", "at most 16 in each other", "an array in 16 others"),
+    (MAP, raw_map(*[*as_map().items()][:8], ("locality", msgspec.Raw(deep(40)))), "nested_too_deeply", "locality", "at most 16 in each other", "an array in 16 others"),  # noqa: E501
+    (MAP, raw_map(*[*as_map().items()][:8], ("locality", msgspec.Raw(deep(100_000)))), "nested_too_deeply", "locality", "at most 16 in each other", "an array in 16 others"),  # noqa: E501
     (ARRAY, deep(100_000), "unknown_tag", "type", TAGS, "*"),
-    (ARRAY, b"\x93\xacBlockRemoved\xa4\xff\xfe\x00\x00\xc0", "bad_text", "block_hashes", "UTF-8", "byte 0xff at 0 of a text of 4 bytes"),
+    (ARRAY, b"\x93\xacBlockRemoved\xa4\xff\xfe\x00\x00\xc0", "bad_text", "block_hashes", "UTF-8", "byte 0xff at 0 of a text of 4 bytes"),  # noqa: E501
     (ARRAY, b"\x91\xa2\xc3\x28", "bad_text", "type", "UTF-8", "byte 0xc3 at 0 of a text of 2 bytes"),
 ]  # fmt: skip
 
@@ -228,13 +222,13 @@ def test_what_only_bytes_can_be_is_named_too(name, event, *, defect, field, expe
         assert problem.name in (WireDefect.NESTED_TOO_DEEPLY, WireDefect.UNKNOWN_TAG)
     else:
         assert WireProblem(WireDefect(defect), 1, field, observed, expected) == problem
-    assert [0, 2] == [each.event.event_id for each in decoded.events]
+    assert [each.event.event_id for each in decoded.events] == [0, 2]
 
 
 BATCH = "an array of timestamp, events and rank"
 # Of a batch: the payload, its defect, field, expected, observed, and whether its event is there.
 BATCHES = [
-    (b"", "truncated", None, "the whole of the value", "1 bytes are wanted and 0 left", 0),
+    (b"", "truncated", None, "the whole of the value", "1 bytes are needed and 0 left", 0),
     (b"\xc1", "malformed", None, "msgpack, which has no such byte", "byte 0xc1 at 0", 0),
     (b"garbage", "not_a_batch", None, BATCH, "103", 0),
     (pack({"ts": 1.0, "events": []}), "not_a_batch", None, BATCH, "{'ts': 1.0, 'events': []}", 0),
@@ -265,7 +259,7 @@ BATCHES = [
     ),
     (pack([1.0, [array()], 0, "more"]), "unknown_field", "field_3", BATCH, "'more'", 1),
     (pack([1.0, [array()], 0]) + b"\x00\x00", "trailing_bytes", None, "the end of the batch", "2 bytes after it", 1),
-    (pack([1.0, [array()], 0])[:-1], "truncated", None, "the whole of the value", "1 bytes are wanted and 0 left", 1),
+    (pack([1.0, [array()], 0])[:-1], "truncated", None, "the whole of the value", "1 bytes are needed and 0 left", 1),
 ]
 
 
@@ -292,7 +286,7 @@ def test_of_a_truncated_batch_the_whole_events_are_kept(name):
     for length in range(len(payload)):
         decoded = decode(payload[:length], name)
         (problem,) = decoded.problems
-        assert "truncated" == problem.name
+        assert problem.name == "truncated"
         whole = (length - 11) // len(pack(GOOD[name]))
         assert max(0, whole) == len(decoded.events), length
         assert (None if problem.is_kept or length < 11 else whole) == problem.event
@@ -300,29 +294,29 @@ def test_of_a_truncated_batch_the_whole_events_are_kept(name):
 
 def test_more_values_than_there_are_bytes_are_refused_at_once():
     for head in (b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff"):
-        assert ["truncated"] == decode(b"\x93\x01\x91" + head, ARRAY).defects
+        assert decode(b"\x93\x01\x91" + head, ARRAY).defects == ["truncated"]
 
 
 def test_a_payload_that_is_too_large_is_not_read():
     payload = pack([1.5, [array()], 0])
     limit = len(payload)
 
-    assert [] == decode(payload, ARRAY, most_bytes=limit).problems
+    assert decode(payload, ARRAY, most_bytes=limit).problems == []
     decoded = decode(payload, ARRAY, most_bytes=limit - 1)
-    assert [] == decoded.events
-    assert [f"oversize: batch: expected at most {limit - 1}, got {limit} bytes"] == [*map(str, decoded.problems)]
+    assert decoded.events == []
+    assert [*map(str, decoded.problems)] == [f"oversize: batch: expected at most {limit - 1}, got {limit} bytes"]
 
 
 def test_a_payload_is_bytes():
     for wrong in ("text", None, 5, [1]):
         with pytest.raises(TypeError, match="payload is bytes"):
             decode(wrong, ARRAY)
-    assert 1 == len(decode(memoryview(pack([1.5, [array()], 0])), ARRAY).events)
+    assert len(decode(memoryview(pack([1.5, [array()], 0])), ARRAY).events) == 1
 
 
 @pytest.mark.parametrize("name", ["worker_id", "dp_rank", "first_event_id", "most_bytes"])
 @pytest.mark.parametrize("value", ["x", -1, None, True, 1.5])
-def test_a_number_that_is_none_is_refused(name, value):
+def test_an_invalid_number_is_refused(name, value):
     for dialect in ("vllm-0.33", "dynamo-router-event"):
         with pytest.raises(ValueError, match=f"^{name} must be an integer of at least 0, got {value!r}$"):
             decode(b"", dialect, **{name: value})
@@ -342,7 +336,7 @@ def test_every_defect_is_explained_and_has_a_row_in_these_tables():
 def test_a_problem_is_one_line():
     problem = decode(around(MAP, as_map(block_size=0)), MAP).problems[0]
 
-    assert "bad_block_size: event 1, block_size: expected an integer of at least 1, got 0" == str(problem)
+    assert str(problem) == "bad_block_size: event 1, block_size: expected an integer of at least 1, got 0"
 
 
 # ---------------------------------------------------------------------------------------------------- what is kept
@@ -352,11 +346,11 @@ def test_a_field_of_a_later_release_is_named_and_kept():
     decoded = decode(pack([1.0, [as_map(colour="red", shade=[1, {"a": 2}])], 0]), MAP)
 
     fields = ", ".join(field.name for field in DIALECTS[MAP].stored)
-    assert [
+    assert [*map(str, decoded.problems)] == [
         f"unknown_field: event 0, colour: expected {fields}, got 'red'",
         f"unknown_field: event 0, shade: expected {fields}, got [1, {{'a': 2}}]",
-    ] == [*map(str, decoded.problems)]
-    assert [{"colour": "red", "shade": [1, {"a": 2}]}] == decoded.extra
+    ]
+    assert decoded.extra == [{"colour": "red", "shade": [1, {"a": 2}]}]
 
 
 def test_what_is_not_ordinary_is_in_extra():
@@ -377,7 +371,7 @@ def test_what_is_not_ordinary_is_in_extra():
 def test_a_field_that_ordinary_engines_write_and_this_one_does_not_is_in_extra():
     (extra,) = decode(pack([1.0, [as_map(group_idx=REMOVED, medium=None)], 0]), MAP).extra
 
-    assert {"group_idx": None, "medium": None} == extra
+    assert extra == {"group_idx": None, "medium": None}
 
 
 def test_blocks_of_an_adapter_have_the_local_hashes_of_the_adapter():
@@ -394,7 +388,7 @@ def test_an_unknown_field_may_be_anything():
     }
     decoded = decode(pack([1.0, [event], None]), "sglang-0.5.20")
 
-    assert (["unknown_field"], [{"lora_name": 5, "cache_salt": "s"}]) == (decoded.defects, decoded.extra)
+    assert (decoded.defects, decoded.extra) == (["unknown_field"], [{"lora_name": 5, "cache_salt": "s"}])
     assert tuple(block_hashes(range(8), 4, cache_namespace="s")) == decoded.events[0].event.data.tokens_hashes
 
 
@@ -402,7 +396,7 @@ def test_pairs_that_follow_on_each_other_are_read_and_hashed_as_windows():
     pairs = [[i, i + 1] for i in range(8)]
     decoded = decode(around(SIGNED, array(3, pairs)[:7]), SIGNED)
 
-    assert [] == decoded.problems
+    assert decoded.problems == []
     event = decoded.events[1]
     assert tuple(block_hashes(range(9), 4, eagle=True)) == event.event.data.tokens_hashes
     assert ([tuple(map(tuple, pairs[:4])), tuple(map(tuple, pairs[4:]))], None) == (event.token_ids, event.extra)
@@ -412,7 +406,7 @@ def test_pairs_in_a_dialect_of_vllm_are_named():
     decoded = decode(pack([1.0, [as_map(token_ids=[[i, i + 1] for i in range(8)])], 0]), MAP)
 
     expected = WireProblem(WireDefect.EAGLE_PAIRS, 0, "token_ids", "8 pairs", "one token id each", is_kept=True)
-    assert [expected] == decoded.problems
+    assert decoded.problems == [expected]
     assert tuple(block_hashes(range(9), 4, eagle=True)) == decoded.events[0].event.data.tokens_hashes
 
 
@@ -422,10 +416,10 @@ AHEAD = "vllm-0.33"
 def test_blocks_whose_names_look_ahead_have_hashes_of_windows():
     decoded = decode(pack([1.0, [as_map(lookahead_token_ids=[[4, 5], [8, 9]])], 0]), AHEAD)
 
-    assert [] == decoded.problems
+    assert decoded.problems == []
     event = decoded.events[0]
     assert tuple(block_hashes(range(10), 4, lookahead=2)) == event.event.data.tokens_hashes
-    assert ([(0, 1, 2, 3), (4, 5, 6, 7)], {"lookahead_token_ids": [[4, 5], [8, 9]]}) == (event.token_ids, event.extra)
+    assert (event.token_ids, event.extra) == ([(0, 1, 2, 3), (4, 5, 6, 7)], {"lookahead_token_ids": [[4, 5], [8, 9]]})
 
 
 @pytest.mark.parametrize(
@@ -449,11 +443,11 @@ def test_what_the_next_tokens_cannot_be_is_named_and_the_blocks_are_hashed_plain
     assert (tuple(block_hashes(range(8), 4)), None) == (event.event.data.tokens_hashes, event.extra)
 
 
-def test_pairs_that_are_no_chain_are_left_out():
+def test_pairs_that_do_not_form_a_chain_are_left_out():
     decoded = decode(around(SIGNED, array(3, [[1, 2]] * 8)[:7]), SIGNED)
 
-    assert [("eagle_pairs", False)] == [(problem.name, problem.is_kept) for problem in decoded.problems]
-    assert 2 == len(decoded.events)
+    assert [(problem.name, problem.is_kept) for problem in decoded.problems] == [("eagle_pairs", False)]
+    assert len(decoded.events) == 2
 
 
 def test_an_event_without_a_medium_is_on_the_device():
@@ -461,8 +455,8 @@ def test_an_event_without_a_medium_is_on_the_device():
         pack([1.0, [as_map(medium=None), {"type": "BlockRemoved", "block_hashes": [1], "medium": None}], 0]), MAP
     )
 
-    assert [] == events.problems
-    assert [StorageTier.DEVICE] * 2 == [event.storage_tier for event in events.events]
+    assert events.problems == []
+    assert [event.storage_tier for event in events.events] == [StorageTier.DEVICE] * 2
 
 
 def test_a_map_in_another_order_or_with_explicit_defaults_is_the_same_event():
@@ -476,23 +470,24 @@ def test_ids_worker_and_rank_are_those_that_are_passed():
     payload = pack([1.0, [array(), ["AllBlocksCleared"]], None])
     events = decode(payload, ARRAY, worker_id=4, dp_rank=2, first_event_id=10).events
 
-    assert [(4, 10, 2), (4, 11, 2)] == [
-        (event.worker_id, event.event.event_id, event.event.dp_rank) for event in events
+    assert [(event.worker_id, event.event.event_id, event.event.dp_rank) for event in events] == [
+        (4, 10, 2),
+        (4, 11, 2),
     ]
 
 
 def test_the_rank_of_the_batch_overrides_the_one_that_is_passed():
     (event,) = decode(pack([1.0, [array()], 5]), ARRAY, dp_rank=2).events
 
-    assert 5 == event.event.dp_rank
+    assert event.event.dp_rank == 5
 
 
-def test_the_wrong_dialect_shows_itself():
+def test_a_wrong_dialect_is_detected():
     """Array events came to readers of maps, and maps to readers of arrays: nothing is read, and each event is named."""
     of_maps, of_arrays = encode(Batch([stored(), removed(event_id=1)]), MAP), encode(Batch([stored()]), ARRAY)
 
-    assert (["wrong_form"] * 2, []) == (decode(of_maps, ARRAY).defects, decode(of_maps, ARRAY).events)
-    assert (["wrong_form"], []) == (decode(of_arrays, MAP).defects, decode(of_arrays, MAP).events)
+    assert (decode(of_maps, ARRAY).defects, decode(of_maps, ARRAY).events) == (["wrong_form"] * 2, [])
+    assert (decode(of_arrays, MAP).defects, decode(of_arrays, MAP).events) == (["wrong_form"], [])
 
 
 # ---------------------------------------------------------------------------------------------------- judged
@@ -512,11 +507,11 @@ def test_a_stream_that_went_over_a_wire_is_judged_as_the_engine_published_it(nam
         for start in range(0, len(published), 3):
             batch = Batch(published[start : start + 3])
             decoded = decode(encode(batch, dialect), dialect, first_event_id=start)
-            assert [] == decoded.problems
+            assert decoded.problems == []
             assert batch.events == decoded.events
             assert [event.token_ids for event in batch.events] == [event.token_ids for event in decoded.events]
             router.apply(decoded.events)
-        assert 8 == router.overlap(prompt)[0]
+        assert router.overlap(prompt)[0] == 8
 
 
 KEYED = [
@@ -544,31 +539,31 @@ def test_what_a_prompt_carries_comes_over_a_wire_that_has_the_field(name, key):
             sent, came = ([(e.extra or {}).get("extra_keys") for e in events] for events in (published, decoded.events))
             assert sent == came
         router.apply(decoded.events)
-        assert 4 == router.overlap(Prompt([*range(64)], **{key: value}))[0]
+        assert router.overlap(Prompt([*range(64)], **{key: value}))[0] == 4
         assert ({} if one_name else {0: 4}) == router.overlap(Prompt([*range(64)]))
-        assert {} == router.overlap(Prompt([*range(64)], lora_name="another"))
+        assert router.overlap(Prompt([*range(64)], lora_name="another")) == {}
 
 
 def test_a_map_of_many_keys_after_an_array_is_read_in_no_more_time_than_it_has_bytes():
     many = {f"key {place}": place for place in range(60_000)}  # compared pair by pair, that would be minutes
     out = decode(around(SIGNED, [*array()[:7], many]), "sglang-0.5.18")
-    assert (3, {"unknown_field"}) == (len(out.events), {*out.defects})
+    assert (len(out.events), {*out.defects}) == (3, {"unknown_field"})
     assert many == out.extra[1]
 
 
 def test_a_value_of_another_type_in_the_map_after_an_array_is_named_and_the_event_left_out():
     events = ([*array()[:7], {"cache_salt": salt}] for salt in (5, "a", None))
     out = decode(around(SIGNED, *events), "sglang-0.5.18")
-    assert ["wrong_type: event 1, metadata: expected a string, or nil, got 5"] == [*map(str, out.problems)]
-    assert [0, 2, 3, 4] == [event.event.event_id for event in out.events]
+    assert [*map(str, out.problems)] == ["wrong_type: event 1, metadata: expected a string, or nil, got 5"]
+    assert [event.event.event_id for event in out.events] == [0, 2, 3, 4]
 
 
 def test_a_key_twice_in_the_map_after_an_array_is_named():
     event = pack([*array()[:7]])
     twice = b"\x98" + event[1:] + b"\x82" + 2 * (pack("cache_salt") + pack("a"))
     out = decode(b"\x93" + pack(1.5) + b"\x91" + twice + b"\xc0", "sglang-0.5.18")
-    assert ["duplicate_key: event 0, metadata: expected each key once, got the key 'cache_salt' again"] == [
-        *map(str, out.problems)
+    assert [*map(str, out.problems)] == [
+        "duplicate_key: event 0, metadata: expected each key once, got the key 'cache_salt' again"
     ]
 
 
@@ -600,11 +595,11 @@ def test_a_bad_line_of_json_is_named_and_the_good_ones_are_kept(line, defect, fi
 
     assert [(defect, 1, field)] == [(problem.name, problem.event, problem.field) for problem in decoded.problems]
     assert [stored(), stored()] == decoded.events
-    assert 3 == decoded.num_events
+    assert decoded.num_events == 3
 
 
 def test_a_line_that_ends_without_a_newline_was_cut():
-    assert ["truncated"] == decode((LINE + "\n" + LINE[:30]).encode(), "dynamo-router-event").defects
+    assert decode((LINE + "\n" + LINE[:30]).encode(), "dynamo-router-event").defects == ["truncated"]
 
 
 # ---------------------------------------------------------------------------------------------------- any bytes
@@ -663,11 +658,12 @@ def test_a_payload_with_other_values_is_read_without_an_exception(data, name):
 def test_the_careful_reader_reads_what_msgspec_reads(name):
     for batch, payload in zip(examples(name), payloads(name), strict=True):
         decoded = decode(payload, name)
-        assert [] == decoded.problems
+        assert decoded.problems == []
         assert same(decoded, careful(payload, name))
         assert [event.event.data for event in batch.events] == [event.event.data for event in decoded.events]
         assert isinstance(decoded.events[0] if decoded.events else stored(), RouterEvent)
-        # Digests are no field of a dialect, nor are the sizes of TensorRT-LLM's levels where it sends whole blocks alone.
+        # Digests are no field of a dialect, nor are the sizes of TensorRT-LLM's levels where it sends whole blocks
+        # alone.
         lacks_some = DIALECTS[name].hashes == "bytes" or DIALECTS[name].whole_blocks
         assert [event.extra for event in batch.events] == decoded.extra or lacks_some
 
@@ -691,6 +687,6 @@ def test_an_event_without_blocks_has_its_parent_as_a_number_and_is_written_as_it
     ]
     out = decode(pack([1.5, events, 0]), BYTES)
 
-    assert [] == out.problems
-    assert [5, None] == [event.event.data.parent_hash for event in out.events[:2]]
+    assert out.problems == []
+    assert [event.event.data.parent_hash for event in out.events[:2]] == [5, None]
     assert events == msgspec.msgpack.decode(encode(Batch(out.events, out.timestamp), BYTES))[1]

@@ -4,21 +4,10 @@ import msgspec
 import pytest
 from payloads import MSGPACK, cleared, removed, stored
 
-from pytest_kvmock import RouterEvent, StorageTier
-from pytest_kvmock.backends import BACKENDS
-from pytest_kvmock.wire import (
-    DIALECTS,
-    NONE_PER_BLOCK,
-    REQUIRED,
-    Batch,
-    Dialect,
-    WireField,
-    decode,
-    encode,
-    find_dialect,
-    known_dialects,
-    registered_dialects,
-)
+from pytest_kvmock import BACKENDS, RouterEvent, StorageTier
+from pytest_kvmock.values.dialect import NONE_PER_BLOCK, REQUIRED
+from pytest_kvmock.wire import DIALECTS, Batch, Dialect, WireField, decode, encode, find_dialect
+from pytest_kvmock.wire.codec.table import known_dialects, registered_dialects
 
 VLLM = ["vllm-0.9", "vllm-0.10.2", "vllm-0.14", "vllm-0.19", "vllm-0.23", "vllm-0.24", "vllm-0.28", "vllm-0.33"]
 SGLANG = ["sglang-0.5.9", "sglang-0.5.18", "sglang-0.5.20", "sglang-0.5.22"]
@@ -34,7 +23,7 @@ def recorded_batch(name):
 
 
 def test_all_recorded_dialects_are_replayed(recording):
-    assert RECORDED == list(recording("wire_dialects.json"))
+    assert list(recording("wire_dialects.json")) == RECORDED
 
 
 @pytest.mark.parametrize("name", RECORDED)
@@ -47,10 +36,10 @@ def test_recorded_bytes_are_read_as_the_events_that_they_are(recording, name):
     batch = recorded_batch(name)
     decoded = decode(bytes.fromhex(recording("wire_dialects.json")[name]["hex"]), name)
 
-    assert [] == decoded.problems
+    assert decoded.problems == []
     assert batch.events == decoded.events
-    assert [[(1, 2, 3, 4), (5, 6, 7, 8)], None, None] == [event.token_ids for event in decoded.events]
-    assert [None] * 3 == decoded.extra
+    assert [event.token_ids for event in decoded.events] == [[(1, 2, 3, 4), (5, 6, 7, 8)], None, None]
+    assert decoded.extra == [None] * 3
     assert (1700000000.5, None if "sglang" in name else 0, 3) == (
         decoded.timestamp,
         decoded.dp_rank,
@@ -91,8 +80,8 @@ def test_an_array_has_the_fields_of_the_release_before_and_its_own_after_them(na
 
     assert [*old_stored, *of_stored.values()] == new_stored
     assert [*old_removed, *of_removed.values()] == new_removed
-    assert ["AllBlocksCleared"] == last
-    assert 0 == rank
+    assert last == ["AllBlocksCleared"]
+    assert rank == 0
     assert [*names(before, "stored"), *of_stored] == names(name, "stored")
     assert [*names(before, "removed"), *of_removed] == names(name, "removed")
 
@@ -106,7 +95,7 @@ def test_the_first_release_has_five_fields():
         ["BlockRemoved", [2]],
         ["AllBlocksCleared"],
     ] == events
-    assert 0 == rank
+    assert rank == 0
 
 
 def test_the_fields_of_a_map_are_those_of_the_arrays_before_it():
@@ -117,7 +106,7 @@ def test_the_fields_of_a_map_are_those_of_the_arrays_before_it():
     del values["kv_cache_spec_sliding_window"]  # it is its default
     assert list(values.items()) == list(stored_map.items())
     assert dict(zip(["type", *names("vllm-0.23", "removed")], gone, strict=True)) == removed_map
-    assert {"type": "AllBlocksCleared"} == cleared_map
+    assert cleared_map == {"type": "AllBlocksCleared"}
 
 
 LATER = [  # a release, the one before it, values of the fields that it added
@@ -154,7 +143,7 @@ def test_sglang_0_5_18_appends_a_map_to_salted_events_only():
 
     assert plain("sglang-0.5.9", batch)[0][0] == ordinary
     assert [*plain("sglang-0.5.9", batch)[0][1], {"cache_salt": "s"}] == salted
-    assert [None, {"cache_salt": "s"}] == decode(encode(batch, "sglang-0.5.18"), "sglang-0.5.18").extra
+    assert decode(encode(batch, "sglang-0.5.18"), "sglang-0.5.18").extra == [None, {"cache_salt": "s"}]
 
 
 def test_the_slot_of_the_rank_is_nil_in_sglangs_structs_until_a_publisher_fills_it_in():
@@ -163,7 +152,7 @@ def test_the_slot_of_the_rank_is_nil_in_sglangs_structs_until_a_publisher_fills_
     assert (plain("sglang-0.5.22", batch)[0], 3) == plain("sglang-0.5.22", Batch(batch.events, 0.0, 3))
     assert (plain("sglang-0.5.22", batch)[0], None) == plain("sglang-0.5.22", batch)
     assert (plain("sglang-0.5.22", batch)[0], 3) == plain("sglang-0.5.23", batch)
-    assert 3 == plain("vllm-0.33", batch)[1]
+    assert plain("vllm-0.33", batch)[1] == 3
 
 
 def test_replays_are_framed_with_the_topic_from_these_releases_on():
@@ -171,17 +160,17 @@ def test_replays_are_framed_with_the_topic_from_these_releases_on():
 
     with_topic = ["vllm-0.28", "vllm-0.33", "sglang-0.5.22"]
     assert with_topic == [name for name, replay in framing.items() if replay == "topic"]
-    assert {"plain", "topic"} == {*framing.values()}
+    assert {*framing.values()} == {"plain", "topic"}
 
 
 def test_tests_run_over_the_twelve_of_zmq_by_default():
-    assert [*VLLM, *SGLANG] == [name for name, dialect in DIALECTS.items() if dialect.in_matrix]
+    assert [name for name, dialect in DIALECTS.items() if dialect.in_matrix] == [*VLLM, *SGLANG]
 
 
 def test_a_dialect_names_a_backend_that_there_is():
     assert {dialect.backend for dialect in DIALECTS.values()} <= {*BACKENDS}
-    assert {"vllm_0_19"} == {DIALECTS[name].backend for name in VLLM[:5]}
-    assert {"vllm"} == {DIALECTS[name].backend for name in VLLM[5:]}
+    assert {DIALECTS[name].backend for name in VLLM[:5]} == {"vllm_0_19"}
+    assert {DIALECTS[name].backend for name in VLLM[5:]} == {"vllm"}
 
 
 TIERS = {
@@ -218,20 +207,20 @@ def test_a_new_version_is_a_row():
     payload = encode(batch, mine)
     first, second, _ = msgspec.msgpack.decode(payload)[1]
 
-    assert ("blue", "red") == (first["colour"], second["colour"])
-    assert [None, {"colour": "red"}, None] == decode(payload, mine).extra
+    assert (first["colour"], second["colour"]) == ("blue", "red")
+    assert decode(payload, mine).extra == [None, {"colour": "red"}, None]
     assert "ownership" not in [field.name for field in (*mine.stored, *mine.removed)]
 
 
 def test_a_dialect_of_another_backend_is_of_no_release_of_the_one_before_it():
     row = DIALECTS["vllm-0.28"]
 
-    assert ("vllm", "0.28.0") == (row.variant("mine").backend, row.variant("mine").version)
-    assert ("lineage", None) == ((mine := row.variant("mine", backend="lineage")).backend, mine.version)
-    assert ("vllm_0_19", "0.23.0") == (
+    assert (row.variant("mine").backend, row.variant("mine").version) == ("vllm", "0.28.0")
+    assert ((mine := row.variant("mine", backend="lineage")).backend, mine.version) == ("lineage", None)
+    assert (
         (mine := row.variant("mine", backend="vllm_0_19", version="0.23.0")).backend,
         mine.version,
-    )
+    ) == ("vllm_0_19", "0.23.0")
 
 
 def test_a_dialect_may_have_its_fields_in_any_order():
@@ -261,16 +250,16 @@ def test_an_unknown_dialect_is_answered_with_the_nearest(name, hint):
     for call in (lambda: find_dialect(name), lambda: decode(b"", name), lambda: encode(Batch([]), name)):
         with pytest.raises(ValueError) as error:
             call()
-        assert f"unknown dialect {name!r}{hint}known: {known}" == str(error.value)
+        assert str(error.value) == f"unknown dialect {name!r}{hint}known: {known}"
 
 
 def test_a_registered_dialect_is_known_for_as_long_as_that_lasts():
     mine = DIALECTS["vllm-0.33"].variant("mine")
     with registered_dialects({"mine": mine}):
         assert mine is find_dialect("mine")
-        assert [*DIALECTS, "mine"] == [*known_dialects()]
+        assert [*known_dialects()] == [*DIALECTS, "mine"]
         with registered_dialects({}):
-            assert [*DIALECTS] == [*known_dialects()]
+            assert [*known_dialects()] == [*DIALECTS]
         assert "mine" in known_dialects()
     with pytest.raises(ValueError, match="unknown dialect 'mine'"):
         find_dialect("mine")
@@ -283,7 +272,11 @@ REFUSED = [
     ({"models": 3}, "dialect 'mine': models must be a string, got 3"),
     (
         {"form": "mapp"},
-        "dialect 'mine': form must be 'array' or 'map' or 'json' or 'router_json' or 'trtllm_json', got 'mapp'; did you mean 'map'?",
+        (
+            "dialect 'mine': form must be 'array' or 'map' or 'json' or 'router_json' or 'trtllm_json', got 'mapp'; "
+            "did "
+            "you mean 'map'?"
+        ),
     ),
     (
         {"hashes": "digest"},
@@ -303,7 +296,7 @@ REFUSED = [
         "dialect 'mine': removed must have no field of type 'tokens', got 1",
     ),
     ({"removed": (OF["block_hashes"],) * 2}, "dialect 'mine': removed has the field 'block_hashes' twice"),
-    ({"add_removed": (WireField("type", "text"),)}, "dialect 'mine': removed has the field 'type' beside the tag"),
+    ({"add_removed": (WireField("type", "text"),)}, "dialect 'mine': removed has the field 'type' next to the tag"),
     (
         {"add_stored": (WireField("colour", "text"),)},
         "dialect 'mine': stored: field 'colour' is required, and stands after one with a default",
@@ -340,14 +333,14 @@ def test_a_dialect_that_would_be_none_is_refused_in_one_line(changes, message):
     with pytest.raises(ValueError) as error:
         DIALECTS["vllm-0.33"].variant(**{"name": "mine", **changes})
 
-    assert message == str(error.value) or (message.endswith("*") and str(error.value).startswith(message[:-1]))
+    assert str(error.value) == message or (message.endswith("*") and str(error.value).startswith(message[:-1]))
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("a b", "text"), "a field's name is an identifier and no keyword, got 'a b'"),
-        (("from", "text"), "a field's name is an identifier and no keyword, got 'from'"),
+        (("a b", "text"), "a field's name is an identifier and not a keyword, got 'a b'"),
+        (("from", "text"), "a field's name is an identifier and not a keyword, got 'from'"),
         (("a", "str"), "field 'a': unknown type 'str'; known: hashes, parent, *"),
         (("a", ["text"]), "field 'a': unknown type ['text']; known: hashes, parent, *"),
         (("a", "text", 5), "field 'a': default must be a string, or nil, or REQUIRED, got 5"),
@@ -365,7 +358,7 @@ def test_a_dialect_that_would_be_none_is_refused_in_one_line(changes, message):
         (("a", "parent", "root"), "field 'a': default must be a block hash, or nil, or REQUIRED, got 'root'"),
         (
             ("a", "medium", None, "GPU"),
-            "field 'a': ordinary is of what travels beside an event, and 'medium' is the event's own; got 'GPU'",
+            "field 'a': ordinary is for a field that travels with an event, and 'medium' is the event's own; got 'GPU'",
         ),
     ],
 )
@@ -399,7 +392,7 @@ def test_a_field_has_values_of_its_type(kind, default, ordinary):
 
 
 @pytest.mark.parametrize("dialects", [5, {"mine": 5}, ["mine"]])
-def test_what_is_no_mapping_to_dialects_is_not_registered(dialects):
+def test_a_value_that_is_not_a_mapping_to_dialects_is_not_registered(dialects):
     known = [*known_dialects()]
     with pytest.raises(TypeError, match=r"^dialects must map names to Dialects, got "), registered_dialects(dialects):
         pass
@@ -407,7 +400,7 @@ def test_what_is_no_mapping_to_dialects_is_not_registered(dialects):
 
 
 def test_a_mark_is_shown_by_its_name():
-    assert "NONE_PER_BLOCK" == repr(NONE_PER_BLOCK)
+    assert repr(NONE_PER_BLOCK) == "NONE_PER_BLOCK"
 
 
 # ---------------------------------------------------------------------------------------------------- Dynamo's JSON
@@ -426,7 +419,7 @@ def test_dynamo_reads_one_event_a_line():
     ).events
 
 
-def test_every_dialect_in_msgpack_reads_what_it_writes():
+def test_every_dialect_in_msgpack_reads_its_output():
     for name in MSGPACK:
         if DIALECTS[name].hashes != "bytes":
             batch = Batch([stored((5, 6), 4, rank=2), removed(event_id=1, rank=2), cleared(event_id=2, rank=2)], 5.0)

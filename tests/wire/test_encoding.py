@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from payloads import EXTRAS, MSGPACK, cleared, examples, extras_of, removed, stored, with_digests
 
 from pytest_kvmock import (
+    BACKENDS,
     Cleared,
     KvCacheEvent,
     Prompt,
@@ -20,8 +21,7 @@ from pytest_kvmock import (
     Stored,
     create_manager,
 )
-from pytest_kvmock.backends import BACKENDS
-from pytest_kvmock.cache.vllm.hashes import VllmHasher
+from pytest_kvmock.engines import VllmHasher
 from pytest_kvmock.wire import DIALECTS, Batch, EncodeError, KvWire, StreamDigests, decode, encode
 
 unpack = msgspec.msgpack.decode
@@ -30,13 +30,13 @@ INTEGERS = [name for name in MSGPACK if name not in BYTES]
 
 
 @pytest.mark.parametrize("name", MSGPACK)
-def test_what_was_read_is_written_again_to_the_byte(name):
+def test_a_decoded_batch_is_encoded_again_to_the_byte(name):
     for batch in examples(name):
         payload = encode(batch, name)
         decoded = decode(payload, name)
         again = Batch(decoded.events, decoded.timestamp, decoded.dp_rank)
 
-        assert [] == decoded.problems
+        assert decoded.problems == []
         assert payload == encode(again, name)
 
 
@@ -82,21 +82,21 @@ def test_hashes_keep_their_bits_in_a_dialect_of_the_other_sign():
     signed = [stored((2**64 - 1, 2**63 - 1), 2**63), removed((2**64 - 1,))]
 
     first, second = unpack(encode(Batch(events), "vllm-0.10.2"))[1]
-    assert ([2**64 - 1, 2**63 - 1], 2**63, [2**64 - 1]) == (first[1], first[2], second[1])
+    assert (first[1], first[2], second[1]) == ([2**64 - 1, 2**63 - 1], 2**63, [2**64 - 1])
     first, second = unpack(encode(Batch(signed), "sglang-0.5.9"))[1]
-    assert ([-1, 2**63 - 1], -(2**63), [-1]) == (first[1], first[2], second[1])
+    assert (first[1], first[2], second[1]) == ([-1, 2**63 - 1], -(2**63), [-1])
 
 
 def test_small_hashes_stay_as_they_are():
-    assert [1, 2] == unpack(encode(Batch([stored((1, 2))]), "vllm-0.33"))[1][0]["block_hashes"]
+    assert unpack(encode(Batch([stored((1, 2))]), "vllm-0.33"))[1][0]["block_hashes"] == [1, 2]
 
 
 def test_what_a_dialect_has_no_field_for_is_not_written():
     event = stored(extra={"cache_salt": "s", "lora_name": "adapter", "anything": 1})
 
     assert encode(Batch([stored()]), "vllm-0.9") == encode(Batch([event]), "vllm-0.9")
-    assert "adapter" == unpack(encode(Batch([event]), "vllm-0.14"))[1][0][-1]
-    assert "s" == unpack(encode(Batch([event]), "sglang-0.5.20"))[1][0]["cache_salt"]
+    assert unpack(encode(Batch([event]), "vllm-0.14"))[1][0][-1] == "adapter"
+    assert unpack(encode(Batch([event]), "sglang-0.5.20"))[1][0]["cache_salt"] == "s"
 
 
 def test_pairs_of_eagle_are_written_as_they_were_read():
@@ -124,13 +124,14 @@ def test_names_that_look_ahead_are_refused_in_a_dialect_that_cannot_say_it(name)
     wire = KvWire(name)
     with pytest.raises(EncodeError) as refused:
         wire.publish(stored(extra=extra))
-    assert (
-        f"event 0 of the batch: dialect {name!r} has no lookahead_token_ids, and the names of these blocks look ahead: vllm-0.33 "
+    assert str(refused.value) == (
+        f"event 0 of the batch: dialect {name!r} has no lookahead_token_ids, and the names of these blocks look "
+        "ahead: vllm-0.33 "
         "has it, and an engine with Speculative(..., plain_hashes=True) needs none"
-    ) == str(refused.value)
-    assert [] == wire.payloads
+    )
+    assert wire.payloads == []
     wire.publish(stored(extra={**extra, "lookahead_token_ids": None}))
-    assert 1 == len(wire.payloads)
+    assert len(wire.payloads) == 1
 
 
 @pytest.mark.parametrize("name", ["vllm-0.33", "vllm-0.33-bytes"])
@@ -138,13 +139,13 @@ def test_names_that_look_ahead_are_written_where_the_dialect_can_say_it(name):
     extra = {"lookahead_token_ids": [[4], [8]]}
     if DIALECTS[name].hashes == "bytes":
         extra["digests"] = (None, (b"1" * 32, b"2" * 32))
-    assert [[4], [8]] == unpack(encode(Batch([stored(extra=extra)]), name))[1][0]["lookahead_token_ids"]
+    assert unpack(encode(Batch([stored(extra=extra)]), name))[1][0]["lookahead_token_ids"] == [[4], [8]]
 
 
 def test_the_rank_of_a_batch_is_that_of_its_events():
-    assert 2 == unpack(encode(Batch([stored(rank=2), cleared(rank=2)]), "vllm-0.33"))[2]
-    assert 5 == unpack(encode(Batch([], dp_rank=5), "vllm-0.33"))[2]
-    assert 0 == unpack(encode(Batch([]), "vllm-0.33"))[2]
+    assert unpack(encode(Batch([stored(rank=2), cleared(rank=2)]), "vllm-0.33"))[2] == 2
+    assert unpack(encode(Batch([], dp_rank=5), "vllm-0.33"))[2] == 5
+    assert unpack(encode(Batch([]), "vllm-0.33"))[2] == 0
 
 
 def bare(**changes):
@@ -155,7 +156,7 @@ def bare(**changes):
     return event
 
 
-TOKENS = "a Stored without token ids, which dialect 'vllm-0.33' carries: serve prompts of tokens, not of hashes, and give a manager token_ids"  # fmt: skip
+TOKENS = "a Stored without token ids, which dialect 'vllm-0.33' carries: serve prompts of tokens, not of hashes, and give a manager token_ids"  # fmt: skip  # noqa: E501
 DIGESTS = (
     "dialect 'vllm-0.33-bytes' has whole digests as block hashes, and an event has 64 bits of one: give "
     "digests=StreamDigests.of_manager(...) of the manager whose stream it is"
@@ -173,9 +174,9 @@ REFUSED = [
         "a Stored without blocks has no block size; no engine publishes one",
     ),
     (
-        "vllm-0.33",
+        "vllm-0.28",
         stored(tier=StorageTier.EXTERNAL),
-        "dialect 'vllm-0.33' has no name for tier external; it has device, host_pinned, disk",
+        "dialect 'vllm-0.28' has no name for tier external; it has device, host_pinned, disk",
     ),
     (
         "vllm-0.9",
@@ -208,10 +209,12 @@ REFUSED = [
     ("sglang-0.5.18", stored(extra={"cache_salt": 5}), "extra['cache_salt']: expected a string, or nil, got 5"),
     ("sglang-0.5.20", stored(extra={"cache_salt": 5}), "extra['cache_salt']: expected a string, or nil, got 5"),
     *(
-        ("vllm-0.33", stored(extra={name: value}), f"extra['{name}']: the event itself says it, and extra is for what it does not")
-        for name, value in {"block_hashes": [1, 2], "block_size": 4, "medium": "GPU", "token_ids": None, "parent_block_hash": 3}.items()
+        ("vllm-0.33", stored(extra={name: value}), (f"extra['{name}']: the event itself says it, and extra is for what "
+        "it does not"))
+        for name, value in {"block_hashes": [1, 2], "block_size": 4, "medium": "GPU", "token_ids": None, "parent_block_hash": 3}.items()  # noqa: E501
     ),
-    ("vllm-0.33", removed(extra={"block_hashes": [5]}), "extra['block_hashes']: the event itself says it, and extra is for what it does not"),
+    ("vllm-0.33", removed(extra={"block_hashes": [5]}), ("extra['block_hashes']: the event itself says it, and extra "
+    "is for what it does not")),
 ]  # fmt: skip
 
 
@@ -221,7 +224,7 @@ def test_an_event_that_cannot_be_written_is_refused_in_one_line(name, event, mes
     with pytest.raises(EncodeError) as error:
         encode(Batch([good, event]), name)
 
-    assert f"event 1 of the batch: {message}" == str(error.value)
+    assert str(error.value) == f"event 1 of the batch: {message}"
 
 
 def test_a_batch_of_two_ranks_is_refused():
@@ -272,7 +275,7 @@ def test_hashes_are_the_whole_digests_of_the_stream(name, backend):
     for start in range(0, len(published), 4):
         payload = encode(Batch(published[start : start + 4]), name, digests=digests)
         decoded = decode(payload, name, first_event_id=start)
-        assert [] == decoded.problems
+        assert decoded.problems == []
         assert published[start : start + 4] == decoded.events
         for event in decoded.events:
             if isinstance(event.event.data, Stored):
@@ -282,7 +285,7 @@ def test_hashes_are_the_whole_digests_of_the_stream(name, backend):
     tokens = [token for block in first.token_ids for token in block]
     right = manager.hasher.digests(tokens, manager.block_size, 0, None)
     assert right == [seen[block] for block in first.event.data.block_hashes]
-    assert {32} == {*map(len, seen.values())}
+    assert {*map(len, seen.values())} == {32}
 
 
 def test_xxhash_digests_have_16_bytes():
@@ -294,7 +297,7 @@ def test_xxhash_digests_have_16_bytes():
     payload = encode(Batch([event]), "vllm-0.33-bytes", digests=StreamDigests.of_manager(manager))
 
     assert found == unpack(payload)[1][0]["block_hashes"]
-    assert 16 == len(found[0])
+    assert len(found[0]) == 16
 
 
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if "vllm" not in name])
@@ -304,7 +307,7 @@ def test_a_backend_without_digests_refuses_the_form(backend):
     with pytest.raises(EncodeError) as error:
         StreamDigests.of_manager(create_manager(backend, num_blocks=4))
 
-    assert message == str(error.value)
+    assert str(error.value) == message
 
 
 @pytest.mark.parametrize("backend", ["vllm", "vllm_0_19"])
@@ -319,11 +322,11 @@ def test_requests_with_an_adapter_a_salt_or_images_have_their_own_digests(backen
     payload = encode(Batch(published), "vllm-0.33-bytes", digests=digests)
     decoded = decode(payload, "vllm-0.33-bytes")
 
-    assert 8 == len(published)
-    assert [] == decoded.problems
+    assert len(published) == 8
+    assert decoded.problems == []
     hashes = [event.event.data.block_hashes for event in decoded.events]
     assert [event.event.data.block_hashes for event in published] == hashes
-    assert 4 == len({names[0] for names in hashes[::2]})
+    assert len({names[0] for names in hashes[::2]}) == 4
 
 
 def refused(digests, *events):
@@ -339,8 +342,9 @@ def test_what_has_no_digest_is_refused_and_nothing_is_noted():
     first, second = stored(names[:1]), stored(names[1:], names[0], first=4)
 
     assert "event 0 of the batch: the parent " in refused(digests, second)
-    assert "event 1 of the batch: block 7 is not held, so that there is no digest of it" == refused(
-        digests, first, removed((7,))
+    assert (
+        refused(digests, first, removed((7,)))
+        == "event 1 of the batch: block 7 is not held, so that there is no digest of it"
     )
     assert "event 0 of the batch: the parent " in refused(digests, second)  # the batch before was undone
     assert "event 0 of the batch: block 9 does not follow from its tokens: their digest is named " in refused(
@@ -372,26 +376,26 @@ for call in (lambda: encode(Batch([]), "vllm-0.33"), lambda: decode(b"", "sglang
 def test_without_msgspec_one_line_says_how_to_install_it():
     done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=True)
 
-    line = "dialects of vLLM and SGLang need msgspec: pip install '/path/to/pytest-kvmock[wire]', with the path of your checkout"
+    line = "dialects of vLLM and SGLang need msgspec: pip install '/path/to/pytest-kvmock[wire]', with the path of your checkout"  # noqa: E501
     assert ["b'' []", line, line] == done.stdout.splitlines()
 
 
 def test_msgspec_is_loaded_when_a_dialect_is_used():
-    code = "import sys, pytest_kvmock.wire as w; print('msgspec' in sys.modules); w.encode(w.Batch([]), 'vllm-0.9'); print('msgspec' in sys.modules)"
+    code = "import sys, pytest_kvmock.wire as w; print('msgspec' in sys.modules); w.encode(w.Batch([]), 'vllm-0.9'); print('msgspec' in sys.modules)"  # noqa: E501
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
-    assert ["False", "True"] == done.stdout.splitlines()
+    assert done.stdout.splitlines() == ["False", "True"]
 
 
 @pytest.mark.parametrize(("rank", "shown"), [(-1, "-1"), (2**32, "4294967296"), ("a", "'a'"), (True, "True")])
-def test_a_rank_of_a_batch_that_is_none_is_refused(rank, shown):
+def test_an_invalid_rank_of_a_batch_is_refused(rank, shown):
     with pytest.raises(EncodeError) as caught:
         encode(Batch([], dp_rank=rank), "vllm-0.33")
-    assert f"the rank of a batch is an integer from 0 to 4294967295, or None, got {shown}" == str(caught.value)
+    assert str(caught.value) == f"the rank of a batch is an integer from 0 to 4294967295, or None, got {shown}"
 
 
 @pytest.mark.parametrize("dialect", ["vllm-0.33", "vllm-0.33-bytes", "dynamo-router-event"])
-def test_what_is_no_batch_of_events_is_refused_in_one_line(dialect):
+def test_a_value_that_is_not_a_batch_of_events_is_refused_in_one_line(dialect):
     with pytest.raises(TypeError, match=r"^encode takes a Batch of RouterEvents, got \[\]$"):
         encode([], dialect)
     with pytest.raises(TypeError, match=r"^event 0 of the batch must be a RouterEvent, got 5$"):
@@ -401,21 +405,29 @@ def test_what_is_no_batch_of_events_is_refused_in_one_line(dialect):
 BIG = Stored(None, (2**40, 2**40 + 1), (7, 8))
 PLAIN = [[1], [2]]
 FLAWED = {
-    "hash": (RouterEvent(0, KvCacheEvent(0, Stored(None, ("x",), (7,))), token_ids=[[1]]), "block_hashes must be integers, got 'x' at 0"),
-    "parent": (RouterEvent(0, KvCacheEvent(0, Stored("x", (1,), (7,))), token_ids=[[1]]), "parent_hash must be an integer, or None, got 'x'"),
+    "hash": (RouterEvent(0, KvCacheEvent(0, Stored(None, ("x",), (7,))), token_ids=[[1]]), ("block_hashes must be "
+    "integers, got 'x' at 0")),
+    "parent": (RouterEvent(0, KvCacheEvent(0, Stored("x", (1,), (7,))), token_ids=[[1]]), ("parent_hash must be an "
+    "integer, or None, got 'x'")),
     "removed": (RouterEvent(0, KvCacheEvent(0, Removed(("x",)))), "block_hashes must be integers, got 'x' at 0"),
-    "no data": (RouterEvent(0, KvCacheEvent(0, None)), "its data must be Stored, Removed, Located, Updated or Cleared, got None"),
+    "no data": (RouterEvent(0, KvCacheEvent(0, None)), ("its data must be Stored, Removed, Located, Updated or "
+    "Cleared, got None")),
     "no event": (RouterEvent(0, Cleared()), "its event must be a KvCacheEvent, got Cleared()"),
-    "tier": (RouterEvent(0, KvCacheEvent(0, BIG), [], PLAIN), "storage_tier must be a StorageTier (device, host_pinned, disk, external), got []"),
+    "tier": (RouterEvent(0, KvCacheEvent(0, BIG), [], PLAIN), ("storage_tier must be a StorageTier (device, "
+    "host_pinned, disk, external), got []")),
 }  # fmt: skip
 WITH_TOKENS = {
-    "tokens": (RouterEvent(0, KvCacheEvent(0, BIG), token_ids=5), "token_ids must have a sequence of token ids for each block, got 5"),
-    "flat tokens": (RouterEvent(0, KvCacheEvent(0, BIG), token_ids=[1, 2]), "token_ids must have a sequence of token ids for each block, got [1, 2]"),
+    "tokens": (RouterEvent(0, KvCacheEvent(0, BIG), token_ids=5), ("token_ids must have a sequence of token ids for "
+    "each block, got 5")),
+    "flat tokens": (RouterEvent(0, KvCacheEvent(0, BIG), token_ids=[1, 2]), ("token_ids must have a sequence of token "
+    "ids for each block, got [1, 2]")),
     "bool": (RouterEvent(0, KvCacheEvent(0, Removed((True,)))), "block_hashes must be integers, got True at 0"),
     "float": (RouterEvent(0, KvCacheEvent(0, Removed((1, 1.5, 2)))), "block_hashes must be integers, got 1.5 at 1"),
-    "extra": (RouterEvent(0, KvCacheEvent(0, BIG), token_ids=PLAIN, extra=5), "extra must map names of fields to values, or be None, got 5"),
-    "extra names": (RouterEvent(0, KvCacheEvent(0, BIG), token_ids=PLAIN, extra=["x"]), "extra must map names of fields to values, or be None, got ['x']"),
-    "size": (RouterEvent(0, KvCacheEvent(0, Stored(None, (), ())), extra={"block_size": True}), "a Stored without blocks has no block size; no engine publishes one"),
+    "extra": (RouterEvent(0, KvCacheEvent(0, BIG), token_ids=PLAIN, extra=5), ("extra must map names of fields to "
+    "values, or be None, got 5")),
+    "extra names": (RouterEvent(0, KvCacheEvent(0, BIG), token_ids=PLAIN, extra=["x"]), ("extra must map names of "
+    "fields to values, or be None, got ['x']")),
+    "size": (RouterEvent(0, KvCacheEvent(0, Stored(None, (), ())), extra={"block_size": True}), "a Stored without blocks has no block size; no engine publishes one"),  # noqa: E501
 }  # fmt: skip
 
 
@@ -428,31 +440,30 @@ def test_what_an_event_is_made_of_is_refused_in_one_line(name, case):
     event, message = {**FLAWED, **WITH_TOKENS}[case]
     with pytest.raises(EncodeError) as error:
         encode(Batch([cleared(), event], dp_rank=0 if case != "no event" else None), name)
-    assert f"event 1 of the batch: {message}" == str(error.value)
+    assert str(error.value) == f"event 1 of the batch: {message}"
 
 
 @pytest.mark.parametrize(
     "digests", [5, (None,), (None, [b"y" * 32]), (b"x", [b"y" * 32] * 2), (None, [b"y" * 31] * 2), (None, ["y"] * 2)]
 )
 def test_digests_that_are_not_of_the_blocks_are_refused(digests):
-    expected = r"extra\['digests'\]: expected the digest of the parent or None, and of each of 2 blocks, of 16 or 32 bytes, got "
+    expected = r"extra\['digests'\]: expected the digest of the parent or None, and of each of 2 blocks, of 16 or 32 bytes, got "  # noqa: E501
     with pytest.raises(EncodeError, match=f"^event 0 of the batch: {expected}"):
         encode(Batch([stored(extra={"digests": digests})]), "vllm-0.33-bytes")
 
 
 @pytest.mark.parametrize("timestamp", [float("nan"), float("inf"), -float("inf"), "5", None, True])
 @pytest.mark.parametrize("name", ["vllm-0.33", "sglang-0.5.9", "dynamo-router-event"])
-def test_a_timestamp_that_is_no_finite_number_is_refused(name, timestamp):
+def test_a_timestamp_that_is_not_a_finite_number_is_refused(name, timestamp):
     with pytest.raises(EncodeError) as error:
         encode(Batch([cleared()], timestamp), name)
-    assert (
+    assert str(error.value) == (
         f"the batch cannot be written in {name!r}: its timestamp must be a finite number of seconds, got {timestamp!r}"
-        == str(error.value)
     )
 
 
 @pytest.mark.parametrize("rank", [-1, 2**32, "0", None, True])
-def test_a_rank_of_the_events_that_is_none_is_refused(rank):
+def test_an_invalid_rank_of_the_events_is_refused(rank):
     with pytest.raises(
         EncodeError, match=f"^the rank of a batch is an integer from 0 to 4294967295, or None, got {rank!r}$"
     ):
@@ -465,7 +476,7 @@ def test_a_batch_of_no_sequence_is_refused(events):
         encode(Batch(events), "vllm-0.33")
 
 
-def test_digests_that_are_none_are_refused():
+def test_invalid_digests_are_refused():
     with pytest.raises(TypeError, match=r"^digests must be StreamDigests, or None, got 5$"):
         encode(Batch([cleared()]), "vllm-0.33", digests=5)
     with pytest.raises(TypeError, match=r"^hasher must be the hasher of a manager, as manager\.hasher; got 'vllm'$"):

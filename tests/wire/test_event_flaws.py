@@ -4,7 +4,7 @@ import pytest
 
 from pytest_kvmock import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
 from pytest_kvmock.wire import EncodeError
-from pytest_kvmock.wire.event_flaws import check_events, check_rank, check_timestamp, event_flaw
+from pytest_kvmock.wire.codec.event_flaws import check_events, check_rank, check_timestamp, event_flaw
 
 U64 = "18446744073709551615"
 
@@ -53,7 +53,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("wrong", "message"), WRONG)
-def test_what_an_event_cannot_have_is_told(wrong, message):
+def test_invalid_fields_of_an_event_are_named(wrong, message):
     assert message in event_flaw(wrong)
     with pytest.raises(EncodeError) as raised:
         check_events([event(), wrong])
@@ -76,7 +76,7 @@ RIGHT = [
 
 
 @pytest.mark.parametrize("right", RIGHT)
-def test_of_what_is_within_the_bounds_nothing_is_told(right):
+def test_valid_fields_of_an_event_have_no_flaw(right):
     assert None is event_flaw(right)
     check_events([right, right])
     check_events([])
@@ -98,10 +98,10 @@ def test_token_ids_that_are_not_written_are_not_looked_at():
         ([event(), "x"], "event 1 of the batch must be a RouterEvent, got 'x'"),
     ],
 )
-def test_what_is_no_batch_is_another_type(events, message):
+def test_a_value_that_is_not_a_batch_has_another_type(events, message):
     with pytest.raises(TypeError) as raised:
         check_events(events)
-    assert message == str(raised.value)
+    assert str(raised.value) == message
 
 
 @pytest.mark.parametrize("time", [0, 5, -1, 2**80, 1.5, 0.0])
@@ -110,13 +110,13 @@ def test_a_finite_number_is_a_timestamp(time):
 
 
 @pytest.mark.parametrize("time", [float("nan"), float("inf"), -float("inf"), True, None, "5"])
-def test_what_is_no_finite_number_is_no_timestamp(time):
+def test_a_value_that_is_not_a_finite_number_is_not_a_timestamp(time):
     with pytest.raises(EncodeError) as raised:
         check_timestamp(time, "vllm-0.33")
     expected = (
         f"the batch cannot be written in 'vllm-0.33': its timestamp must be a finite number of seconds, got {time!r}"
     )
-    assert expected == str(raised.value)
+    assert str(raised.value) == expected
 
 
 def test_the_rank_of_a_batch_has_32_bits():
@@ -125,4 +125,4 @@ def test_the_rank_of_a_batch_has_32_bits():
     for wrong in (-1, 2**32, True, "0"):
         with pytest.raises(EncodeError) as raised:
             check_rank(wrong)
-        assert f"the rank of a batch is an integer from 0 to 4294967295, or None, got {wrong!r}" == str(raised.value)
+        assert str(raised.value) == f"the rank of a batch is an integer from 0 to 4294967295, or None, got {wrong!r}"

@@ -16,8 +16,9 @@ from sockets import BIG, number, plain_sub, publish_chain, removed, replayed, st
 
 from pytest_kvmock import Cleared, EngineProfile, KvCacheEvent, Removed, RouterEvent, RouterHarness, Stored
 from pytest_kvmock.wire import DIALECTS, EncodeError, KvWire, decode
-from pytest_kvmock.wire.endpoints import rank_endpoint, rank_endpoints
-from pytest_kvmock.wire.zmq import EndpointError, KvPublisher, KvSubscriber, WireTimeout, block_of, wire_hash
+from pytest_kvmock.wire.codec.batch import block_of, wire_hash
+from pytest_kvmock.wire.sockets import KvPublisher, KvSubscriber, WireTimeout
+from pytest_kvmock.wire.sockets.endpoints import EndpointError, rank_endpoint, rank_endpoints
 
 SPOKEN = [name for name, dialect in DIALECTS.items() if dialect.in_matrix]
 
@@ -40,11 +41,11 @@ def test_a_batch_is_topic_number_and_payload(transport):
             first, second = sub.recv_multipart(), sub.recv_multipart()
         assert [b"kv@pod:1@m", (0).to_bytes(8, "big")] == first[:2]
         assert [b"kv@pod:1@m", (1).to_bytes(8, "big")] == second[:2]
-        assert [BIG] == [*decode(first[2], "vllm-0.24").events[0].event.data.block_hashes]
-        assert BIG == decode(second[2], "vllm-0.24").events[0].event.data.parent_hash
+        assert [*decode(first[2], "vllm-0.24").events[0].event.data.block_hashes] == [BIG]
+        assert decode(second[2], "vllm-0.24").events[0].event.data.parent_hash == BIG
 
 
-def test_what_a_step_publishes_is_one_batch_a_rank_and_nothing_is_none():
+def test_a_step_publishes_one_batch_per_rank_and_none_without_events():
     with KvPublisher("vllm-0.33", ranks=2) as publisher, plain_sub(*publisher.endpoints) as sub:
         publisher.wait_subscribed()
         with publisher.step():
@@ -53,20 +54,20 @@ def test_what_a_step_publishes_is_one_batch_a_rank_and_nothing_is_none():
             publisher.publish(KvCacheEvent(0, Cleared(), 1))
         with publisher.step():
             pass
-        assert (1, 1) == (publisher.batches(0), publisher.batches(1))
+        assert (publisher.batches(0), publisher.batches(1)) == (1, 1)
         batches = {msgspec.msgpack.decode((frames := sub.recv_multipart())[2])[2]: frames for _ in range(2)}
-        assert [2, 1] == [decode(batches[rank][2], "vllm-0.33").num_events for rank in (0, 1)]
-        assert [0, 0] == [number(batches[rank]) for rank in (0, 1)]
+        assert [decode(batches[rank][2], "vllm-0.33").num_events for rank in (0, 1)] == [2, 1]
+        assert [number(batches[rank]) for rank in (0, 1)] == [0, 0]
 
 
-def test_a_flush_within_a_step_sends_what_was_published_so_far(publisher):
+def test_a_flush_within_a_step_sends_the_events_published_so_far(publisher):
     with publisher.step():
         publish_chain(publisher, 2)
-        assert 0 == publisher.batches()
+        assert publisher.batches() == 0
         publisher.flush()
-        assert 1 == publisher.batches()
+        assert publisher.batches() == 1
         publisher.publish(Cleared())
-    assert 2 == publisher.batches()
+    assert publisher.batches() == 2
 
 
 def test_a_worker_of_a_harness_publishes_to_it():
@@ -78,7 +79,7 @@ def test_a_worker_of_a_harness_publishes_to_it():
             with publisher.step():
                 harness.worker(0).serve(prompt)
             decoded = decode(sub.recv_multipart()[2], "vllm-0.33")
-        assert [] == decoded.problems
+        assert decoded.problems == []
         assert harness.events.stored_blocks == [block for e in decoded.events for block in e.event.data.block_hashes]
         assert [tuple(prompt.tokens[:16]), tuple(prompt.tokens[16:32])] == [*map(tuple, decoded.events[0].token_ids)]
 
@@ -114,25 +115,25 @@ def test_block_ids_written_by_hand_go_out_in_full_width_one_to_one(dialect):
         payloads = [sub.recv_multipart()[2] for _ in range(3)]
     first, second, third = (decode(payload, dialect).events[0].event.data for payload in payloads)
     on_wire = [*first.block_hashes, second.parent_hash, *second.block_hashes, *third.block_hashes]
-    assert [0, 1, 1, 5, 5, 2**32 - 1, 2**32, BIG] == [*map(block_of, on_wire)]
-    assert 6 == len({*on_wire})
+    assert [*map(block_of, on_wire)] == [0, 1, 1, 5, 5, 2**32 - 1, 2**32, BIG]
+    assert len({*on_wire}) == 6
     assert all(abs(value) >= 2**32 for value in on_wire)  # eight bytes in msgpack, signed or not
     width = b"\xd3" if DIALECTS[dialect].hashes == "signed" else b"\xcf"
     assert all(width + wire_hash(block).to_bytes(8, "big") in payloads[0] for block in (0, 1))
 
 
-def test_a_block_hash_of_more_than_64_bits_is_refused_beside_a_small_one_too(publisher):
+def test_a_block_hash_of_more_than_64_bits_is_refused_next_to_a_small_one_too(publisher):
     for block in (2**64, -(2**63) - 1):
         with pytest.raises(EncodeError, match=r"block hash -?(0x)?\w+ has more than 64 bits$"):
             publisher.publish(removed(5, block))
-    assert 0 == publisher.batches()
+    assert publisher.batches() == 0
 
 
 def test_sequence_numbers_begin_at_0_after_a_restart_and_the_buffer_is_empty(publisher):
     publish_chain(publisher, 3)
     publisher.restart()
     publish_chain(publisher, 1)
-    assert [0] == [int.from_bytes(reply[1], "big") for reply in replayed(publisher.replay_endpoint, 0)[:-1]]
+    assert [int.from_bytes(reply[1], "big") for reply in replayed(publisher.replay_endpoint, 0)[:-1]] == [0]
 
 
 RESTARTS = {
@@ -152,9 +153,9 @@ def test_a_worker_that_restarts_restarts_its_publisher(restart):
         with publisher.step():
             harness.worker(0).serve(harness.prompt())
             RESTARTS[restart](harness)  # what was not sent yet is lost in a crash
-        assert (0, 1) == (publisher.batches(), other.batches())
+        assert (publisher.batches(), other.batches()) == (0, 1)
         harness.worker(0).serve(harness.prompt())
-        assert [0] == [int.from_bytes(reply[1], "big") for reply in replayed(publisher.replay_endpoint, 0)[:-1]]
+        assert [int.from_bytes(reply[1], "big") for reply in replayed(publisher.replay_endpoint, 0)[:-1]] == [0]
 
 
 def test_a_rank_that_restarts_restarts_its_rank_of_the_publisher():
@@ -162,17 +163,17 @@ def test_a_rank_that_restarts_restarts_its_rank_of_the_publisher():
     with KvPublisher("vllm-0.33", ranks=2) as publisher:
         harness.add_sink(publisher, worker_id=0)
         for rank in (0, 1):
-            harness.worker(0, rank).serve(harness.prompt())
-        harness.worker(0, 1).restart()
-        assert (1, 0) == (publisher.batches(0), publisher.batches(1))
+            harness.worker(0, dp_rank=rank).serve(harness.prompt())
+        harness.worker(0, dp_rank=1).restart()
+        assert (publisher.batches(0), publisher.batches(1)) == (1, 0)
 
 
 def test_a_worker_may_restart_after_its_publisher_was_closed_and_without_the_rank():
     harness = RouterHarness(EngineProfile(dp_size=2), backend="vllm")
     with KvPublisher("vllm-0.33") as publisher:
         harness.add_sink(publisher, worker_id=0)
-        harness.worker(0, 1).restart()
-    harness.worker(0, 0).restart()
+        harness.worker(0, dp_rank=1).restart()
+    harness.worker(0, dp_rank=0).restart()
 
 
 def test_bytes_of_a_worker_that_restarts_have_none_of_its_former_blocks():
@@ -183,7 +184,7 @@ def test_bytes_of_a_worker_that_restarts_have_none_of_its_former_blocks():
         harness.worker(0).serve(harness.prompt())
         harness.worker(0).restart()
         harness.worker(0).serve(harness.prompt())
-    assert 1 == len(wire.decode(wire.payloads[0]).events)
+    assert len(wire.decode(wire.payloads[0]).events) == 1
 
 
 def test_what_is_not_seen_after_a_restart_of_the_publisher_alone_is_explained(publisher):
@@ -199,8 +200,8 @@ def test_what_is_not_seen_after_a_restart_of_the_publisher_alone_is_explained(pu
     assert line not in str(caught.value)
 
 
-def test_a_timeout_after_a_restart_says_that_numbers_began_anew(publisher):
-    began_anew = "rank 0 began anew: its numbers begin with 0 again; batches 0 to 1 went before that, and no replay has them any more"
+def test_a_timeout_after_a_restart_notes_that_numbers_began_again(publisher):
+    began_anew = "rank 0 restarted: its numbers begin with 0 again; batches 0 to 1 went before that, and no replay has them any more"  # noqa: E501
     publish_chain(publisher, 2)
     assert began_anew not in why(publisher)
     publisher.worker_restarted(0)
@@ -218,7 +219,8 @@ def test_event_ids_of_what_is_published_by_hand_begin_with_0_after_a_restart():
     assert ids == [0, 1, 0, 1]
 
 
-# ------------------------------------------------------------------------------------------------ closed, and bound again
+# ------------------------------------------------------------------------------------------------ closed, and bound
+# again
 
 
 @pytest.mark.parametrize("transport", ["tcp", "ipc"])
@@ -232,7 +234,7 @@ def test_a_publisher_that_was_closed_is_bound_again_where_its_subscribers_are(tr
             closed.settle(lambda closed=closed: sub.poll(0) or closed.subscriptions())
             publish_chain(closed, 2)
             first, second = sub.recv_multipart(), sub.recv_multipart()
-            assert [0, 1] == [number(first), number(second)]
+            assert [number(first), number(second)] == [0, 1]
             closed.close()
             again = KvPublisher("vllm-0.33", **places, context=context)
             again.take_over(closed)
@@ -240,7 +242,7 @@ def test_a_publisher_that_was_closed_is_bound_again_where_its_subscribers_are(tr
         with pytest.raises(WireTimeout, match=r"a SUB socket subscribes again while its owner polls it"):
             closed.wait_subscribed(2, timeout=0)
         publish_chain(closed, 1)
-        assert [0] == [int.from_bytes(reply[-2], "big") for reply in replayed(closed.replay_endpoint, 0)[:-1]]
+        assert [int.from_bytes(reply[-2], "big") for reply in replayed(closed.replay_endpoint, 0)[:-1]] == [0]
     closed.close()
     if context is not None:
         context.term()
@@ -248,7 +250,7 @@ def test_a_publisher_that_was_closed_is_bound_again_where_its_subscribers_are(tr
         assert not Path(closed.endpoint.removeprefix("ipc://")).parent.exists()
 
 
-def test_a_publisher_that_takes_over_never_sends_the_same_bytes_again_and_says_that_numbers_began_anew():
+def test_a_publisher_that_takes_over_never_sends_the_same_bytes_again_and_says_that_numbers_began_again():
     with KvPublisher("vllm-0.33") as closed:
         publish_chain(closed, 1)
         payload = replayed(closed.replay_endpoint, 0)[0][-1]
@@ -257,7 +259,7 @@ def test_a_publisher_that_takes_over_never_sends_the_same_bytes_again_and_says_t
         publish_chain(publisher, 1)
         assert payload != replayed(publisher.replay_endpoint, 0)[0][-1]
         line = (
-            "rank 0 began anew: its numbers begin with 0 again; batch 0 went before that, and no replay has it any more"
+            "rank 0 restarted: its numbers begin with 0 again; batch 0 went before that, and no replay has it any more"
         )
         assert line in why(publisher)
 
@@ -285,11 +287,11 @@ def test_a_worker_that_publishes_to_a_closed_publisher_gets_one_error():
     for _ in range(3):
         harness.worker(0).serve(harness.prompt())
     (problem,) = harness.judge().errors
-    assert "sink_failure" == problem.rule
-    assert (
+    assert problem.rule == "sink_failure"
+    assert problem.observed == (
         "KvPublisher.publish raised ValueError: this KvPublisher is closed; another one may be bound at "
         f"{publisher.endpoint}; it gets no further events"
-    ) == problem.observed
+    )
 
 
 def test_what_cannot_be_said_is_named_and_takes_no_number(publisher):
@@ -299,7 +301,7 @@ def test_what_cannot_be_said_is_named_and_takes_no_number(publisher):
         publisher.publish("stored")
     with pytest.raises(ValueError, match="the publisher has ranks 0 to 0, got rank 3"):
         publisher.publish(RouterEvent(0, KvCacheEvent(0, Cleared(), 3)))
-    assert 0 == publisher.batches()
+    assert publisher.batches() == 0
 
 
 # ------------------------------------------------------------------------------------------------ replay
@@ -314,10 +316,10 @@ def test_a_replay_is_framed_as_the_engine_frames_it(dialect, topic):
         *batches, end = replayed(publisher.replay_endpoint, 2)
     assert [[b"", *topic, (seq).to_bytes(8, "big")] for seq in (2, 3)] == [reply[:-1] for reply in batches]
     assert [b"", *([b""] if topic else []), b"\xff" * 8, b""] == end
-    assert [(2, (2, 3))] == [(replay.start, replay.sent) for replay in publisher.replays]
+    assert [(replay.start, replay.sent) for replay in publisher.replays] == [(2, (2, 3))]
 
 
-def test_a_replay_of_what_is_gone_has_the_rest_and_no_error():
+def test_a_replay_from_a_dropped_batch_has_the_later_ones_and_no_error():
     # vLLM's own test: a buffer of 100, 110 batches: 10 to 109.
     with KvPublisher("vllm-0.24", buffer_steps=100) as publisher:
         publish_chain(publisher, 110)
@@ -325,8 +327,8 @@ def test_a_replay_of_what_is_gone_has_the_rest_and_no_error():
     assert [*range(10, 110)] == [int.from_bytes(reply[1], "big") for reply in batches]
 
 
-def test_a_replay_of_what_is_to_come_is_an_end_marker(publisher):
-    assert 1 == len(replayed(publisher.replay_endpoint, 10))
+def test_a_replay_from_a_future_batch_is_an_end_marker(publisher):
+    assert len(replayed(publisher.replay_endpoint, 10)) == 1
 
 
 def test_a_request_with_other_frames_is_noted_and_not_answered(publisher):
@@ -336,9 +338,9 @@ def test_a_request_with_other_frames_is_noted_and_not_answered(publisher):
     dealer.connect(publisher.replay_endpoint)
     dealer.send_multipart([b"only one"])
     dealer.send_multipart([b"", (0).to_bytes(8, "big")])
-    assert b"\xff" * 8 != dealer.recv_multipart()[-2]
+    assert dealer.recv_multipart()[-2] != b"\xff" * 8
     context.destroy(linger=0)
-    assert [(1, None), (2, 0)] == [(replay.frames, replay.start) for replay in publisher.replays]
+    assert [(replay.frames, replay.start) for replay in publisher.replays] == [(1, None), (2, 0)]
 
 
 def test_it_says_which_client_asked_for_what(publisher):
@@ -357,14 +359,14 @@ def test_it_says_which_client_asked_for_what(publisher):
     context.term()
     one, two, unnamed = publisher.replays
 
-    assert [(b"one", 1), (b"two", 0)] == [(one.client, one.start), (two.client, two.start)]
+    assert [(one.client, one.start), (two.client, two.start)] == [(b"one", 1), (b"two", 0)]
     assert unnamed.client not in (b"", b"one", b"two")
 
 
 def test_each_rank_is_asked_at_the_next_port():
     with KvPublisher("vllm-0.24", ranks=3) as publisher:
         publisher.publish(KvCacheEvent(0, Cleared(), 2))
-        assert [1, 1, 2] == [len(replayed(endpoint, 0)) for endpoint in publisher.replay_endpoints]
+        assert [len(replayed(endpoint, 0)) for endpoint in publisher.replay_endpoints] == [1, 1, 2]
         for endpoints in (publisher.endpoints, publisher.replay_endpoints):
             base, *others = (int(endpoint.rpartition(":")[2]) for endpoint in endpoints)
             assert [base + 1, base + 2] == others
@@ -376,8 +378,8 @@ def test_each_rank_is_asked_at_the_next_port():
 def test_subscriptions_to_one_topic_are_counted_and_those_that_ended_are_not(publisher):
     with plain_sub(publisher.endpoint), plain_sub(publisher.endpoint), plain_sub(publisher.endpoint):
         publisher.wait_subscribed(3)
-        assert (b"", b"", b"") == publisher.subscriptions()
-    assert () == publisher.settle(publisher.subscriptions, ())
+        assert publisher.subscriptions() == (b"", b"", b"")
+    assert publisher.settle(publisher.subscriptions, ()) == ()
     with pytest.raises(WireTimeout):
         publisher.wait_subscribed(timeout=0)
 
@@ -387,10 +389,10 @@ def test_waiting_for_subscriptions_says_which_there_are():
         publisher.settle(publisher.subscriptions)
         with pytest.raises(WireTimeout) as caught:
             publisher.wait_subscribed(timeout=0)
-        assert (
+        assert str(caught.value) == (
             f"rank 0 at {publisher.endpoint} has 0 of 1 subscriptions to its topic 'kv@a@m' after 0 s; "
             "subscribed to: 'kv-events'"
-        ) == str(caught.value)
+        )
 
 
 def test_each_rank_must_be_subscribed_to():
@@ -424,7 +426,7 @@ def test_an_async_test_waits_without_stopping_its_loop(publisher):
             await publisher.asettle(turn)
             return number(sub.recv_multipart()), turns
 
-    assert (0, 4) == asyncio.run(consumer(publisher.endpoint))
+    assert asyncio.run(consumer(publisher.endpoint)) == (0, 4)
     with pytest.raises(WireTimeout, match="0 of 2 subscriptions"):
         asyncio.run(publisher.await_subscribed(2, timeout=0.1))
     with pytest.raises(WireTimeout, match="expected 5, got 4"):
@@ -442,11 +444,11 @@ def test_settle_waits_for_the_answer_of_a_consumer_in_another_thread(publisher):
     thread.start()
     publisher.wait_subscribed()
     publish_chain(publisher, 5)
-    assert [0, 1, 2, 3, 4] == publisher.settle(lambda: [*received], [0, 1, 2, 3, 4])
+    assert publisher.settle(lambda: [*received], [0, 1, 2, 3, 4]) == [0, 1, 2, 3, 4]
     thread.join()
 
 
-def test_settle_asks_now_and_then_also_where_nobody_has_waited_for_the_subscription(publisher):
+def test_settle_polls_even_without_a_wait_for_the_subscription(publisher):
     asked = []
     with plain_sub(publisher.endpoint):
         while not publisher._ranks[0].xpub.poll(0):  # the subscription is there, and unread
@@ -456,7 +458,7 @@ def test_settle_asks_now_and_then_also_where_nobody_has_waited_for_the_subscript
     assert len(asked) <= 30  # every 5 ms; without a wait it would be thousands
 
 
-def test_settle_explains_what_it_waited_for(publisher):
+def test_settle_explains_its_wait(publisher):
     def overlap():
         return {0: 3}
 
@@ -465,13 +467,13 @@ def test_settle_explains_what_it_waited_for(publisher):
     replayed(publisher.replay_endpoint, 1)
     with pytest.raises(WireTimeout) as caught:
         publisher.settle(overlap, {0: 4}, timeout=0)
-    assert [
-        "test_settle_explains_what_it_waited_for.<locals>.overlap: expected {0: 4}, got {0: 3} after 0 s",
+    assert str(caught.value).splitlines() == [
+        "test_settle_explains_its_wait.<locals>.overlap: expected {0: 4}, got {0: 3} after 0 s",
         "rank 0 has published batches 0 to 1, to 0 subscriptions",
         "rank 0: batches 0 to 1 went out with 0 subscriptions: call wait_subscribed first",
         "rank 0 was asked for batches from 1 on, and sent 1",
         "injected: lose at rank 0, batch 0",
-    ] == str(caught.value).splitlines()
+    ]
 
 
 def why(publisher, answer=False, expected=None):
@@ -481,56 +483,57 @@ def why(publisher, answer=False, expected=None):
     return str(caught.value).splitlines()[1:]
 
 
-def test_batches_that_went_out_before_anybody_subscribed_are_named(publisher):
+def test_batches_sent_before_any_subscription_are_named(publisher):
     publish_chain(publisher, 3)
     with plain_sub(publisher.endpoint):
         publisher.wait_subscribed()
         publish_chain(publisher, 2)
-        assert [
+        assert why(publisher) == [
             "rank 0 has published batches 0 to 4, to 1 subscriptions, seen from batch 3 on",
             "rank 0: batches 0 to 2 went out with 0 subscriptions: call wait_subscribed first",
-        ] == why(publisher)
+        ]
         replayed(publisher.replay_endpoint, 0)  # who asks for all has them
-        assert [
+        assert why(publisher) == [
             "rank 0 has published batches 0 to 4, to 1 subscriptions, seen from batch 3 on",
             "rank 0 was asked for batches from 0 on, and sent 5",
-        ] == why(publisher)
+        ]
         publisher.restart()
         publish_chain(publisher, 1)
-        assert "rank 0 has published batch 0, to 1 subscriptions" == why(publisher)[0]
+        assert why(publisher)[0] == "rank 0 has published batch 0, to 1 subscriptions"
 
 
 def test_what_is_published_to_a_subscriber_that_was_waited_for_went_out_to_it(publisher):
     with plain_sub(publisher.endpoint):
         publisher.wait_subscribed()
         publish_chain(publisher, 2)
-        assert ["rank 0 has published batches 0 to 1, to 1 subscriptions"] == why(publisher)
+        assert why(publisher) == ["rank 0 has published batches 0 to 1, to 1 subscriptions"]
 
 
 def test_a_subscription_that_is_there_unread_counts_from_the_batch_that_it_gets(publisher):
     with plain_sub(publisher.endpoint):
         assert publisher._ranks[0].xpub.poll(5000)
         publish_chain(publisher, 2)
-        assert ["rank 0 has published batches 0 to 1, to 1 subscriptions"] == why(publisher)
+        assert why(publisher) == ["rank 0 has published batches 0 to 1, to 1 subscriptions"]
 
 
 def test_a_number_with_its_low_byte_first_is_named(publisher):
     publish_chain(publisher, 3)
     replayed(publisher.replay_endpoint, int.from_bytes((2).to_bytes(8, "little"), "big"))
-    assert (
-        "rank 0 was asked for batches from 144115188075855872 on, and sent 0: that is 2 in little-endian, and a number has "
+    assert why(publisher)[-1] == (
+        "rank 0 was asked for batches from 144115188075855872 on, and sent 0: that is 2 in little-endian, and a "
+        "number has "
         "its high byte first"
-    ) == why(publisher)[-1]
+    )
 
 
 @pytest.mark.parametrize("replay", [True, False])
-def test_a_batch_that_was_lost_on_purpose_and_nobody_asked_for(replay):
+def test_an_injected_loss_without_a_replay_request_is_explained(replay):
     with KvPublisher("vllm-0.33", replay=replay) as publisher:
         publisher.faults.double()
         publisher.faults.lose(2)
         publish_chain(publisher, 3)
         no_use = "" if replay else ", and it answers none: replay=False"
-        assert f"nobody asked rank 0 for a replay after lose of batch 1{no_use}" == why(publisher)[-1]
+        assert why(publisher)[-1] == f"no subscriber asked rank 0 for a replay after lose of batch 1{no_use}"
         if replay:
             replayed(publisher.replay_endpoint, 1)
             assert "nobody" not in str(why(publisher))
@@ -645,7 +648,8 @@ def test_an_assertion_of_the_probe_is_not_yet_and_any_other_error_is_raised(publ
 WRONG = {
     "http://x": "'http://x': unknown transport 'http'; known: tcp, ipc, inproc",
     "tpc://127.0.0.1:*": "'tpc://127.0.0.1:*': unknown transport 'tpc'; known: tcp, ipc, inproc",
-    "tcp://0.0.0.0:5557": "'tcp://0.0.0.0:5557': a test's publisher stays on the loopback; allowed: tcp://127.0.0.1:PORT, "
+    "tcp://0.0.0.0:5557": "'tcp://0.0.0.0:5557': a test's publisher stays on the loopback; allowed: "
+    "tcp://127.0.0.1:PORT, "
     "or tcp://127.0.0.1:* for a port that the system picks",
     "tcp://127.0.0.1:70000": "'tcp://127.0.0.1:70000': a port is from 1 to 65535, or * for one that the system picks",
     "ipc://here/sock": "'ipc://here/sock': an ipc path is absolute; 'ipc' alone is a path that is made and removed",
@@ -673,22 +677,30 @@ def test_a_directory_for_ipc_is_gone_where_the_replay_endpoint_is_refused(tmp_pa
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(EndpointError, match="unknown transport 'http'"):
         KvPublisher("vllm-0.24", endpoint="ipc", replay="http://x")
-    assert [] == [*tmp_path.iterdir()]
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_several_ranks_have_no_ipc_path_as_in_engines_and_no_directory_is_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(EndpointError, match="an endpoint of rank 1 must be tcp with a port, or inproc; got 'ipc:///"):
+        KvPublisher("vllm-0.33", endpoint="ipc", ranks=2)
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_localhost_is_the_loopback():
     with KvPublisher("vllm-0.24", endpoint="tcp://localhost:*", replay=False) as publisher:
         assert publisher.endpoint.startswith("tcp://127.0.0.1:")
         assert publisher.replay_endpoint is None
-        assert [] == publisher.replays
+        assert publisher.replays == []
 
 
 def test_a_port_that_is_taken_is_named(publisher):
     with pytest.raises(EndpointError) as caught:
         KvPublisher("vllm-0.24", endpoint=publisher.endpoint)
-    assert (
-        f"{publisher.endpoint} is taken: something else is bound there; tcp://127.0.0.1:* is a port that the system picks"
-    ) == str(caught.value)
+    assert str(caught.value) == (
+        f"{publisher.endpoint} is taken: something else is bound there; tcp://127.0.0.1:* is a port that the system "
+        "picks"
+    )
     with pytest.raises(EndpointError, match=f"^{publisher.endpoint} is taken"):
         KvPublisher("vllm-0.24", replay=publisher.endpoint)
 
@@ -700,9 +712,9 @@ def test_a_next_endpoint_that_is_taken_is_named_and_the_first_is_free_again():
         with pytest.raises(EndpointError, match="inproc://kv_dp1 is taken"):
             KvPublisher("vllm-0.24", endpoint="inproc://kv", replay=False, ranks=2, context=context)
         with KvPublisher("vllm-0.24", endpoint="inproc://kv", replay=False, context=context) as publisher:
-            assert "inproc://kv" == publisher.endpoint
+            assert publisher.endpoint == "inproc://kv"
     with KvPublisher("vllm-0.24", endpoint="inproc://kv", replay=False, ranks=2, context=context) as publisher:
-        assert ("inproc://kv", "inproc://kv_dp1") == publisher.endpoints
+        assert publisher.endpoints == ("inproc://kv", "inproc://kv_dp1")
     context.term()
 
 
@@ -717,10 +729,13 @@ def test_an_inproc_name_that_is_taken_is_named():
 
 
 def test_endpoints_of_ranks():
-    assert ["tcp://h:5557", "tcp://h:5558"] == [rank_endpoint("tcp://h:5557", rank) for rank in (0, 1)]
-    assert ["inproc://kv", "inproc://kv_dp1"] == [rank_endpoint("inproc://kv", rank) for rank in (0, 1)]
-    assert ("tcp://h:1", "tcp://g:2") == rank_endpoints(["tcp://h:1", "tcp://g:2"], None)
-    assert ("tcp://h:1", "tcp://h:2") == rank_endpoints("tcp://h:1", 2)
+    assert [rank_endpoint("tcp://h:5557", rank) for rank in (0, 1)] == ["tcp://h:5557", "tcp://h:5558"]
+    assert [rank_endpoint("inproc://kv", rank) for rank in (0, 1)] == ["inproc://kv", "inproc://kv_dp1"]
+    assert rank_endpoint("tcp://*:0", 7) == "tcp://*:0"
+    with pytest.raises(EndpointError, match="an endpoint of rank 1 must be tcp with a port, or inproc; got 'ipc://kv'"):
+        rank_endpoint("ipc://kv", 1)
+    assert rank_endpoints(["tcp://h:1", "tcp://g:2"], None) == ("tcp://h:1", "tcp://g:2")
+    assert rank_endpoints("tcp://h:1", 2) == ("tcp://h:1", "tcp://h:2")
     with pytest.raises(EndpointError, match="rank 3 would have port 65538; ports end at 65535"):
         rank_endpoint("tcp://127.0.0.1:65535", 3)
     with pytest.raises(EndpointError, match="2 endpoints for 3 ranks"):
@@ -737,7 +752,7 @@ def test_a_fault_of_a_rank_that_there_is_not_is_refused(rank):
     with KvPublisher("vllm-0.24", ranks=2, replay=False) as publisher:
         with pytest.raises(ValueError, match=f"^the publisher has ranks 0 to 1, got rank {rank!r}$"):
             publisher.faults.lose(dp_rank=rank)
-        assert [] == publisher.faults.unused
+        assert publisher.faults.unused == []
 
 
 @pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x90", b"\x93\xc0\xc0\xc0", b"\x93\xc0\x91\x01\xc0"])
@@ -747,37 +762,37 @@ def test_a_fault_that_changes_events_says_that_a_payload_has_none_and_still_wait
         ValueError, match=r"^extra_field changes the events of a batch, and the payload of batch 0 is none"
     ):
         publisher.publish_payload(payload)
-    assert (0, [], ["extra_field (1 batch left)"]) == (
+    assert (
         publisher.batches(),
         publisher.faults.injected,
         publisher.faults.unused,
-    )
+    ) == (0, [], ["extra_field (1 batch left)"])
 
 
 def test_a_replay_with_nothing_to_leave_out_is_not_truncated_and_the_fault_still_waits(publisher):
     publisher.faults.truncate_replay(2)
     publish_chain(publisher, 2)
-    assert [0, 1] == [int.from_bytes(frames[-2], "big") for frames in replayed(publisher.replay_endpoint, 0)[:-1]]
-    assert ["truncate_replay (no replay had so much to leave out)"] == publisher.faults.unused
-    assert [] == publisher.faults.injected
+    assert [int.from_bytes(frames[-2], "big") for frames in replayed(publisher.replay_endpoint, 0)[:-1]] == [0, 1]
+    assert publisher.faults.unused == ["truncate_replay (no replay had so much to leave out)"]
+    assert publisher.faults.injected == []
     publish_chain(publisher, 1)
-    assert 3 == len(replayed(publisher.replay_endpoint, 0))  # two, and the end marker
-    assert [("truncate_replay", 2)] == [(each.fault, each.batch) for each in publisher.faults.injected]
+    assert len(replayed(publisher.replay_endpoint, 0)) == 3  # two, and the end marker
+    assert [(each.fault, each.batch) for each in publisher.faults.injected] == [("truncate_replay", 2)]
 
 
 def test_an_end_marker_that_is_left_out_was_injected(publisher):
     publisher.faults.truncate_replay(5, end_marker=False)
     publish_chain(publisher, 2)
-    assert 2 == len(replayed(publisher.replay_endpoint, 0, messages=2))
-    assert [("truncate_replay", 2)] == [(each.fault, each.batch) for each in publisher.faults.injected]
-    assert [] == publisher.faults.unused
+    assert len(replayed(publisher.replay_endpoint, 0, messages=2)) == 2
+    assert [(each.fault, each.batch) for each in publisher.faults.injected] == [("truncate_replay", 2)]
+    assert publisher.faults.unused == []
 
 
 @pytest.mark.parametrize("payload", [5, "text", None])
-def test_a_payload_that_is_no_bytes_is_refused(publisher, payload):
+def test_a_payload_that_is_not_bytes_is_refused(publisher, payload):
     with pytest.raises(TypeError, match=f"^a payload is bytes, or a buffer of them; got {payload!r}$"):
         publisher.publish_payload(payload)
-    assert 0 == publisher.batches()
+    assert publisher.batches() == 0
 
 
 def test_an_unknown_dialect_is_answered_with_the_nearest():
@@ -814,7 +829,7 @@ def test_numbers_out_of_range_are_refused(name):
 def test_options_of_another_type_are_refused(option, error, message):
     with pytest.raises(error) as caught:
         KvPublisher("vllm-0.33", **option)
-    assert message == str(caught.value)
+    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize(
@@ -842,9 +857,7 @@ def test_a_probe_of_the_other_kind_is_refused(publisher):
         TypeError, match=r"^settle takes a probe that answers at once, and got a coroutine; asettle awaits it$"
     ):
         publisher.settle(probe)
-    with pytest.raises(
-        TypeError, match=r"^asettle takes a probe that is awaited, and it returned True; settle takes such$"
-    ):
+    with pytest.raises(TypeError, match=r"^asettle takes an async probe, and this one returned True; call settle$"):
         asyncio.run(publisher.asettle(lambda: True))
     with pytest.raises(
         TypeError, match=r"^probe is called until it answers as expected; got 5, which cannot be called$"
@@ -855,7 +868,7 @@ def test_a_probe_of_the_other_kind_is_refused(publisher):
 def test_an_end_marker_is_left_out_or_not(publisher):
     with pytest.raises(ValueError, match=r"^end_marker must be True or False, got 5$"):
         publisher.faults.truncate_replay(end_marker=5)
-    assert [] == publisher.faults.unused
+    assert publisher.faults.unused == []
 
 
 def test_a_closed_publisher_is_not_entered_nor_stepped(publisher):
@@ -863,7 +876,7 @@ def test_a_closed_publisher_is_not_entered_nor_stepped(publisher):
     for context in (publisher, publisher.step()):
         with pytest.raises(ValueError) as refused, context:
             pass
-        assert f"this KvPublisher is closed; another one may be bound at {publisher.endpoint}" == str(refused.value)
+        assert str(refused.value) == f"this KvPublisher is closed; another one may be bound at {publisher.endpoint}"
 
 
 def test_a_closed_publisher_refuses_everything_but_to_be_closed(publisher):
@@ -895,7 +908,7 @@ def test_a_publisher_that_is_closed_while_a_task_waits_ends_the_wait(publisher):
 def test_without_pyzmq_one_line_says_how_to_install_it():
     code = (
         "import sys; sys.modules['zmq'] = None\n"
-        "from pytest_kvmock.wire.zmq import KvPublisher\n"
+        "from pytest_kvmock.wire.sockets import KvPublisher\n"
         "try: KvPublisher('vllm-0.24')\n"
         "except ImportError as error: print(error)"
     )

@@ -10,9 +10,10 @@ import zmq
 from sockets import BIG, publish_chain, removed, replayed, stored, tasks_wait, tokens_of
 
 from pytest_kvmock import Cleared, EngineProfile, EventRulesBroken, KvCacheEvent, RouterHarness
-from pytest_kvmock.wire import DIALECTS, kv_subscriber
-from pytest_kvmock.wire.waiting import readable
-from pytest_kvmock.wire.zmq import EndpointError, KvPublisher, KvSubscriber, WireTimeout
+from pytest_kvmock.wire import DIALECTS
+from pytest_kvmock.wire.sockets import KvPublisher, KvSubscriber, WireTimeout, kv_subscriber
+from pytest_kvmock.wire.sockets.endpoints import EndpointError
+from pytest_kvmock.wire.sockets.waiting import readable
 
 SPOKEN = [name for name, dialect in DIALECTS.items() if dialect.in_matrix]
 
@@ -70,7 +71,7 @@ class World:
         self.publisher.close()
 
 
-def test_a_timeout_after_a_restart_says_that_numbers_began_anew():
+def test_a_timeout_after_a_restart_notes_that_numbers_began_again():
     with World(replay=False) as world:
         world.publish(2)
         world.receive(2)
@@ -78,11 +79,11 @@ def test_a_timeout_after_a_restart_says_that_numbers_began_anew():
         world.publish(1)
         with pytest.raises(WireTimeout) as caught:
             world.subscriber.receive(2, timeout=0.2)
-    assert [
+    assert str(caught.value).splitlines() == [
         "1 of 2 batches arrived in 0.2 s",
-        f"rank 0 at {world.publisher.endpoint}: next is batch 1; its numbers began anew after batch 1",
+        f"rank 0 at {world.publisher.endpoint}: next is batch 1; its numbers began again after batch 1",
         "rank 0: batch 0 came after batch 1: numbers went backwards, as after an unannounced restart",
-    ] == str(caught.value).splitlines()
+    ]
 
 
 @pytest.mark.parametrize("transport", ["tcp", "ipc"])
@@ -109,12 +110,12 @@ def test_an_engine_that_dies_and_comes_back_at_its_address_is_noticed_by_the_fir
         again.settle(lambda: subscriber.poll() or again.subscriptions())
         worker.serve(prompt)
         subscriber.receive()
-        assert 2 == len(received)
+        assert len(received) == 2
         assert received[0].event.data == received[1].event.data
-        assert ["batch 0 came twice, with other events: numbers went backwards, as after an unannounced restart"] == [
-            loss.observed for loss in subscriber.lost
+        assert [loss.observed for loss in subscriber.lost] == [
+            "batch 0 came twice, with other events: numbers went backwards, as after an unannounced restart"
         ]
-    assert [] == harness.judge().errors
+    assert harness.judge().errors == []
 
 
 @pytest.mark.parametrize("dialect", SPOKEN)
@@ -124,17 +125,18 @@ def test_what_is_published_arrives(dialect, transport):
         world.publish(3)
         world.receive(3)
         signed = DIALECTS[dialect].hashes == "signed"
-        assert [0, 1, 2] == [block + (2**64 if signed else 0) for block in world.blocks]
-        assert [(7, 0), (7, 1), (7, 2)] == [(each.worker_id, each.event.event_id) for each in world.events]
+        assert [block + (2**64 if signed else 0) for block in world.blocks] == [0, 1, 2]
+        assert [(each.worker_id, each.event.event_id) for each in world.events] == [(7, 0), (7, 1), (7, 2)]
         assert [tokens_of((BIG + n) % 1000) for n in range(3)] == [
             [*map(list, each.token_ids)] for each in world.events
         ]
-        assert ([], []) == (world.subscriber.problems, world.subscriber.lost)
+        assert (world.subscriber.problems, world.subscriber.lost) == ([], [])
 
 
 ALL = [0, 1, 2, 3, 4, 5]
 
-# A fault, how it is asked for; the blocks that arrive with a replay and without; what is lost with a replay and without.
+# A fault, how it is asked for; the blocks that arrive with a replay and without; what is lost with a replay and
+# without.
 FAULTS = {
     "none": (lambda faults: None, ALL, ALL, [], []),
     "lost": (lambda faults: faults.lose(2), ALL, [0, 3, 4, 5], [], ["batches 1 to 2 did not arrive"]),
@@ -171,7 +173,7 @@ FAULTS = {
 @pytest.mark.parametrize("replay", [True, False])
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("dialect", ["vllm-0.19", "vllm-0.33", "sglang-0.5.22"])
-def test_a_replay_recovers_what_it_can_and_the_rest_is_reported(dialect, fault, replay):
+def test_a_replay_recovers_available_batches_and_the_rest_is_reported(dialect, fault, replay):
     ask, with_replay, without, lost_with, lost_without = FAULTS[fault]
     with World(replay=replay, dialect=dialect) as world:
         world.publish(1)
@@ -182,7 +184,7 @@ def test_a_replay_recovers_what_it_can_and_the_rest_is_reported(dialect, fault, 
         signed = 2**64 if DIALECTS[dialect].hashes == "signed" else 0
         assert (with_replay if replay else without) == [block + signed for block in world.blocks]
         assert (lost_with if replay else lost_without) == world.lost
-        assert [] == world.publisher.faults.unused
+        assert world.publisher.faults.unused == []
         assert bool(ask(world.publisher.faults)) is False  # it can be asked for again
 
 
@@ -190,9 +192,9 @@ def test_a_late_join_is_recovered_from_the_first_batch():
     with World(replay=True) as world:
         world.publisher.faults.late_join(3)
         world.publish(4)
-        assert [0, 1, 2, 3] == world.receive(4)
+        assert world.receive(4) == [0, 1, 2, 3]
         assert [(0, range(4))] == world.subscriber.recovered
-        with pytest.raises(ValueError, match="late_join is about the first batches"):
+        with pytest.raises(ValueError, match="late_join must be requested before the first batch"):
             world.publisher.faults.late_join()
 
 
@@ -200,17 +202,17 @@ def test_one_that_joins_on_purpose_begins_with_what_comes():
     with World(replay=False, from_start=False) as world:
         world.publisher.faults.late_join(3)
         world.publish(4)
-        assert [3] == world.receive(1)
-        assert [] == world.lost
+        assert world.receive(1) == [3]
+        assert world.lost == []
 
 
 def test_one_that_joins_can_catch_up_without_waiting_for_a_live_batch():
     with World(replay=True) as world:
         world.publisher.faults.late_join(3)
         world.publish(3)
-        assert 3 == world.subscriber.catch_up()
-        assert [0, 1, 2] == world.blocks
-        assert 0 == world.subscriber.catch_up()
+        assert world.subscriber.catch_up() == 3
+        assert world.blocks == [0, 1, 2]
+        assert world.subscriber.catch_up() == 0
     with World(replay=False) as world, pytest.raises(ValueError, match="catch_up needs the replay endpoint"):
         world.subscriber.catch_up()
 
@@ -222,13 +224,13 @@ def test_a_batch_that_counts_as_lost_is_not_applied_when_it_arrives_late():
         world.publish(2)
         world.publish(1)
         world.receive(4)
-        assert [0, 2, 3] == world.blocks
-        assert ["rank 0, batch 1: arrived after batch 2, when it counted as lost"] == [
-            *map(str, world.subscriber.problems)
+        assert world.blocks == [0, 2, 3]
+        assert [*map(str, world.subscriber.problems)] == [
+            "rank 0, batch 1: arrived after batch 2, when it counted as lost"
         ]
 
 
-def test_a_restart_whose_first_number_counts_as_lost_is_no_late_batch():
+def test_a_restart_with_a_number_that_counts_as_lost_is_not_a_late_batch():
     with World(replay=False, from_start=True) as world:
         world.publisher.faults.lose()
         world.publish(2)
@@ -236,8 +238,8 @@ def test_a_restart_whose_first_number_counts_as_lost_is_no_late_batch():
         world.publisher.restart()
         world.publish(2)
         world.receive(2)
-        assert [1, 2, 3] == world.blocks
-        assert ([], 2) == (world.subscriber.problems, len(world.lost))
+        assert world.blocks == [1, 2, 3]
+        assert (world.subscriber.problems, len(world.lost)) == ([], 2)
 
 
 @pytest.mark.parametrize("replay", [True, False])
@@ -248,22 +250,22 @@ def test_a_restart_is_reported_and_the_new_beginning_is_applied(replay):
         world.publisher.faults.restart()
         world.next = 0
         world.publish(2)
-        assert [0, 1, 2, 0, 1] == world.receive(2)
-        assert ["batch 0 came after batch 2: numbers went backwards, as after an unannounced restart"] == world.lost
-        assert [0, 1, 2, 0, 1] == [event.event.event_id for event in world.events]
+        assert world.receive(2) == [0, 1, 2, 0, 1]
+        assert world.lost == ["batch 0 came after batch 2: numbers went backwards, as after an unannounced restart"]
+        assert [event.event.event_id for event in world.events] == [0, 1, 2, 0, 1]
 
 
 def test_a_restart_shows_though_a_replay_has_brought_batches_of_the_same_numbers():
     with World(replay=True) as world:
         world.publisher.faults.late_join(3)
         world.publish(3)
-        assert 3 == world.subscriber.catch_up()
+        assert world.subscriber.catch_up() == 3
         world.publisher.restart()
         world.next = 100
         world.publish(2)
-        assert [0, 1, 2, 100, 101] == world.receive(2)
-        assert ["batch 0 came after batch 2: numbers went backwards, as after an unannounced restart"] == world.lost
-        assert 0 == world.subscriber.duplicates
+        assert world.receive(2) == [0, 1, 2, 100, 101]
+        assert world.lost == ["batch 0 came after batch 2: numbers went backwards, as after an unannounced restart"]
+        assert world.subscriber.duplicates == 0
 
 
 def test_a_restart_shows_after_more_batches_than_are_remembered(monkeypatch):
@@ -274,11 +276,11 @@ def test_a_restart_shows_after_more_batches_than_are_remembered(monkeypatch):
         world.publisher.restart()
         world.next = 100
         world.publish(2)
-        assert [0, 1, 2, 3, 100, 101] == world.receive(2)
-        assert ["batch 0 came after batch 3: numbers went backwards, as after an unannounced restart"] == world.lost
+        assert world.receive(2) == [0, 1, 2, 3, 100, 101]
+        assert world.lost == ["batch 0 came after batch 3: numbers went backwards, as after an unannounced restart"]
 
 
-def test_a_repeat_of_a_batch_that_is_not_remembered_is_no_restart(monkeypatch):
+def test_a_repeat_of_a_batch_that_is_not_remembered_is_not_a_restart(monkeypatch):
     monkeypatch.setattr(kv_subscriber, "MOST_REMEMBERED", 2)
     with World(replay=True) as world:
         world.publish(4)
@@ -286,8 +288,8 @@ def test_a_repeat_of_a_batch_that_is_not_remembered_is_no_restart(monkeypatch):
         (first, *_) = replayed(world.publisher.replay_endpoint, 0)
         world.publisher.restart()
         world.publisher.publish_payload(first[-1])  # the number and the bytes of batch 0
-        assert 1 == world.subscriber.poll(5.0)
-        assert (1, [0, 1, 2, 3], []) == (world.subscriber.duplicates, world.blocks, world.lost)
+        assert world.subscriber.poll(5.0) == 1
+        assert (world.subscriber.duplicates, world.blocks, world.lost) == (1, [0, 1, 2, 3], [])
 
 
 def test_after_a_restart_what_was_lost_of_the_new_beginning_is_recovered():
@@ -298,7 +300,7 @@ def test_after_a_restart_what_was_lost_of_the_new_beginning_is_recovered():
         world.publisher.faults.lose(2)
         world.next = 0
         world.publish(3)
-        assert [0, 1, 2, 3, 4, 0, 1, 2] == world.receive(3)
+        assert world.receive(3) == [0, 1, 2, 3, 4, 0, 1, 2]
 
 
 @pytest.mark.parametrize("end_marker", [True, False])
@@ -308,17 +310,17 @@ def test_a_truncated_replay_leaves_a_gap_that_is_reported(end_marker):
         world.publisher.faults.lose(4)
         world.publisher.faults.truncate_replay(2, end_marker=end_marker)
         world.publish(5)
-        assert [0, 1, 2, 5] == world.receive(6)
+        assert world.receive(6) == [0, 1, 2, 5]
         why = (
             "a replay had no such batches any more"
             if end_marker
             else "the replay broke off: nothing more came in 0.1 s"
         )
-        assert [f"batches 3 to 4 did not arrive, and {why}"] == world.lost
+        assert world.lost == [f"batches 3 to 4 did not arrive, and {why}"]
         assert [(0, range(1, 3))] == world.subscriber.recovered
         world.publisher.faults.lose()
         world.publish(2)  # the next replay is whole again
-        assert [0, 1, 2, 5, 6, 7] == world.receive(2)
+        assert world.receive(2) == [0, 1, 2, 5, 6, 7]
 
 
 @pytest.mark.skipif(not _has_ipv6(), reason="this machine has no ::1")
@@ -327,7 +329,7 @@ def test_the_loopback_of_ipv6_is_a_loopback():
         assert world.publisher.endpoint.startswith("tcp://[::1]:")
         world.publisher.faults.lose()
         world.publish(2)
-        assert [0, 1] == world.receive(2)
+        assert world.receive(2) == [0, 1]
 
 
 def test_a_replay_that_breaks_off_is_a_problem_where_no_gap_shows_it():
@@ -335,9 +337,9 @@ def test_a_replay_that_breaks_off_is_a_problem_where_no_gap_shows_it():
         world.publisher.faults.lose(2)
         world.publisher.faults.truncate_replay(1, end_marker=False)
         world.publish(2)
-        assert 1 == world.subscriber.catch_up()
-        assert ["rank 0, batch 1: the replay broke off before it: nothing more came in 0.1 s"] == [
-            *map(str, world.subscriber.problems)
+        assert world.subscriber.catch_up() == 1
+        assert [*map(str, world.subscriber.problems)] == [
+            "rank 0, batch 1: the replay broke off before it: nothing more came in 0.1 s"
         ]
 
 
@@ -346,7 +348,7 @@ def test_a_batch_that_cannot_be_read_is_not_recovered_by_a_replay_of_the_same_by
         world.publish(1)
         world.publisher.publish_payload(b"\xc1")
         world.publish(1)
-        assert [0, 1] == world.receive(3)
+        assert world.receive(3) == [0, 1]
         assert [range(1, 2)] == [loss.batches for loss in world.subscriber.lost]
         assert not any(1 in batches for _, batches in world.subscriber.recovered)
 
@@ -358,40 +360,43 @@ def test_after_an_error_of_the_sink_in_a_replay_the_next_one_is_whole():
         world.failures = 1
         with pytest.raises(ZeroDivisionError):
             world.subscriber.catch_up()
-        assert 2 == world.subscriber.catch_up()
+        assert world.subscriber.catch_up() == 2
         world.publisher.settle(lambda: [replay.sent for replay in world.publisher.replays], [(0, 1, 2), (1, 2)])
         world.publisher.faults.lose(2)
         world.publish(3)
-        assert [1, 2, 3, 4, 5] == world.receive(3)
-        assert [] == world.lost
+        assert world.receive(3) == [1, 2, 3, 4, 5]
+        assert world.lost == []
 
 
-def test_ranks_are_recovered_each_by_itself():
+def test_each_rank_is_recovered_separately():
     with World(replay=True, ranks=2) as world:
         world.publisher.faults.lose(2, dp_rank=1)
         for event_id in range(4):
             for rank in (0, 1):
                 world.publisher.publish(KvCacheEvent(event_id, Cleared(), rank))
         world.subscriber.receive(8)
-        assert [[0, 1, 2, 3]] * 2 == [
-            [each.event.event_id for each in world.events if each.event.dp_rank == rank] for rank in (0, 1)
-        ]
-        assert [(1, 0)] == [(replay.dp_rank, replay.start) for replay in world.publisher.replays]
+        assert [[each.event.event_id for each in world.events if each.event.dp_rank == rank] for rank in (0, 1)] == [
+            [0, 1, 2, 3]
+        ] * 2
+        assert [(replay.dp_rank, replay.start) for replay in world.publisher.replays] == [(1, 0)]
 
 
-def test_messages_that_are_no_batches_are_named():
+def test_messages_that_are_not_batches_are_named():
     context = zmq.Context()
     xpub = context.socket(zmq.XPUB)
     xpub.bind("inproc://strange")
     with KvSubscriber("inproc://strange", print, dialect="vllm-0.33", context=context) as subscriber:
-        assert b"\x01" == xpub.recv()
+        assert xpub.recv() == b"\x01"
         xpub.send_multipart([b"", b"\0" * 8])
         xpub.send_multipart([b"", b"\0", b"payload"])
         subscriber.poll(5)
-        assert [
+        assert [*map(str, subscriber.problems)] == [
             "rank 0, a message: expected topic, 8 bytes with the number of the batch, payload; got 2 frames",
-            "rank 0, a message: expected topic, 8 bytes with the number of the batch, payload; got 1 bytes for a number",
-        ] == [*map(str, subscriber.problems)]
+            (
+                "rank 0, a message: expected topic, 8 bytes with the number of the batch, payload; got 1 bytes for a "
+                "number"
+            ),
+        ]
     xpub.close(linger=0)
     context.term()
 
@@ -401,8 +406,8 @@ def test_garbage_is_named_and_the_next_batch_is_applied(payload):
     with World(replay=False) as world:
         world.publisher.publish_payload(payload)
         world.publish(1)
-        assert [0] == world.receive(2)
-        assert "rank 0, batch 0: " == str(world.subscriber.problems[0])[:17]
+        assert world.receive(2) == [0]
+        assert str(world.subscriber.problems[0])[:17] == "rank 0, batch 0: "
 
 
 EMPTY = msgspec.msgpack.encode([5.0, [], 0])
@@ -413,8 +418,8 @@ def test_a_batch_without_events_is_taken_and_nothing_is_lost(replay):
     with World(replay=replay) as world:
         world.publisher.publish_payload(EMPTY)
         world.publish(1)
-        assert [0] == world.receive(2)
-        assert ([], [], 0) == (world.lost, world.subscriber.problems, world.subscriber.unreadable)
+        assert world.receive(2) == [0]
+        assert (world.lost, world.subscriber.problems, world.subscriber.unreadable) == ([], [], 0)
 
 
 def test_a_restart_shows_in_a_batch_without_events():
@@ -423,8 +428,8 @@ def test_a_restart_shows_in_a_batch_without_events():
         world.receive(3)
         world.publisher.restart()
         world.publisher.publish_payload(EMPTY)
-        assert 1 == world.subscriber.poll(5.0)
-        assert ["batch 0 came after batch 2: numbers went backwards, as after an unannounced restart"] == world.lost
+        assert world.subscriber.poll(5.0) == 1
+        assert world.lost == ["batch 0 came after batch 2: numbers went backwards, as after an unannounced restart"]
 
 
 def test_a_batch_of_whose_rank_nothing_can_be_read_keeps_its_events():
@@ -435,8 +440,8 @@ def test_a_batch_of_whose_rank_nothing_can_be_read_keeps_its_events():
         world.publisher._write = write
         timestamp, events, _ = msgspec.msgpack.decode(sent[0])
         world.publisher.publish_payload(msgspec.msgpack.encode([timestamp, events, "one"]))
-        assert [0] == world.receive(1)
-        assert ([], 0, 1) == (world.lost, world.subscriber.unreadable, len(world.subscriber.problems))
+        assert world.receive(1) == [0]
+        assert (world.lost, world.subscriber.unreadable, len(world.subscriber.problems)) == ([], 0, 1)
 
 
 def test_one_bad_event_leaves_a_gap_of_ids():
@@ -444,8 +449,8 @@ def test_one_bad_event_leaves_a_gap_of_ids():
         world.publisher.faults.unknown_tag()
         world.publish(2)
         world.receive(2)
-        assert [1, 2] == [event.event.event_id for event in world.events]
-        assert ["rank 0, batch 0: unknown_tag: event 0"] == [str(each)[:37] for each in world.subscriber.problems]
+        assert [event.event.event_id for event in world.events] == [1, 2]
+        assert [str(each)[:37] for each in world.subscriber.problems] == ["rank 0, batch 0: unknown_tag: event 0"]
 
 
 def publish_some_unreadable(publisher, count, tags):
@@ -501,9 +506,9 @@ def test_a_batch_that_a_replay_brings_in_part_counts_as_recovered():
         world.publisher.faults.lose()
         publish_some_unreadable(world.publisher, 3, {1: "Pinned"})
         publish_chain(world.publisher, 1, BIG + 9)
-        assert [0, 2, 9] == world.receive(2)
+        assert world.receive(2) == [0, 2, 9]
         assert ([(0, range(2))], []) == (world.subscriber.recovered, world.lost)
-        assert [f"event 1 of batch 0 could not be read: {EXPECTED_TAG} 'Pinned'"] == heard
+        assert heard == [f"event 1 of batch 0 could not be read: {EXPECTED_TAG} 'Pinned'"]
 
 
 @pytest.mark.parametrize("to_sink", [True, False])
@@ -513,10 +518,10 @@ def test_an_event_that_cannot_be_read_fails_the_verdict_though_none_follows_it(t
         sink = harness.make_sink() if to_sink else harness.apply
         fed(harness, sink, publisher, lambda: publish_some_unreadable(publisher, 2, {1: "Pinned"}), 1)
         (error,) = harness.events.errors
-        assert ("event_id_gap", f"event 1 of batch 0 could not be read: {EXPECTED_TAG} 'Pinned'") == (
+        assert (
             error.rule,
             error.observed,
-        )
+        ) == ("event_id_gap", f"event 1 of batch 0 could not be read: {EXPECTED_TAG} 'Pinned'")
 
 
 def test_what_follows_an_event_that_cannot_be_read_is_listed_under_it():
@@ -524,7 +529,7 @@ def test_what_follows_an_event_that_cannot_be_read_is_listed_under_it():
         harness = RouterHarness(EngineProfile(block_size=4), backend=None)
         fed(harness, harness.make_sink(), publisher, lambda: publish_some_unreadable(publisher, 4, {1: "Pinned"}), 1)
         (error,) = harness.events.errors
-        assert ["parent_block_not_found"] == [problem.rule for problem in error.consequences()]
+        assert [problem.rule for problem in error.consequences()] == ["parent_block_not_found"]
 
 
 @pytest.mark.parametrize("replay", [True, False])
@@ -539,14 +544,14 @@ def test_a_batch_that_only_other_dialects_read_is_lost_and_they_are_named(replay
         named = "vllm-0.28, vllm-0.33)"
         assert [f"batch {n} {wrong}{named}" for n in (0, 1)] == [loss.observed for loss in subscriber.lost]
         assert [f"batch {n} {wrong}{named}" for n in (0, 1)] == [each.observed for each in harness.events.problems]
-        assert (0, 2) == (subscriber.batches, subscriber.unreadable)
+        assert (subscriber.batches, subscriber.unreadable) == (0, 2)
 
 
 def test_of_what_no_dialect_reads_none_is_named():
     with World(replay=False) as world:
         publish_some_unreadable(world.publisher, 1, {0: "Pinned"})
         world.receive(1)
-        assert [f"batch 0 cannot be read (unknown_tag: event 0{EXPECTED_TAG[11:]} 'Pinned')"] == world.lost
+        assert world.lost == [f"batch 0 cannot be read (unknown_tag: event 0{EXPECTED_TAG[11:]} 'Pinned')"]
 
 
 @pytest.mark.parametrize("dialect", SPOKEN)
@@ -556,16 +561,16 @@ def test_an_extra_field_is_named_and_the_event_is_kept(dialect):
         world.publish(1)
         world.publisher.publish(removed(BIG))
         world.receive(2)
-        assert 2 * ["unknown_field"] == [each.text.partition(":")[0] for each in world.subscriber.problems]
-        assert [0, 1] == [event.event.event_id for event in world.events]
+        assert [each.text.partition(":")[0] for each in world.subscriber.problems] == 2 * ["unknown_field"]
+        assert [event.event.event_id for event in world.events] == [0, 1]
 
 
-def test_an_extra_field_of_a_salted_event_stands_beside_the_salt():
+def test_an_extra_field_of_a_salted_event_stands_next_to_the_salt():
     with World(replay=False, dialect="sglang-0.5.18") as world:
         world.publisher.faults.extra_field()
         world.publisher.publish(stored(BIG), token_ids=tokens_of(0), extra={"cache_salt": "s"})
         world.receive(1)
-        assert {"cache_salt": "s", "kvmock_field": True} == world.events[0].extra
+        assert world.events[0].extra == {"cache_salt": "s", "kvmock_field": True}
 
 
 # ------------------------------------------------------------------------------------------------ a harness
@@ -606,15 +611,15 @@ def test_lost_batches_are_a_gap_of_the_ledger(to_sink):
 
         fed(harness, sink, publisher, publish, 8)
         (error,) = harness.events.errors
-        assert ("event_id_gap", "batches 4 to 6 did not arrive", "batch 4") == (
+        assert (
             error.rule,
             error.observed,
             error.expected,
-        )
+        ) == ("event_id_gap", "batches 4 to 6 did not arrive", "batch 4")
         worker = sink.worker_id if to_sink else 3
         assert (worker, 0) == (error.worker_id, error.dp_rank)
         # The parent of what came next was in a lost batch: that follows from the gap.
-        assert ["parent_block_not_found"] == [problem.rule for problem in error.consequences()]
+        assert [problem.rule for problem in error.consequences()] == ["parent_block_not_found"]
         with pytest.raises(EventRulesBroken, match="batches 4 to 6 did not arrive"):
             harness.assert_no_event_errors()
 
@@ -625,11 +630,12 @@ def test_a_harness_is_not_fed_what_it_publishes_itself(method):
         harness.add_sink(publisher, worker_id=0)
         with pytest.raises(ValueError) as caught:
             KvSubscriber(publisher.endpoints[1], harness.apply, dialect="vllm-0.33")
-        assert (
+        assert str(caught.value) == (
             "the sink is of the harness that publishes at "
-            f"{publisher.endpoints[1]}: what it is given for worker 0, a mock engine of that harness, would be published again; "
+            f"{publisher.endpoints[1]}: what it is given for worker 0, a mock engine of that harness, would be "
+            "published again; "
             "give worker_id=, a worker that the harness has not, or a sink of make_kv_sink"
-        ) == str(caught.value)
+        )
         sink = harness.make_sink()
         for other in ({"sink": sink.publish if method else sink}, {"sink": harness.apply, "worker_id": 7}):
             KvSubscriber(publisher.endpoint, dialect="vllm-0.33", **other).close()
@@ -652,7 +658,7 @@ def test_a_block_size_that_is_not_the_indexes_is_named():
         harness = RouterHarness(EngineProfile(block_size=16), backend=None)
         fed(harness, harness.make_sink(), publisher, lambda: publish_chain(publisher, 1), 1)
         (error,) = harness.events.errors
-        assert ("sparse_tokens", "each block has its 16 tokens") == (error.rule, error.expected)
+        assert (error.rule, error.expected) == ("sparse_tokens", "each block has its 16 tokens")
 
 
 def test_a_loss_can_be_reported_to_anyone():
@@ -677,7 +683,7 @@ def test_an_async_test_receives_without_stopping_its_loop():
         return world.blocks
 
     with World(replay=True, ranks=1) as world:
-        assert [0, 1, 2, 3] == asyncio.run(receive(world))
+        assert asyncio.run(receive(world)) == [0, 1, 2, 3]
         with pytest.raises(WireTimeout, match=r"0 of 1 batches arrived in 0\.1 s"):
             asyncio.run(world.subscriber.areceive(1, timeout=0.1))
 
@@ -704,7 +710,7 @@ class Engine:
         self.subscriber = KvSubscriber(
             "inproc://live", self.take, dialect="vllm-0.33", replay="inproc://replay", context=context
         )
-        assert b"\1" == self.pub.recv()
+        assert self.pub.recv() == b"\1"
 
     def take(self, event):
         self.events.append(event)
@@ -749,7 +755,7 @@ def engine():
         made.router.close(linger=0)
 
 
-def test_the_loop_goes_on_while_a_replay_is_awaited(engine):
+def test_the_loop_continues_while_a_replay_is_awaited(engine):
     async def test():
         waiting = asyncio.create_task(engine.subscriber.areceive(4))
         engine.publish(3)
@@ -761,10 +767,10 @@ def test_the_loop_goes_on_while_a_replay_is_awaited(engine):
         await waiting
 
     asyncio.run(test())
-    assert [0, 1, 2, 3] == engine.blocks
-    assert [0] == engine.asked
+    assert engine.blocks == [0, 1, 2, 3]
+    assert engine.asked == [0]
     assert [(0, range(3))] == engine.subscriber.recovered
-    assert [] == engine.subscriber.lost
+    assert engine.subscriber.lost == []
 
 
 def test_a_catch_up_can_be_awaited(engine):
@@ -773,17 +779,17 @@ def test_a_catch_up_can_be_awaited(engine):
         engine.answer(await engine.asks(), 0, 1)
         return await waiting
 
-    assert 2 == asyncio.run(test())
-    assert [0, 1] == engine.blocks
+    assert asyncio.run(test()) == 2
+    assert engine.blocks == [0, 1]
 
 
-def test_while_a_replay_is_awaited_nobody_else_takes_batches(engine):
+def test_while_a_replay_is_awaited_no_other_task_takes_batches(engine):
     async def test():
         first = asyncio.create_task(engine.subscriber.areceive(2))
         engine.publish(1)
         identity = await engine.asks()
         for call in (engine.subscriber.poll, engine.subscriber.receive, engine.subscriber.catch_up):
-            with pytest.raises(ValueError, match=r"^a replay is awaited by another task; one at a time takes batches$"):
+            with pytest.raises(ValueError, match=r"^another task awaits a replay; only one task at a time may"):
                 call()
         second = asyncio.create_task(engine.subscriber.areceive(3))  # waits for its turn
         engine.publish(2)
@@ -791,8 +797,8 @@ def test_while_a_replay_is_awaited_nobody_else_takes_batches(engine):
         await asyncio.gather(first, second)
 
     asyncio.run(test())
-    assert [0, 1, 2] == engine.blocks
-    assert [0] == engine.asked
+    assert engine.blocks == [0, 1, 2]
+    assert engine.asked == [0]
 
 
 def test_a_task_that_is_cancelled_in_a_replay_leaves_the_rest_to_the_next(engine):
@@ -810,8 +816,8 @@ def test_a_task_that_is_cancelled_in_a_replay_leaves_the_rest_to_the_next(engine
         await again
 
     asyncio.run(test())
-    assert [0, 1, 2, 3] == engine.blocks
-    assert [0, 1] == engine.asked
+    assert engine.blocks == [0, 1, 2, 3]
+    assert engine.asked == [0, 1]
 
 
 def test_a_subscriber_that_is_closed_in_a_replay_ends_the_wait(engine):
@@ -826,7 +832,7 @@ def test_a_subscriber_that_is_closed_in_a_replay_ends_the_wait(engine):
     asyncio.run(test())
 
 
-def test_a_replay_that_nobody_answers_is_given_up_in_the_loop_too():
+def test_an_unanswered_replay_is_given_up_in_the_loop_too():
     async def receive(world):
         world.publisher.faults.lose(2)
         world.publisher.faults.truncate_replay(1, end_marker=False)
@@ -835,8 +841,8 @@ def test_a_replay_that_nobody_answers_is_given_up_in_the_loop_too():
 
     with World(replay=True, replay_timeout=0.1) as world:
         asyncio.run(receive(world))
-        assert ["batch 1 did not arrive, and the replay broke off: nothing more came in 0.1 s"] == world.lost
-        assert [0, 2] == world.blocks
+        assert world.lost == ["batch 1 did not arrive, and the replay broke off: nothing more came in 0.1 s"]
+        assert world.blocks == [0, 2]
 
 
 def test_what_did_not_arrive_in_time_is_explained():
@@ -845,11 +851,11 @@ def test_what_did_not_arrive_in_time_is_explained():
         world.publish(2)
         with pytest.raises(WireTimeout) as caught:
             world.subscriber.receive(3, timeout=0.2)
-        assert [
+        assert str(caught.value).splitlines() == [
             "2 of 3 batches arrived in 0.2 s",
             f"rank 0 at {world.publisher.endpoint}: next is batch 2",
             "rank 0: batch 0 did not arrive",
-        ] == str(caught.value).splitlines()
+        ]
 
 
 def test_a_sink_that_cannot_be_called_and_a_replay_of_too_few_ranks_are_refused():
@@ -891,12 +897,12 @@ def test_options_of_another_type_leave_no_socket_open(option, message):
     context = zmq.Context()
     with pytest.raises(TypeError) as caught:
         KvSubscriber("tcp://127.0.0.1:9", print, dialect="vllm-0.33", context=context, **option)
-    assert message == str(caught.value)
+    assert str(caught.value) == message
     context.term()  # it would wait for a socket that is open
 
 
 @pytest.mark.parametrize("timeout", [-1, float("nan"), float("inf"), "x", None, True])
-def test_a_timeout_that_is_none_is_refused(timeout):
+def test_an_invalid_timeout_is_refused(timeout):
     with KvSubscriber("tcp://127.0.0.1:9", print, dialect="vllm-0.33") as subscriber:
         for call in (subscriber.poll, lambda timeout: subscriber.receive(1, timeout)):
             with pytest.raises(ValueError, match=r"^timeout must be a finite number of at least 0 seconds, got "):
@@ -911,7 +917,7 @@ def test_a_timeout_may_be_longer_than_zmq_can_count():
             publisher.wait_subscribed(timeout=1e300)
             publish_chain(publisher, 1)
             subscriber.receive(1, timeout=1e300)
-            assert 0 == subscriber.catch_up()
+            assert subscriber.catch_up() == 0
         with pytest.raises(ValueError, match=r"^this KvSubscriber is closed$"), subscriber:
             pass
 

@@ -9,7 +9,7 @@ SPOKEN = [name for name, dialect in DIALECTS.items() if dialect.in_matrix]
 
 
 @pytest.mark.parametrize("dialect", SPOKEN)
-def test_the_bytes_of_an_engine_say_what_it_published(dialect):
+def test_the_bytes_of_an_engine_decode_to_its_events(dialect):
     wire = KvWire(dialect)
     with RouterHarness(backend=DIALECTS[dialect].backend) as harness:
         published = CapturingSink()
@@ -18,27 +18,28 @@ def test_the_bytes_of_an_engine_say_what_it_published(dialect):
         with wire.step():
             harness.worker(0).serve(harness.prompt(blocks=3), output_tokens=20)
         harness.worker(0).clear()
-    assert 2 == len(wire.payloads)
+    assert len(wire.payloads) == 2
     decoded = [event for payload in wire.payloads for event in wire.decode(payload).events]
     assert [event.data for event in published.events] == [event.event.data for event in decoded]
-    assert [] == [problem for payload in wire.take() for problem in wire.decode(payload).problems]
-    assert [] == wire.payloads
+    assert [problem for payload in wire.take() for problem in wire.decode(payload).problems] == []
+    assert wire.payloads == []
 
 
 def test_small_block_ids_are_written_as_they_are():
     wire = KvWire("vllm-0.33")
     wire.publish(Stored(None, (1,), (7,)), token_ids=[[1, 2]])
-    assert (1,) == wire.decode(wire.payloads[0]).events[0].event.data.block_hashes
+    assert wire.decode(wire.payloads[0]).events[0].event.data.block_hashes == (1,)
 
 
-def test_the_fields_of_a_dialect_travel_beside_the_event():
+def test_the_fields_of_a_dialect_travel_with_the_event():
     wire = KvWire("vllm-0.33")
     wire.publish(Stored(None, (1,), (7,)), token_ids=[[1, 2]], extra={"lora_name": "sql", "group_idx": 2})
     wire.publish(
         RouterEvent(0, KvCacheEvent(1, Stored(None, (2,), (8,))), token_ids=[[1, 2]], extra={"session_id": "s"})
     )
-    assert [[{"lora_name": "sql", "group_idx": 2}], [{"session_id": "s"}]] == [
-        wire.decode(payload).extra for payload in wire.payloads
+    assert [wire.decode(payload).extra for payload in wire.payloads] == [
+        [{"lora_name": "sql", "group_idx": 2}],
+        [{"session_id": "s"}],
     ]
 
 
@@ -50,17 +51,17 @@ def test_a_tier_may_be_given_by_any_of_its_names(tier):
     with pytest.raises(ValueError, match=r"^unknown tier 'hots'; did you mean 'host'"):
         wire.publish(Removed((1,)), "hots")
     tiers = [event.storage_tier for payload in wire.payloads for event in wire.decode(payload).events]
-    assert [StorageTier.HOST_PINNED] * 2 == tiers
+    assert tiers == [StorageTier.HOST_PINNED] * 2
 
 
-def test_each_rank_has_batches_of_its_own():
+def test_each_rank_has_its_own_batches():
     wire = KvWire("vllm-0.33", ranks=2, timestamp=lambda: 1_700_000_000.5)
     with wire.step():
         wire.publish(KvCacheEvent(0, Cleared(), 1))
         wire.publish(KvCacheEvent(0, Cleared(), 0))
         wire.publish(KvCacheEvent(1, Cleared(), 1))
-    assert [(0, 1), (1, 2)] == [(batch.dp_rank, wire.decode(batch.payload).num_events) for batch in wire.batches]
-    assert 1_700_000_000.5 == wire.decode(wire.payloads[0]).timestamp
+    assert [(batch.dp_rank, wire.decode(batch.payload).num_events) for batch in wire.batches] == [(0, 1), (1, 2)]
+    assert wire.decode(wire.payloads[0]).timestamp == 1_700_000_000.5
     with pytest.raises(ValueError, match="ranks 0 to 1, got rank 2"):
         wire.publish(KvCacheEvent(0, Cleared(), 2))
 
@@ -86,7 +87,7 @@ def test_a_step_that_fails_publishes_what_came_before():
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    assert 1 == len(wire.payloads)
+    assert len(wire.payloads) == 1
 
 
 def test_of_a_step_that_cannot_be_written_at_one_rank_the_others_are_published_and_nothing_waits():
@@ -100,10 +101,10 @@ def test_of_a_step_that_cannot_be_written_at_one_rank_the_others_are_published_a
 
     with pytest.raises(EncodeError, match="a Stored without token ids"):
         step()
-    assert [0, 2] == [batch.dp_rank for batch in wire.batches]
+    assert [batch.dp_rank for batch in wire.batches] == [0, 2]
     with wire.step():
         pass
-    assert 2 == len(wire.batches)
+    assert len(wire.batches) == 2
 
 
 def test_an_event_that_cannot_be_written_is_a_sink_failure_of_the_harness():
@@ -111,7 +112,7 @@ def test_an_event_that_cannot_be_written_is_a_sink_failure_of_the_harness():
     harness.add_sink(KvWire("vllm-0.33"))
     harness.apply(Stored(None, (1,), (7,)))
     (failure,) = harness.events.errors
-    assert "sink_failure" == failure.rule
+    assert failure.rule == "sink_failure"
     assert failure.observed.startswith(
         "KvWire.publish raised EncodeError: event 0 of the batch: a Stored without token ids"
     )
@@ -128,10 +129,10 @@ def test_an_event_that_cannot_be_written_is_a_sink_failure_of_the_harness():
 def test_options_of_another_type_are_refused(option, message):
     with pytest.raises(TypeError) as caught:
         KvWire("vllm-0.33", **option)
-    assert message == str(caught.value)
+    assert str(caught.value) == message
 
 
-def test_digests_of_a_rank_that_there_is_not_are_refused():
+def test_digests_of_a_missing_rank_are_refused():
     with RouterHarness(backend="vllm") as harness:
         digests = StreamDigests.of_manager(harness.worker(0).manager)
     for rank in (1, -1, "0", True):
@@ -151,44 +152,46 @@ EVENT = RouterEvent(0, KvCacheEvent(0, Stored(None, (1,), (7,))), token_ids=[[1,
         ({"storage_tier": StorageTier.DISK, "token_ids": [], "extra": {}}, "storage_tier and token_ids and extra"),
     ],
 )
-def test_what_a_router_event_has_itself_is_refused_beside_it(options, names):
+def test_extra_fields_that_a_router_event_has_itself_are_refused(options, names):
     wire = KvWire("vllm-0.33")
     with pytest.raises(
-        ValueError, match=f"^{names} beside a RouterEvent, which has its own: publish the event alone, or"
+        ValueError, match=f"^{names} given with a RouterEvent, which has its own: publish the event alone, or"
     ):
         wire.publish(EVENT, **options)
     wire.publish(EVENT, StorageTier.DEVICE)
-    assert [[(1,)]] == [[each.event.data.block_hashes for each in wire.decode(one).events] for one in wire.payloads]
+    assert [[each.event.data.block_hashes for each in wire.decode(one).events] for one in wire.payloads] == [[(1,)]]
 
 
 @pytest.mark.parametrize(
     ("extra", "error", "message"),
     [
-        ({"lora_nmae": "sql"}, ValueError, "extra has 'lora_nmae', which is a field of no dialect; did you mean 'lora_name'?"),
-        ({"sesion_id": "s"}, ValueError, "extra has 'sesion_id', which is a field of no dialect; did you mean 'session_id'?"),
+        ({"lora_nmae": "sql"}, ValueError, ("extra has 'lora_nmae', which is a field of no dialect; did you mean "
+        "'lora_name'?")),
+        ({"sesion_id": "s"}, ValueError, ("extra has 'sesion_id', which is a field of no dialect; did you mean "
+        "'session_id'?")),
         ({5: "s"}, TypeError, "extra must map names of fields to values, got the name 5"),
         (["lora_name"], TypeError, "extra must map names of fields to values, or be None, got ['lora_name']"),
         ({"block_hashes": [2]}, EncodeError, "event 0 of the batch: extra['block_hashes']: the event itself says it"),
     ],
 )  # fmt: skip
-def test_a_field_beside_an_event_that_would_vanish_is_refused(extra, error, message):
+def test_an_extra_field_that_would_vanish_is_refused(extra, error, message):
     wire = KvWire("vllm-0.33")
     for _ in range(2):
         with pytest.raises(error) as caught:
             wire.publish(Stored(None, (1,), (7,)), token_ids=[[1, 2]], extra=extra)
         assert str(caught.value).startswith(message)
-    assert [] == wire.batches
+    assert wire.batches == []
 
 
 @pytest.mark.parametrize(
     ("data", "beside", "message"),
     [
-        (Removed((1,)), {"token_ids": [[1]]}, "token_ids go with a Stored, and were given beside Removed("),
-        (Cleared(), {"token_ids": []}, "token_ids go with a Stored, and were given beside Cleared()"),
+        (Removed((1,)), {"token_ids": [[1]]}, "token_ids go with a Stored, and were given with Removed("),
+        (Cleared(), {"token_ids": []}, "token_ids go with a Stored, and were given with Cleared()"),
         (
             Cleared(),
             {"extra": {"group_idx": 1}},
-            "extra goes with a Stored or a Removed, and was given beside Cleared()",
+            "extra goes with a Stored or a Removed, and was given with Cleared()",
         ),
     ],
 )
@@ -197,7 +200,7 @@ def test_what_an_event_cannot_carry_is_refused(data, beside, message):
     with pytest.raises(ValueError) as caught:
         wire.publish(data, **beside)
     assert str(caught.value).startswith(message)
-    assert [] == wire.batches
+    assert wire.batches == []
 
 
 @pytest.mark.parametrize(
@@ -207,26 +210,26 @@ def test_an_event_of_nothing_is_refused_and_not_written_as_cleared(event):
     wire = KvWire("vllm-0.33")
     with pytest.raises(EncodeError, match=r"^event 0 of the batch: its (data|event) must be"):
         wire.publish(event)
-    assert [] == wire.batches
+    assert wire.batches == []
 
 
 @pytest.mark.parametrize("name", ["cache_salt", "lora_path", "field_17", "kvmock_field"])
 def test_what_the_dialect_has_no_field_for_is_left_out(name):
     wire = KvWire("vllm-0.33")
     wire.publish(Stored(None, (1,), (7,)), token_ids=[[1, 2]], extra={name: "x"})
-    assert [None] == wire.decode(wire.payloads[0]).extra
+    assert wire.decode(wire.payloads[0]).extra == [None]
 
 
 @pytest.mark.parametrize("rank", [True, "0", None, 1, -1])
-def test_a_rank_that_is_none_is_refused(rank):
+def test_an_invalid_rank_is_refused(rank):
     wire = KvWire("vllm-0.33")
     with pytest.raises(ValueError, match=f"^the publisher has ranks 0 to 0, got rank {rank!r}$"):
         wire.publish(KvCacheEvent(0, Cleared(), rank))
-    assert [] == wire.batches
+    assert wire.batches == []
 
 
 @pytest.mark.parametrize("timestamp", [float("nan"), "5", None])
-def test_a_timestamp_that_is_no_number_is_refused_and_no_batch_is_counted(timestamp):
+def test_a_timestamp_that_is_not_a_number_is_refused_and_no_batch_is_counted(timestamp):
     stamps = iter([timestamp, 2.0])
     wire = KvWire("vllm-0.33", timestamp=lambda: next(stamps))
     with pytest.raises(
@@ -234,4 +237,4 @@ def test_a_timestamp_that_is_no_number_is_refused_and_no_batch_is_counted(timest
     ):
         wire.publish(Cleared())
     wire.publish(Cleared())
-    assert [2.0] == [wire.decode(payload).timestamp for payload in wire.payloads]
+    assert [wire.decode(payload).timestamp for payload in wire.payloads] == [2.0]

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from msgspec.msgpack import Ext
 
-from pytest_kvmock.wire.defects import WireDefect
-from pytest_kvmock.wire.reader import MOST_DEPTH, Pairs, Reader, ReadError, Unreadable
+from pytest_kvmock.wire.codec.defects import WireDefect
+from pytest_kvmock.wire.codec.reader import MOST_DEPTH, Pairs, Reader, ReadError, Unreadable
 
 EDGES = (0, 1, 15, 16, 31, 32, 255, 256, 65535, 65536)
 INTEGERS = [sign * 2**bits + off for bits in (5, 7, 8, 15, 16, 31, 32, 63) for sign in (1, -1) for off in (-1, 0, 1)]
@@ -44,7 +44,7 @@ def test_a_value_is_skipped_to_its_last_byte_and_no_further(value):
 def test_a_map_is_its_pairs_in_order(size):
     reader = Reader(msgspec.msgpack.encode({number: str(number) for number in range(size)}))
     assert Pairs((number, str(number)) for number in range(size)) == reader.value()
-    assert 0 == reader.rest
+    assert reader.rest == 0
 
 
 def test_a_map_keeps_equal_keys():
@@ -55,13 +55,13 @@ def test_a_map_keeps_equal_keys():
 def test_a_map_is_skipped_whole(size):
     reader = Reader(msgspec.msgpack.encode({number: [number] for number in range(size)}) + b"\x05")
     reader.skip()
-    assert 5 == reader.value()
+    assert reader.value() == 5
 
 
 def test_a_number_of_four_bytes_may_be_a_float():
     reader = Reader(b"\xca" + struct.pack(">f", 0.1))
     assert struct.unpack(">f", struct.pack(">f", 0.1))[0] == reader.value()
-    assert 0 == reader.rest
+    assert reader.rest == 0
 
 
 @pytest.mark.parametrize(("code", "size"), EXTENSIONS)
@@ -71,7 +71,7 @@ def test_an_extension_has_its_type_and_its_end(code, size):
     assert (WireDefect.WRONG_TYPE, f"an extension of type {code}", 5) == (extension.defect, extension.observed, after)
     reader = Reader(data)
     reader.skip()
-    assert 0 == reader.rest
+    assert reader.rest == 0
 
 
 @pytest.mark.parametrize(
@@ -85,20 +85,20 @@ def test_a_value_that_is_cut_off_anywhere_is_truncated(value):
         for read in (Reader(data[:stop]).value, Reader(data[:stop]).skip):
             with pytest.raises(ReadError) as caught:
                 read()
-            assert (WireDefect.TRUNCATED, "the whole of the value") == (caught.value.defect, caught.value.expected)
+            assert (caught.value.defect, caught.value.expected) == (WireDefect.TRUNCATED, "the whole of the value")
 
 
-def test_what_is_missing_is_counted():
+def test_missing_bytes_are_counted():
     def observed(data):
         with pytest.raises(ReadError) as caught:
             Reader(data).value()
         return caught.value.observed
 
-    assert "1 bytes are wanted and 0 left" == observed(b"")
-    assert "4 bytes are wanted and 3 left" == observed(b"\xa4abc")
-    assert "3 values are announced and 2 bytes left" == observed(b"\x93\x01\x02")
-    assert "4 values are announced and 3 bytes left" == observed(b"\x82\x01\x02\x03")
-    assert "byte 0xc1 at 2" == observed(b"\x92\x01\xc1")
+    assert observed(b"") == "1 bytes are needed and 0 left"
+    assert observed(b"\xa4abc") == "4 bytes are needed and 3 left"
+    assert observed(b"\x93\x01\x02") == "3 values are announced and 2 bytes left"
+    assert observed(b"\x82\x01\x02\x03") == "4 values are announced and 3 bytes left"
+    assert observed(b"\x92\x01\xc1") == "byte 0xc1 at 2"
 
 
 def test_arrays_are_read_up_to_the_depth_that_is_allowed():
@@ -114,7 +114,7 @@ def test_what_is_nested_too_deeply_is_named_and_what_follows_is_read(one, observ
         found = found[0] if isinstance(found[0], (list, Unreadable)) else found[0][1]
     expected = f"at most {MOST_DEPTH} in each other"
     assert Unreadable(WireDefect.NESTED_TOO_DEEPLY, f"{observed} in {MOST_DEPTH} others", expected) == found
-    assert 5 == after
+    assert after == 5
 
 
 def test_the_bad_byte_of_a_text_is_named():
@@ -122,8 +122,8 @@ def test_the_bad_byte_of_a_text_is_named():
     assert (Unreadable(WireDefect.BAD_TEXT, "byte 0xff at 2 of a text of 3 bytes", "UTF-8"), 5) == (found, after)
 
 
-def test_the_length_of_what_is_no_array_is_not_read():
+def test_the_length_of_a_value_that_is_not_an_array_is_not_read():
     reader = Reader(b"\x05\x92\x01\x02")
-    assert (None, 0) == (reader.array_length(), reader.position)
+    assert (reader.array_length(), reader.position) == (None, 0)
     reader.value()
-    assert (2, 2) == (reader.array_length(), reader.position)
+    assert (reader.array_length(), reader.position) == (2, 2)

@@ -1,11 +1,12 @@
 """The dialects against the releases that they are of: batches that the releases' own code made, byte for byte.
 
-Recorded from vLLM 0.9.2, 0.10.2, 0.14.1 (0.14.0 writes the same), 0.19.1 (as 0.19.0), 0.23.0, 0.24.0, 0.28.0 and 0.33.0:
-`BlockPool` of vllm/v1/core/block_pool.py caches and evicts blocks that vllm/v1/core/kv_cache_utils.py has hashed
-(sha256_cbor, PYTHONHASHSEED=0; in 0.9.2 Python's own hash), `take_events` of vllm/v1/core/kv_cache_manager.py annotates,
-and `ZmqEventPublisher.publish` of vllm/distributed/kv_events.py fills the rank in. And from SGLang 0.5.9 (srt/mem_cache/radix_cache.py)
-and 0.5.18, 0.5.20, 0.5.22 and 0.5.23 (srt/mem_cache/events.py), with their srt/disaggregation/kv_events.py. Cases "by hand" are of
-the release's structs, with what other writers of it put there: connectors, lower tiers.
+Recorded from vLLM 0.9.2, 0.10.2, 0.14.1 (0.14.0 writes the same), 0.19.1 (as 0.19.0), 0.23.0, 0.24.0, 0.28.0 and
+0.33.0: `BlockPool` of vllm/v1/core/block_pool.py caches and evicts blocks that vllm/v1/core/kv_cache_utils.py has
+hashed (sha256_cbor, PYTHONHASHSEED=0; in 0.9.2 Python's own hash), `take_events` of vllm/v1/core/kv_cache_manager.py
+annotates, and `ZmqEventPublisher.publish` of vllm/distributed/kv_events.py fills the rank in. And from SGLang 0.5.9
+(srt/mem_cache/radix_cache.py) and 0.5.18, 0.5.20, 0.5.22 and 0.5.23 (srt/mem_cache/events.py), with their
+srt/disaggregation/kv_events.py. Cases "by hand" are of the release's structs, with what other writers of it put there:
+connectors, lower tiers.
 """
 
 import gzip
@@ -15,10 +16,9 @@ from pathlib import Path
 import pytest
 from payloads import stored
 
-from pytest_kvmock import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, create_manager
-from pytest_kvmock.backends import speaker_of
-from pytest_kvmock.cache.sglang.hashes import SglangHasher
-from pytest_kvmock.tokens import Prompt
+from pytest_kvmock import Cleared, KvCacheEvent, Prompt, Removed, RouterEvent, StorageTier, create_manager
+from pytest_kvmock.engines.backends import speaker_of
+from pytest_kvmock.engines.sglang.hashes import SglangHasher
 from pytest_kvmock.wire import DIALECTS, Batch, decode, encode
 
 PLACES = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "medium")
@@ -131,7 +131,7 @@ def test_an_ordinary_engine_says_what_the_table_has(case):
     decoded = decode(bytes.fromhex(case["published"]["0"]), dialect)
     own = {"digests"} if dialect.hashes == "bytes" else set()
 
-    assert [] == decoded.problems
+    assert decoded.problems == []
     assert [own if fields else set() for _, fields in case["events"]] == [{*(extra or {})} for extra in decoded.extra]
 
 
@@ -141,7 +141,7 @@ def test_what_the_release_published_is_read_as_what_it_had(case):
     payload = bytes.fromhex(case["published"]["1"])
     decoded = decode(payload, dialect)
 
-    assert [] == decoded.problems
+    assert decoded.problems == []
     assert (1700000000.5, 1, len(case["events"])) == (decoded.timestamp, decoded.dp_rank, len(decoded.events))
     for (tag, recorded), event in zip(case["events"], decoded.events, strict=True):
         fields = {name: plain(value) for name, value in recorded.items()}
@@ -163,7 +163,7 @@ def test_pages_of_bigrams_are_read_named_and_written_again(case):
     payload = bytes.fromhex(case["published"]["0"])
     decoded = decode(payload, case["dialect"])
 
-    assert [] == decoded.problems
+    assert decoded.problems == []
     assert payload == encode(Batch(decoded.events, decoded.timestamp, 0), case["dialect"])
 
 
@@ -211,7 +211,7 @@ def test_names_of_0_9_are_signed():
     manager = create_manager(speaker_of(DIALECTS["vllm-0.9"]), num_blocks=8, block_size=4)
     names = manager.new_request(range(400)).tokens.names
 
-    assert 100 == len(names)
+    assert len(names) == 100
     assert min(names) < 0 < max(names) < 2**63
 
 
@@ -219,8 +219,11 @@ def test_loras_cannot_be_served_with_events_before_the_release_that_names_them()
     """`LoRARequest` has no attribute `id`, which the block pool asks for."""
     refused = [(release, case["name"]) for release, case in CASES if "refused" in case]
 
-    assert {("vLLM 0.9.2", "lora"), ("vLLM 0.9.2", "all"), ("vLLM 0.10.2", "lora"), ("vLLM 0.10.2", "all")} == {
-        *refused
+    assert {*refused} == {
+        ("vLLM 0.9.2", "lora"),
+        ("vLLM 0.9.2", "all"),
+        ("vLLM 0.10.2", "lora"),
+        ("vLLM 0.10.2", "all"),
     }
 
 

@@ -6,10 +6,11 @@ import pytest
 from players import player
 
 from pytest_kvmock import Cleared, KvCacheEvent, Removed, RouterEvent, StorageTier, Stored
-from pytest_kvmock.events import Located, Updated
-from pytest_kvmock.wire import Batch, EncodeError, WireDefect, decode, encode
+from pytest_kvmock.values import Located, Updated
+from pytest_kvmock.wire import Batch, EncodeError, decode, encode
+from pytest_kvmock.wire.codec.defects import WireDefect
 
-PLAYER = player("cache/trtllm/play_trtllm.py")
+PLAYER = player("engines/trtllm/play_trtllm.py")
 
 TOKENS = [{"type": "unique_token", "token_id": token, "token_extra_id": 0} for token in (1, 2, 3, 4)]
 BLOCK = {"type": "stored_block", "block_hash": 924206229973855, "tokens": TOKENS, "cache_level": 0, "priority": 35}
@@ -65,25 +66,25 @@ def test_what_was_recorded_is_written_and_read_again(recording, kind):
 
 def test_an_event_is_read_with_its_id_rank_and_window():
     stored, updated = read(STORED, UPDATED).events
-    assert (1, 0, 64, [(1, 2, 3, 4)]) == (
+    assert (
         stored.event_id,
         stored.dp_rank,
         stored.extra["window_size"],
         stored.token_ids,
-    )
+    ) == (1, 0, 64, [(1, 2, 3, 4)])
     assert Updated(2**64 - 1, (0, 1), None) == updated.data
-    assert (2, 3) == (updated.event_id, updated.dp_rank)
+    assert (updated.event_id, updated.dp_rank) == (2, 3)
 
 
 def test_windows_are_groups_by_their_length():
     rows = [changed(STORED, ["window_size"], window) for window in (64, 16, 32)]
     groups = [(event.extra.get("group_idx", 0), event.extra.get("kv_cache_spec_kind")) for event in read(*rows).events]
-    assert [(2, None), (0, "sliding_window"), (1, "sliding_window")] == groups
+    assert groups == [(2, None), (0, "sliding_window"), (1, "sliding_window")]
 
 
 def test_what_later_serializers_add_is_read():
     row = changed(STORED, ["data", "blocks", 0], {**BLOCK, "mm_keys": [], "cache_salt": "tenant"})
-    assert "tenant" == read({**row, "hash_algo": "v1_block_key", "layer_group_id": 0}).events[0].extra["cache_salt"]
+    assert read({**row, "hash_algo": "v1_block_key", "layer_group_id": 0}).events[0].extra["cache_salt"] == "tenant"
 
 
 @pytest.mark.parametrize(
@@ -105,7 +106,7 @@ def test_what_later_serializers_add_is_read():
 def test_an_event_with_a_flaw_is_left_out_and_the_others_are_kept(path, value, defect):
     decoded = read(changed(STORED, path, value), UPDATED)
     assert [(defect, 0)] == [(problem.name, problem.event) for problem in decoded.problems]
-    assert [2] == [event.event_id for event in decoded.events]
+    assert [event.event_id for event in decoded.events] == [2]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +119,7 @@ def test_an_event_with_a_flaw_is_left_out_and_the_others_are_kept(path, value, d
         (b"[" * 100_000 + b"]", WireDefect.NESTED_TOO_DEEPLY),
     ],
 )
-def test_what_is_no_list_of_events_is_said(payload, defect):
+def test_a_value_that_is_not_a_list_of_events_is_reported(payload, defect):
     decoded = decode(payload, "trtllm-1.2")
     assert ([defect], []) == ([problem.name for problem in decoded.problems], decoded.events)
 

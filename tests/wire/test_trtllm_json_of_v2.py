@@ -4,10 +4,11 @@ import json
 
 import pytest
 
-from pytest_kvmock.cache.trtllm.v2_manager import V2Manager
-from pytest_kvmock.sinks import CapturingSink
-from pytest_kvmock.wire.defects import WireDefect
-from pytest_kvmock.wire.trtllm_json import event_row, read_events, write_events
+from pytest_kvmock import CapturingSink, Prompt
+from pytest_kvmock.engines.trtllm.v2_manager import V2Manager
+from pytest_kvmock.wire import read_events
+from pytest_kvmock.wire.codec.defects import WireDefect
+from pytest_kvmock.wire.codec.trtllm_json import event_row, write_events
 
 ALGOS = ("v1_block_key", "v2_sha256", "v2_sha256_64")
 
@@ -39,9 +40,9 @@ def events_of(algo):
 @pytest.mark.parametrize("algo", ALGOS)
 def test_what_is_written_is_read_back(algo):
     events, problems = events_of(algo), []
-    assert {"Cleared", "Stored", "Removed", "Updated"} == {type(event.event.data).__name__ for event in events}
+    assert {type(event.event.data).__name__ for event in events} == {"Cleared", "Stored", "Removed", "Updated"}
     found, count = read_events(write_events(events), 0, problems)
-    assert [] == problems
+    assert problems == []
     assert len(events) == count
     for event, read in zip(events, found, strict=True):
         assert event.event == read.event
@@ -49,9 +50,32 @@ def test_what_is_written_is_read_back(algo):
         assert event_row(event) == event_row(read)
 
 
+def test_each_stored_block_has_its_images_and_its_salt_last_and_a_reader_needs_neither():
+    sink = CapturingSink()
+    manager = V2Manager(num_blocks=4, block_size=4, sink=sink)
+    for prompt in (Prompt(range(4)), Prompt(range(4), cache_salt="tenant")):
+        request = manager.new_request(prompt)
+        manager.prepare_context(request)
+        assert manager.resize_context(request, 4)
+        manager.update_context(request, 4)
+        manager.flush()
+    rows = json.loads(write_events(sink.router_events[-2:]))
+    blocks = [row["data"]["blocks"][0] for row in rows]
+    assert [[*block.items()][-2:] for block in blocks] == [
+        [("mm_keys", []), ("cache_salt", None)],
+        [("mm_keys", []), ("cache_salt", "tenant")],
+    ]
+    assert [*blocks[0]][:-2] == ["type", "block_hash", "tokens", "cache_level", "priority"]
+    for block in blocks:
+        del block["mm_keys"], block["cache_salt"]
+    problems = []
+    assert len(read_events(json.dumps(rows).encode(), 0, problems)[0]) == 2
+    assert problems == []
+
+
 @pytest.mark.parametrize("kind", ["stored", "removed", "updated"])
 @pytest.mark.parametrize("wrong", [5, "e4", "z" * 64, None])
-def test_a_hash_that_is_no_digest_is_found(kind, wrong):
+def test_a_hash_that_is_not_a_digest_is_found(kind, wrong):
     rows = json.loads(write_events(events_of("v2_sha256")))
     data = next(row["data"] for row in rows if row["data"]["type"] == kind)
     (data if kind == "updated" else data["blocks"][0] if kind == "stored" else data)[
@@ -60,8 +84,8 @@ def test_a_hash_that_is_no_digest_is_found(kind, wrong):
     problems = []
     found, count = read_events(json.dumps(rows).encode(), 0, problems)
     assert count - 1 == len(found)
-    assert [WireDefect.HASH_OUT_OF_RANGE] == [problem.name for problem in problems]
-    assert "64 hexadecimal digits, as its hash_algo is v2_sha256" == problems[0].expected
+    assert [problem.name for problem in problems] == [WireDefect.HASH_OUT_OF_RANGE]
+    assert problems[0].expected == "64 hexadecimal digits, as its hash_algo is v2_sha256"
 
 
 @pytest.mark.parametrize(
@@ -76,5 +100,5 @@ def test_a_field_of_v2_that_is_wrong_is_found(field, wrong, expected):
     rows = json.loads(write_events(events_of("v1_block_key")[:1]))
     rows[0][field] = wrong
     problems = []
-    assert ([], 1) == read_events(json.dumps(rows).encode(), 0, problems)
+    assert read_events(json.dumps(rows).encode(), 0, problems) == ([], 1)
     assert [(field, expected)] == [(problem.field, problem.expected) for problem in problems]

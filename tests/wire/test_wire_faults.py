@@ -2,9 +2,10 @@
 
 import msgspec
 import pytest
+from depth import each_parameter
 
 from pytest_kvmock.wire import DIALECTS
-from pytest_kvmock.wire.wire_faults import UNKNOWN_FIELD, Numbered, WireFaults, WireInjection
+from pytest_kvmock.wire.sockets.wire_faults import UNKNOWN_FIELD, Numbered, WireFaults, WireInjection
 
 RANKS = 3
 
@@ -74,22 +75,23 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_strikes_so_many_batches_and_no_more(publisher, fault):
+def test_a_fault_changes_exactly_n_batches(publisher, fault):
     ask, expected, injected = FAULTS[fault]
     ask(publisher.faults)
-    assert expected == publisher.numbers_of(len(expected))
+    assert publisher.numbers_of(len(expected)) == expected
     assert [*range(injected)] == [each.batch for each in publisher.faults.injected]
-    assert [] == publisher.faults.unused
+    assert publisher.faults.unused == []
 
 
 @pytest.mark.parametrize(
-    "name", ["lose", "double", "gap_beyond_buffer", "late_join", "corrupt", "unknown_tag", "extra_field"]
+    "name",
+    ["lose", "double", "gap_beyond_buffer", "late_join", "corrupt", "unknown_tag", "unknown_medium", "extra_field"],
 )
 def test_a_number_of_batches_is_at_least_one(publisher, name):
     for wrong in (0, -1, "two", True):
         with pytest.raises(ValueError, match=f"^batches must be an integer of at least 1, got {wrong!r}$"):
             getattr(publisher.faults, name)(wrong)
-    assert [] == publisher.faults.unused
+    assert publisher.faults.unused == []
 
 
 @pytest.mark.parametrize("name", ["queued", "lost"])
@@ -101,36 +103,36 @@ def test_a_slow_subscriber_waits_for_one_at_least_and_loses_one(publisher, name)
 def test_a_fault_of_a_rank_waits_for_it(publisher):
     publisher.faults.lose(dp_rank=1)
     publisher.faults.double()
-    assert [([0, 0], 0), ([1], 1)] == publisher.numbers_of(2, rank=0)
-    assert [([], 0), ([1], 1)] == publisher.numbers_of(2, rank=1)
-    assert [("double", 0), ("lose", 1)] == [(each.fault, each.dp_rank) for each in publisher.faults.injected]
+    assert publisher.numbers_of(2, rank=0) == [([0, 0], 0), ([1], 1)]
+    assert publisher.numbers_of(2, rank=1) == [([], 0), ([1], 1)]
+    assert [(each.fault, each.dp_rank) for each in publisher.faults.injected] == [("double", 0), ("lose", 1)]
 
 
 @pytest.mark.parametrize("fault", ["reorder", "slow_subscriber"])
 def test_batches_that_change_places_are_of_the_rank_that_came_first(publisher, fault):
     getattr(publisher.faults, fault)()
     publisher.publish(2)
-    assert [([0], 0), ([1], 1)] == publisher.numbers_of(2, rank=0)
+    assert publisher.numbers_of(2, rank=0) == [([0], 0), ([1], 1)]
     publisher.numbers_of(2, rank=2)
-    assert {2} == {each.dp_rank for each in publisher.faults.injected}
+    assert {each.dp_rank for each in publisher.faults.injected} == {2}
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
 @pytest.mark.parametrize("fault", ["lose", "reorder", "late_join", "corrupt", "truncate_replay"])
-def test_nobody_strikes_a_batch_where_no_fault_is_left(publisher, rank, fault):
+def test_without_faults_left_no_batch_is_changed(publisher, rank, fault):
     if fault == "truncate_replay":
         publisher.faults.truncate_replay()
     assert None is publisher.publish(rank)
 
 
-def test_what_is_left_is_told_by_name_and_count(publisher):
+def test_remaining_faults_are_named_with_counts(publisher):
     publisher.faults.lose(3)
     publisher.faults.double()
     publisher.faults.truncate_replay()
     publisher.publish()
     left = "truncate_replay (no replay had so much to leave out)"
     assert ["lose (2 batches left)", "double (1 batch left)", left] == publisher.faults.unused
-    assert "<WireFaults: 1 injected, 3 not used yet>" == repr(publisher.faults)
+    assert repr(publisher.faults) == "<WireFaults: 1 injected, 3 not used yet>"
 
 
 def test_the_first_byte_of_a_corrupt_batch_is_none_of_msgpack_and_a_replay_has_the_right_one(publisher):
@@ -139,7 +141,7 @@ def test_the_first_byte_of_a_corrupt_batch_is_none_of_msgpack_and_a_replay_has_t
     assert ((Numbered(0, b"\xc1abc"),), Numbered(0, b"\x93abc"), False) == outcome
 
 
-def test_a_gap_beyond_the_buffer_forgets_what_is_older(publisher):
+def test_a_gap_beyond_the_buffer_drops_older_batches(publisher):
     publisher.faults.gap_beyond_buffer()
     assert publisher.publish().forgets_older
 
@@ -166,6 +168,31 @@ def test_later_versions_are_imitated_in_what_is_sent_and_in_a_replay(dialect):
             assert (sent, [5.0, expected, 0]) == (kept, msgspec.msgpack.decode(sent.payload))
 
 
+STORED = {
+    "vllm-0.19": ["BlockStored", [7, 8], None, [1, 2], 1, None, "GPU", None],
+    "vllm-0.33": {"type": "BlockStored", "block_hashes": [7, 8], "medium": "GPU"},
+}
+LEFT = {
+    "vllm-0.19": ["BlockRemoved", [7, 8], "KVMOCK_TAPE"],
+    "vllm-0.33": {"type": "BlockRemoved", "block_hashes": [7, 8], "medium": "KVMOCK_TAPE"},
+}
+
+
+@pytest.mark.parametrize("dialect", STORED)
+@each_parameter
+def test_what_is_stored_leaves_a_medium_that_no_engine_has(dialect):
+    publisher = Publisher(dialect)
+    publisher.faults.unknown_medium()
+    ((sent,), kept, _) = publisher.publish(payload=msgspec.msgpack.encode([5.0, [STORED[dialect]], 0]))
+    expected = [5.0, [LEFT[dialect], STORED[dialect], LEFT[dialect]], 0]
+    assert (sent, msgspec.msgpack.decode(sent.payload)) == (kept, expected)
+
+
+def test_a_dialect_without_a_medium_has_no_unknown_medium():
+    with pytest.raises(ValueError, match=r"^unknown_medium: events of vllm-0.9 have no medium$"):
+        Publisher("vllm-0.9").faults.unknown_medium()
+
+
 def test_restarts_are_counted_by_rank_and_named_where_there_was_something(publisher):
     publisher.publish(1)
     publisher.faults.restart()
@@ -181,7 +208,7 @@ def test_restarts_are_counted_by_rank_and_named_where_there_was_something(publis
     )
 
 
-def test_what_is_injected_after_a_restart_says_so(publisher):
+def test_a_fault_injected_after_a_restart_records_that(publisher):
     publisher.publish()
     publisher.restart(None)
     publisher.faults.lose()
@@ -203,14 +230,14 @@ def test_a_replay_is_cut_where_it_was_asked_to_be(publisher, after, end_marker, 
     publisher.faults.truncate_replay(after, end_marker=end_marker)
     batches = [Numbered(4, b""), Numbered(5, b"")]
     sent, marker = publisher.faults.truncated(1, batches)
-    assert expected == ([each.number for each in sent], marker)
+    assert ([each.number for each in sent], marker) == expected
     assert [WireInjection("truncate_replay", 1, batch)] == publisher.faults.injected
     assert (batches, True) == publisher.faults.truncated(1, batches)
 
 
 def test_of_a_replay_without_batches_the_end_marker_alone_is_left_out(publisher):
     publisher.faults.truncate_replay(end_marker=False)
-    assert ([], False) == publisher.faults.truncated(0, [])
+    assert publisher.faults.truncated(0, []) == ([], False)
     assert [WireInjection("truncate_replay", 0, 0)] == publisher.faults.injected
 
 
@@ -219,10 +246,10 @@ def test_how_a_replay_is_cut_is_checked(publisher):
         publisher.faults.truncate_replay(-1)
     with pytest.raises(ValueError, match=r"^end_marker must be True or False, got 'no'$"):
         publisher.faults.truncate_replay(end_marker="no")
-    assert [] == publisher.faults.unused
+    assert publisher.faults.unused == []
 
 
 def test_a_late_join_comes_before_all_batches(publisher):
     publisher.publish()
-    with pytest.raises(ValueError, match=r"^late_join is about the first batches, and some were published already"):
+    with pytest.raises(ValueError, match=r"^late_join must be requested before the first batch is published"):
         publisher.faults.late_join()

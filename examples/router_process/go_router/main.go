@@ -17,6 +17,7 @@ import (
 	"net/http"
 	"os"
 	"os/signal"
+	"slices"
 	"strconv"
 	"sync"
 	"syscall"
@@ -205,6 +206,26 @@ func passOn(out http.ResponseWriter, answer *http.Response) {
 	}
 }
 
+// health answers 200 while a worker does, else 503.
+func (r *router) health(out http.ResponseWriter, in *http.Request) {
+	r.mutex.Lock()
+	workers := slices.Clone(r.workers)
+	r.mutex.Unlock()
+	for _, each := range workers {
+		request, err := http.NewRequestWithContext(in.Context(), http.MethodGet, each.url+"/health", nil)
+		if err != nil {
+			continue
+		}
+		if answer, err := r.client.Do(request); err == nil {
+			answer.Body.Close()
+			if answer.StatusCode == http.StatusOK {
+				return
+			}
+		}
+	}
+	out.WriteHeader(http.StatusServiceUnavailable)
+}
+
 // open answers how many requests are open.
 func (r *router) open(out http.ResponseWriter, _ *http.Request) {
 	r.mutex.Lock()
@@ -257,10 +278,10 @@ func main() {
 	router := &router{blockSize: blockSize, roots: map[string]*node{}, client: client}
 	router.use(os.Args[3:])
 	paths := http.NewServeMux()
-	paths.HandleFunc("GET /health", func(http.ResponseWriter, *http.Request) {})
+	paths.HandleFunc("GET /health", router.health)
 	paths.HandleFunc("GET /open", router.open)
 	paths.HandleFunc("PUT /workers", router.useWorkers)
-	paths.HandleFunc("POST /", router.complete)
+	paths.HandleFunc("/", router.complete)
 	server := &http.Server{Handler: paths}
 	listening, err := net.Listen("tcp", "127.0.0.1:"+os.Args[1])
 	if err != nil {

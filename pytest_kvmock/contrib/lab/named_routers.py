@@ -1,4 +1,4 @@
-"""Routers by name: those that are there to compare with, and a user's own, for who cannot give an object."""
+"""Routers by name: those to compare with, and a user's own, for callers that cannot give an object."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Final, TypeAlias
 
-from pytest_kvmock.checks import unknown_text
-from pytest_kvmock.fleet.router_calls import RouterCalls
-from pytest_kvmock.router.selection import LeastLoaded, MostCached, RoundRobin
+from pytest_kvmock.fleets.router_calls import RouterCalls
+from pytest_kvmock.fleets.routing.selection import LeastLoaded, MostCached, RoundRobin
+from pytest_kvmock.values.checks import unknown_text
 
 MakeRouter: TypeAlias = "str | Callable[[], object]"
-"""A name of `ROUTERS`, "module:name" of a class or function that makes one without arguments, or such a one."""
+"""A name of `ROUTERS`, "module:name" of a class or function that makes one without arguments, or that class or
+function."""
 
 ROUTERS: Final[Mapping[str, Callable[[], object] | None]] = {
     "dynamo": None,
@@ -23,7 +24,7 @@ ROUTERS: Final[Mapping[str, Callable[[], object] | None]] = {
 
 
 def make_router(given: MakeRouter) -> object | None:
-    """Make a router; None: that of the engines' release.
+    """Make a router; None for the one of the engines' release.
 
     Args:
         given: how it is made.
@@ -47,7 +48,8 @@ def make_router(given: MakeRouter) -> object | None:
         made_by = given
     if not callable(made_by):
         raise TypeError(
-            f"router {name!r} must be a class, or a function that makes a router: each run has one of its own; got {made_by!r:.80}"
+            f"router {name!r} must be a class, or a function that makes a router: each run has one of its own; got "
+            f"{made_by!r:.80}"
         )
     try:
         router: object = made_by()
@@ -55,7 +57,7 @@ def make_router(given: MakeRouter) -> object | None:
         raise ValueError(
             f"router {name!r} cannot be made without arguments: {type(error).__name__}: {error}"
         ) from error
-    RouterCalls(router, 1.0)  # says what it lacks
+    RouterCalls(router, 1.0)  # names what it lacks
     return router
 
 

@@ -12,12 +12,12 @@ from pytest_kvmock.contrib.lab import CASE_OF_MATRIX, SCHEDULER_MATRIX
 from pytest_kvmock.plugin.fixtures import CASE
 
 if TYPE_CHECKING:
-    from pytest_kvmock.backends import EngineProfile
     from pytest_kvmock.contrib.lab.scheduler_cases import SchedulerCase, SchedulerRequest
+    from pytest_kvmock.engines.backends import EngineProfile
 
 MARKER: Final = (
     f"{SCHEDULER_MATRIX}: run the test over the eight cases of Dynamo's scheduler matrix, on each of its backends; "
-    "it takes kv_engine or make_kv_engine, and may take kv_scheduler_case and kv_scheduler_requests."
+    "it takes kv_engine or kv_harness, and may take kv_scheduler_case and kv_scheduler_requests."
 )
 
 
@@ -26,7 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", MARKER)
 
 
-@pytest.hookimpl(wrapper=True, trylast=True)  # after all parametrisation but that of the backends
+@pytest.hookimpl(wrapper=True, trylast=True)  # after all parametrisation except that of the backends
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None]:
     """Run a test with the marker over the cases."""
     yield

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pytest_kvmock.contrib.lab.named_routers import ROUTERS
 from pytest_kvmock.contrib.lab.sweeps import Sweep, SweepRun, SweepSettings, run_cases, sweep_cases
-from pytest_kvmock.fleet.fleet import Fleet
-from pytest_kvmock.report.rows import Objectives
-from pytest_kvmock.traces import MOONCAKE_BLOCK_SIZE, synthetic_trace
-from pytest_kvmock.traces.synthetic import ARRIVALS
+from pytest_kvmock.fleets.fleet import Fleet
+from pytest_kvmock.fleets.report.rows import Objectives
+from pytest_kvmock.fleets.traces.mooncake import MOONCAKE_BLOCK_SIZE
+from pytest_kvmock.fleets.traces.synthetic import ARRIVALS, synthetic_trace
 
 if TYPE_CHECKING:
     import argparse
@@ -59,7 +59,7 @@ def replay_traces(given: argparse.Namespace) -> int:
         sys.stdout.write(f"{done[0].text if len(cases) == 1 and not found.errors else found}\n")
     if before is not None:
         for run, compared in found.compare(before):
-            sys.stdout.write(f"\n{run.name}, beside {given.compare}:\n{compared}\n")
+            sys.stdout.write(f"\n{run.name}, compared with {given.compare}:\n{compared}\n")
     sys.stdout.flush()
     if interrupted:
         whole = len(done) == len(cases)
@@ -81,9 +81,11 @@ def _read_json(path: str) -> Any:
 
 
 def _write_pages(found: Sweep, path: Path, before: Any) -> None:
-    """Write a page for each run, with all others beside it: the first at the path, the others by their numbers after it."""
-    from pytest_kvmock.pages import render, write_page
-    from pytest_kvmock.report.page_data import beside
+    """Write a page for each run, with all others next to it: the first at the path, the others by their numbers after
+    it.
+    """
+    from pytest_kvmock.fleets.report.page_data import compared
+    from pytest_kvmock.values.pages.page import render, write_page
 
     runs = [(run, run.page) for run in found.runs if run.page is not None]
     parts = [(run.trace, run.backend, run.router) for run, _ in runs]
@@ -95,7 +97,7 @@ def _write_pages(found: Sweep, path: Path, before: Any) -> None:
     known = {} if before is None else {run.name: each for run, each in found.before(before)}
     for number, (run, page) in enumerate(runs, 1):
         own = named[number - 1]
-        earlier = [beside(known[run.name]) | {"name": "before"}] if run.name in known else []
+        earlier = [compared(known[run.name]) | {"name": "before"}] if run.name in known else []
         data = page | {"reports": [own, *earlier, *(each for each in named if each is not own)]}
         where = path if number == 1 else path.with_stem(f"{path.stem}-{number}")
         write_page(where, render("fleet", run.name, data))
@@ -107,7 +109,7 @@ def _names(texts: Sequence[str]) -> list[str]:
 
 
 def _settings(given: argparse.Namespace, *, is_table: bool) -> SweepSettings:
-    """What all runs have in common; `is_table`: there are several, of which a table shows the figures."""
+    """What all runs have in common; `is_table`: there are several, and a table shows their figures."""
     engine = {"num_gpu_blocks": given.num_blocks, "block_size": given.block_size, "semantics": given.semantics}
     fleet = {
         "concurrency": given.concurrency,
@@ -171,7 +173,9 @@ def _run(cases: Sequence[SweepCase], jobs: int) -> tuple[list[SweepRun], bool]:
 
 
 def _run_here(cases: Sequence[SweepCase]) -> tuple[list[SweepRun], bool]:
-    """Run one after the other. Ctrl-C ends the run under way where it is, so that its report is whole; a second one ends it at once."""
+    """Run one after the other. Ctrl-C ends the run under way where it is, so that its report is whole; a second one
+    ends it at once.
+    """
     done: list[SweepRun] = []
     fleets: list[Fleet] = []
     interrupted = False
@@ -195,7 +199,7 @@ def _run_in_processes(cases: Sequence[SweepCase], jobs: int) -> tuple[list[Sweep
     """Run side by side. Ctrl-C ends the processes: what they were at is lost."""
     done: dict[int, SweepRun] = {}
     interrupted = False
-    # New processes, and no copies of this one: what routers, plugins and threads have here is theirs alone.
+    # New processes, not copies of this one, so that they do not share state of routers, plugins and threads.
     pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _ignore_interrupts)
     try:
         with _shown(lambda: f"{len(done)} of {len(cases)} runs"):
@@ -211,7 +215,7 @@ def _run_in_processes(cases: Sequence[SweepCase], jobs: int) -> tuple[list[Sweep
 
 
 def _ignore_interrupts() -> None:
-    """In a process of the pool: Ctrl-C is for who started it."""
+    """In a process of the pool: its parent handles Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
@@ -257,8 +261,10 @@ def add_parser(commands: Any, plugins: argparse.ArgumentParser) -> None:
         "replay",
         parents=[plugins],
         help="serve traces by mock engines in virtual time, behind a router, and show what came of it",
-        description="Serve traces by mock engines in virtual time, behind a router. Several traces, backends and routers make a table "
-        "of all combinations. Exits with 0 if all were served, 1 if a run failed or a router believed what is wrong (drift), 2 if one cannot begin, 130 after Ctrl-C, which "
+        description="Serve traces by mock engines in virtual time, behind a router. Several traces, backends and "
+        "routers make a table "
+        "of all combinations. Exits with 0 if all were served, 1 if a run failed or a router believed what is wrong "
+        "(drift), 2 if one cannot begin, 130 after Ctrl-C, which "
         "prints what there is.",
     )
     replay.add_argument(
@@ -291,7 +297,7 @@ def add_parser(commands: Any, plugins: argparse.ArgumentParser) -> None:
     replay.add_argument("--semantics", metavar="RELEASE", help="the release of Dynamo whose scheduler engines follow")
     replay.add_argument("--concurrency", metavar="N", type=int, help="requests open at once, whatever the timestamps")
     replay.add_argument("--speedup", metavar="X", type=float, default=1.0, help="divides times of arrival (default: 1)")
-    replay.add_argument("--limit", metavar="N", type=int, help="serve so many requests of each trace")
+    replay.add_argument("--limit", metavar="N", type=int, help="serve at most N requests of each trace")
     replay.add_argument("--seed", metavar="N", type=int, default=0, help="of all that is drawn (default: 0)")
     for name, what in (("ttft", "the first token"), ("itl", "the mean time between tokens"), ("e2e", "the last token")):
         replay.add_argument(

@@ -10,7 +10,7 @@ from random import Random
 from struct import unpack
 from typing import Any, Final, NamedTuple
 
-from pytest_kvmock.tokens import Prompt
+from pytest_kvmock.values.tokens import Prompt
 
 NUM_GPU_BLOCKS: Final = 500
 BLOCK_SIZE: Final = 64

@@ -2,7 +2,7 @@
 
 A private fixture, `_kvmock_scheduler_case`, is parametrised here, whether the test asks for it or not: so it needs
 to name `kv_scheduler_case` only where it looks at it. The case sets the sizes of the test's profile, above its base and
-below its markers, and the fields of the engine below those of the markers; what makes it this case, nobody may set.
+below its markers, and the fields of the engine below those of the markers; no marker may set what makes it this case.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pytest_kvmock.plugin.matrix import is_parametrised_by_mark
 PARAMETER: Final = "_kvmock_scheduler_case"
 
 _PARAMETRISED: Final = f"{CASE_OF_MATRIX} gets its values from @pytest.mark.{SCHEDULER_MATRIX}; do not parametrise it"
-_ENGINES: Final = frozenset({"kv_engine", "make_kv_engine"})
+_ENGINES: Final = frozenset({"kv_engine", "kv_harness"})
 _NO_ARGUMENTS: Final = (
     "takes no arguments; fields of the engine are those of kvmock(engine={...}), backends those of kv_backends"
 )
@@ -41,7 +41,7 @@ def generate_cases(metafunc: pytest.Metafunc) -> None:
     elif has_marker and _ENGINES.isdisjoint(names):
         if not any(mark.name == SCHEDULER_MATRIX for mark in definition.own_markers):
             return  # the marker of its class or module, which has no effect on a test that needs no engine
-        wrong = f"{SCHEDULER_MATRIX} is for tests that take kv_engine or make_kv_engine; this one takes neither"
+        wrong = f"{SCHEDULER_MATRIX} is for tests that take kv_engine, or kv_harness for engines; this one has neither"
     else:
         wrong = _wrong_beside(definition) if has_marker else None
     if wrong is not None:
@@ -59,7 +59,7 @@ def _wrong_beside(item: pytest.Item) -> str | None:
             return f"{show_mark(mark)}: {_NO_ARGUMENTS}"
     for mark in item.iter_markers("kvmock"):
         engine = mark.kwargs.get("engine")
-        fields = engine if isinstance(engine, Mapping) else {}  # what is no mapping is reported with all wrong markers
+        fields = engine if isinstance(engine, Mapping) else {}  # not a mapping: reported with all wrong markers
         name = next((name for name in _SET_BY_CASE if name in fields), None)
         if name is None and "prefix_caching" in mark.kwargs:
             name = "prefix_caching"
@@ -93,7 +93,7 @@ def case_of(item: pytest.Item) -> SchedulerCase | None:
             "pytest does not parametrise methods of unittest.TestCase; write it as a function, or in a class of no base"
         )
     elif any(mark.name == SCHEDULER_MATRIX for mark in item.own_markers):
-        why = "it takes no kv_engine or make_kv_engine as an argument, or the marker came after collection"
+        why = "it takes no kv_engine or kv_harness as an argument, or the marker came after collection"
     elif _ENGINES.isdisjoint(getattr(item, "fixturenames", ())):
         return None
     else:
@@ -102,7 +102,7 @@ def case_of(item: pytest.Item) -> SchedulerCase | None:
 
 
 def scheduler_case(item: pytest.Item) -> SchedulerCase | None:
-    """Return the case of the scheduler matrix that a test is; None: it is none.
+    """Return the case of the scheduler matrix that a test is; None: it is not one.
 
     Raises:
         ValueError: it has the marker, and was not run over the matrix.

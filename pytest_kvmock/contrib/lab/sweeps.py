@@ -1,6 +1,7 @@
-"""Many replays: each trace over each backend behind each router, one after the other or on any executor of `concurrent.futures`.
+"""Many replays: each trace over each backend behind each router, one after the other or on any executor of
+`concurrent.futures`.
 
-A run is a value, and so is what comes of it: both go to other processes and machines as they are. A router is made anew for each run.
+A run is a value, and so is its result: both can be sent to other processes and machines. Each run makes its own router.
 """
 
 from __future__ import annotations
@@ -10,27 +11,30 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from pytest_kvmock.backends import backend_spec
-from pytest_kvmock.checks import check_integer
-from pytest_kvmock.clock.engine_state import EngineStalled
-from pytest_kvmock.clock.mock_engine import MockEngine
 from pytest_kvmock.contrib.lab.named_routers import MakeRouter, make_router
-from pytest_kvmock.engine.worker import OutOfBlocks
-from pytest_kvmock.fleet.fleet import Fleet
-from pytest_kvmock.fleet.router_calls import RouterError, RouterStalled
-from pytest_kvmock.long_runs import long_run
-from pytest_kvmock.report.comparison import Compared, Comparison
-from pytest_kvmock.report.figures import figure_columns, folded
-from pytest_kvmock.report.rows import Belief
-from pytest_kvmock.schedulers.args import MockEngineArgs
-from pytest_kvmock.traces import MOONCAKE_BLOCK_SIZE, TraceRequest, read_mooncake
+from pytest_kvmock.engines.backends import backend_spec
+from pytest_kvmock.engines.schedulers.args import MockEngineArgs
+from pytest_kvmock.engines.worker import OutOfBlocks
+from pytest_kvmock.fleets.clock.engine_state import EngineStalled
+from pytest_kvmock.fleets.clock.mock_engine import MockEngine
+from pytest_kvmock.fleets.fleet import Fleet
+from pytest_kvmock.fleets.report.comparison import Compared, Comparison
+from pytest_kvmock.fleets.report.figures import figure_columns, folded
+from pytest_kvmock.fleets.report.page_data import fleet_data
+from pytest_kvmock.fleets.report.rows import Belief
+from pytest_kvmock.fleets.router_calls import RouterError, RouterStalled
+from pytest_kvmock.fleets.routing.selection import DynamoRouter
+from pytest_kvmock.fleets.traces.mooncake import MOONCAKE_BLOCK_SIZE, TraceRequest, read_mooncake
+from pytest_kvmock.values.checks import check_integer
+from pytest_kvmock.values.long_runs import long_run
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
-    from pytest_kvmock.report.report import Report
+    from pytest_kvmock.fleets.report.report import Report
 
 Trace: TypeAlias = "str | os.PathLike[str] | Sequence[TraceRequest]"
 """A file in the Mooncake format, or requests."""
@@ -63,7 +67,7 @@ class SweepSettings:
 
 @dataclass(frozen=True, slots=True)
 class SweepCase:
-    """One run: what is served, by what, behind which router.
+    """One run: the trace, the engines and the router.
 
     Attributes:
         trace: a name, and the requests or the file.
@@ -81,7 +85,7 @@ class SweepCase:
         """Make the engines.
 
         Raises:
-            ValueError: they cannot be what they should.
+            ValueError: they are invalid.
         """
         spec = backend_spec(self.backend)
         args = MockEngineArgs(**{"engine_type": spec.scheduler, **self.settings.engine})
@@ -92,14 +96,16 @@ class SweepCase:
 
         Raises:
             TypeError: see `make_router`.
-            ValueError: likewise, or a setting out of range.
+            ValueError: see `make_router`, or a setting out of range.
         """
         chosen = self.settings
-        router = make_router(self.router[1])
-        options: dict[str, Any] = {"trace_block_size": chosen.trace_block_size, "seed": chosen.seed, **chosen.fleet}
+        router, engines = make_router(self.router[1]), self.engines()
+        if router is None:  # Dynamo's router of the engines' release
+            router = DynamoRouter(engines[0].args.release.dynamo, rng=Random(chosen.seed))  # noqa: S311 - mock data
+        options: dict[str, Any] = {"trace_block_size": chosen.trace_block_size, **chosen.fleet}
         if chosen.pages:
             options["record"] = True
-        return Fleet(self.engines(), router, **options)
+        return Fleet(engines, router, **options)
 
     def requests(self) -> Iterable[TraceRequest]:
         """The requests of the trace; a file is read.
@@ -117,7 +123,7 @@ class SweepCase:
 
 @dataclass(frozen=True, slots=True)
 class SweepRun:
-    """What came of one run.
+    """The result of one run.
 
     Attributes:
         trace: name of the trace.
@@ -126,7 +132,7 @@ class SweepRun:
         report: what `Report.to_json()` returned; None: it failed, or no figures are wanted.
         text: the report, as it is printed; "" where it failed.
         error: why it failed, in one line; "" where it did not.
-        page: the data of its page (`Report.page_data`); None where none is wanted.
+        page: the data of its page (`page_data.fleet_data`); None if none is wanted.
         drifts: what the router believed wrongly, the first of each kind; see `Report.beliefs`.
     """
 
@@ -145,7 +151,7 @@ class SweepRun:
         return f"{self.trace}, {self.backend}, {self.router}"
 
     def figure(self, name: str) -> float | None:
-        """Return one figure of all workers together (see `Report`); None: there is none.
+        """Return one figure of all workers together (see `Report`); None if there is none.
 
         Raises:
             ValueError: no figure has this name.
@@ -160,7 +166,8 @@ class SweepRun:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """What came of all runs. Printed, it is a table, a row a run; where a router drifted, its row is marked, and what it said follows.
+    """The results of all runs. Printed, it is a table, a row a run; where a router drifted, its row is marked, and what
+    it said follows.
 
     Attributes:
         runs: in the order of traces, backends, routers; those that were not made are left out.
@@ -175,7 +182,7 @@ class Sweep:
 
     @property
     def drifted(self) -> list[SweepRun]:
-        """The runs whose router believed what is wrong."""
+        """The runs whose router had wrong beliefs."""
         return [run for run in self.runs if run.drifts]
 
     def to_json(self) -> dict[str, Any]:
@@ -233,7 +240,7 @@ def sweep_cases(
     made_by = _named("routers", routers, _router_name)
     known = [backend_spec(name).name for name in _listed("backends", backends)]
     cases = [SweepCase(trace, backend, router, chosen) for trace in named for backend in known for router in made_by]
-    for case in cases[: len(known) * len(made_by)]:  # of one trace: what it is made of can be made
+    for case in cases[: len(known) * len(made_by)]:  # one trace, given by its arguments
         case.fleet()
     return cases
 
@@ -267,7 +274,7 @@ def _router_name(router: MakeRouter, at: int) -> str:
 
 
 def run_case(case: SweepCase, watch: Callable[[Fleet], None] | None = None) -> SweepRun:
-    """Run one replay: what a process of an executor is given.
+    """Run one replay, in a process of an executor.
 
     Args:
         case: which.
@@ -286,7 +293,7 @@ def run_case(case: SweepCase, watch: Callable[[Fleet], None] | None = None) -> S
         except (RouterError, RouterStalled, EngineStalled, OutOfBlocks, ValueError, TypeError, OSError) as error:
             return SweepRun(*names, error=_one_line(error))
         chosen = case.settings
-        figures, page = report.to_json() if chosen.figures else None, report.page_data() if chosen.pages else None
+        figures, page = report.to_json() if chosen.figures else None, fleet_data(report) if chosen.pages else None
         return SweepRun(*names, figures, str(report), page=page, drifts=report.beliefs or ())
 
 
@@ -298,7 +305,7 @@ def _one_line(error: BaseException) -> str:
 def run_cases(
     cases: Sequence[SweepCase], executor: Executor | None = None, watch: Callable[[Fleet], None] | None = None
 ) -> Iterator[tuple[int, SweepRun]]:
-    """Yield what comes of runs as they end, each with its place; see `sweep`.
+    """Yield the results of runs as they end, each with its place; see `sweep`.
 
     Args:
         cases: the runs.
@@ -342,8 +349,9 @@ def sweep(
         traces: files in the Mooncake format, or sequences of requests; a mapping names them.
         backends: names of backends.
         routers: names of `ROUTERS`, "module:name", or what makes a router without arguments; a mapping names them.
-        executor: where the runs are made: any `concurrent.futures.Executor`, of this machine or of several. None: here, one after the
-            other. Processes need what can be pickled: no lambda, and backends that are registered there too.
+        executor: where the runs are made: any `concurrent.futures.Executor`, of this machine or of several. None: here,
+            one after the other. Processes need what can be pickled: no lambda, and backends that are registered there
+            too.
         workers: engines of each run, at least 1.
         trace_block_size: tokens for each hash id.
         limit: how many requests of each trace are served; None: all.
@@ -352,7 +360,7 @@ def sweep(
         **fleet: options of a `Fleet`: `concurrency`, `arrival_speedup`, `stop_ms`, `slo` ...
 
     Returns:
-        What came of all; a run whose router or engine failed has an `error`.
+        All results; a run whose router or engine failed has an `error`.
 
     Raises:
         OSError: a trace cannot be opened.

@@ -1,4 +1,4 @@
-"""Scenario files: what is done to mock engines and what has to come of it, written down in YAML.
+"""Scenario files: steps on mock engines and their expected results, in YAML.
 
 `reading.py` makes `Scenario` values of a file, `player.py` plays one on a `RouterHarness`, `writing.py` writes one.
 The plugin collects the files as tests; `load_scenarios` gives them to a test of your own, with an index of your own.

@@ -10,15 +10,15 @@ from functools import partial
 from itertools import chain
 from typing import Any, Final
 
-from pytest_kvmock.checks import is_integer, not_allowed_text
 from pytest_kvmock.contrib.scenarios.values import Numbers, WorkerName
-from pytest_kvmock.events import TIER_NAMES, SparseStored, StorageTier
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
-from pytest_kvmock.hygiene.stream_spec import RESIDENCIES, Residency
-from pytest_kvmock.programs.forms import Argument, Operation
-from pytest_kvmock.programs.operations import OPERATIONS
-from pytest_kvmock.prompt_keys import PromptKeys
-from pytest_kvmock.strict_yaml import YamlNode, boolean, integer, list_of, nullable, number, plain, string
+from pytest_kvmock.oracle.hygiene.stream_spec import RESIDENCIES, Residency
+from pytest_kvmock.values.checks import is_integer, not_allowed_text
+from pytest_kvmock.values.events import TIER_NAMES, SparseStored, StorageTier
+from pytest_kvmock.values.programs.forms import Argument, Operation
+from pytest_kvmock.values.programs.operations import OPERATIONS
+from pytest_kvmock.values.prompt_keys import PromptKeys
+from pytest_kvmock.values.strict_yaml import YamlNode, boolean, integer, list_of, nullable, number, plain, string
 
 MOST_TOKENS: Final = 1_000_000
 """How many tokens a range or a count may have: a few characters must not fill the memory."""
@@ -102,7 +102,7 @@ def read_numbers(node: YamlNode) -> Numbers:
     if isinstance(node.value, list):
         numbers = tuple(chain.from_iterable(node.elements(read_numbers)))
         if (count := sum(map(len, numbers))) > MOST_TOKENS:
-            raise node.error(f"{count} numbers; at most {MOST_TOKENS} are taken")
+            raise node.error(f"{count} numbers; at most {MOST_TOKENS} are allowed")
         return numbers
     if isinstance(node.value, str) and (found := _RANGE.fullmatch(node.value)):
         first, last = int(found[1]), int(found[2])
@@ -111,7 +111,9 @@ def read_numbers(node: YamlNode) -> Numbers:
         if last >= 2**64:
             raise node.error(f"the range {node.value} goes beyond 2**64 - 1")
         if last - first >= MOST_TOKENS:
-            raise node.error(f"the range {node.value} has {last - first + 1} numbers; at most {MOST_TOKENS} are taken")
+            raise node.error(
+                f"the range {node.value} has {last - first + 1} numbers; at most {MOST_TOKENS} are allowed"
+            )
         return (range(first, last + 1),)
     if is_integer(node.value):
         number = read_natural(node)
@@ -134,7 +136,7 @@ def read_cached_block(node: YamlNode) -> int | str:
 
 
 def read_lineage(node: YamlNode) -> tuple[int, int | None, int]:
-    """What a lineage hash is made of."""
+    """The parts of a lineage hash."""
     parts = node.elements(nullable(read_natural))
     if len(parts) != 3 or parts[0] is None or parts[2] is None:
         raise node.wrong_type("[sequence hash, parent sequence hash or null, position]")
@@ -197,7 +199,7 @@ def read_engine(node: YamlNode, **more: Callable[[YamlNode], Any]) -> dict[str, 
         node: a mapping of them.
         more: what reads other keys that may be there.
     """
-    from pytest_kvmock.schedulers.args import BEYOND_HOST, check_beyond_host  # for files that have them
+    from pytest_kvmock.engines.schedulers.args import BEYOND_HOST, check_beyond_host  # for files that have them
 
     if isinstance(node.value, dict):
         for name in BEYOND_HOST:
@@ -214,11 +216,11 @@ def read_engine(node: YamlNode, **more: Callable[[YamlNode], Any]) -> dict[str, 
 
 def _engine_readers() -> dict[str, Callable[[YamlNode], Any]]:
     """What reads each field of `MockEngineArgs`."""
-    from pytest_kvmock.schedulers.args import MockEngineArgs
+    from pytest_kvmock.engines.schedulers.args import MockEngineArgs
 
     def read(name: str, one: YamlNode) -> Any:
         if name in _GROUPS:
-            one.fields(dict.fromkeys(_GROUPS[name], plain))  # an unknown key has a place of its own
+            one.fields(dict.fromkeys(_GROUPS[name], plain))  # an unknown key has its own place
         value = plain(one)
         given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value}
         MockEngineArgs(**given)
@@ -228,7 +230,7 @@ def _engine_readers() -> dict[str, Callable[[YamlNode], Any]]:
 
 
 def read_extra(node: YamlNode) -> dict[str, Any]:
-    """What travels beside an event, by the names of the wire."""
+    """What travels with an event, by the names of the wire."""
     return node.entries(plain)
 
 
@@ -248,7 +250,7 @@ PROMPT_KEYS: Final[dict[str, Callable[[YamlNode], Any]]] = {
     "multimodal": list_of(plain),
     "session_id": string,
 }
-"""What reads what a prompt carries beside its tokens."""
+"""The readers of what a prompt carries in addition to its tokens."""
 
 
 ARGUMENTS: Final[Mapping[Argument, Callable[[YamlNode], Any]]] = {
@@ -272,7 +274,7 @@ IN_FILES: Final[Mapping[str, type[Operation]]] = {each.kind: each for each in OP
 
 
 def check_keys(node: YamlNode, given: dict[str, Any]) -> None:
-    """Make sure that what a prompt carries is what it may be, and not beside hashes that have it in them."""
+    """Check a prompt's keys, which may not be given with hashes that include them."""
     keys = {name: given[name] for name in PROMPT_KEYS if name in given}
     try:
         naming = PromptKeys(**keys).naming

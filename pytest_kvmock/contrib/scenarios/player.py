@@ -9,12 +9,15 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from uuid import UUID
 
-from pytest_kvmock.checks import did_you_mean
-from pytest_kvmock.clock.engine_state import EngineStalled
 from pytest_kvmock.contrib.scenarios.fields import IN_FILES, OF_A_SINK, PROMPT_KEYS
-from pytest_kvmock.drivers.driver import SlotsLost, WouldWait
-from pytest_kvmock.engine.worker import OutOfBlocks, RequestError
-from pytest_kvmock.events import (
+from pytest_kvmock.engines.base.driver import SlotsLost, WouldWait
+from pytest_kvmock.engines.worker import OutOfBlocks, RequestError
+from pytest_kvmock.fleets.clock.engine_state import EngineStalled
+from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
+from pytest_kvmock.oracle.hygiene.log import Expectation
+from pytest_kvmock.oracle.hygiene.report import problem_text
+from pytest_kvmock.values.checks import did_you_mean
+from pytest_kvmock.values.events import (
     Cleared,
     EventData,
     KvCacheEvent,
@@ -26,25 +29,22 @@ from pytest_kvmock.events import (
     Stored,
     Updated,
 )
-from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
-from pytest_kvmock.hygiene.log import Expectation
-from pytest_kvmock.hygiene.report import problem_text
-from pytest_kvmock.plh import lineage_hash
-from pytest_kvmock.programs.forms import OnRequest, OnWorker, Operation, WithPrompt
-from pytest_kvmock.programs.interpreter import Interpreter
-from pytest_kvmock.programs.operations import Abort, Clear, RemoveWorker
-from pytest_kvmock.tokens import Prompt
+from pytest_kvmock.values.plh import lineage_hash
+from pytest_kvmock.values.programs.forms import OnRequest, OnWorker, Operation, WithPrompt
+from pytest_kvmock.values.programs.interpreter import Interpreter
+from pytest_kvmock.values.programs.operations import Abort, Clear, RemoveWorker
+from pytest_kvmock.values.tokens import Prompt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
-    from pytest_kvmock.cache.manager import KvManager
-    from pytest_kvmock.clock.mock_engine import MockEngine
     from pytest_kvmock.contrib.scenarios.values import Numbers, Scenario, Step, WorkerName
-    from pytest_kvmock.engine.worker import KvWorker
+    from pytest_kvmock.engines.base.manager import KvManager
+    from pytest_kvmock.engines.worker import KvWorker
+    from pytest_kvmock.fleets.clock.mock_engine import MockEngine
     from pytest_kvmock.harness import RouterHarness
-    from pytest_kvmock.moves import Block
-    from pytest_kvmock.strict_yaml import Place
+    from pytest_kvmock.values.moves import Block
+    from pytest_kvmock.values.strict_yaml import Place
 
 REFUSALS: Final = (OutOfBlocks, RequestError, EngineStalled, WouldWait, SlotsLost, ValueError, TypeError)
 """What a step raises that cannot be done as the file has it (a `MoveError` is a ValueError)."""
@@ -54,7 +54,7 @@ FIRST: Final = (0, 0)
 """The worker that a step is about by default."""
 
 
-class ScenarioFailure(AssertionError):  # noqa: N818 - the file is no error, what came of it is
+class ScenarioFailure(AssertionError):  # noqa: N818 - the file is not an error, what came of it is
     """Something that a scenario expects is not so. The first line of the message begins with file and line.
 
     Attributes:
@@ -73,7 +73,8 @@ def play(harness: RouterHarness, scenario: Scenario, *, allow: Collection[str] =
         harness: on what. It must be fresh, and have the fields of `Scenario.profile`.
         scenario: what to play.
         allow: rules that may be broken without consequence, besides those of the scenario.
-        errors_fail: an event error that a step does not expect fails there; else it is left to whoever judges the harness.
+        errors_fail: an event error that a step does not expect fails there; else it is left to whoever judges the
+            harness.
 
     Raises:
         ValueError: the harness has another profile than the scenario, or no index where it needs one.
@@ -84,9 +85,12 @@ def play(harness: RouterHarness, scenario: Scenario, *, allow: Collection[str] =
     for field, wanted in scenario.profile.items():
         have = getattr(harness.profile, field)
         if have != wanted and field != "seed":
-            raise ValueError(f"{scenario.place}: the scenario wants {field}={wanted!r}, the harness has {have!r}")
-    if scenario.needs_index and harness.index is harness.reference:
+            raise ValueError(f"{scenario.place}: the scenario needs {field}={wanted!r}, the harness has {have!r}")
+    if scenario.needs_index and harness.index is harness.inside.reference:
         raise ValueError(f"{scenario.place}: the scenario needs an index under test, and the harness has none")
+    have = {name: store.to_dict() for name, store in harness.inside.reference.stores.items()}
+    if scenario.stores and scenario.stores != have:
+        raise ValueError(f"{scenario.place}: the scenario wants stores={scenario.stores!r}, the harness has {have!r}")
     player = _Player(harness, frozenset((*scenario.allow, *allow)), scenario.engine, errors_fail=errors_fail)
     for step in scenario.steps:
         player.play(step)
@@ -96,7 +100,7 @@ class _After(NamedTuple):
     """What there is to look at after a step."""
 
     manager_of: Callable[[], KvManager]  # called where blocks are looked at only: a worker may be a name for events
-    engine_of: Callable[[], MockEngine]  # likewise
+    engine_of: Callable[[], MockEngine]  # as above
     answer: Any
     events: list[RouterEvent]
 
@@ -114,7 +118,7 @@ class _Player:
         self._workers: dict[str, WorkerName] = {}  # of each request
         self._partials: dict[str, UUID] = {}
         self._engine_fields = engine
-        self._engines: set[WorkerName] = set()  # those that were made with these
+        self._engines: set[WorkerName] = set()  # the sinks made with these arguments
         self._sinks = 0
         self._unnamed = 0
         self._seen = 0  # events of the log
@@ -147,7 +151,7 @@ class _Player:
                 answer = getattr(self, f"_do_{step.action}")(**step.given)
         except REFUSALS as error:
             refusal = f"{type(error).__name__}: {error}"
-            if refused is None and isinstance(error, WouldWait):  # what the step asked for; it is not admitted
+            if refused is None and isinstance(error, WouldWait):  # the expected refusal
                 return None
             if refused is None:
                 raise ScenarioFailure(step.place, f"{step.action} was refused: {refusal}") from None
@@ -168,7 +172,7 @@ class _Player:
         if expected is None:
             errors = [problem for problem in new if problem.is_error]
             if self._errors_fail and (errors := events.unwaived(errors)):
-                errors[0].expected_by = Expectation(events, errors[0].rule, 1)  # it is reported here, and once
+                errors[0].expected_by = Expectation(events, errors[0].rule, 1)  # it is reported here, only once
                 raise ScenarioFailure(step.place, f"{errors[0].rule}\n\n{problem_text(errors[0])}")
             return
         have = [problem.rule for problem in new]
@@ -193,14 +197,14 @@ class _Player:
         """The worker of an id; in a file, ids from 2**16 on are of sinks."""
         if worker[0] >= FIRST_SINK_WORKER:
             raise ValueError(f"a worker id is an integer from 0 to {FIRST_SINK_WORKER - 1} here, got {worker[0]}")
-        return self._harness.worker(*worker, backend)
+        return self._harness.worker(worker[0], dp_rank=worker[1], backend=backend)
 
     def _engine(self, worker: WorkerName, **fields: Any) -> MockEngine:
         """The engine of a worker, made by the scenario's arguments and these."""
         self._worker(worker)
         if worker in self._engines and not fields:
-            return self._harness.engine(*worker)
-        engine = self._harness.engine(*worker, **{**self._engine_fields, **fields})
+            return self._harness.engine(worker[0], dp_rank=worker[1])
+        engine = self._harness.engine(worker[0], dp_rank=worker[1], **{**self._engine_fields, **fields})
         self._engines.add(worker)
         return engine
 
@@ -238,7 +242,7 @@ class _Player:
             raise RequestError(f"{step.kind} on a request that is {whose}; it is {request.status}")
 
     def _check_known(self, worker: int) -> None:
-        """Make sure that there is a worker, or a sink, of that id."""
+        """Check that a worker or a sink has that id."""
         known = {made.worker_id for made in self._harness.workers.values()}
         known |= {entry.event.worker_id for entry in self._harness.events}
         if worker not in known:
@@ -321,7 +325,7 @@ class _Player:
         self, first: int, count: int, worker: WorkerName = FIRST, observed: str = "", **given: Any
     ) -> None:
         self._make_sinks(worker, given)
-        self._harness.lost_batches(*worker, range(first, first + count), observed)
+        self._harness.inside.lost_batches(*worker, range(first, first + count), observed)
 
     def _make_sinks(self, worker: WorkerName, given: Mapping[str, Any]) -> None:
         """Make the sink that a step is about, if it is its first."""
@@ -348,7 +352,7 @@ class _Player:
     def _look_events(wanted: list[dict[str, Any]], after: _After) -> tuple[Any, Any]:
         padded = [*wanted, *({} for _ in after.events)]
         have = [_as_expected(event, like) for event, like in zip(after.events, padded, strict=False)]
-        if have != wanted:  # the message has the tiers below the device, asked for or not
+        if have != wanted:  # the message includes the tiers below the device, expected or not
             for fields, event in zip(have, after.events, strict=True):
                 if event.storage_tier is not StorageTier.DEVICE:
                     fields.setdefault("tier", event.storage_tier.value)
@@ -379,7 +383,7 @@ class _Player:
         tier = wanted.get("tier", StorageTier.DEVICE)
         return wanted["workers"], self._harness.overlap(_prompt(prompt), tier)
 
-    def _look_requests(self, wanted: Mapping[str, Mapping[str, Any]], after: _After) -> tuple[Any, Any]:  # noqa: ARG002 - likewise
+    def _look_requests(self, wanted: Mapping[str, Mapping[str, Any]], after: _After) -> tuple[Any, Any]:  # noqa: ARG002 - as above
         return wanted, {name: self._as_it_is(name, like) for name, like in wanted.items()}
 
     def _as_it_is(self, name: str, like: Mapping[str, Any]) -> dict[str, Any]:

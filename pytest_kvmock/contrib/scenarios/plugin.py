@@ -1,4 +1,6 @@
-"""Scenario files as pytest sees them: files that are collected as tests, and files that are written of reproductions."""
+"""Scenario files as pytest sees them: files that are collected as tests, and files that are written of
+reproductions.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from pytest_kvmock.plugin.options import Option, add_options, names
 from pytest_kvmock.plugin.settings import SETTINGS, check_directory, ini_place, read_options
 
 if TYPE_CHECKING:
-    from pytest_kvmock.reduce import Reproduction
+    from pytest_kvmock.harness.reduce.program import Reproduction
 
 OPTIONS: Final = (
     Option(
@@ -38,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add_options(parser, OPTIONS)
 
 
-@pytest.hookimpl(trylast=True)  # when the core has read its settings
+@pytest.hookimpl(trylast=True)  # after the core has read its settings
 def pytest_configure(config: pytest.Config) -> None:
     """Collect scenario files, and write them, where that is wanted."""
     command_line, ini = read_options(config, OPTIONS)
@@ -74,7 +76,7 @@ def _save(item: pytest.Item, found: Reproduction, directory: str) -> str:
     """Write a reproduction as a scenario file; return the line about it."""
     from pytest_kvmock.contrib.scenarios.writing import scenario_text
     from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
-    from pytest_kvmock.hygiene.rules import RULES
+    from pytest_kvmock.oracle.hygiene.rules import RULES
 
     if RULES[found.rule].at_end and not found.breach.is_error:
         return f"not saved: {found.rule} is known only when a test is over"
@@ -84,9 +86,9 @@ def _save(item: pytest.Item, found: Reproduction, directory: str) -> str:
         return "not saved: a scenario cannot await an async index"
     if found.sync != "auto":
         return f"not saved: a scenario flushes the index after each step, and this needs sync={found.sync!r}"
-    if found.index_semantics is not None:
-        return f"not saved: a scenario file cannot set index_semantics, and this needs {found.index_semantics!r}"
-    # A test has one file, whoever runs it: the workers of pytest-xdist do not meet.
+    if found.clears != "rank":
+        return f"not saved: a scenario file cannot set clears, and this needs {found.clears!r}"
+    # A test has one file, so that the workers of pytest-xdist do not collide.
     path = Path(directory, re.sub(r"[^\w.-]+", "-", item.nodeid).strip("-") + ".kv.yaml")
     target = item.config.invocation_params.dir / path
     try:

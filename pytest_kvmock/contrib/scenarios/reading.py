@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from pytest_kvmock.checks import not_allowed_text
 from pytest_kvmock.contrib.scenarios.fields import (
     ARGUMENTS,
     IN_FILES,
@@ -41,11 +40,12 @@ from pytest_kvmock.contrib.scenarios.values import (
     Step,
     WorkerName,
 )
-from pytest_kvmock.faults.kinds import check_fault
-from pytest_kvmock.hygiene.rules import check_rule
-from pytest_kvmock.profiles import FIELDS
-from pytest_kvmock.programs.forms import Operation
-from pytest_kvmock.strict_yaml import YamlNode, boolean, integer, list_of, nullable, plain, read_yaml, string
+from pytest_kvmock.engines.profiles import FIELDS
+from pytest_kvmock.oracle.faults.kinds import check_fault
+from pytest_kvmock.oracle.hygiene.rules import check_rule
+from pytest_kvmock.values.checks import not_allowed_text
+from pytest_kvmock.values.programs.forms import Operation
+from pytest_kvmock.values.strict_yaml import YamlNode, boolean, integer, list_of, nullable, plain, read_yaml, string
 
 Reader = Callable[[YamlNode], Any]
 
@@ -89,6 +89,7 @@ def load_scenarios(path: Path | str, name: str | None = None) -> list[Scenario]:
                 node.keys.get("backends", document.keys.get("backends")),
                 {**common.get("engine", {}), **own.get("engine", {})},
                 node.keys.get("engine", document.keys.get("engine")),
+                own.get("stores", common.get("stores", {})),
             )
         )
     return scenarios
@@ -112,6 +113,15 @@ def _profile(node: YamlNode) -> tuple[str | None, Mapping[str, Any]]:
     return fields.pop("base", None), fields
 
 
+def _stores(node: YamlNode) -> Mapping[str, Any]:
+    """The stores that workers share, as `kvmock(stores=...)` takes them."""
+    from pytest_kvmock.values.shared_stores import read_stores  # for files that have them
+
+    given: dict[str, Any] = plain(node)
+    node.read(lambda _: read_stores(given))
+    return given
+
+
 def _rule(node: YamlNode) -> str:
     return check_rule(string(node))
 
@@ -127,6 +137,7 @@ _COMMON: Final[Mapping[str, Reader]] = {
     "description": string,
     "profile": _profile,
     "engine": read_engine,
+    "stores": _stores,
     "backends": _backends,
     "allow": list_of(_rule),
     "needs_index": boolean,

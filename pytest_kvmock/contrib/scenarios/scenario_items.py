@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from pytest_kvmock.checks import unknown_text
 from pytest_kvmock.contrib.scenarios import Scenario, ScenarioFailure, load_scenarios, play
 from pytest_kvmock.harness import RouterHarness
 from pytest_kvmock.plugin.case import Case, let_waive
@@ -21,10 +20,11 @@ from pytest_kvmock.plugin.matrix import matrix_of
 from pytest_kvmock.plugin.options import default_backends, known_backends
 from pytest_kvmock.plugin.precedence import resolve_matrix, resolve_policy, resolve_profile
 from pytest_kvmock.plugin.settings import SETTINGS, base_profile, profile_name
-from pytest_kvmock.strict_yaml import Place, YamlError
+from pytest_kvmock.values.checks import unknown_text
+from pytest_kvmock.values.strict_yaml import Place, YamlError
 
 if TYPE_CHECKING:
-    from pytest_kvmock.backends import EngineProfile
+    from pytest_kvmock.engines.backends import EngineProfile
 
 SUFFIX: Final = ".kv.yaml"
 
@@ -53,7 +53,7 @@ class ScenarioCollector:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Deselect what the command line leaves out of the matrix."""
+        """Deselect cases that the command line leaves out of the matrix."""
         deselected = [item for item in items if isinstance(item, ScenarioItem) and not item.is_wanted]
         if deselected:
             items[:] = [item for item in items if item not in deselected]
@@ -86,7 +86,7 @@ class ScenarioFile(pytest.File):
             except ValueError as error:
                 raise self.CollectError(f"{scenario.place}: profile: {error}") from None
             if scenario.engine:
-                from pytest_kvmock.harness.engines import engine_profile  # for those who have engines
+                from pytest_kvmock.harness.engines import engine_profile  # imported on first use
 
                 try:
                     engine_profile(profile, scenario.engine)
@@ -145,11 +145,12 @@ class ScenarioItem(pytest.Item):
                 allow=policy.allow,
                 name=self.nodeid,
                 engine=self._scenario.engine,
+                stores=self._scenario.stores or None,
                 journal=None if capture is None else capture.journal,
             )
             if capture is not None:
                 capture.of(harness)
-            harness.use_backend(self._backend)
+            harness.inside.use_backend(self._backend)
         except ValueError as error:
             place = self._scenario.place
             if capture is not None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from pytest_kvmock.strict_yaml import Place
+from pytest_kvmock.values.strict_yaml import Place
 
 WorkerName: TypeAlias = tuple[int, int]
 """(worker_id, dp_rank)"""
@@ -23,7 +23,7 @@ REQUEST_COUNTS: Final = ("cached_tokens", "generated_tokens", "preemptions")
 """What else can be expected of one; all but the first of an engine's alone."""
 
 METRICS: Final = ("running", "waiting", "arriving", "active_blocks", "preemptions")
-"""What can be expected of an engine, beside its time."""
+"""What can be expected of an engine, in addition to its time."""
 
 
 class Expected(NamedTuple):
@@ -35,7 +35,7 @@ class Expected(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One thing that is done, and what has to come of it.
+    """One action and its expected results.
 
     Attributes:
         place: where it stands.
@@ -68,6 +68,7 @@ class Scenario:
         backends_at: where those stand.
         needs_index: it is about an index under test, so that it must be played on a harness that has one.
         engine_at: where those of `engine` stand.
+        stores: the stores that its workers share; see `RouterHarness`.
     """
 
     name: str
@@ -81,3 +82,4 @@ class Scenario:
     backends_at: Place | None = None
     engine: Mapping[str, Any] = field(default_factory=dict)
     engine_at: Place | None = None
+    stores: Mapping[str, Any] = field(default_factory=dict)

@@ -6,16 +6,16 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from pytest_kvmock.backends import EngineProfile
-from pytest_kvmock.events import Cleared, RouterEvent, SparseStored, StorageTier, Stored, Updated
+from pytest_kvmock.engines.backends import EngineProfile
+from pytest_kvmock.harness.reduce.program import plain_field
 from pytest_kvmock.harness.user_sink import FIRST_SINK_WORKER
-from pytest_kvmock.hygiene.entries import BatchesLost, WorkerRemoved
-from pytest_kvmock.programs.forms import number_ranges, plain_lists
-from pytest_kvmock.reduce.program import plain_field
+from pytest_kvmock.oracle.hygiene.entries import BatchesLost, WorkerRemoved
+from pytest_kvmock.values.events import Cleared, RouterEvent, SparseStored, StorageTier, Stored, Updated
+from pytest_kvmock.values.programs.forms import number_ranges, plain_lists
 
 if TYPE_CHECKING:
-    from pytest_kvmock.events import StreamKey
-    from pytest_kvmock.reduce.program import Reproduction
+    from pytest_kvmock.harness.reduce.program import Reproduction
+    from pytest_kvmock.values.events import StreamKey
 
 
 def scenario_text(program: Reproduction, name: str) -> str:
@@ -25,7 +25,7 @@ def scenario_text(program: Reproduction, name: str) -> str:
 
     Args:
         program: the reproduction.
-        name: what the scenario is called.
+        name: the scenario's name.
     """
     import yaml
 
@@ -41,16 +41,18 @@ def scenario_text(program: Reproduction, name: str) -> str:
         document["profile"] = fields
     if program.engine:
         document["engine"] = dict(program.engine)
+    if program.stores:
+        document["stores"] = plain_lists(program.stores)
     document["backends"] = [program.backend]
     if program.allow:
         document["allow"] = list(program.allow)
     size = program.profile.block_size
     done = _events(program) if program.level == "events" else (step.yaml(size) for step in program.operations)
     steps = [*_world(program), *done]
-    if not program.breach.is_error:  # else a warning passes
+    if not program.breach.is_error:  # otherwise a warning would pass
         steps[-1]["expect"] = {"problems": []}
     document["scenarios"] = {name: {"steps": steps}}
-    # Leaves in one line each, blocks otherwise.
+    # Each leaf is one line; other nodes are blocks.
     return str(yaml.safe_dump(document, default_flow_style=None, sort_keys=False, width=120, allow_unicode=True))
 
 

@@ -1,7 +1,7 @@
 """The sets of vectors of hybrid models: which models, what two engines of each serve, and what is asked for.
 
-vLLM publishes a Stored for each cache group of such a model. What the attention group holds is the most that an index may
-answer, and what the engine would reuse the least.
+vLLM publishes a Stored for each cache group of such a model. What the attention group holds is the most that an index
+may answer, and what the engine would reuse the least.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from pytest_kvmock.backends import BackendSpec, EngineProfile, backend_spec, speaker_of
-from pytest_kvmock.cache.vllm.groups import CacheGroup
-from pytest_kvmock.tokens import Prompt
+from pytest_kvmock.engines.backends import BackendSpec, EngineProfile, backend_spec, speaker_of
+from pytest_kvmock.engines.base.cache_group import CacheGroup
+from pytest_kvmock.values.tokens import Prompt
 
 if TYPE_CHECKING:
-    from pytest_kvmock.wire.table import Dialect
+    from pytest_kvmock.values.dialect import Dialect
 
 PROFILE: Final = EngineProfile(block_size=4, num_blocks=72, workers=2)
 """Of all sets. A window of gpt-oss has 32 tokens then, and a prompt has up to 88."""
@@ -26,11 +26,12 @@ _VOCABULARY: Final = 30_000
 
 
 def hybrid_engines(dialect: Dialect) -> dict[str, BackendSpec]:
-    """The engines of hybrid models that write a dialect, by the names of their sets: of vLLM's newest, with hashes of 64 bits.
+    """The engines of hybrid models that write a dialect, by the names of their sets: of vLLM's newest, with hashes of
+    64 bits.
 
-    gpt-oss has a window before its attention group, Qwen3-Next states. Kimi-K3 has MLA, and hashes of half a block, so that a
-    prompt's tail has a name of its own and a hit may end within a block. In the last one the attention group comes first, so
-    that its blocks are evicted before those of the window.
+    gpt-oss has a window before its attention group, Qwen3-Next states. Kimi-K3 has MLA, and hashes of half a block, so
+    that a prompt's tail has its own name and a hit may end within a block. In the last one the attention group comes
+    first, so that its blocks are evicted before those of the window.
     """
     vllm = backend_spec("vllm")
     if not dialect.mocks_groups or speaker_of(dialect) is not vllm:
@@ -47,7 +48,7 @@ def hybrid_engines(dialect: Dialect) -> dict[str, BackendSpec]:
 
 
 def about_engine(spec: BackendSpec) -> dict[str, Any]:
-    """What an index must know of an engine that no event says, and its groups, as the index of vectors has them."""
+    """The facts of an engine that no event has and an index needs, and its groups, as the index of vectors has them."""
     sizes = {"num_blocks": PROFILE.num_blocks, "block_size": PROFILE.block_size}
     manager: Any = spec.make(**sizes, dp_rank=0, sink=None)
     geometry = manager.geometry
@@ -89,7 +90,7 @@ def hybrid_steps(seed: str) -> Iterator[HybridStep]:
     rng = Random(seed)  # noqa: S311 - mock data
     size = PROFILE.block_size
     longest = size * 22
-    chats: list[list[int]] = []  # prompts with what was generated for each
+    chats: list[list[int]] = []  # prompts with their output
     for step in range(_STEPS):
         worker = step % 2 if step % 3 == 0 else 0
         if step == _STEPS * 2 // 3:
@@ -105,7 +106,7 @@ def hybrid_steps(seed: str) -> Iterator[HybridStep]:
         turn = [*tokens, *outputs, *_fresh(size, rng)]
         branch = chats[rng.randrange(len(chats))]
         branch = [*branch[: rng.randrange(size, len(branch))], *_fresh(size, rng)]
-        earlier = rng.sample(chats[-9:], min(len(chats), 3))  # some of which are evicted in part
+        earlier = rng.sample(chats[-9:], min(len(chats), 3))  # some of them are evicted in part
         asked = tuple(Prompt(_within(each, size, rng)) for each in (tokens, turn, branch, *earlier))
         yield HybridStep(worker, prompts, outputs, asked)
 
@@ -116,5 +117,5 @@ def _within(tokens: list[int], size: int, rng: Random) -> list[int]:
 
 
 def _fresh(count: int, rng: Random) -> list[int]:
-    """So many tokens."""
+    """`count` tokens."""
     return [rng.randrange(_VOCABULARY) for _ in range(count)]

@@ -1,7 +1,9 @@
-"""The set `near` of vectors: blocks whose names, and tokens whose local hashes, agree in a part that a truncating index keeps.
+"""The set `near` of vectors: blocks whose names, and tokens whose local hashes, agree in a part that a truncating index
+keeps.
 
-Two engines that name blocks as they like; their events are written by hand, as no engine comes to such hashes by itself. In
-Dynamo's dialects blocks have Dynamo's names all the same: the first block of a prompt is named by its local hash.
+Two engines that name blocks as they like; their events are written by hand, as no engine comes to such hashes by
+itself. In Dynamo's dialects blocks have Dynamo's names all the same: the first block of a prompt is named by its local
+hash.
 """
 
 from __future__ import annotations
@@ -9,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
-from pytest_kvmock.cache.hashed import BlockHasher
-from pytest_kvmock.events import BlockTokens, Cleared, EventData, Removed, Stored
-from pytest_kvmock.programs.near_hashes import TRUNCATIONS, hash_pair, token_pair
-from pytest_kvmock.prompt_keys import EventExtra
-from pytest_kvmock.tokens import Prompt, block_hashes, sequence_hashes
-from pytest_kvmock.wire.table import Dialect
+from pytest_kvmock.engines.base.hashed import BlockHasher
+from pytest_kvmock.values.dialect import Dialect
+from pytest_kvmock.values.events import BlockTokens, Cleared, EventData, Removed, Stored
+from pytest_kvmock.values.programs.near_hashes import TRUNCATIONS, hash_pair, token_pair
+from pytest_kvmock.values.prompt_keys import EventExtra
+from pytest_kvmock.values.tokens import Prompt, block_hashes, sequence_hashes
 
 _SIGN: Final = 2**63
 
@@ -36,7 +38,7 @@ class NearStep(NamedTuple):
 
 
 def near_steps(dialect: Dialect, block_size: int) -> Iterator[NearStep]:
-    """Yield what two workers publish, and what is asked for.
+    """Yield the events of two workers, and the queries.
 
     Args:
         dialect: how it is written.
@@ -104,7 +106,7 @@ class NamedBlocks(BlockHasher):
         return int.from_bytes(digest[-8:], "big")
 
     def looking_ahead(self, lookahead: int) -> BlockHasher:  # noqa: ARG002 - as BlockHasher
-        """This one: the blocks have names of their own."""
+        """This one: the blocks have their own names."""
         return self
 
     def of_event(self, extra: EventExtra, position: int) -> BlockHasher:  # noqa: ARG002 - as BlockHasher

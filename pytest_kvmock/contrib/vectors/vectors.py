@@ -4,12 +4,12 @@ A folder a dialect, with
 
 - `worker-0.msgpack`, `worker-1.msgpack` (`.jsonl` in Dynamo's dialects): the batches of an engine, one after the other;
 - `batches.jsonl`: in which order they arrive: worker, rank, number, file, first byte, how many bytes, how many events;
-- `queries.jsonl`: after how many of those batches a prompt is asked for, its token ids, and how many of its leading blocks
-  each worker holds;
+- `queries.jsonl`: after how many of those batches a prompt is asked for, its token ids, and how many of its leading
+  blocks each worker holds;
 - `capture.jsonl`: the same events as a capture, which `check` reads.
 
-In folders inside it more sets, of the same files: `ranks`, of engines with two data-parallel ranks, `near`, of hashes that
-agree in a part, `keys`, of prompts with what the dialect can carry of an adapter, a salt and multimodal items; and
+In folders inside it more sets, of the same files: `ranks`, of engines with two data-parallel ranks, `near`, of hashes
+that agree in a part, `keys`, of prompts with what the dialect can carry of an adapter, a salt and multimodal items; and
 in vLLM's newest dialect sets of hybrid models.
 
 One subject: a set of vectors, from its traffic to its files.
@@ -25,23 +25,24 @@ from pathlib import Path
 from random import Random
 from typing import Any, Final
 
-from pytest_kvmock.backends import BackendSpec, EngineProfile, speaker_of
-from pytest_kvmock.capture.capture_file import CaptureFile
-from pytest_kvmock.capture.capturing_journal import CapturingJournal
-from pytest_kvmock.capture.lines import CaptureError, header, version
-from pytest_kvmock.capture.payload_file import write_payloads
 from pytest_kvmock.contrib.vectors.hybrid_vectors import PROFILE as HYBRID_PROFILE
 from pytest_kvmock.contrib.vectors.hybrid_vectors import about_engine, hybrid_engines, hybrid_steps
 from pytest_kvmock.contrib.vectors.near_vectors import NamedBlocks, near_steps
-from pytest_kvmock.engine.worker import KvWorker
-from pytest_kvmock.events import BlockTokens, KvCacheEvent, RouterEvent, StorageTier
+from pytest_kvmock.engines.backends import BackendSpec, EngineProfile, speaker_of
+from pytest_kvmock.engines.worker import KvWorker
 from pytest_kvmock.harness.router_harness import RouterHarness
-from pytest_kvmock.long_runs import long_run
-from pytest_kvmock.prompt_keys import EventExtra, PromptKeys
-from pytest_kvmock.tokens import Prompt
-from pytest_kvmock.wire.batcher import KvWire
-from pytest_kvmock.wire.digests import StreamDigests
-from pytest_kvmock.wire.table import Dialect, find_dialect, known_dialects
+from pytest_kvmock.servers.capture.capture_file import CaptureFile
+from pytest_kvmock.servers.capture.capturing_journal import CapturingJournal
+from pytest_kvmock.servers.capture.lines import CaptureError, header, version
+from pytest_kvmock.servers.capture.payload_file import write_payloads
+from pytest_kvmock.values.dialect import Dialect
+from pytest_kvmock.values.events import BlockTokens, KvCacheEvent, RouterEvent, StorageTier
+from pytest_kvmock.values.long_runs import long_run
+from pytest_kvmock.values.prompt_keys import EventExtra, PromptKeys
+from pytest_kvmock.values.tokens import Prompt
+from pytest_kvmock.wire.codec.batcher import KvWire
+from pytest_kvmock.wire.codec.digests import StreamDigests
+from pytest_kvmock.wire.codec.table import find_dialect, known_dialects
 
 VERSION: Final = 1
 """The version of the format of vectors."""
@@ -53,7 +54,8 @@ _VOCABULARY: Final = 30_000
 _ADAPTERS: Final = ("adapter-a", "adapter-b")
 _SALTS: Final = ("tenant-1", "tenant-2")
 _IMAGES: Final = (("1c" * 32, 2), ("2d" * 32, 5))
-"""Identifiers as vLLM's, 64 hexadecimal digits, each with its offset: two of one image are two blocks to vLLM, and one to Dynamo."""
+"""Identifiers as vLLM's, 64 hexadecimal digits, each with its offset: two of one image are two blocks to vLLM, and
+one to Dynamo."""
 
 README: Final = """\
 # Vectors of KV events
@@ -65,8 +67,9 @@ both. `index.json` lists the dialects. In the folder of each:
   (in Dynamo's dialects: JSON, an event a line, in `.jsonl`).
 - `batches.jsonl`: the batches in the order in which they arrive: `worker`, `dp_rank`, `seq` (its number on the wire, from 0
   for each rank), `file` with its `offset` and `size` there, `events`.
-- `queries.jsonl`: `after` so many lines of `batches.jsonl`, a prompt of these `tokens` has `overlap` leading blocks on each
-  worker; a worker without any is absent. `local_hashes` are those of Dynamo (XXH3-64, seed 1337) for its whole blocks.
+- `queries.jsonl`: `after` this number of lines of `batches.jsonl`, a prompt of these `tokens` has `overlap` leading
+  blocks on each worker; a worker without any is absent. `local_hashes` are those of Dynamo (XXH3-64, seed 1337) for
+  its whole blocks.
 - `capture.jsonl`: the same events as a capture.
 
 Folders in it have further sets of these files; `sets` of `index.json` lists them.
@@ -79,22 +82,22 @@ Folders in it have further sets of these files; `sets` of `index.json` lists the
   named by hand: but for Dynamo's dialects, their names do not follow from their tokens.
 - `keys`: prompts carry what the dialect has a field for. `keys` of a query has `lora_name`, `cache_salt` and `multimodal`
   (identifier, first token, tokens) where they are given, and `local_hashes` respects them. `extra_keys` has for each whole block
-  what vLLM hashes beside its tokens, as on the wire: the adapter, [identifier, offset] of each multimodal item, in the first
+  what vLLM hashes with its tokens, as on the wire: the adapter, [identifier, offset] of each multimodal item, in the first
   block the salt. Prompts of other keys share no block. Dialects without such a field have no such set.
 
 - `vllm_gpt_oss`, `vllm_qwen3_next`, `vllm_kimi_k3`, `full_first`: engines of hybrid models, with several cache groups. Each group
-  publishes a Stored of its own; `groups` of the set in `index.json` lists them, beside `hash_unit` and `alignment`, which no event
-  has. `overlap` of a query has the leading blocks that the attention group holds, and `reusable` the tokens that each engine
-  would reuse. An index is right that answers for each worker at most `overlap`, and at least `reusable` divided by `block_size`,
-  rounded down; one that is exact answers that. Every prompt ends within a block.
+  publishes a Stored of its own; `groups` of the set in `index.json` lists them, with `hash_unit` and `alignment`,
+  which no event has. `overlap` of a query has the leading blocks that the attention group holds, and `reusable` the
+  tokens that each engine would reuse. An index is right that answers for each worker at most `overlap`, and at least
+  `reusable` divided by `block_size`, rounded down; one that is exact answers that. Every prompt ends within a block.
 
 Copies count: where an engine stores a block twice and removes it once, the block is still there.
-"""
+"""  # noqa: E501
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A prompt, and what an index must answer.
+    """A prompt, and the answer required of an index.
 
     Attributes:
         after: how many batches have arrived.
@@ -194,7 +197,7 @@ def write_vectors(
 
     Args:
         directory: where; it is made if there is none.
-        dialects: names of dialects; None: all that can say that all is gone.
+        dialects: names of dialects; None for all that have an event for an emptied cache.
         seed: of the traffic. The same seed gives the same bytes.
         progress: called with the name of each dialect before it is written.
 
@@ -260,7 +263,7 @@ def _write_set(home: Path, which: _Set, spec: BackendSpec, dialect: Dialect, see
         if which.near:
             queries = _near_traffic(harness, dialect, collectors, arrivals)
         else:
-            harness.use_backend(spec)
+            harness.inside.use_backend(spec)
             name = f"vectors:{seed}:{which.name}" if which.name else f"vectors:{seed}"
             if which.engine is not None:
                 queries = _hybrid_traffic(harness, collectors, arrivals, name)
@@ -303,7 +306,9 @@ def _keys_carried(spec: BackendSpec, dialect: Dialect) -> tuple[str, ...]:
 
 
 def _digests(spec: BackendSpec, dialect: Dialect, which: _Set) -> dict[int, StreamDigests]:
-    """What a dialect of whole digests needs; they follow from the engine's options alone, or from the names of blocks."""
+    """What a dialect of whole digests needs; they follow from the engine's options alone, or from the names of
+    blocks.
+    """
     if dialect.hashes != "bytes":
         return {}
     if which.near:
@@ -331,11 +336,11 @@ def _traffic(
     def ask(*asked: Prompt) -> None:
         flush()
         for each in (other for prompt in asked for other in (prompt, *_with_one_key_less(prompt))):
-            scores = harness.reference.find_matches(each.block_hashes(size)).scores
+            scores = harness.inside.reference.find_matches(each.block_hashes(size)).scores
             query = Query(len(arrivals), each, {key: blocks for key, blocks in scores.items() if blocks})
             queries.setdefault((query.after, each.tokens, each.keys), query)
 
-    flush()  # some engines publish as they begin
+    flush()  # some engines publish at their start
     for step in range(_STEPS):
         before = rng.choice(prompts) if prompts and rng.random() < 0.6 else Prompt([])
         shared = before.tokens or ()
@@ -345,7 +350,7 @@ def _traffic(
         prompt = _with_keys(tokens, before, which.keys, rng)
         prompts.append(prompt)
         dp_rank = rng.randrange(which.ranks) if which.ranks > 1 else 0
-        worker = harness.worker(step % len(collectors) if step % 3 else 0, dp_rank)
+        worker = harness.worker(step % len(collectors) if step % 3 else 0, dp_rank=dp_rank)
         if step == _STEPS * 2 // 3:
             worker.clear()
             ask(*prompts[-3:])
@@ -370,7 +375,7 @@ def _near_traffic(
         sinks[step.worker].publish(step.data, token_ids=step.tokens)
         collectors[step.worker].flush()
         for prompt in step.asked:
-            scores = harness.reference.find_matches(prompt.block_hashes(size)).scores
+            scores = harness.inside.reference.find_matches(prompt.block_hashes(size)).scores
             queries.append(Query(len(arrivals), prompt, {key: blocks for key, blocks in scores.items() if blocks}))
     return queries
 
@@ -391,7 +396,7 @@ def _hybrid_traffic(
             worker.clear()
         collectors[step.worker].flush()
         for prompt in step.asked:
-            scores = harness.reference.find_matches(prompt.block_hashes(size)).scores
+            scores = harness.inside.reference.find_matches(prompt.block_hashes(size)).scores
             held = {key: blocks for key, blocks in scores.items() if blocks}
             query = Query(len(arrivals), prompt, held, harness.reusable(prompt))
             queries.setdefault((query.after, prompt.tokens), query)
@@ -403,7 +408,7 @@ def _serve_twice(worker: KvWorker, ask: Callable[[Prompt], None], prompt: Prompt
 
     vLLM computes the last block of the second one again, and publishes a copy; other engines share the block.
     """
-    num_blocks, size = worker.manager.max_capacity, worker.manager.block_size
+    num_blocks, size = worker.manager.num_blocks, worker.manager.block_size
     requests = [worker.prefill(prompt), worker.prefill(prompt)]
     ask(prompt)
     for request in requests:
@@ -418,15 +423,15 @@ def _serve_twice(worker: KvWorker, ask: Callable[[Prompt], None], prompt: Prompt
 
 
 def _fresh(count: int, rng: Random) -> list[int]:
-    """So many tokens."""
+    """`count` tokens."""
     return [rng.randrange(_VOCABULARY) for _ in range(count)]
 
 
 def _with_keys(tokens: list[int], before: Prompt, able: Collection[str], rng: Random) -> Prompt:
     """A prompt with some of what it may carry; as often as not, with what the one carries whose tokens it shares.
 
-    Those that share tokens have one adapter: SGLang up to 0.5.22 names the blocks of two the same, so that no index can tell
-    which is held.
+    Those that share tokens have one adapter: SGLang up to 0.5.22 names the blocks of two the same, so that no index
+        can say which is held.
     """
     if not able:
         return Prompt(tokens)
@@ -446,7 +451,7 @@ def _with_keys(tokens: list[int], before: Prompt, able: Collection[str], rng: Ra
 
 
 def _with_one_key_less(prompt: Prompt) -> Iterator[Prompt]:
-    """For each thing that a prompt carries, the prompt without it: a router must tell them apart."""
+    """For each thing that a prompt carries, the prompt without it: a router must keep them apart."""
     given = {} if prompt.keys is None else prompt.keys.given
     for left_out in given:
         yield Prompt(prompt.tokens, **{key: value for key, value in given.items() if key != left_out})

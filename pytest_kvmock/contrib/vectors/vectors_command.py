@@ -31,7 +31,7 @@ def add_parser(commands: Any, plugins: argparse.ArgumentParser) -> None:
 
 
 def _vectors(given: argparse.Namespace) -> int:
-    from pytest_kvmock.contrib.vectors.vectors import write_vectors  # for those who write some
+    from pytest_kvmock.contrib.vectors.vectors import write_vectors  # imported on first use
 
     names = write_vectors(given.directory, dialects=given.dialect, seed=given.seed)
     sys.stdout.write(f"{given.directory}: {len(names)} dialects\n")

@@ -5,7 +5,7 @@ import pytest
 distributed = pytest.importorskip("distributed", reason="needs dask[distributed] (extra dask)")
 
 from pytest_kvmock.contrib.lab import sweep  # noqa: E402 - after it is known that Dask is here
-from pytest_kvmock.traces import synthetic_trace  # noqa: E402
+from pytest_kvmock.fleets import synthetic_trace  # noqa: E402
 
 TRACES = {"chats": list(synthetic_trace(20, seed=1, input_tokens=(100, 900), output_tokens=(5, 20)))}
 

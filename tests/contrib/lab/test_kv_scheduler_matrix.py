@@ -1,4 +1,4 @@
-"""`kv_engine`, `make_kv_engine`, `kvmock(engine={...})` and the scheduler matrix, as a user's tests have them."""
+"""`kv_engine`, `kv_harness.engine`, `kvmock(engine={...})` and the scheduler matrix, as a user's tests have them."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ MATRIX = f"{MARK}\n"
 
 def test_engines_pull_in_the_backend_matrix(ids):
     assert [f"{test}[{name}]" for test in ("test_one", "test_more") for name in BACKENDS] == ids(
-        "def test_one(kv_engine): pass\ndef test_more(make_kv_engine): pass"
+        "def test_one(kv_engine): pass\ndef test_more(kv_harness): pass"
     )
 
 
 def test_the_engine_is_that_of_worker_0_and_the_next_ones_of_the_next_workers(nested):
     result = nested(
         """
-        def test(kv_engine, make_kv_engine, kv_harness, kv_worker, kv_manager, kv_backend, kv_prompt):
+        def test(kv_engine, kv_harness, kv_worker, kv_manager, kv_backend, kv_prompt):
             assert kv_engine is kv_harness.engine(0)
             assert kv_worker is kv_engine.worker
             assert kv_manager is kv_engine.worker.manager
-            assert (kv_backend, 16, 256) == (kv_manager.backend, kv_manager.block_size, kv_manager.max_capacity)
-            slow, fast = make_kv_engine(), make_kv_engine(speedup_ratio=4.0)
+            assert (kv_backend, 16, 256) == (kv_manager.backend, kv_manager.block_size, kv_manager.num_blocks)
+            slow, fast = kv_harness.engine(None), kv_harness.engine(None, speedup_ratio=4.0)
             assert [1, 2] == [engine.worker.worker_id for engine in (slow, fast)]
             assert kv_backend == fast.worker.backend
             prompt = kv_prompt(blocks=4)
@@ -65,8 +65,8 @@ def test_engines_of_any_engine(nested):
     result = nested(
         """
         @pytest.mark.kv_backends("hash_cache", "vllm", "vllm_0_19", "sglang")
-        def test(kv_engine, make_kv_engine, kv_prompt):
-            for engine in (kv_engine, make_kv_engine(speedup_ratio=10)):
+        def test(kv_engine, kv_harness, kv_prompt):
+            for engine in (kv_engine, kv_harness.engine(None, speedup_ratio=10)):
                 for _ in range(3):
                     engine.submit(kv_prompt(blocks=4), 20)
                 engine.run()
@@ -79,7 +79,7 @@ def test_engines_of_any_engine(nested):
 
 
 @pytest.mark.parametrize("args", [[], ["--kv-event-warnings=fail"]], ids=["default", "warnings fail"])
-def test_open_requests_of_an_engine_are_leaked_ones(nested, args):
+def test_open_requests_of_an_engine_are_reported_as_leaks(nested, args):
     result = nested(
         "def test(kv_engine):\n    kv_engine.submit([1] * 16, 4)\n    kv_engine.step()", "--kv-backend=lru", *args
     )
@@ -109,7 +109,7 @@ def test_an_engine_that_is_closed_leaks_nothing(nested):
 def test_an_engine_that_stalls_is_an_error_of_the_body(nested):
     result = nested(
         """
-        from pytest_kvmock.clock import EngineStalled
+        from pytest_kvmock.fleets import EngineStalled
 
         @pytest.mark.kvmock(num_blocks=6, block_size=4, engine={"enable_chunked_prefill": False,
                                                                 "max_num_batched_tokens": 8})
@@ -135,16 +135,16 @@ def test_fields_of_the_engine_are_merged_and_its_sizes_are_those_of_the_profile(
         @pytest.mark.kvmock(engine={"max_num_seqs": 2, "preemption_mode": "fifo"}, workers=2)
         class TestC:
             @pytest.mark.kvmock(engine={"num_gpu_blocks": 9}, event_warnings="fail")
-            def test(self, kv_engine, make_kv_engine, kv_profile, kv_harness, kv_prompt):
+            def test(self, kv_engine, kv_harness, kv_profile, kv_prompt):
                 assert (9, 8, 2) == (kv_profile.num_blocks, kv_profile.block_size, kv_profile.workers)
                 assert kv_profile == kv_harness.profile
-                for engine in (kv_engine, kv_harness.engine(1), make_kv_engine()):
+                for engine in (kv_engine, kv_harness.engine(1), kv_harness.engine(None)):
                     args = engine.args
                     assert (9, 8, 2, "fifo") == (
                         args.num_gpu_blocks, args.block_size, args.max_num_seqs, args.preemption_mode
                     )
-                    assert (9, 8) == (engine.worker.manager.max_capacity, engine.worker.manager.block_size)
-                assert 9 == kv_harness.streams[0, 0].spec.num_blocks  # of the ledger
+                    assert (9, 8) == (engine.worker.manager.num_blocks, engine.worker.manager.block_size)
+                assert 9 == kv_harness.inside.streams[0, 0].spec.num_blocks  # of the ledger
 
         def test_without_an_engine(kv_profile, kv_events): assert 7 == kv_profile.num_blocks
         """
@@ -197,9 +197,9 @@ def test_a_field_that_contradicts_the_profile_is_one_line(nested, name):
     result = nested(f"{marker}\ndef test(kv_engine): pass", "--kv-backend=lru", files=files)
 
     result.assert_outcomes(errors=1)
-    assert [
+    assert [line for line in result.outlines if line.startswith("kvmock: num_gpu")] == [
         f"kvmock: num_gpu_blocks=9 contradicts {shown} of the profile; set one of them, or both to the same value"
-    ] == [line for line in result.outlines if line.startswith("kvmock: num_gpu")]
+    ]
     result.stdout.no_fnmatch_line("*pytest_kvmock/*:*")
 
 
@@ -242,7 +242,7 @@ def test_each_wrong_field_has_its_line(nested):
     expected_message = [
         line.partition("): engine: ")[2] for line in result.outlines if line.startswith("test_it.py::test: ")
     ]
-    assert ["max_num_seqs", "unknown"] == [line.split()[0] for line in expected_message]
+    assert [line.split()[0] for line in expected_message] == ["max_num_seqs", "unknown"]
 
 
 def test_wrong_fields_of_a_testcase_are_one_line_at_setup(nested):
@@ -274,11 +274,11 @@ def test_an_engine_type_that_the_backend_has_not_is_one_line(nested):
 def test_a_wrong_field_of_one_engine_more_leaves_all_as_it_was(nested):
     result = nested(
         """
-        def test(make_kv_engine, kv_harness):
+        def test(kv_harness):
             with pytest.raises(ValueError, match="unknown field.*did you mean 'max_num_seqs'"):
-                make_kv_engine(max_num_seq=3)
+                kv_harness.engine(None, max_num_seq=3)
             with pytest.raises(ValueError, match="num_gpu_blocks=3 contradicts num_blocks=256 of the profile"):
-                make_kv_engine(num_gpu_blocks=3)
+                kv_harness.engine(None, num_gpu_blocks=3)
             assert [0] == [*kv_harness.workers]
         """
     )
@@ -293,25 +293,29 @@ def test_the_cases_are_those_of_dynamo_in_its_order():
     rows = [(case.shared, case.caching, case.chunked) for case in SCHEDULER_CASES]
     four = [(False, False), (False, True), (True, False), (True, True)]
     assert [(*row, False) for row in four] + [(*row, True) for row in four] == rows
-    assert CASES == [case.id for case in SCHEDULER_CASES]
+    assert [case.id for case in SCHEDULER_CASES] == CASES
 
 
 def test_the_matrix_is_the_cases_over_the_backends(ids):
     assert [f"test[{case}-{name}]" for case in CASES for name in BACKENDS] == ids(f"{MATRIX}{TAKES}: pass")
 
 
-@pytest.mark.parametrize("fixtures", ["kv_engine", "make_kv_engine", "kv_engine, kv_scheduler_case"])
+@pytest.mark.parametrize("fixtures", ["kv_engine", "kv_harness", "kv_engine, kv_scheduler_case"])
 def test_a_test_takes_what_it_looks_at(ids, fixtures):
-    assert 8 * 3 == len(ids(f"{MATRIX}def test({fixtures}): pass"))
+    assert len(ids(f"{MATRIX}def test({fixtures}): pass")) == 8 * 3
 
 
 def test_a_class_or_a_module_may_have_the_marker(ids):
-    assert 2 * 8 * 3 == len(
-        ids(
-            f"{MATRIX}class TestC:\n    {TAKES.replace('(', '_1(self, ')}: pass\n    {TAKES.replace('(', '_2(self, ')}: pass"
+    assert (
+        len(
+            ids(
+                f"{MATRIX}class TestC:\n    {TAKES.replace('(', '_1(self, ')}: pass\n    "
+                f"{TAKES.replace('(', '_2(self, ')}: pass"
+            )
         )
+        == 2 * 8 * 3
     )
-    assert 8 * 3 == len(ids(f"pytestmark = pytest.mark.kv_scheduler_matrix\n{TAKES}: pass"))
+    assert len(ids(f"pytestmark = pytest.mark.kv_scheduler_matrix\n{TAKES}: pass")) == 8 * 3
 
 
 def test_it_multiplies_with_parameters_which_come_first_in_the_id(ids):
@@ -324,7 +328,8 @@ def test_it_multiplies_with_parameters_which_come_first_in_the_id(ids):
     ("args", "left"),
     [
         (["--kv-backend=lru"], [f"test[{case}-lru]" for case in CASES]),
-        (["-k", "shared and cached and lineage"], ["test[shared-cached-whole-lineage]", "test[shared-cached-chunked-lineage]"]),
+        (["-k", ("shared and cached and "
+        "lineage")], ["test[shared-cached-whole-lineage]", "test[shared-cached-chunked-lineage]"]),
         (["-k", "nocache and not multi_lru and whole"], [
             f"test[{case}-nocache-whole-{name}]" for case in ("distinct", "shared") for name in ("lineage", "lru")
         ]),
@@ -375,7 +380,7 @@ def test_markers_lay_fields_over_the_case(nested):
 
         @pytest.mark.kvmock(num_blocks=41)
         def test_profile(kv_engine): assert (41, 64) == (kv_engine.args.num_gpu_blocks, kv_engine.args.block_size)
-        """,
+        """,  # noqa: E501
         files={"pytest.ini": "[pytest]\nkvmock_num_blocks = 9\nkvmock_chunk = 32\nkvmock_prefix_caching = false\n"},
     )
 
@@ -393,7 +398,7 @@ def test_requests_depend_on_seed_and_test_and_on_nothing_else(nested):
         lines = nested(source, "-s", *args).outlines
         return [line.partition("drew")[2] for line in lines if "drew" in line]
 
-    assert 8 == len(set(drawn()))
+    assert len(set(drawn())) == 8
     assert drawn() == drawn()
     assert not set(drawn()) & set(drawn("--kv-seed=1"))
 
@@ -445,6 +450,7 @@ def test_a_sound_router_passes(nested):
     run_users(nested, "", "-k", "lineage or (shared and cached and chunked)").assert_outcomes(passed=10, deselected=14)
 
 
+@takes_long
 def test_a_router_with_a_fault_fails_where_something_is_published(nested):
     result = run_users(nested, "forgets a Removed", "-k", "lru and not multi_lru")
 
@@ -465,25 +471,27 @@ def test_it_runs_the_same_under_xdist(nested):
 
 ERRORS = {
     "without an engine": (
-        f"{MATRIX}def test(kv_harness): pass",
-        "kv_scheduler_matrix is for tests that take kv_engine or make_kv_engine; this one takes neither",
+        f"{MATRIX}def test(kv_worker): pass",
+        "kv_scheduler_matrix is for tests that take kv_engine, or kv_harness for engines; this one has neither",
     ),
     "without an engine, with its case and requests": (
         f"{MATRIX}def test(kv_scheduler_case, kv_scheduler_requests): pass",
-        "kv_scheduler_matrix is for tests that take kv_engine or make_kv_engine; this one takes neither",
+        "kv_scheduler_matrix is for tests that take kv_engine, or kv_harness for engines; this one has neither",
     ),
     "without any fixture": (
         f"{MATRIX}def test(): pass",
-        "kv_scheduler_matrix is for tests that take kv_engine or make_kv_engine; this one takes neither",
+        "kv_scheduler_matrix is for tests that take kv_engine, or kv_harness for engines; this one has neither",
     ),
     "with arguments": (
         "@pytest.mark.kv_scheduler_matrix('lru')\ndef test(kv_engine): pass",
-        ("kv_scheduler_matrix('lru'): takes no arguments; fields of the engine are those of kvmock(engine={...}), backends "
+        ("kv_scheduler_matrix('lru'): takes no arguments; fields of the engine are those of kvmock(engine={...}), "
+        "backends "
         "those of kv_backends"),
     ),
     "with keywords": (
         "@pytest.mark.kv_scheduler_matrix(chunked=True)\ndef test(kv_engine): pass",
-        ("kv_scheduler_matrix(chunked=True): takes no arguments; fields of the engine are those of kvmock(engine={...}), "
+        ("kv_scheduler_matrix(chunked=True): takes no arguments; fields of the engine are those of "
+        "kvmock(engine={...}), "
         "backends those of kv_backends"),
     ),
     "with a parametrize of the case": (
@@ -501,7 +509,8 @@ ERRORS = {
     ),
     "with chunks of the engine": (
         f"{MATRIX}@pytest.mark.kvmock(engine={{'enable_chunked_prefill': True}})\n{TAKES}: pass",
-        ("kvmock(engine={'enable_chunked_prefill': True}): each case of kv_scheduler_matrix sets enable_chunked_prefill; "
+        ("kvmock(engine={'enable_chunked_prefill': True}): each case of kv_scheduler_matrix sets "
+        "enable_chunked_prefill; "
         "leave it out"),
     ),
     "with caching of the profile": (
@@ -518,7 +527,7 @@ def test_a_matrix_that_cannot_be_is_one_collection_error(nested, name):
     result = nested(source)
 
     result.assert_outcomes(errors=1)
-    assert [f"test_it.py::test: {message}"] == [line for line in result.outlines if line.startswith("test_it.py::")]
+    assert [line for line in result.outlines if line.startswith("test_it.py::")] == [f"test_it.py::test: {message}"]
     result.stdout.no_fnmatch_line("*pytest_kvmock/plugin*")
 
 

@@ -9,7 +9,7 @@ from depth import DEEP
 
 from pytest_kvmock import CapturingSink, Cleared, MockEngine, Removed, RouterHarness, Stored
 from pytest_kvmock.contrib.lab.scheduler_cases import SchedulerCase, make_scheduler_requests
-from pytest_kvmock.schedulers.args import MockEngineArgs
+from pytest_kvmock.engines import MockEngineArgs
 
 ENGINES_OWN = ("wrong_hash", "evicted_and_restored")
 """Warnings of what multi_lru does, which may evict a block before its children."""
@@ -24,20 +24,20 @@ def test_token_generation_patterns(kv_engine, kv_scheduler_case, kv_scheduler_re
         kv_engine.submit(*request)
     report = kv_engine.run()
 
-    assert [100] * COUNT == [request.generated_tokens for request in report.requests]
+    assert [request.generated_tokens for request in report.requests] == [100] * COUNT
     metrics = kv_engine.metrics
-    assert (0, 0, 0) == (metrics.active_blocks, metrics.running, metrics.waiting)
-    assert 0.0 == metrics.cache_usage
-    assert 500 == metrics.total_blocks
+    assert (metrics.active_blocks, metrics.running, metrics.waiting) == (0, 0, 0)
+    assert metrics.cache_usage == 0.0
+    assert metrics.total_blocks == 500
     assert kv_engine.is_idle
     kv_harness.assert_no_event_errors()
     # Where nothing is published, what the manager would publish is judged all the same.
-    judged = kv_harness.streams[0, 0].events
+    judged = kv_harness.inside.streams[0, 0].events
     assert {Stored, Removed} == {type(event.event.data) for event in judged}
     reused = sum(request.cached_tokens for request in report.requests)
     if not kv_scheduler_case.caching:
-        assert 0 == reused
-        assert {} == kv_harness.overlap(kv_scheduler_requests[-1].prompt)
+        assert reused == 0
+        assert kv_harness.overlap(kv_scheduler_requests[-1].prompt) == {}
     else:
         assert (reused > COUNT // 2 * 448) == kv_scheduler_case.shared  # of 500 shared tokens, 7 blocks
 
@@ -64,8 +64,8 @@ def test_what_each_manager_would_publish_without_caching(backend, published):
             kv.engine(0).submit(*request)
         report = kv.engine(0).run()
 
-        assert published == {type(event.event.data) for event in kv.streams[0, 0].events}
-        assert {} == kv.overlap(requests[0].prompt)
+        assert published == {type(event.event.data) for event in kv.inside.streams[0, 0].events}
+        assert kv.overlap(requests[0].prompt) == {}
         assert not any(request.cached_tokens for request in report.requests)
 
 
@@ -78,10 +78,10 @@ def test_requests_complete_and_are_stored(kv_engine, kv_harness, kv_events):
         kv_engine.submit(range(start * 1000, start * 1000 + 200), 20)
     kv_engine.run()
 
-    assert [20] * 5 == [request.generated_tokens for request in kv_engine.requests]
+    assert [request.generated_tokens for request in kv_engine.requests] == [20] * 5
     assert kv_harness.events.counts.ok("stored") > 0
-    assert {} == kv_harness.events.counts.warnings
-    assert [] == kv_events.removed
+    assert kv_harness.events.counts.warnings == {}
+    assert kv_events.removed == []
 
 
 @pytest.mark.kvmock(num_blocks=10, block_size=4, event_warnings="fail", allow=ENGINES_OWN)
@@ -90,12 +90,12 @@ def test_a_request_is_preempted_and_computed_again(kv_engine, kv_harness):
         kv_engine.submit(range(start * 100, start * 100 + 12), 16)
     kv_engine.run()
 
-    assert [16] * 3 == [request.generated_tokens for request in kv_engine.requests]
+    assert [request.generated_tokens for request in kv_engine.requests] == [16] * 3
     assert kv_engine.metrics.preemptions > 0
     assert sum(request.preemptions for request in kv_engine.requests) == kv_engine.metrics.preemptions
     assert kv_harness.events.counts.ok("removed") > 0
     assert kv_harness.events.counts.warnings.keys() <= {*ENGINES_OWN}
-    assert 0 == kv_engine.metrics.active_blocks
+    assert kv_engine.metrics.active_blocks == 0
 
 
 @pytest.mark.kvmock(engine={"num_gpu_blocks": 500, "block_size": 64}, event_warnings="fail")
@@ -104,22 +104,23 @@ def test_ten_identical_prompts_complete(kv_engine):
         kv_engine.submit(range(65), 100)
     kv_engine.run()
 
-    assert [100] * 10 == [request.generated_tokens for request in kv_engine.requests]
-    assert [0, *[64] * 9] == [request.cached_tokens for request in kv_engine.requests]
-    assert 0 == kv_engine.metrics.active_blocks
+    assert [request.generated_tokens for request in kv_engine.requests] == [100] * 10
+    assert [request.cached_tokens for request in kv_engine.requests] == [0, *[64] * 9]
+    assert kv_engine.metrics.active_blocks == 0
 
 
-def test_more_of_one_token_than_there_is_room_for(make_kv_engine, kv_harness):
+def test_more_of_one_token_than_there_is_room_for(kv_harness):
     args = MockEngineArgs(num_gpu_blocks=6, block_size=2, semantics="1.2.1")
     with MockEngine(args, backend=kv_harness.backend) as engine:
         for _ in range(8):
             engine.submit([42] * 8, 2)
         engine.run()
-        assert [2] * 8 == [request.generated_tokens for request in engine.requests]
-        assert 0 == engine.metrics.active_blocks
+        assert [request.generated_tokens for request in engine.requests] == [2] * 8
+        assert engine.metrics.active_blocks == 0
 
 
-# ---------------------------------------------------------------------------------------------------- an engine is dropped
+# ---------------------------------------------------------------------------------------------------- an engine is
+# dropped
 
 
 @pytest.mark.kvmock(num_blocks=20, block_size=4, event_warnings="fail", allow=ENGINES_OWN)
@@ -131,20 +132,20 @@ def test_an_engine_that_is_dropped_frees_everything(kv_engine, kv_harness, passe
         for _ in range(passes):
             kv_engine.step()
         assert (passes > 0) == (kv_engine.metrics.active_blocks > 0)
-    assert (0, 0, 0, 0) == (
+    assert (
         kv_engine.metrics.active_blocks,
         kv_engine.metrics.running,
         kv_engine.metrics.waiting,
         kv_engine.metrics.arriving,
-    )
-    assert ["aborted"] * 5 == [request.status for request in requests]
-    assert [] == kv_engine.worker.requests
+    ) == (0, 0, 0, 0)
+    assert [request.status for request in requests] == ["aborted"] * 5
+    assert kv_engine.worker.requests == []
     assert kv_engine.is_idle
     kv_engine.close()  # once more does nothing
 
     again = kv_engine.submit(range(20), 2)  # the worker is still there, and what is full is still cached
     kv_engine.run()
-    assert "finished" == again.status
+    assert again.status == "finished"
     assert (20 if passes else 0) == again.cached_tokens
 
 
@@ -152,18 +153,18 @@ def test_an_engine_is_dropped_where_the_body_raises():
     engine = MockEngine(MockEngineArgs(num_gpu_blocks=20, block_size=4))
     engine.submit(range(20), 30)
     engine.step()
-    assert 0 < engine.metrics.active_blocks
+    assert engine.metrics.active_blocks > 0
     with pytest.raises(KeyError), engine:
         raise KeyError
-    assert 0 == engine.metrics.active_blocks
+    assert engine.metrics.active_blocks == 0
 
 
 def test_what_is_held_for_the_end_of_a_pass_is_published_before_the_engine_is_dropped():
     sink = CapturingSink()
     engine = MockEngine(MockEngineArgs(num_gpu_blocks=20, block_size=4, events_visible="pass_end"), sink=sink)
     engine.submit(range(20), 30)
-    engine.start_pass(0.0)
-    assert 0 == len(sink.events)
+    engine.inside.start_pass(0.0)
+    assert len(sink.events) == 0
     engine.close()
     assert [Stored] == [type(event.data) for event in sink.events]
     assert not engine.is_in_pass
@@ -178,4 +179,4 @@ def test_engines_of_any_make_are_dropped(kv_engine):
         for _ in range(5):
             kv_engine.step()
         assert kv_engine.metrics.active_blocks > 0
-    assert 0 == kv_engine.metrics.active_blocks
+    assert kv_engine.metrics.active_blocks == 0

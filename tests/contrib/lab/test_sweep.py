@@ -11,12 +11,12 @@ from functools import partial
 from typing import ClassVar
 
 import pytest
+from depth import takes_long
 
 from pytest_kvmock.__main__ import main
 from pytest_kvmock.contrib.lab import sweep
-from pytest_kvmock.long_runs import RAISED
-from pytest_kvmock.router import RoundRobin
-from pytest_kvmock.traces import synthetic_trace
+from pytest_kvmock.fleets import RoundRobin, synthetic_trace
+from pytest_kvmock.values.long_runs import RAISED
 
 SMALL = list(synthetic_trace(12, seed=1, input_tokens=(100, 900), output_tokens=(5, 20)))
 
@@ -129,7 +129,7 @@ def test_sweeps_are_compared_run_by_run():
         ({"concurrency": 0}, ValueError, "Fleet: concurrency must be an integer of at least 1"),
     ],
 )
-def test_what_cannot_begin_is_refused_before_any_run(arguments, error, text):
+def test_an_invalid_sweep_is_refused_before_any_run(arguments, error, text):
     with pytest.raises(error, match=text):
         sweep(**{"traces": {"a": SMALL}, "backends": ["lineage"], **arguments})
 
@@ -152,11 +152,11 @@ def test_one_run_prints_its_report_and_writes_its_figures(trace, tmp_path, capsy
     assert replay(trace, "--router", "round_robin,most_cached", "--compare", tmp_path / "out.json") == 0
     out = capsys.readouterr().out
     assert "small  lineage  most_cached" in out
-    assert f"small, lineage, round_robin, beside {tmp_path}/out.json:\n" in out
+    assert f"small, lineage, round_robin, compared with {tmp_path}/out.json:\n" in out
     assert "small, lineage, most_cached, beside" not in out
 
 
-def test_json_on_standard_output_is_alone_there(trace, capsys):
+def test_standard_output_has_nothing_but_the_json(trace, capsys):
     assert replay(trace, "--json", "-") == 0
     (run,) = json.loads(capsys.readouterr().out)["runs"]
     assert (run["router"], run["report"]["fleet"]["all"]["requests"]) == ("dynamo", 12)
@@ -178,7 +178,7 @@ def pages(directory):
     return found
 
 
-def test_each_run_has_a_page_with_all_others_beside_it(trace, tmp_path, capsys):
+def test_the_page_of_each_run_compares_it_with_all_others(trace, tmp_path, capsys):
     assert (
         replay(trace, "--router", "round_robin", "--html", tmp_path / "one.html", "--json", tmp_path / "one.json") == 0
     )
@@ -207,7 +207,7 @@ def test_each_run_has_a_page_with_all_others_beside_it(trace, tmp_path, capsys):
         (("synthetic", "--semantics", "0.1"), "semantics"),
     ],
 )
-def test_what_cannot_be_done_is_one_line(args, text, capsys):
+def test_an_invalid_command_is_one_line(args, text, capsys):
     assert replay(*args) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("replay: ")
@@ -215,7 +215,7 @@ def test_what_cannot_be_done_is_one_line(args, text, capsys):
         raise AssertionError(line)
 
 
-def test_a_line_that_is_no_request_is_named(trace, capsys):
+def test_a_line_that_is_not_a_request_is_named(trace, capsys):
     with trace.open("a") as file:
         file.write("{}\n")
     assert replay(trace) == 1
@@ -231,14 +231,14 @@ def test_a_router_that_fails_is_one_line_and_the_others_are_shown(trace, capsys)
 
 
 @pytest.mark.parametrize("others", ["", ",round_robin"], ids=["alone", "beside-another"])
-def test_a_router_that_drifts_is_shown_and_is_no_success(trace, others, capsys):
+def test_a_router_that_drifts_is_shown_and_fails_the_sweep(trace, others, capsys):
     assert replay(trace, "--router", f"{__name__}:Forgets{others}") == 1
     shown = capsys.readouterr()
-    assert 1 == shown.out.count("load_drift: Forgets.loads() says 0 prefill tokens, 0 blocks, 0 requests of worker")
+    assert shown.out.count("load_drift: Forgets.loads() says 0 prefill tokens, 0 blocks, 0 requests of worker") == 1
     assert shown.err == f"replay: small, lineage, {__name__}:Forgets: load_drift\n"
     if others:
         table = [line.split() for line in shown.out.splitlines()[:3]]
-        assert ["drift", "load_drift", "-"] == [line[3] for line in table]
+        assert [line[3] for line in table] == ["drift", "load_drift", "-"]
 
 
 def test_a_table_of_routers_that_do_not_drift_has_no_column_for_it(trace, capsys):
@@ -255,6 +255,7 @@ def test_ctrl_c_prints_what_there_is(trace, capsys):
     assert shown.err == "replay: interrupted; 2 of 3 runs were made\n"
 
 
+@takes_long
 def test_ctrl_c_ends_the_processes_of_a_pool(trace):
     routers = f"{__name__}:InterruptsParent,round_robin"
     command = [sys.executable, "-m", "pytest_kvmock", "replay", trace, "--backend", "lineage", "--router", routers]
@@ -287,6 +288,6 @@ class Told(RoundRobin):
 def test_the_routers_of_a_sweep_are_told_which_workers_there_are_in_a_long_run():
     before = gc.get_threshold()
     found = sweep({"small": SMALL[:3]}, ["lineage"], [Told], workers=3)
-    assert [""] == [run.error for run in found.runs]
-    assert [([0, 1, 2], RAISED)] == Told.calls
+    assert [run.error for run in found.runs] == [""]
+    assert Told.calls == [([0, 1, 2], RAISED)]
     assert before == gc.get_threshold()

@@ -79,13 +79,13 @@ FAILURES = [
 
 
 @pytest.mark.parametrize(("steps", "message"), FAILURES)
-def test_it_fails_at_the_line_that_is_not_so(played, steps, message):
+def test_a_scenario_fails_at_the_line_of_a_failed_expectation(played, steps, message):
     with pytest.raises(ScenarioFailure) as raised:
         played(f"steps:\n- {steps}\n")
     assert str(raised.value).startswith(f"x.kv.yaml:{message}")
 
 
-def test_all_steps_there_are_do_what_they_say(played):
+def test_every_kind_of_step_does_what_it_names(played):
     harness = played("""
 steps:
 - use: [1, p]
@@ -116,13 +116,13 @@ steps:
   expect: {problems: [event_id_gap]}
 - expect: {worker: 1, inactive: 2, overlap: {hashes: 1..3, workers: {1: 2}}}
 """)
-    assert 10 == harness.events.total
+    assert harness.events.total == 10
 
 
-def test_an_index_of_the_user_answers(played):
+def test_a_custom_index_answers(played):
     index = RadixIndex()
     played("steps: [{serve: {tokens: 0..3}, expect: {overlap: {tokens: 0..3, workers: {0: 1}}}}]", index=index)
-    assert 1 == len(index.dump_events())
+    assert len(index.dump_events()) == 1
 
 
 ON_A_WORKER = [
@@ -143,16 +143,16 @@ ON_A_WORKER = [
 
 
 @pytest.mark.parametrize("step", ON_A_WORKER)
-def test_what_a_worker_does_is_not_asked_of_a_sink(played, step):
+def test_steps_of_a_worker_are_refused_for_a_sink(played, step):
     with pytest.raises(ScenarioFailure) as raised:
         played(f"steps:\n- event: {{stored: [1], worker: 65536}}\n- {step}\n")
     refused = "was refused: ValueError: a worker id is an integer from 0 to 65535 here, got 65536"
-    assert f"x.kv.yaml:3: {step.partition(':')[0]} {refused}" == str(raised.value)
+    assert str(raised.value) == f"x.kv.yaml:3: {step.partition(':')[0]} {refused}"
 
 
 def test_a_worker_may_have_another_backend(played):
     harness = played("steps: [{worker: {id: 5, backend: lru}}, {use: {blocks: [1], worker: 5}}, {use: [1]}]")
-    assert ["lru", "lineage"] == [harness.worker(number).manager.backend for number in (5, 0)]
+    assert [harness.worker(number).manager.backend for number in (5, 0)] == ["lru", "lineage"]
 
 
 def test_problems_are_expected_in_any_order(played):
@@ -188,23 +188,23 @@ def test_a_failure_is_reported_once_and_others_are_left_to_the_harness(tmp_path)
 
 def test_a_sink_further_on_makes_those_before_it(played):
     harness = played("steps:\n- event: {stored: [1], worker: 65538}\n- event: {stored: [2], worker: 65536}\n")
-    assert [65538, 65536] == [entry.event.worker_id for entry in harness.events]
-    assert 65539 == harness.make_sink().worker_id
+    assert [entry.event.worker_id for entry in harness.events] == [65538, 65536]
+    assert harness.make_sink().worker_id == 65539
 
 
 def test_a_signed_name_has_its_bits_as_local_hash(played):
     harness = played("steps: [{event: {stored: [-5, 6], worker: 65536}}]")
-    assert (2**64 - 5, 6) == harness.events[0].event.event.data.tokens_hashes
+    assert harness.events[0].event.event.data.tokens_hashes == (2**64 - 5, 6)
 
 
-def test_a_seed_is_no_matter_of_the_harness(played):
-    assert 1 == played("profile: {seed: 7}\nsteps: [{use: [1]}]").events.total
+def test_a_seed_does_not_change_the_harness(played):
+    assert played("profile: {seed: 7}\nsteps: [{use: [1]}]").events.total == 1
 
 
 @pytest.mark.parametrize(
     ("top", "message"),
     [
-        ("profile: {block_size: 16, workers: 2}", "the scenario wants block_size=16, the harness has 4"),
+        ("profile: {block_size: 16, workers: 2}", "the scenario needs block_size=16, the harness has 4"),
         ("needs_index: true", "the scenario needs an index under test, and the harness has none"),
     ],
 )
@@ -213,7 +213,7 @@ def test_a_harness_that_does_not_fit_is_refused(played, top, message):
         played(f"{top}\nsteps: [{{use: [1]}}]")
 
 
-def test_an_allowed_rule_is_let_pass(played):
+def test_breaches_of_an_allowed_rule_pass(played):
     played("allow: [block_not_found]\nsteps: [{event: {removed: [7]}}]", allow=["block_not_found"])
 
 
@@ -240,7 +240,7 @@ steps:
 """)
 
 
-def test_a_fault_with_an_argument_that_it_has_not_is_refused_where_it_stands(played):
+def test_an_unknown_argument_of_a_fault_is_refused_with_its_line(played):
     with pytest.raises(ScenarioFailure, match=r"^x\.kv\.yaml:2: fault was refused: TypeError: .*'speed'"):
         played("steps:\n- fault: {lose: {speed: 1}}")
 
@@ -270,9 +270,9 @@ steps:
 - remove_worker: 5
 - event: {stored: [9], worker: 5}
 """)
-    assert [((5, 1), "HOST_PINNED"), ((65537, 0), "DEVICE"), ((5, 0), "DEVICE")] == [
+    assert [
         ((entry.event.worker_id, entry.event.event.dp_rank), entry.storage_tier.name) for entry in harness.events
-    ]
+    ] == [((5, 1), "HOST_PINNED"), ((65537, 0), "DEVICE"), ((5, 0), "DEVICE")]
 
 
 def test_a_warning_of_an_event_by_hand_is_not_the_engines_own(tmp_path):
@@ -283,4 +283,4 @@ def test_a_warning_of_an_event_by_hand_is_not_the_engines_own(tmp_path):
     harness.worker(0)
     play(harness, scenario, allow=["duplicate_store"])
     (warning,) = [each for each in harness.events.warnings if each.rule == "evicted_and_restored"]
-    assert ("evicted_and_restored", False) == (warning.rule, harness.is_engines_own(warning))
+    assert (warning.rule, harness.inside.is_engines_own(warning)) == ("evicted_and_restored", False)

@@ -29,7 +29,7 @@ def ids_of(result):
 
 def test_without_the_setting_none_is_collected(nested):
     result = nested("", "--collect-only", "-q", files={"a.kv.yaml": PASSES})
-    assert [] == ids_of(result)
+    assert ids_of(result) == []
 
 
 @pytest.mark.parametrize(
@@ -44,15 +44,15 @@ def test_without_the_setting_none_is_collected(nested):
 def test_those_that_a_glob_matches_are_collected(nested, globs, expected):
     files = {"pytest.ini": f"[pytest]\nkvmock_scenarios = {globs}\n", "a.kv.yaml": PASSES, "sub/b.kv.yaml": PASSES}
     result = nested("", "--collect-only", "-q", "--kv-backend", "lru", files={**files, "sub/c.yaml": "x: 1"})
-    assert expected == [line.partition("::")[0] for line in ids_of(result)]
+    assert [line.partition("::")[0] for line in ids_of(result)] == expected
 
 
 def test_each_runs_over_its_matrix_and_the_rest_is_deselected(nested):
     files = {"pytest.ini": INI + "kvmock_backends = lineage lru\n", "a.kv.yaml": FAILS}
     collected = ids_of(nested("", "--collect-only", "-q", files=files))
-    assert ["fits[lineage]", "fits[lru]", "evicts the oldest[lru]"] == [line.partition("::")[2] for line in collected]
+    assert [line.partition("::")[2] for line in collected] == ["fits[lineage]", "fits[lru]", "evicts the oldest[lru]"]
     result = nested("", "--collect-only", "-q", "--kv-backend", "lineage", files=files)
-    assert ["a.kv.yaml::fits[lineage]"] == ids_of(result)
+    assert ids_of(result) == ["a.kv.yaml::fits[lineage]"]
     result.stdout.fnmatch_lines(["1/3 tests collected (2 deselected)*"])
 
 
@@ -94,7 +94,7 @@ def test_a_wrong_file_is_one_line_with_its_place(nested):
         ("profile: {workers: 99999}\n" + PASSES, "a.kv.yaml:1:20: workers must be at most 65536, got 99999"),
     ],
 )
-def test_what_only_the_plugin_knows_is_one_line_too(nested, text, message):
+def test_a_value_that_only_the_plugin_can_check_is_one_line_too(nested, text, message):
     result = nested("", files={"pytest.ini": INI, "a.kv.yaml": text})
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines([message])
@@ -122,7 +122,7 @@ def test_ids_and_outcomes_are_the_same_under_xdist(nested):
     assert plain.parseoutcomes() == spread.parseoutcomes()
 
 
-def test_a_scenario_runs_in_a_test_of_ones_own(nested):
+def test_a_scenario_runs_in_a_custom_test(nested):
     source = """
     from pytest_kvmock.contrib.scenarios import load_scenarios, play
 
@@ -246,11 +246,11 @@ UNSAVABLE = [
 
 
 @pytest.mark.parametrize(("args", "message"), UNSAVABLE)
-def test_where_nothing_can_be_saved_is_a_usage_error(nested, args, message):
+def test_a_directory_that_cannot_be_written_is_a_usage_error(nested, args, message):
     result = nested("def test(): pass", "--kv-save-scenario", *args, files={"file": ""})
 
-    assert pytest.ExitCode.USAGE_ERROR == result.ret
-    assert [f"ERROR: --kv-save-scenario: {message}"] == [line for line in result.errlines if line]
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert [line for line in result.errlines if line] == [f"ERROR: --kv-save-scenario: {message}"]
 
 
 def test_a_scenario_has_engines(nested):
@@ -269,15 +269,18 @@ def test_arguments_of_an_engine_that_contradict_the_profile_are_an_error_of_coll
     result = nested("", files={"pytest.ini": INI, "a.kv.yaml": text})
     result.stdout.fnmatch_lines(
         [
-            "a.kv.yaml:2:1: engine: num_gpu_blocks=9 contradicts num_blocks=7 of the profile; set one of them, or both to the same value"
+            (
+                "a.kv.yaml:2:1: engine: num_gpu_blocks=9 contradicts num_blocks=7 of the profile; set one of them, or "
+                "both to the same value"
+            )
         ]
     )
 
 
 SECRETIVE = """
 from pytest_kvmock import BackendSpec, KvCacheEvent, Stored
-from pytest_kvmock.cache.dynamo.eviction.lru import LruPolicy
-from pytest_kvmock.cache.dynamo.logical import LogicalManager
+from pytest_kvmock.engines.dynamo.eviction.lru import LruPolicy
+from pytest_kvmock.engines.dynamo.logical import LogicalManager
 
 
 class KeepsOneSecret:

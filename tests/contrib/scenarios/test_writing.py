@@ -20,13 +20,15 @@ from pytest_kvmock import (
     StorageTier,
     Stored,
 )
-from pytest_kvmock.cache.dynamo.eviction.lru import LruPolicy
-from pytest_kvmock.cache.dynamo.logical import LogicalManager
 from pytest_kvmock.contrib.scenarios import load_scenarios, play
 from pytest_kvmock.contrib.scenarios.writing import scenario_text
-from pytest_kvmock.hygiene.entries import BatchesLost, WorkerRemoved
-from pytest_kvmock.programs.interpreter import Interpreter
-from pytest_kvmock.programs.operations import (
+from pytest_kvmock.engines.dynamo.eviction.lru import LruPolicy
+from pytest_kvmock.engines.dynamo.logical import LogicalManager
+from pytest_kvmock.harness.reduce import Breach, reproduce
+from pytest_kvmock.harness.reduce.program import Reproduction, SinkKind
+from pytest_kvmock.oracle.hygiene.entries import BatchesLost, WorkerRemoved
+from pytest_kvmock.values.programs.interpreter import Interpreter
+from pytest_kvmock.values.programs.operations import (
     Burst,
     Clear,
     Decode,
@@ -39,9 +41,7 @@ from pytest_kvmock.programs.operations import (
     Resume,
     Serve,
 )
-from pytest_kvmock.reduce import Breach, Reproduction, reproduce
-from pytest_kvmock.reduce.program import SinkKind
-from pytest_kvmock.strict_yaml import YamlError
+from pytest_kvmock.values.strict_yaml import YamlError
 
 
 class Forgets:
@@ -166,7 +166,7 @@ def test_requests_break_the_same_rule(tmp_path):
     assert_breaks_the_same(found, tmp_path, backend=spec)
 
 
-def test_an_index_under_test_is_to_be_brought_along(tmp_path):
+def test_a_reproduction_with_an_index_names_the_index_to_provide(tmp_path):
     kv = RouterHarness(EngineProfile(block_size=4, num_blocks=4), "lru", Forgets())
     for n in range(20):
         kv.worker(0).serve([*range(100 * n, 100 * n + 8)])
@@ -201,12 +201,12 @@ def test_a_sink_is_made_again_as_it_was(tmp_path):
 
     (step,) = scenario.steps
     expected = {"chained": True, "residency": "counted", "prefix_closed": False}
-    assert expected == {key: step.given[key] for key in ("chained", "residency", "prefix_closed")}
+    assert {key: step.given[key] for key in ("chained", "residency", "prefix_closed")} == expected
     assert "num_blocks" not in step.given
     harness = RouterHarness(backend="lineage")
     with pytest.raises(AssertionError, match=r"expect problems \[\]: got \['wrong_hash'\]"):
         play(harness, scenario)
-    assert [False] == [problem.is_error for problem in harness.events.problems]
+    assert [problem.is_error for problem in harness.events.problems] == [False]
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_how_a_sink_is_made_is_read_strictly(tmp_path, said, why):
     path.write_text("steps: [{event: {stored: [1], worker: 65536, " + said + "}}]")
     with pytest.raises(YamlError) as raised:
         load_scenarios(path, "wrong.kv.yaml")
-    assert f"wrong.kv.yaml:{why}" == str(raised.value)
+    assert str(raised.value) == f"wrong.kv.yaml:{why}"
 
 
 def assert_breaks_the_same(found, tmp_path, backend=None, index=None):
@@ -230,7 +230,7 @@ def assert_breaks_the_same(found, tmp_path, backend=None, index=None):
     text = scenario_text(found, "reproduction")
     path.write_text(text)
     (scenario,) = load_scenarios(path)
-    assert "reproduction" == scenario.name
+    assert scenario.name == "reproduction"
     profile = EngineProfile().replace(**scenario.profile)
     harness = RouterHarness(profile, backend or scenario.backends[0], index, allow=scenario.allow)
     with pytest.raises((AssertionError, EventRulesBroken)), harness:
@@ -303,20 +303,20 @@ def test_each_event_is_a_step_that_publishes_it(tmp_path):
     path.write_text(scenario_text(program, "all"))
     (scenario,) = load_scenarios(path)
     assert ("all", ("lru",), allow) == (scenario.name, scenario.backends, scenario.allow)
-    assert {"block_size": 4, "num_blocks": 8, "workers": 2, "dp_size": 2} == scenario.profile
+    assert scenario.profile == {"block_size": 4, "num_blocks": 8, "workers": 2, "dp_size": 2}
     events = [step for step in steps if isinstance(step, RouterEvent)]
     kv = RouterHarness(profile, "lru")
     play(kv, scenario, errors_fail=False)
     assert [(each.worker_id, each.event, each.storage_tier) for each in events] == [
         (each.worker_id, each.event, each.storage_tier) for each in (entry.event for entry in kv.events)
     ]
-    assert {"cache_level": 2, "pair": [1, 2]} == kv.events[0].event.extra
-    assert [(1, 2, 3, 4)] == [*map(tuple, kv.events[2].event.token_ids)]
+    assert kv.events[0].event.extra == {"cache_level": 2, "pair": [1, 2]}
+    assert [*map(tuple, kv.events[2].event.token_ids)] == [(1, 2, 3, 4)]
     lost = [problem.observed for problem in kv.events.problems if problem.rule == "event_id_gap"]
     assert "batches 4 to 5 did not arrive" in lost
 
 
-def test_what_a_reproduction_was_cut_from_stands_above_it():
+def test_a_reproduction_names_its_original():
     breach = Breach("event_id_gap", is_error=True, worker=(0, 0), block=None, story="")
     steps = (RouterEvent(0, KvCacheEvent(0, Removed((1,)))),)
     program = Reproduction(breach, "events", "lru", EngineProfile(), steps, cut_from=12)
@@ -328,7 +328,7 @@ def test_two_numbers_are_written_as_they_are_and_three_as_a_range():
     breach = Breach("event_id_gap", is_error=True, worker=(0, 0), block=None, story="")
     tokens = (Serve((), (1, 2, 7, 8, 9, 20)), Serve((), (4, 5, 6)), Serve((), (4, 5)))
     text = scenario_text(Reproduction(breach, "requests", "lru", EngineProfile(), tokens), "numbers")
-    assert ["[1, 2, 7..9, 20]", "4..6", "[4, 5]"] == re.findall(r"tokens: (\[.*?\]|[^}]*)", text)
+    assert re.findall(r"tokens: (\[.*?\]|[^}]*)", text) == ["[1, 2, 7..9, 20]", "4..6", "[4, 5]"]
 
 
 def test_workers_of_other_backends_are_written():
@@ -337,7 +337,7 @@ def test_workers_of_other_backends_are_written():
     text = scenario_text(Reproduction(breach, "requests", "lru", EngineProfile(), (Serve((1,)),), workers), "w")
     assert "- worker: {id: 5, backend: lineage}\n" in text
     assert "- worker:\n" in text or "- worker: {id: [6, 1]}\n" in text
-    assert 1 == text.count("backend: ")
+    assert text.count("backend: ") == 1
 
 
 def test_a_warning_is_written_as_a_problem_that_must_not_come(tmp_path):
@@ -345,7 +345,7 @@ def test_a_warning_is_written_as_a_problem_that_must_not_come(tmp_path):
     path = tmp_path / "saved.kv.yaml"
     path.write_text(scenario_text(Reproduction(breach, "requests", "lru", EngineProfile(), (Serve((1,)),)), "one"))
     (scenario,) = load_scenarios(path)
-    assert [["problems"]] == [[*step.expected] for step in scenario.steps]
+    assert [[*step.expected] for step in scenario.steps] == [["problems"]]
 
 
 def test_a_burst_cannot_be_written():

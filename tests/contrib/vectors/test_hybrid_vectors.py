@@ -1,4 +1,6 @@
-"""Vectors of hybrid models: readers with nothing but json and msgpack are right between the two answers, and naive ones are not."""
+"""Vectors of hybrid models: readers with nothing but json and msgpack are right between the two answers, and naive
+ones are not.
+"""
 
 import json
 from collections import defaultdict
@@ -71,14 +73,14 @@ def wrong_answers(home, about, kind, *, exactly=False):
             for worker, index in workers.items():
                 most, least = query["overlap"].get(worker, 0), query["reusable"].get(worker, 0) // SIZE
                 wrong += not least <= index.answer(query["tokens"]) <= (least if exactly else most)
-    assert {} == queries
+    assert queries == {}
     return wrong
 
 
 @pytest.mark.parametrize("name", SETS)
 def test_right_indexes_are_right(home, about, name):
-    assert 0 == wrong_answers(home / name, about[name], Dense)
-    assert 0 == wrong_answers(home / name, about[name], Exact, exactly=True)
+    assert wrong_answers(home / name, about[name], Dense) == 0
+    assert wrong_answers(home / name, about[name], Exact, exactly=True) == 0
     assert wrong_answers(home / name, about[name], Dense, exactly=True)  # it answers what is held
 
 
@@ -97,7 +99,7 @@ def test_an_answer_below_what_is_reused_is_wrong(home, about, name):
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_what_is_held_is_what_our_index_answers_and_what_is_reused_is_no_more(home, name):
+def test_our_index_finds_the_held_blocks_and_engines_reuse_no_more(home, name):
     index, batches, number = RadixIndex(count_copies=True), lines(home / name / "batches.jsonl"), 0
     for query in lines(home / name / "queries.jsonl"):
         for batch in batches[number : query["after"]]:
@@ -113,9 +115,9 @@ def test_what_is_held_is_what_our_index_answers_and_what_is_reused_is_no_more(ho
         assert len(query["tokens"]) % SIZE
 
 
-def test_the_index_of_vectors_says_what_no_event_does(about):
+def test_the_index_of_vectors_has_the_traits_that_events_lack(about):
     kimi = about["vllm_kimi_k3"]
-    assert (4, 72, 2, 2) == (kimi["block_size"], kimi["num_blocks"], kimi["hash_unit"], kimi["alignment"])
+    assert (kimi["block_size"], kimi["num_blocks"], kimi["hash_unit"], kimi["alignment"]) == (4, 72, 2, 2)
     state = {"kv_cache_spec_kind": "mamba", "block_size": 4}
     attention = {"kv_cache_spec_kind": "mla_attention", "block_size": 4}
     assert [*(state | {"group_idx": n} for n in range(3)), attention | {"group_idx": 3}] == kimi["groups"]
@@ -124,5 +126,5 @@ def test_the_index_of_vectors_says_what_no_event_does(about):
 
 
 def test_only_the_newest_dialect_of_vllm_has_them():
-    assert ["vllm-0.33"] == [name for name, dialect in DIALECTS.items() if hybrid_engines(dialect)]
+    assert [name for name, dialect in DIALECTS.items() if hybrid_engines(dialect)] == ["vllm-0.33"]
     assert [*hybrid_engines(DIALECTS["vllm-0.33"])] == SETS

@@ -1,15 +1,17 @@
-"""Vectors catch what indexes get wrong: a small one, with nothing but json and msgpack, is right, and none of its mutants."""
+"""Vectors catch what indexes get wrong: a small one, with nothing but json and msgpack, is right, and none of its
+mutants.
+"""
 
 import json
 from collections import defaultdict
 
 import msgspec
 import pytest
-from depth import few
+from depth import few, worth_its_time
 
+from pytest_kvmock import block_hashes
 from pytest_kvmock.contrib.vectors import write_vectors
-from pytest_kvmock.programs.near_hashes import TRUNCATIONS, truncated
-from pytest_kvmock.tokens import block_hashes
+from pytest_kvmock.values.programs.near_hashes import TRUNCATIONS, truncated
 from pytest_kvmock.wire import DIALECTS
 
 VECTORS = [name for name, row in DIALECTS.items() if row.clears]
@@ -161,7 +163,7 @@ def wrong_answers(folder, dialect, mutant=None):
         for query in queries.pop(number, ()):
             expected = query.get("by_rank") or {worker: {"0": most} for worker, most in query["overlap"].items()}
             wrong += expected != index.overlap(query)
-    assert {} == queries
+    assert queries == {}
     return wrong
 
 
@@ -173,9 +175,10 @@ def folders(vectors, dialect):
     }
 
 
+@worth_its_time
 @pytest.mark.parametrize("dialect", few(VECTORS, 8))
 def test_the_index_is_right(vectors, dialect):
-    assert 0 == sum(wrong_answers(path.parent, dialect) for path in folders(vectors, dialect).values())
+    assert sum(wrong_answers(path.parent, dialect) for path in folders(vectors, dialect).values()) == 0
 
 
 EVERYWHERE = ["parent ignored", "Removed ignored", "Cleared ignored"]
@@ -183,8 +186,8 @@ EVERYWHERE = ["parent ignored", "Removed ignored", "Cleared ignored"]
 
 @pytest.mark.parametrize("mutant", EVERYWHERE)
 @pytest.mark.parametrize("dialect", VECTORS)
-def test_what_any_index_must_do_is_asked_of_it(vectors, dialect, mutant):
-    assert 1 <= wrong_answers(vectors / dialect, dialect, mutant)
+def test_the_vectors_ask_for_what_any_index_must_do(vectors, dialect, mutant):
+    assert wrong_answers(vectors / dialect, dialect, mutant) >= 1
 
 
 @pytest.mark.parametrize("dialect", COUNTED)
@@ -194,25 +197,25 @@ def test_an_index_must_count_copies(vectors, dialect):
         for name, path in folders(vectors, dialect).items()
         if name != "near"  # no engine's: nothing is there twice
     }
-    assert [] == [name for name, count in wrong.items() if not count]
+    assert [name for name, count in wrong.items() if not count] == []
 
 
 @pytest.mark.parametrize("dialect", VECTORS)
 def test_an_index_must_tell_ranks_apart(vectors, dialect):
-    assert 1 <= wrong_answers(vectors / dialect / "ranks", dialect, "rank ignored")
+    assert wrong_answers(vectors / dialect / "ranks", dialect, "rank ignored") >= 1
 
 
 @pytest.mark.parametrize("kept", few(TRUNCATIONS, 2))
 @pytest.mark.parametrize("what", ["names", "local hashes"])
 @pytest.mark.parametrize("dialect", few(VECTORS, 6))
 def test_an_index_must_compare_all_of_a_hash(vectors, dialect, what, kept):
-    assert 1 <= wrong_answers(vectors / dialect / "near", dialect, f"{what} {kept}")
+    assert wrong_answers(vectors / dialect / "near", dialect, f"{what} {kept}") >= 1
 
 
 @pytest.mark.parametrize("what", ["names", "local hashes"])
 @pytest.mark.parametrize("dialect", VECTORS)
 def test_only_hashes_that_agree_in_a_part_show_that_it_does_not(vectors, dialect, what):
-    assert 0 == wrong_answers(vectors / dialect, dialect, f"{what} low63")
+    assert wrong_answers(vectors / dialect, dialect, f"{what} low63") == 0
 
 
 KEYS = {"lora_name": "adapter ignored", "cache_salt": "salt ignored", "multimodal": "multimodal ignored"}
@@ -222,7 +225,7 @@ KEYS = {"lora_name": "adapter ignored", "cache_salt": "salt ignored", "multimoda
 def test_an_index_must_tell_apart_what_the_dialect_carries(vectors, dialect):
     about = {each["name"]: each for each in lines_of_index(vectors)}[dialect]
     carried = next((each["keys"] for each in about["sets"] if each["name"] == "keys"), [])
-    assert [] == [key for key in carried if not wrong_answers(vectors / dialect / "keys", dialect, KEYS[key])]
+    assert [key for key in carried if not wrong_answers(vectors / dialect / "keys", dialect, KEYS[key])] == []
 
 
 def lines_of_index(home):
@@ -230,7 +233,7 @@ def lines_of_index(home):
 
 
 @pytest.mark.parametrize("dialect", VECTORS)
-def test_no_query_is_there_twice(vectors, dialect):
+def test_queries_are_unique(vectors, dialect):
     for path in folders(vectors, dialect).values():
         asked = [json.dumps(query) for query in lines(path)]
         assert len(set(asked)) == len(asked)

@@ -6,13 +6,12 @@ from itertools import takewhile
 
 import msgspec
 import pytest
-from depth import few
+from depth import few, worth_its_time
 
-from pytest_kvmock import RadixIndex, Removed, Stored
-from pytest_kvmock.capture import CaptureError, check_file
-from pytest_kvmock.capture.payload_file import split_payloads
+from pytest_kvmock import Prompt, RadixIndex, Removed, Stored, block_hashes
 from pytest_kvmock.contrib.vectors import write_vectors
-from pytest_kvmock.tokens import Prompt, block_hashes
+from pytest_kvmock.servers import CaptureError, check_file
+from pytest_kvmock.servers.capture.payload_file import split_payloads
 from pytest_kvmock.wire import DIALECTS, decode
 
 VECTORS = [name for name, row in DIALECTS.items() if row.clears]
@@ -21,7 +20,7 @@ VECTORS = [name for name, row in DIALECTS.items() if row.clears]
 @pytest.fixture(scope="module")
 def vectors(tmp_path_factory):
     home = tmp_path_factory.mktemp("vectors")
-    assert VECTORS == write_vectors(home)
+    assert write_vectors(home) == VECTORS
     return home
 
 
@@ -47,6 +46,7 @@ def batches_in(folder):
         yield batch, data[batch["offset"] : batch["offset"] + batch["size"]]
 
 
+@worth_its_time
 @pytest.mark.parametrize("dialect", few(VECTORS, 8))
 def test_an_index_that_is_fed_the_batches_gives_the_answers(vectors, dialect):
     index, queries, counted = RadixIndex(count_copies=True), lines(vectors / dialect / "queries.jsonl"), 0
@@ -56,7 +56,7 @@ def test_an_index_that_is_fed_the_batches_gives_the_answers(vectors, dialect):
         worker = batch["worker"]
         decoded = decode(payload, dialect, worker_id=worker, first_event_id=next_ids.get(worker, 0))
         next_ids[worker] = next_ids.get(worker, 0) + decoded.num_events
-        assert [] == decoded.problems
+        assert decoded.problems == []
         assert batch["events"] == len(decoded.events)
         for event in decoded.events:
             index.apply(event)
@@ -126,7 +126,7 @@ def test_an_index_gives_the_answers_of_each_rank(vectors, dialect):
             assert query["overlap"] == {worker: max(ranks.values()) for worker, ranks in query["by_rank"].items()}
             answered += 1
     assert len(queries) == answered
-    assert {(0, 0), (0, 1), (1, 0), (1, 1)} == {*next_ids}
+    assert {*next_ids} == {(0, 0), (0, 1), (1, 0), (1, 1)}
     assert any(len(ranks) == 2 for query in queries for ranks in query["by_rank"].values())
 
 
@@ -168,18 +168,18 @@ KEYS = {
 def test_prompts_carry_what_the_dialect_can_say(vectors, dialect):
     sets = {each["name"]: each for each in about_of(vectors, dialect)["sets"]}
     expected = KEYS.get(dialect.removesuffix("-bytes"), ALL_KEYS)
-    assert expected == sets.get("keys", {}).get("keys", [])
+    assert sets.get("keys", {}).get("keys", []) == expected
     assert bool(expected) == (vectors / dialect / "keys").exists()
     if expected:
         queries = lines(vectors / dialect / "keys" / "queries.jsonl")
-        assert {*expected} == {name for query in queries for name in query["keys"]}
+        assert {name for query in queries for name in query["keys"]} == {*expected}
         for query in queries:
             keys = {"multimodal": [], **query["keys"]}
             assert query["local_hashes"] == Prompt(query["tokens"], **keys).block_hashes(4)
 
 
-# The salt stands among the extra keys of vLLM without a mark, and no router that we know of reads it from there: an index of
-# Dynamo's hashes takes two tenants for one.
+# The salt stands among the extra keys of vLLM without a mark, and no router that we know of reads it from there: an
+# index of Dynamo's hashes takes two tenants for one.
 READ_BY_DYNAMO = [name for name in VECTORS if KEYS.get(name.removesuffix("-bytes"), ALL_KEYS) != []]
 READ_BY_DYNAMO = [name for name in READ_BY_DYNAMO if not name.startswith("vllm-") or name.startswith("vllm-0.14")]
 
@@ -269,8 +269,8 @@ def test_what_cannot_be_done_is_refused(tmp_path):
 
 def test_a_directory_is_made_for_the_vectors_of_no_dialect_too(tmp_path):
     home = tmp_path / "new" / "vectors"
-    assert [] == write_vectors(home, dialects=[])
-    assert ["README.md", "index.json"] == sorted(path.name for path in home.iterdir())
+    assert write_vectors(home, dialects=[]) == []
+    assert sorted(path.name for path in home.iterdir()) == ["README.md", "index.json"]
 
 
 def test_a_dialect_without_a_cleared_is_refused(tmp_path):

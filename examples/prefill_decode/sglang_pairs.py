@@ -1,0 +1,65 @@
+"""SGLang's router before pairs: two policies that know nothing of each other, and both legs at once.
+
+The prefill policy goes by a tree of what was sent where, the decode policy by open requests. The load of both workers
+is held until the request ends. When a leg answers 5xx, a new pair is picked, with a new room, up to a limit.
+"""
+
+
+class SglangPairs:
+    """Cache-aware prefill, least loaded decode.
+
+    Args:
+        threshold: the share of a prompt that must match to go where it went before.
+        retries: how often a request is sent again.
+    """
+
+    needs_candidates = True
+    holds_prefill = True
+
+    def __init__(self, threshold=0.5, retries=2):
+        self.threshold = threshold
+        self.retries = retries
+        self.sent = {}
+        self.open = {}
+        self.tried = {}
+
+    def started(self, workers):
+        for each in (*workers["prefill"], *workers["decode"]):
+            self.worker_added(each)
+
+    def worker_added(self, worker):
+        self.open[worker] = 0
+        self.sent[worker] = {}
+
+    def worker_removed(self, worker):
+        del self.open[worker], self.sent[worker]
+
+    def loads(self):
+        """What it counts: no tokens, and no blocks."""
+        return {worker: (None, None, count) for worker, count in self.open.items()}
+
+    def pick(self, request, candidates):
+        names = [each.worker for each in candidates]
+        if request.phase == "prefill":
+            best = max(names, key=lambda worker: (self.matched(request, worker), -self.open[worker]))
+            if self.matched(request, best) > self.threshold * len(request.sequence_hashes):
+                return best
+        return min(names, key=lambda worker: (self.open[worker], len(self.sent[worker])))
+
+    def matched(self, request, worker):
+        held = self.sent[worker]
+        chain = request.sequence_hashes
+        return next((at for at, block in enumerate(chain) if block not in held), len(chain))
+
+    def dispatched(self, request, worker):
+        self.open[worker] += 1
+        self.sent[worker] |= dict.fromkeys(request.sequence_hashes)
+        self.tried[request, request.phase] = worker
+
+    def finished(self, request):
+        worker = self.tried.pop((request, request.phase))
+        if worker in self.open:
+            self.open[worker] -= 1
+
+    def leg_failed(self, request):
+        return "retry" if request.attempt <= self.retries else None

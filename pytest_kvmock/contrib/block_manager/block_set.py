@@ -1,0 +1,149 @@
+"""Block sets: what a worker says of its pools, so that others can read and write blocks of it (dynamo-llm 0.2.1).
+
+The set of a worker is a value. It is exchanged as it is, or as bytes, where the original has its serialized form only:
+what carries it, in Dynamo the discovery plane, is the user's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Final, Self
+
+from pytest_kvmock.contrib.block_manager.json_fields import JsonFields, from_json, to_json
+from pytest_kvmock.contrib.block_manager.remote_errors import NixlSerializationError
+from pytest_kvmock.contrib.block_manager.storage import DType, block_bytes
+from pytest_kvmock.values.checks import check_integer, check_member, check_u64
+
+_FIELDS: Final = ("worker_id", "agent_id", "incarnation", "block_sets")
+_NUMBERS: Final = ("num_blocks", "num_layers", "page_size", "inner_dim")
+_LAYOUT_FIELDS: Final = ("block_set_idx", "mem_type", "device_id", *_NUMBERS, "dtype")
+
+
+class MemType(StrEnum):
+    """Kind of memory, as NIXL has it, of those that 0.2.1 imports block sets in."""
+
+    DRAM = "dram"
+    """Host memory."""
+    VRAM = "vram"
+    """GPU memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSetLayout:
+    """How many blocks a pool has, in what memory, and what each holds.
+
+    Attributes:
+        mem_type: kind of memory.
+        num_blocks: blocks, at least 1.
+        num_layers, page_size, inner_dim: those of the model, each at least 1.
+        dtype: type of the numbers.
+        device_id: number of the GPU; 0 for the host.
+
+    Raises:
+        ValueError: a number is invalid, or there is no such kind of memory or data type.
+    """
+
+    mem_type: MemType
+    num_blocks: int
+    num_layers: int
+    page_size: int
+    inner_dim: int
+    dtype: DType = DType.FP16
+    device_id: int = 0
+
+    def __post_init__(self) -> None:
+        for name in _NUMBERS:
+            check_integer(f"BlockSetLayout.{name}", getattr(self, name), 1)
+        check_integer("BlockSetLayout.device_id", self.device_id, 0)
+        object.__setattr__(self, "mem_type", check_member("BlockSetLayout.mem_type", self.mem_type, MemType))
+        object.__setattr__(self, "dtype", check_member("BlockSetLayout.dtype", self.dtype, DType))
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block."""
+        return block_bytes(self.num_layers, self.page_size, self.inner_dim, self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class NixlBlockSet:
+    """All pools of one worker, as `export_local_blockset` describes them and `import_remote_blockset` takes them.
+
+    Attributes:
+        worker_id: whose they are, u64.
+        block_sets: the layouts by the number of the set: the host's first, then the device's, from 1.
+        agent_id: name of the worker's NIXL agent, which is its worker id in decimal; empty for a manager without NIXL.
+        incarnation: how many managers of this worker id were in its fabric before it. An addition: by that a restart
+            shows.
+
+    Raises:
+        ValueError: a number is invalid.
+        TypeError: a layout is invalid, the layouts are not a mapping, or the agent id is not text.
+    """
+
+    worker_id: int
+    block_sets: Mapping[int, BlockSetLayout]
+    agent_id: str = ""
+    incarnation: int = 0
+
+    def __post_init__(self) -> None:
+        check_u64("NixlBlockSet.worker_id", self.worker_id)
+        check_integer("NixlBlockSet.incarnation", self.incarnation, 0)
+        if not isinstance(self.agent_id, str):
+            raise TypeError(f"NixlBlockSet.agent_id must be text, got {self.agent_id!r:.80}")
+        if not isinstance(self.block_sets, Mapping):
+            raise TypeError(
+                f"NixlBlockSet.block_sets must be a mapping from numbers to layouts, got {self.block_sets!r:.80}"
+            )
+        for index, layout in self.block_sets.items():
+            check_integer("NixlBlockSet.block_sets: the number of a set", index, 0)
+            if not isinstance(layout, BlockSetLayout):
+                raise TypeError(f"NixlBlockSet.block_sets[{index}] must be a BlockSetLayout, got {layout!r:.80}")
+        object.__setattr__(self, "block_sets", MappingProxyType(dict(self.block_sets)))
+
+    def __hash__(self) -> int:
+        return hash((self.worker_id, self.agent_id, self.incarnation, frozenset(self.block_sets)))
+
+    def to_bytes(self) -> bytes:
+        """Return the set as bytes; equal sets have equal bytes."""
+        layouts = [
+            {
+                "block_set_idx": index,
+                "mem_type": layout.mem_type.value,
+                "device_id": layout.device_id,
+                **{name: getattr(layout, name) for name in _NUMBERS},
+                "dtype": layout.dtype.value,
+            }
+            for index, layout in sorted(self.block_sets.items())
+        ]
+        fields = {"worker_id": self.worker_id, "agent_id": self.agent_id, "incarnation": self.incarnation}
+        return to_json({**fields, "block_sets": layouts})
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """Return the set that these bytes are.
+
+        Raises:
+            NixlSerializationError: they are of something else, or truncated.
+            TypeError: these are not bytes.
+        """
+        fields = from_json("block set", data, _FIELDS)
+        block_sets: dict[int, BlockSetLayout] = {}
+        for each in fields.objects("block_sets", _LAYOUT_FIELDS):
+            index = each.integer("block_set_idx")
+            if index in block_sets:
+                raise NixlSerializationError(f"in a block set, set {index} is there twice")
+            block_sets[index] = _layout_of(each)
+        return cls(fields.integer("worker_id"), block_sets, fields.text("agent_id"), fields.integer("incarnation"))
+
+
+def _layout_of(fields: JsonFields) -> BlockSetLayout:
+    """Return the layout that fields are."""
+    return BlockSetLayout(
+        mem_type=fields.member("mem_type", MemType),
+        **{name: fields.integer(name, 1) for name in _NUMBERS},
+        dtype=fields.member("dtype", DType),
+        device_id=fields.integer("device_id"),
+    )

@@ -1,0 +1,1 @@
+"""The host memory below Dynamo's block manager, and its time."""

@@ -1,0 +1,1 @@
+"""Schedulers and the arguments of engines, and models of how long a pass takes."""

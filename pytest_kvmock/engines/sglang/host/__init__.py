@@ -1,0 +1,1 @@
+"""SGLang's HiCache: the tree over device and host, its storage, and its time."""

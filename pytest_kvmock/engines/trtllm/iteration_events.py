@@ -1,0 +1,125 @@
+"""The events of one iteration of TensorRT-LLM, which become visible together at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from pytest_kvmock.engines.trtllm.hashes import BlockKey
+
+if TYPE_CHECKING:
+    from pytest_kvmock.values.prompt_keys import PromptKeys
+
+REMOVED_ORDERS: Final = ("1.2", "2026-03")
+"""When a Removed is sent: in its place, or (#11883) before its window's next Stored and at the end of the iteration."""
+
+
+class QueuedBlock(NamedTuple):
+    """One block of a Stored, in its state at that time."""
+
+    name: int
+    key: BlockKey
+    level: int
+    priority: int
+
+
+@dataclass(slots=True)
+class Queued:
+    """An event of a window, or of a layer group, that waits for the end of its iteration.
+
+    Attributes:
+        window: of which window, in tokens; of V2, of which layer group.
+        kind: "created", "stored", "removed" or "updated".
+        parent: of a Stored, the block before the first; None for a root.
+        blocks: of a Stored.
+        names: of a Removed in their order, or of an Updated.
+        levels: of an Updated, those before and after; None if it stayed. Of "created", the blocks of each.
+        priorities: of an Updated, those before and after; None if they stayed.
+        gone: names that left the tree without a Removed since the last event of the window: leaves that partial matches
+            took.
+        keys: of a Stored, what the prompt carried in addition to its tokens.
+        position: of a Stored, how many blocks of it stand before the first.
+        digests: of V2, the digest of each block that it names.
+        parent_digest: of V2's Stored, that of the parent.
+    """
+
+    window: int
+    kind: str
+    parent: int | None = None
+    blocks: Sequence[QueuedBlock] = ()
+    names: list[int] = field(default_factory=list)
+    levels: tuple[int, ...] | None = None
+    priorities: tuple[int, int] | None = None
+    gone: list[int] = field(default_factory=list)
+    keys: PromptKeys | None = None
+    position: int = 0
+    digests: list[bytes] = field(default_factory=list)
+    parent_digest: bytes | None = None
+
+
+class IterationEvents:
+    """Queues events in the order of a release (`KVCacheEventManager`).
+
+    Args:
+        removed_order: one of `REMOVED_ORDERS`.
+    """
+
+    __slots__ = ("_gone", "_late", "_queue", "_removed")
+
+    def __init__(self, removed_order: str) -> None:
+        self._queue: list[Queued] = []
+        self._late = removed_order != REMOVED_ORDERS[0]
+        self._removed: dict[int, list[int]] = {}
+        self._gone: dict[int, list[int]] = {}
+
+    def _add(self, event: Queued) -> None:
+        event.gone = self._gone.pop(event.window, [])
+        self._queue.append(event)
+
+    def gone(self, window: int, name: int) -> None:
+        """Note a name that left the tree without a Removed, for the next event of its window."""
+        self._gone.setdefault(window, []).append(name)
+
+    def created(self, window: int, blocks: tuple[int, int]) -> None:
+        """Queue how many blocks each level of a window has."""
+        self._add(Queued(window, "created", levels=blocks))
+
+    def stored(
+        self, window: int, parent: int | None, blocks: Sequence[QueuedBlock], keys: PromptKeys | None, position: int
+    ) -> None:
+        """Queue a Stored, each block the child of the one before; of a request, from one of its blocks on."""
+        self._send_removed([window])
+        self._add(Queued(window, "stored", parent, blocks, keys=keys, position=position))
+
+    def removed(self, window: int, name: int) -> None:
+        """Queue a Removed of one block; it joins the event before, if that is one of the same window."""
+        if self._late:
+            self._removed.setdefault(window, []).append(name)
+        elif self._queue and (self._queue[-1].kind, self._queue[-1].window) == ("removed", window):
+            self._queue[-1].names.append(name)
+        else:
+            self._add(Queued(window, "removed", names=[name]))
+
+    def updated(
+        self,
+        window: int,
+        name: int,
+        *,
+        levels: tuple[int, int] | None = None,
+        priorities: tuple[int, int] | None = None,
+    ) -> None:
+        """Queue an Updated: a block has another level or another priority, from and to."""
+        self._add(Queued(window, "updated", names=[name], levels=levels, priorities=priorities))
+
+    def _send_removed(self, windows: Iterable[int]) -> None:
+        for window in windows:
+            names = self._removed.pop(window, None)
+            if names:
+                self._add(Queued(window, "removed", names=names))
+
+    def take(self) -> list[Queued]:
+        """End the iteration: return its events, in order."""
+        self._send_removed(sorted(self._removed))
+        taken, self._queue = self._queue, []
+        return taken

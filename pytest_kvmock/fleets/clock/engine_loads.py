@@ -1,0 +1,97 @@
+"""The load of an engine in time, as a rank of SGLang publishes it: when, and what it says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from pytest_kvmock.values.load_stat import DEFAULT_INTERVAL, HEARTBEAT_S, LoadPublisher, LoadStat
+
+if TYPE_CHECKING:
+    from pytest_kvmock.fleets.clock.mock_engine import MockEngine
+
+_SERVED: Final = 16
+"""By how many requests the share of prompts that is cached is estimated."""
+
+
+def load_of(engine: MockEngine, rank: int = 0) -> LoadStat:
+    """The load that an engine reports now.
+
+    What waits is estimated by what was cached of the prompts that were served last.
+    """
+    scheduler, manager, size = engine.inside.scheduler, engine.worker.manager, engine.args.block_size
+    waiting = [*scheduler.waiting, *scheduler.parked]
+    used = manager.num_active_blocks * size
+    queued = sum(max(0, each.prompt_tokens - each.computed_tokens) for each in waiting)
+    served = [each for each in engine.requests[-_SERVED:] if each.token_ms]
+    asked = sum(each.prompt_tokens for each in served)
+    missed = 1.0 - sum(each.cached_tokens for each in served) / asked if asked else 1.0
+    metrics = engine.metrics
+    return LoadStat(
+        metrics.running,
+        metrics.waiting,
+        used,
+        manager.num_blocks * size,
+        rank,
+        round(queued * missed),
+        used + queued,
+        engine.args.max_num_seqs or manager.num_blocks,
+        engine.prefill_tokens,
+        metrics.prefill_us,
+    )
+
+
+class EngineLoads:
+    """The load stream of one engine in time.
+
+    It is called after each pass, forced for one with a part of a prompt, and in each turn of an idle loop.
+
+    Args:
+        engine: the engine, which is idle.
+        start_ms: from when on it publishes.
+        rank: which rank it says it is.
+        interval: of calls that are not forced, every n-th goes on.
+    """
+
+    __slots__ = ("_cadence", "_engine", "_fresh", "_idle", "_idle_ms", "_rank")
+
+    def __init__(
+        self, engine: MockEngine, start_ms: float = 0.0, *, rank: int = 0, interval: int = DEFAULT_INTERVAL
+    ) -> None:
+        self._engine = engine
+        self._rank = rank
+        self._cadence = LoadPublisher(interval)
+        self._fresh: list[tuple[float, int, LoadStat]] = []
+        self._idle_ms: float | None = start_ms  # when it became idle, or last reported it
+        self._idle = load_of(engine, rank)
+        self._call(start_ms, self._idle, force=True)
+
+    def _call(self, now_ms: float, stat: LoadStat, *, force: bool) -> None:
+        if not self._cadence.is_due(force=force):
+            return
+        number = self._cadence.next_number(stat, now_ms / 1000.0)
+        if number is not None:
+            self._cadence.sent(stat, now_ms / 1000.0)
+            self._fresh.append((now_ms, number, stat))
+
+    def passed(self, start_ms: float, end_ms: float, *, prefill: bool) -> None:
+        """Take a pass that has ended."""
+        self._turn(start_ms)
+        stat = load_of(self._engine, self._rank)
+        self._call(end_ms, stat, force=prefill)
+        self._idle_ms = None if self._engine.has_work else end_ms
+        if self._idle_ms is not None:
+            self._idle = stat
+            self._call(end_ms, stat, force=True)
+
+    def _turn(self, until_ms: float) -> None:
+        """Let the idle loop turn until a moment: it says what it said before, once a heartbeat."""
+        while self._idle_ms is not None and self._idle_ms + 1000.0 * HEARTBEAT_S <= until_ms:
+            self._idle_ms += 1000.0 * HEARTBEAT_S
+            self._call(self._idle_ms, self._idle, force=True)
+
+    def take(self, now_ms: float) -> list[tuple[float, int, LoadStat]]:
+        """Return what it has sent by now and was not taken: when, the number, the load."""
+        engine = self._engine
+        self._turn(engine.now_ms if engine.is_in_pass else now_ms)
+        fresh, self._fresh = self._fresh, []
+        return fresh

@@ -1,0 +1,96 @@
+"""What a router believes that workers can load from the stores which they share.
+
+Theory of operation. A router that offers `overlap_by_owner(request)` is asked before each pick. No stream says what a
+store has dropped, so it may promise less than the reference index, or nothing, but to all workers of a store alike. It
+must not promise a worker more than there is, nor anything to a worker of no such store. Where a promise begins depends
+on what it knows of the faster tiers: of the device alone, or of the host too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from pytest_kvmock.fleets.fleet_events import by_worker
+from pytest_kvmock.fleets.report.rows import OwnerPromise
+from pytest_kvmock.fleets.routing.routing import id_of
+from pytest_kvmock.oracle.index.owners import first_wrong_promise
+from pytest_kvmock.values.checks import is_integer, unknown_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from pytest_kvmock.fleets.fleet_events import Knowledge
+    from pytest_kvmock.fleets.routing.routing import RouterRequest, Worker
+    from pytest_kvmock.values.shared_stores import StoreSpec
+
+SHAPE: Final = "{store: {worker: blocks}}"
+
+
+class OwnerBeliefs:
+    """Compares what a router promises of stores with the reference index of the same events.
+
+    Args:
+        knowledge: the reference.
+        name: of the router.
+
+    Attributes:
+        promises: what it promised at each pick, in order.
+    """
+
+    def __init__(self, knowledge: Knowledge[Any], name: str) -> None:
+        self._knowledge = knowledge
+        self._name = name
+        self.promises: list[OwnerPromise] = []
+
+    def read(self, answer: object) -> tuple[Mapping[str, Mapping[Worker, int]], str]:
+        """Return an answer by worker as the fleet names it, and what is wrong with its shape; "" if nothing is."""
+        stores = self._knowledge.reference.stores
+        if not isinstance(answer, Mapping) or not all(
+            isinstance(each, Mapping) and all(map(is_integer, each.values())) for each in answer.values()
+        ):
+            return {}, f"must return {SHAPE}, got {answer!r:.80}"
+        for store in answer:
+            if store not in stores:
+                return {}, unknown_text("store", store, stores)
+        has_ranks = self._knowledge.has_ranks
+        return {store: by_worker(each, has_ranks=has_ranks) for store, each in answer.items()}, ""
+
+    def compare(
+        self,
+        request: RouterRequest,
+        said: Mapping[str, Mapping[Worker, int]],
+        is_left_out: Callable[[Worker], bool],
+        noticed: Mapping[Worker, int],
+    ) -> tuple[Worker, str, str, bool] | None:
+        """Return what is wrong with what is said of a request's prompt; None: nothing is.
+
+        Args:
+            request: the request.
+            said: blocks that each worker can load, by store.
+            is_left_out: whether a worker may be left out.
+            noticed: what the devices have, by an index that notices unannounced restarts.
+        """
+        self.promises.append(OwnerPromise(request.now_ms, request.number, said))
+        reference, has_ranks = self._knowledge.reference, self._knowledge.has_ranks
+        tiers = {
+            tier: by_worker(scores, has_ranks=has_ranks)
+            for tier, scores in reference.find_tiered(request.local_hashes).items()
+        }
+
+        def loaders(spec: StoreSpec) -> list[Worker]:
+            there: Iterable[Worker] = tiers.get(spec.tier, {}) if has_ranks else spec.workers
+            promised = said.get(spec.name, {})
+            return [
+                each for each in there if id_of(each) in spec.workers and (each in promised or not is_left_out(each))
+            ]
+
+        wrong = first_wrong_promise(reference.stores, tiers, said, loaders, [noticed])
+        if wrong is None:
+            return None
+        whole = len(request.local_hashes)
+        observed = (
+            f"{self._name}.overlap_by_owner() promises worker {wrong.worker!r} {wrong.blocks} of {whole} blocks from "
+            f"the store {wrong.store!r}"
+        )
+        return wrong.worker, observed, wrong.expected, False

@@ -1,0 +1,165 @@
+"""What the legs of each role did in a run of P/D pairs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pytest_kvmock.fleets.routing.routing import PHASES
+
+if TYPE_CHECKING:
+    from pytest_kvmock.fleets.report.rows import WorkerRow
+    from pytest_kvmock.fleets.routing.routing import Phase, Worker
+
+
+class RanOut(NamedTuple):
+    """A lease that ended by time.
+
+    Attributes:
+        number: the request, by the order of arrival.
+        phase: state of the request then: "waiting" in the router, "prefill" or "decode", or how it had ended.
+    """
+
+    number: int
+    phase: str
+
+    def __str__(self) -> str:
+        return f"request {self.number}, {self.phase}"
+
+
+@dataclass(frozen=True, slots=True)
+class RoleFigures:
+    """What the legs of one role did. Tokens are of prompts.
+
+    Attributes:
+        workers: the workers of the role.
+        requests: legs that were sent to them.
+        computed: tokens that they computed, with those computed again.
+        hits: tokens that legs found cached at their own engine.
+        kept: for "prefill", legs whose blocks were kept for a decode engine.
+        transferred: for "decode", tokens that were loaded.
+        transferred_held: those of them that its engine held at the pick, by the events delivered.
+        ran_out: for "prefill", the leases that ended by time.
+        link_ms: for "decode", the sum of the times of all transfers, in virtual milliseconds; they may overlap.
+        ends: how many legs ended in each way: "finished", "failed", "rejected", "lost"; a leg whose client left counts
+            under its state then: "waiting", "running", "loading", "received" ...
+        refused: requests that the router refused when it was asked for this role, by the order of arrival.
+        alone: for "decode", the number of each request without a prefill leg, and the tokens that its engine did not
+            hold at the pick.
+        threshold: for "decode", from how many such tokens on there must be a prefill leg (`Fleet`); None: not declared.
+        recomputed: for "decode", requests whose leg had no parameters, so that its engine computed what a prefill
+            engine had.
+        failed: the number of each request whose leg failed first at this role, and how long its client waited for the
+            error after that, in virtual milliseconds.
+    """
+
+    workers: tuple[Worker, ...] = ()
+    requests: int = 0
+    computed: int = 0
+    hits: int = 0
+    kept: int = 0
+    transferred: int = 0
+    transferred_held: int = 0
+    ran_out: tuple[RanOut, ...] = ()
+    link_ms: float = 0.0
+    ends: Mapping[str, int] = field(default_factory=dict)
+    refused: tuple[int, ...] = ()
+    alone: tuple[tuple[int, int], ...] = ()
+    recomputed: tuple[int, ...] = ()
+    failed: tuple[tuple[int, float], ...] = ()
+    threshold: int | None = None
+
+    def alone_from(self, threshold: int | None = None) -> list[int]:
+        """Return the requests that were decoded alone although at least this many tokens were to be computed.
+
+        Args:
+            threshold: how many; None: as declared.
+
+        Raises:
+            ValueError: none was declared.
+        """
+        least = self.threshold if threshold is None else threshold
+        if least is None:
+            raise ValueError("alone_from: give a number of tokens, or declare one: Fleet(..., threshold=64)")
+        return [number for number, tokens in self.alone if tokens >= least]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it by the names of its attributes."""
+        return {name: getattr(self, name) for name in self.__slots__} | {
+            "workers": list(self.workers),
+            "ends": dict(self.ends),
+            **{name: [list(each) for each in getattr(self, name)] for name in ("ran_out", "alone", "failed")},
+            **{name: list(getattr(self, name)) for name in ("refused", "recomputed")},
+        }
+
+    def __str__(self) -> str:
+        parts = [f"{self.requests} legs", f"{self.computed} tokens computed", f"{self.hits} hits"]
+        parts += [f"{self.kept} kept"] if self.kept else []
+        if self.transferred:
+            parts.append(f"{self.transferred} tokens transferred in {self.link_ms:.4g} ms")
+        parts += [f"{self.transferred_held} of these were held"] if self.transferred_held else []
+        if self.alone:
+            late = (
+                "" if self.threshold is None else f" ({len(self.alone_from())} from the threshold {self.threshold} on)"
+            )
+            parts.append(f"{len(self.alone)} decoded alone{late}")
+        parts += [f"{len(self.recomputed)} computed again"] if self.recomputed else []
+        parts += [f"{len(self.refused)} refused"] if self.refused else []
+        if self.ran_out:
+            parts.append(f"{len(self.ran_out)} leases ran out, the first of {self.ran_out[0]}")
+        ended = ", ".join(f"{count} {how}" for how, count in self.ends.items() if how != "finished")
+        return ", ".join(parts) + (f"; ended otherwise: {ended}" if ended else "")
+
+
+class RoleNotes:
+    """Notes of one run, one for each leg.
+
+    Attributes:
+        counts: by role and name of a figure.
+        ends: by role, how legs ended.
+        refused: by role.
+        failed: by role, as of `RoleFigures`.
+        alone: as of `RoleFigures`.
+        recomputed: as of `RoleFigures`.
+        ran_out: as of `RoleFigures`.
+    """
+
+    def __init__(self) -> None:
+        self.counts: dict[Phase, Counter[str]] = {phase: Counter() for phase in PHASES}
+        self.ends: dict[Phase, Counter[str]] = {phase: Counter() for phase in PHASES}
+        self.refused: dict[Phase, list[int]] = {phase: [] for phase in PHASES}
+        self.failed: dict[Phase, list[tuple[int, float]]] = {phase: [] for phase in PHASES}
+        self.alone: list[tuple[int, int]] = []
+        self.recomputed: list[int] = []
+        self.ran_out: list[RanOut] = []
+
+    def figures(
+        self, services: Sequence[WorkerRow], link_ms: float, threshold: int | None = None
+    ) -> dict[Phase, RoleFigures]:
+        """Return the figures of each role.
+
+        Args:
+            services: what each worker did.
+            link_ms: how long transfers took.
+            threshold: as of `RoleFigures`.
+        """
+        found = {}
+        for phase in PHASES:
+            rows = [each for each in services if each.role == phase]
+            counts, is_decode = self.counts[phase], phase == "decode"
+            found[phase] = RoleFigures(
+                workers=tuple(each.worker for each in rows),
+                computed=sum(each.prompt_tokens_computed for each in rows),
+                ends=dict(self.ends[phase]),
+                refused=tuple(self.refused[phase]),
+                link_ms=link_ms if is_decode else 0.0,
+                alone=tuple(self.alone) if is_decode else (),
+                recomputed=tuple(self.recomputed) if is_decode else (),
+                failed=tuple(self.failed[phase]),
+                threshold=threshold if is_decode else None,
+                ran_out=() if is_decode else tuple(self.ran_out),
+                **counts,
+            )
+        return found

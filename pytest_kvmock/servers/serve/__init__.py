@@ -1,0 +1,1 @@
+"""Mock engines behind HTTP and ZMQ."""

@@ -1,0 +1,152 @@
+"""What a test has an engine do with the next requests in place of serving them: answer them with an error, or cut
+their connection; and with the next polls of its load, fail them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any, Final, NamedTuple
+
+from pytest_kvmock.servers.serve.request_checks import BadRequest
+from pytest_kvmock.values.checks import check_integer, is_integer
+
+LEAST_STATUS: Final = 400
+MOST_STATUS: Final = 599
+"""What a client is refused with; what an engine answers otherwise it answers by itself."""
+
+_OF_THE_SERVER: Final = frozenset({"content-length", "transfer-encoding", "connection"})
+"""Headers that say how an answer is sent."""
+
+_NAME: Final = frozenset("!#$%&'*+-.^_`|~0123456789abcdefghijklmnopqrstuvwxyz")
+"""Characters of the name of a header (RFC 9110, section 5.6.2)."""
+
+
+class PlannedAnswer(NamedTuple):
+    """An answer that was asked for.
+
+    Attributes:
+        status: of the answer.
+        headers: in addition to those that an error has.
+    """
+
+    status: int
+    headers: Mapping[str, str]
+
+    @property
+    def error(self) -> BadRequest:
+        """The error that its body says, in words of HTTP."""
+        try:
+            phrase = HTTPStatus(self.status).phrase
+        except ValueError:  # one that no standard names
+            phrase = f"Status {self.status}"
+        return BadRequest(phrase, kind=phrase.replace(" ", ""), status=self.status)
+
+
+class PlannedAnswers:
+    """The answers and cuts that were asked for of one worker: each strikes the next request that comes, in the order
+    asked for.
+    """
+
+    def __init__(self) -> None:
+        self._answers: deque[list[Any]] = deque()  # each answer, and how often it is given still; None: always
+        self._cuts: deque[int] = deque()
+        self._polls: int | None = 0
+
+    def plan_answer(self, status: int, headers: Mapping[str, str], times: int | None) -> None:
+        """Ask for an answer.
+
+        Raises:
+            ValueError: a status that is none of an error, a header that cannot be sent, or a number out of range.
+            TypeError: headers that are no names with texts.
+        """
+        if not is_integer(status) or not LEAST_STATUS <= status <= MOST_STATUS:
+            raise ValueError(
+                f"answer: status must be one of an error, an integer from {LEAST_STATUS} to {MOST_STATUS}, got "
+                f"{status!r:.80}"
+            )
+        _check_headers(headers)
+        if times is not None:
+            check_integer("answer: times", times, 1)
+        self._answers.append([PlannedAnswer(status, dict(headers)), times])
+
+    def plan_cut(self, after_chunks: int) -> None:
+        """Ask for a cut.
+
+        Raises:
+            ValueError: `after_chunks` is no integer of at least 0.
+        """
+        self._cuts.append(check_integer("cut: after_chunks", after_chunks, 0))
+
+    def plan_polls(self, times: int | None = 1) -> None:
+        """Ask that polls of the load fail.
+
+        Args:
+            times: how many; None: each, until they are taken back.
+
+        Raises:
+            ValueError: `times` is no integer of at least 1.
+        """
+        if times is not None:
+            check_integer("fail_polls: times", times, 1)
+        self._polls = times
+
+    def take_poll(self) -> BadRequest | None:
+        """Return what a poll that comes now fails with; None: it is answered."""
+        if self._polls == 0:
+            return None
+        if self._polls is not None:
+            self._polls -= 1
+        return PlannedAnswer(503, {}).error
+
+    def take_answer(self) -> PlannedAnswer | None:
+        """Return what a request that comes now is answered with; None: it is served."""
+        if not self._answers:
+            return None
+        first = self._answers[0]
+        if first[1] is not None:
+            first[1] -= 1
+            if not first[1]:
+                self._answers.popleft()
+        answer: PlannedAnswer = first[0]
+        return answer
+
+    def take_cut(self, *, streams: bool) -> int | None:
+        """Return after how many chunks a request that comes now is cut; None: it is not. One that does not stream
+        has no chunk but its end.
+        """
+        if not self._cuts or (self._cuts[0] and not streams):
+            return None
+        return self._cuts.popleft()
+
+    def clear(self) -> None:
+        """Take back what waits still."""
+        self._answers.clear()
+        self._cuts.clear()
+        self._polls = 0
+
+    @property
+    def unused(self) -> list[str]:
+        """What was asked for and did not strike as often as it should, as text; what strikes always is none of it."""
+        return [
+            *(f"answer {answer.status} ({left} left)" for answer, left in self._answers if left is not None),
+            *(f"cut after {chunks} {'chunk' if chunks == 1 else 'chunks'}" for chunks in self._cuts),
+            *([f"fail_polls ({self._polls} left)"] if self._polls else []),
+        ]
+
+
+def _check_headers(headers: object) -> None:
+    """Raise unless they are headers that an answer can have in addition to its own."""
+    shape = '{"Retry-After": "1"}'
+    if not isinstance(headers, Mapping):
+        raise TypeError(f"answer: headers must be names with texts, as in {shape}, got {headers!r:.80}")
+    for name, value in headers.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise TypeError(f"answer: headers must be names with texts, as in {shape}, got {name!r:.80}: {value!r:.80}")
+        if not name or not _NAME.issuperset(name.lower()):
+            raise ValueError(f"answer: {name!r:.80} is no name of a header")
+        if name.lower() in _OF_THE_SERVER:
+            raise ValueError(f"answer: header {name!r} says how an answer is sent, and is the server's own")
+        if not value.isascii() or not value.isprintable():
+            raise ValueError(f"answer: header {name!r:.80} must be printable ASCII, got {value!r:.80}")

@@ -1,0 +1,1 @@
+"""The contract of an index, and the streams that it is given."""

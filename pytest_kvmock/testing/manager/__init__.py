@@ -1,0 +1,1 @@
+"""The contracts of a block manager and of an eviction policy."""

@@ -1,0 +1,1 @@
+"""The contract of a router that is a process of its own."""

@@ -1,0 +1,1 @@
+"""The contract of the workers of a backend."""

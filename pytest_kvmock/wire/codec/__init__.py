@@ -1,0 +1,1 @@
+"""Dialects as a table, and one codec for all of them."""

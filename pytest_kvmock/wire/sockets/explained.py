@@ -1,0 +1,187 @@
+"""Why a consumer did not answer in time: the lines of a `WireTimeout`, from the batches published and requested."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from pytest_kvmock.wire.sockets.replay_server import Replay
+from pytest_kvmock.wire.sockets.waiting import WireTimeout
+from pytest_kvmock.wire.sockets.wire_faults import LOSE, WireInjection
+
+_MOST_SHOWN: Final = 5
+_MOST_ELEMENTS: Final = 8
+"""Longer lists and maps show only what differs."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedRank:
+    """The batches of a rank, and their receivers.
+
+    Attributes:
+        dp_rank: the rank.
+        endpoint: where it is bound.
+        batches: how many batches it has published.
+        since: for each subscription to its topic, the number of the first batch that was published to it.
+        before: how many it had published before its numbers began again; 0: they never did, or it had published none.
+        unheard: how many of the first batches went out before any subscriber had subscribed.
+        restarted_alone: whether it was restarted, and its worker was not.
+        replays: whether it can be asked for replays.
+    """
+
+    dp_rank: int
+    endpoint: str
+    batches: int
+    since: Sequence[int]
+    unheard: int
+    before: int
+    restarted_alone: bool
+    replays: bool
+
+    def lines(self, asked: Sequence[Replay], injected: Sequence[WireInjection]) -> list[str]:
+        """One line on the batches that it has published, and their consequences.
+
+        Args:
+            asked: the replays that it was asked for.
+            injected: the faults that were injected.
+        """
+        who = f"rank {self.dp_rank}"
+        late = sorted({first for first in self.since if first})
+        since = f", seen from batch {' and '.join(map(str, late))} on" if late else ""
+        lines = [
+            f"{who} has published {batches_text(self.batches) or 'no batch'}, to {len(self.since)} subscriptions{since}"
+        ]
+        if self.before:
+            gone = f"{batches_text(self.before)} went before that, and no replay has {'it' if self.before == 1 else 'them'}"  # noqa: E501
+            lines.append(f"{who} restarted: its numbers begin with 0 again; {gone} any more")
+        if self.unheard and not any(each.start == 0 and each.sent for each in asked):
+            lines.append(
+                f"{who}: {batches_text(self.unheard)} went out with 0 subscriptions: call wait_subscribed first"
+            )
+        if not self.since:
+            lines += inproc_lines(self.endpoint)
+        if self.restarted_alone:
+            lines.append(
+                f"{who} was restarted, and no worker: worker.restart() empties the engine, and restarts its publisher"
+            )
+        lines += map(_asked_text, asked[-_MOST_SHOWN:])
+        lines += [f"injected: {each.fault} at {who}, batch {each.batch}" for each in injected[-_MOST_SHOWN:]]
+        lost = [each for each in injected if each.fault in LOSE]
+        if lost and not asked:
+            why = "" if self.replays else ", and it answers none: replay=False"
+            lines.append(f"no subscriber asked {who} for a replay after {lost[0].fault} of batch {lost[0].batch}{why}")
+        return lines
+
+    def fate(self, number: int, asked: Sequence[Replay], injected: Sequence[WireInjection]) -> str:
+        """The fate of a batch in words: which subscribers got it, what fault changed it, and whether a replay had it.
+
+        Args:
+            number: of the batch.
+            asked: the replays that the rank was asked for.
+            injected: the faults that were injected.
+        """
+        faults = [each.fault for each in injected if each.batch == number]
+        subscribed = sum(first <= number for first in self.since)
+        parts = [f"{' and '.join(faults)} changed it on its way"] if faults else []
+        if not subscribed:
+            parts.append("it went to no subscription")
+        elif not any(each in LOSE for each in faults):
+            parts.append(f"it went to {subscribed} {'subscription' if subscribed == 1 else 'subscriptions'}")
+        replay = next((each for each in reversed(asked) if each.start is not None and each.start <= number), None)
+        if not self.replays:
+            parts.append("it cannot be replayed")
+        elif replay is None:
+            parts.append("no subscriber asked for a replay of it")
+        else:
+            parts.append(_replay_text(replay, number))
+        return ", ".join(parts)
+
+
+def batches_text(count: int) -> str:
+    """The first `count` batches in words; empty for none."""
+    return "" if not count else "batch 0" if count == 1 else f"batches 0 to {count - 1}"
+
+
+def inproc_lines(endpoint: str) -> list[str]:
+    """What is added while there is no subscriber: over inproc, that there is one context for all."""
+    return ["over inproc a subscriber uses the publisher's `context`"] if endpoint.startswith("inproc://") else []
+
+
+def _replay_text(replay: Replay, number: int) -> str:
+    """What the last replay that could have a batch has of it; the one at the start came before it."""
+    if number in replay.sent:
+        return f"a replay from {replay.start} on was asked for, and had it"
+    last = max(replay.sent, default=None)
+    if last is not None and last > number:
+        return f"a replay from {replay.start} on was asked for, and did not have it"
+    ended = "sent none" if last is None else f"ended with batch {last}"
+    return f"the last replay that was asked for, from {replay.start} on, {ended}, before it; none was asked for since"
+
+
+def _asked_text(replay: Replay) -> str:
+    swapped = None if replay.start is None else int.from_bytes(replay.start.to_bytes(8, "big"), "little")
+    note = ""
+    if swapped is not None and replay.start is not None and swapped < 2**32 <= replay.start:
+        note = f": that is {swapped} in little-endian, and a number has its high byte first"
+    return f"rank {replay.dp_rank} was asked for batches from {replay.start} on, and sent {len(replay.sent)}{note}"
+
+
+def not_settled(
+    probe: object,
+    answer: object,
+    expected: object,
+    timeout: float,
+    *,
+    published: Sequence[PublishedRank],
+    replays: Sequence[Replay],
+    injected: Sequence[WireInjection],
+    more: Sequence[str] = (),
+) -> WireTimeout:
+    """The error for a consumer that did not answer in time what it should.
+
+    Args:
+        probe: what asked it.
+        answer: what it answered last; an AssertionError that the probe raised.
+        expected: what it should answer; None: anything true.
+        timeout: seconds.
+        published: of each rank.
+        replays: the replays that were asked for.
+        injected: the faults that were injected.
+        more: further lines.
+    """
+    name = getattr(probe, "__qualname__", repr(probe))
+    differing = _differences(answer, expected)
+    if differing:
+        places = "1 place" if len(differing) == 1 else f"{len(differing)} places"
+        lines = [f"{name}: the answer differs from what is expected in {places} after {timeout:g} s"]
+        lines += differing[:_MOST_SHOWN]
+        lines += [f"  and {len(differing) - _MOST_SHOWN} more"] * (len(differing) > _MOST_SHOWN)
+    else:
+        wanted = "something true" if expected is None else f"{expected!r:.200}"
+        lines = [f"{name}: expected {wanted}, got {answer!r:.200} after {timeout:g} s"]
+    for rank in published:
+        asked = [each for each in replays if each.dp_rank == rank.dp_rank]
+        lines += rank.lines(asked, [each for each in injected if each.dp_rank == rank.dp_rank])
+    error = WireTimeout("\n".join([*lines, *more]))
+    error.__cause__ = answer if isinstance(answer, BaseException) else None
+    return error
+
+
+def _differences(answer: Any, expected: Any) -> list[str]:
+    """The elements in which a long list or map differs from the expected one, a line each; none for what is no such."""
+    if type(answer) is not type(expected) or not isinstance(expected, list | tuple | Mapping):
+        return []
+    if max(len(answer), len(expected)) <= _MOST_ELEMENTS:
+        return []
+    if isinstance(expected, Mapping):
+        ours, theirs = dict(expected), dict(answer)
+    else:
+        ours, theirs = dict(enumerate(expected)), dict(enumerate(answer))
+    nothing = object()
+
+    def text(value: object) -> str:
+        return "nothing" if value is nothing else f"{value!r:.80}"
+
+    pairs = [(key, ours.get(key, nothing), theirs.get(key, nothing)) for key in {**ours, **theirs}]
+    return [f"  [{key!r:.80}]: expected {text(one)}, got {text(other)}" for key, one, other in pairs if one != other]

@@ -1,0 +1,77 @@
+"""P/D pairs next to the queues and the cache of SGLang 0.5.23, step by step.
+
+The data is a part of the recordings that `play_pairs.py` plays whole: programs of prefill and of
+decode engines that have, together, all that the others have.
+"""
+
+import pytest
+from players import player
+
+play = player("engines/pairs/play_pairs_sglang.py").play
+
+FILE = "sglang_0.5.23_pairs.json.gz"
+
+
+@pytest.fixture(scope="module")
+def programs(recording):
+    return recording(FILE)
+
+
+def of_kind(programs, kind):
+    return [program for program in programs if program["kind"] == kind]
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+def test_every_step_of_an_engine_is_the_recorded_one(programs, kind):
+    found = {program["seed"]: play(program) for program in of_kind(programs, kind)}
+    assert len(found) >= 10
+    assert found == {seed: [] for seed in found}
+
+
+def test_the_recordings_have_what_can_go_wrong(programs):
+    steps = [step for program in programs for step in program["steps"]]
+    said = {said[1] for step in steps for said in step.get("said", ()) if isinstance(said, list)}
+    assert said == {"length", "error", "abort"}
+    arrived = {str(step["op"][2]) for step in steps if step["op"][0] == "arrive"}
+    assert arrived == {"True", "False", "ok", "failed", "room"}
+    prefills = of_kind(programs, "prefill")
+    assert {program["overlap"] for program in prefills} == {True, False}
+    assert {program["policy_alloc"] for program in prefills} == {"early", "prefill_complete"}
+    assert {program["optimistic"] for program in prefills} >= {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [
+        *[("prefill", field) for field in ("batch", "sent", "said", "status", "ok", "hit")],
+        *[("decode", field) for field in ("got", "queue", "failed", "lost", "joined", "over", "done")],
+        *[(kind, field) for kind in ("prefill", "decode") for field in ("events", "sizes", "tree")],
+    ],
+)
+def test_a_difference_of_an_engine_is_found(programs, kind, field):
+    program, number = next(
+        (program, number)
+        for program in of_kind(programs, kind)
+        for number, step in enumerate(program["steps"])
+        if step.get(field)
+    )
+    steps = program["steps"].copy()
+    steps[number] = {**steps[number], field: "another"}
+    found = play({**program, "steps": steps})
+    assert [line.split(":")[:2] for line in found] == [[f"step {number} {steps[number]['op'][0]}", f" {field}"]]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "seed"),
+    [
+        ("overlap", False, 1011),
+        ("optimistic", 0, 1035),
+        ("buffers", 8, 1013),
+        ("max_live", 9, 1035),
+        ("reserved", 0, 1064),
+    ],
+)
+def test_another_option_of_an_engine_is_noticed(programs, option, value, seed):
+    program = next(each for each in programs if option in each and seed in (each["seed"], None))
+    assert program[option] != value
+    assert play({**program, option: value})

@@ -1,0 +1,545 @@
+"""The queues of SGLang's prefill and decode engines, and the rooms that connect them: one rule a test."""
+
+from random import Random
+
+import pytest
+
+from pytest_kvmock import CapturingSink, Cleared, Prompt, Removed, Stored
+from pytest_kvmock.engines.sglang.geometry import Geometry
+from pytest_kvmock.engines.sglang.hybrid_cache import HybridCacheManager
+from pytest_kvmock.engines.sglang.pairs.sglang_decode import SglangDecode
+from pytest_kvmock.engines.sglang.pairs.sglang_legs import DecodeLeg, PrefillLeg
+from pytest_kvmock.engines.sglang.pairs.sglang_options import SglangPairOptions
+from pytest_kvmock.engines.sglang.pairs.sglang_prefill import PrefillPiece, SglangPrefill
+from pytest_kvmock.engines.sglang.pairs.sglang_rooms import RoomReused, SglangRooms
+
+SIZE = 4
+WHERE = "10.0.0.1", 8998
+
+
+class Cache:
+    """A cache of few pages, and what it publishes."""
+
+    def __init__(self, pages):
+        self.sink = CapturingSink()
+        self.manager = HybridCacheManager(geometry=Geometry(), num_blocks=pages, block_size=SIZE, sink=self.sink)
+
+    @property
+    def events(self):
+        return [event.data for event in self.sink.events]
+
+    @property
+    def stored(self):
+        return sum(len(data.blocks) for data in self.events if isinstance(data, Stored))
+
+    def request(self, tokens):
+        return self.manager.request(Prompt(tokens), Random(0))
+
+
+class Prefill(Cache):
+    """A prefill engine whose batches have whole prompts."""
+
+    def __init__(self, pages=32, rows=8, **options):
+        super().__init__(pages)
+        self.side = SglangPrefill(self.manager, rows=rows, options=SglangPairOptions(**options))
+
+    def ask(self, name, tokens, room=1, asked_s=0.0):
+        leg = PrefillLeg(name, room, self.request(tokens), asked_s)
+        leg.token = 7
+        self.side.ask(leg)
+        return leg
+
+    def turn(self, most=1000):
+        """One turn of the event loop; each piece has at most so many tokens."""
+        side, batch = self.side, []
+        side.begin_turn()
+        for leg in side.candidates():
+            if leg.request not in self.manager.requests:
+                if len(batch) >= side.free_rows:
+                    break
+                self.manager.find(leg.request)
+                self.manager.admit(leg.request)
+            start = leg.request.computed
+            upto = min(leg.prompt_tokens, start + most)
+            batch.append(PrefillPiece(leg, start, upto))
+            if upto < leg.prompt_tokens:
+                break
+        side.launch(batch)
+        side.end_turn()
+        return [piece.leg.name for piece in batch]
+
+    def said(self):
+        return [(answer.name, answer.finish, answer.status) for answer in self.side.take_answers()]
+
+
+class Decode(Cache):
+    """A decode engine with a radix cache."""
+
+    def __init__(self, pages=32, places=8, **options):
+        super().__init__(pages)
+        options = {"disaggregation_decode_enable_radix_cache": True, "num_reserved_decode_tokens": 4, **options}
+        self.side = SglangDecode(self.manager, places=places, options=SglangPairOptions(**options))
+
+    def ask(self, name, tokens, room=1, asked_s=0.0, max_new=3):
+        leg = DecodeLeg(name, room, self.request(tokens), max_new, asked_s)
+        self.side.ask(leg)
+        return leg
+
+    def serve(self, name, tokens):
+        """Receive a prompt, and run it."""
+        leg = self.ask(name, tokens)
+        leg.shake()
+        self.side.reserve()
+        leg.arrive(7, leg.room)
+        self.side.poll()
+        self.side.join()
+        return leg
+
+    said = Prefill.said
+
+
+# ------------------------------------------------------------------------------------------------ P
+
+
+def test_a_prompt_is_not_computed_before_the_other_engine_has_pages_for_it():
+    engine = Prefill()
+    leg = engine.ask("a", range(10))
+    assert engine.turn() == []
+    leg.shake(0)
+    assert engine.turn() == ["a"]
+
+
+def test_a_ready_leg_goes_before_an_earlier_one_that_is_not():
+    engine = Prefill()
+    engine.ask("a", range(10))
+    engine.ask("b", range(10)).shake(0)
+    assert engine.turn() == ["b"]
+
+
+def test_everything_is_published_before_the_transfer_has_ended_and_the_answer_comes_after_it():
+    engine = Prefill(disable_overlap_schedule=True)
+    leg = engine.ask("a", range(10))
+    leg.shake(0)
+    engine.turn()
+    assert engine.stored == 2
+    assert engine.manager.protected_size() == 8
+    engine.turn()
+    assert engine.said() == []
+    leg.arrive()
+    engine.turn()
+    assert engine.said() == [("a", "length", 200)]
+    assert engine.manager.evictable_size() == 8
+
+
+def test_with_overlap_a_batch_is_published_a_turn_later():
+    engine = Prefill()
+    engine.ask("a", range(10)).shake(0)
+    engine.turn()
+    assert engine.stored == 0
+    engine.turn()
+    assert engine.stored == 2
+
+
+@pytest.mark.parametrize(("prefix", "pages"), [(0, 3), (4, 2), (8, 1), (12, 0)])
+def test_only_pages_that_the_other_engine_lacks_are_sent(prefix, pages):
+    engine = Prefill(disable_overlap_schedule=True)
+    engine.ask("a", range(12)).shake(prefix)
+    engine.turn()
+    assert [(each.pages, each.tokens, each.is_last) for each in engine.side.take_sent()] == [(pages, 12 - prefix, True)]
+
+
+def test_chunks_are_sent_and_published_as_the_next_one_is_launched():
+    engine = Prefill()
+    engine.ask("a", range(10)).shake(0)
+    seen = []
+    for _ in range(4):
+        engine.turn(most=4)
+        seen.append((engine.stored, [each.pages for each in engine.side.take_sent()]))
+    assert seen == [(0, []), (1, [1]), (2, [1]), (2, [1])]
+
+
+def test_a_failed_handshake_publishes_nothing_and_a_failed_transfer_leaves_the_prompt_cached():
+    engine = Prefill(disable_overlap_schedule=True)
+    engine.ask("a", range(8)).fail()
+    engine.turn()
+    assert engine.said() == [("a", "error", 500)]
+    assert engine.stored == 0
+    leg = engine.ask("b", range(8))
+    leg.shake(0)
+    engine.turn()
+    leg.fail()
+    engine.turn()
+    assert engine.said() == [("b", "error", 500)]
+    assert engine.manager.evictable_size() == 8
+
+
+def test_an_abort_names_all_requests_that_begin_with_it():
+    engine = Prefill(disable_overlap_schedule=True)
+    for name in ("1", "12", "2"):
+        engine.ask(name, range(8))
+    engine.side.abort("1")
+    engine.turn()
+    assert engine.said() == [("1", "error", 500), ("12", "error", 500)]
+    assert [leg.name for leg in engine.side.legs] == ["2"]
+
+
+def test_a_prompt_between_chunks_that_is_called_off_leaves_the_chunks_that_were_published():
+    engine = Prefill()
+    engine.ask("a", range(12)).shake(0)
+    engine.turn(most=4)
+    engine.turn(most=4)
+    engine.side.abort("a")
+    engine.turn(most=4)
+    assert engine.said() == [("a", "abort", None)]
+    assert engine.stored == 1
+    assert engine.manager.available_size() == 31 * SIZE
+
+
+def test_a_prompt_longer_than_the_pool_is_refused_at_once():
+    engine = Prefill(pages=2)
+    engine.ask("a", range(9))
+    assert engine.said() == [("a", "error", 400)]
+    assert engine.side.legs == []
+
+
+def test_a_prompt_waits_for_the_other_engine_no_longer_than_the_timeout():
+    engine = Prefill()
+    engine.ask("a", range(8), asked_s=10.0)
+    assert engine.side.expires_s == 310.0
+    engine.side.expire(309.0)
+    engine.turn()
+    assert engine.said() == []
+    engine.side.expire(310.0)
+    engine.turn()
+    assert engine.said() == [("a", "error", 500)]
+
+
+def test_slots_for_first_tokens_bound_how_many_are_on_their_way():
+    engine = Prefill(metadata_slots=1, disable_overlap_schedule=True)
+    first, second = engine.ask("a", range(8)), engine.ask("b", range(20, 28))
+    first.shake(0)
+    second.shake(0)
+    assert engine.turn() == ["a"]
+    first.arrive()
+    assert engine.turn() == []
+    assert engine.turn() == ["b"]
+
+
+def test_early_computing_publishes_before_the_other_engine_comes_and_gives_its_place_for_rows():
+    engine = Prefill(rows=1, optimistic_prefill_attempts=1, disable_overlap_schedule=True)
+    engine.ask("a", range(8))
+    engine.turn()
+    assert engine.stored == 2
+    engine.ask("b", range(20, 28)).shake(0)
+    assert engine.turn() == []
+    assert [leg.name for leg in engine.side.boot] == ["a"]
+    assert engine.turn() == ["b"]
+
+
+def test_a_prompt_that_is_computed_before_pages_are_given_keeps_its_place():
+    policy = "prefill_complete"
+    engine = Prefill(rows=1, disaggregation_decode_allocation_policy=policy, disable_overlap_schedule=True)
+    engine.ask("a", range(8))
+    engine.turn()
+    engine.ask("b", range(20, 28)).shake(0)
+    assert engine.turn() == []
+    assert [leg.name for leg in engine.side.inflight] == ["a"]
+
+
+# ------------------------------------------------------------------------------------------------ D
+
+
+def test_received_blocks_are_published_when_the_request_joins_and_not_on_arrival():
+    engine = Decode(places=1)
+    first = engine.serve("a", range(8))
+    assert engine.stored == 2
+    engine.serve("b", range(20, 28))
+    assert engine.stored == 2
+    engine.side.finish(first)
+    engine.side.join()
+    assert engine.stored == 4
+
+
+def test_the_whole_prompt_is_matched_its_last_token_too():
+    engine = Decode()
+    engine.side.finish(engine.serve("a", range(8)))
+    leg = engine.ask("b", range(8))
+    leg.shake()
+    engine.side.reserve()
+    assert (leg.hit_tokens, leg.asked_pages) == (8, 0)
+
+
+def test_the_first_leg_that_does_not_fit_blocks_all_after_it():
+    engine = Decode(pages=8)
+    for name, length in (("a", 16), ("b", 24), ("c", 4)):
+        engine.ask(name, range(length)).shake()
+    assert [leg.name for leg in engine.side.reserve()] == ["a"]
+    assert [leg.name for leg in engine.side.queue] == ["b", "c"]
+
+
+def test_a_prompt_of_exactly_the_pool_is_taken_and_blocks_the_queue_forever():
+    engine = Decode(pages=4)
+    assert engine.side.ask(DecodeLeg("a", 1, engine.request(range(16)), 1))
+    engine.ask("b", range(20, 24)).shake()
+    engine.side.queue[0].shake()
+    assert engine.side.reserve() == []
+    engine.ask("c", range(17))
+    assert engine.said() == [("c", "error", 400)]
+
+
+def test_room_is_kept_for_those_that_generate():
+    prompts = [("a", range(8)), ("b", range(20, 28))]
+    for reserved, got in ((0, ["a", "b"]), (8, ["a"])):
+        engine = Decode(pages=6, num_reserved_decode_tokens=reserved)
+        for name, tokens in prompts:
+            engine.ask(name, tokens).shake()
+        assert [leg.name for leg in engine.side.reserve()] == got
+
+
+@pytest.mark.parametrize("how", ["failed", "another room", "handshake"])
+def test_a_failure_publishes_nothing_and_frees_all(how):
+    engine = Decode()
+    leg = engine.ask("a", range(8))
+    if how == "handshake":
+        leg.fail()
+        engine.side.reserve()
+    else:
+        leg.shake()
+        engine.side.reserve()
+        if how == "failed":
+            leg.fail()
+        else:
+            leg.arrive(7, leg.room + 1)
+        engine.side.poll()
+    assert engine.said() == [("a", "error", 500)]
+    assert [type(data) for data in engine.events] == [Cleared]
+    assert engine.manager.available_size() == 32 * SIZE
+
+
+def test_blocks_evicted_for_a_failed_transfer_stay_evicted():
+    engine = Decode(pages=4, num_reserved_decode_tokens=0)
+    engine.side.finish(engine.serve("a", range(8)))
+    leg = engine.ask("b", range(20, 34), max_new=1)
+    leg.shake()
+    engine.side.reserve()
+    leg.fail()
+    engine.side.poll()
+    assert [type(data) for data in engine.events] == [Cleared, Stored, Removed]
+
+
+def test_without_a_radix_cache_nothing_is_matched_and_nothing_stays():
+    engine = Decode(disaggregation_decode_enable_radix_cache=False)
+    for name in ("a", "b"):
+        leg = engine.serve(name, range(8))
+        assert (leg.hit_tokens, leg.asked_pages) == (0, 2)
+        engine.side.finish(leg)
+    assert engine.stored == 0
+    assert engine.manager.available_size() == 32 * SIZE
+
+
+def test_a_request_of_one_token_ends_when_it_joins():
+    engine = Decode()
+    leg = engine.ask("a", range(8), max_new=1)
+    leg.shake()
+    engine.side.reserve()
+    leg.arrive(7, leg.room)
+    engine.side.poll()
+    assert engine.side.join() == [leg]
+    assert engine.side.running == []
+    assert engine.said() == [("a", "length", 200)]
+
+
+def test_pages_that_may_still_be_written_are_kept_for_a_while_after_an_abort():
+    engine = Decode()
+    leg = engine.ask("a", range(8))
+    leg.shake()
+    engine.side.reserve()
+    engine.side.abort("a", 5.0)
+    engine.side.poll()
+    assert engine.said() == [("a", "error", 500)]
+    assert engine.manager.available_size() == 30 * SIZE
+    engine.side.expire(34.9)
+    assert engine.manager.available_size() == 30 * SIZE
+    engine.side.expire(35.0)
+    assert engine.manager.available_size() == 32 * SIZE
+
+
+def test_nothing_is_given_pages_while_one_that_was_retracted_waits():
+    engine = Decode(pages=6, num_reserved_decode_tokens=8)
+    leg = engine.serve("a", range(8))
+    assert engine.side.decode([leg], [1])
+    engine.side.retract(leg)
+    waits = engine.ask("b", range(12))
+    waits.shake()
+    taken = engine.ask("c", range(20, 36))
+    assert engine.side.reserve() == []
+    assert engine.side.arrived == [leg]
+    assert taken.polled == "handshake"
+
+
+# ------------------------------------------------------------------------------------------------ rooms
+
+
+class Pair:
+    """One engine of each kind, a room between their legs, and their turns."""
+
+    def __init__(self, link_s=None, reused="fails", ranks=1, **options):
+        self.rooms = SglangRooms(link_s, reused=reused)
+        self.prefills = [Prefill(disable_overlap_schedule=True, **options) for _ in range(ranks)]
+        self.p = self.prefills[0]
+        self.d = Decode(**options)
+        self.rooms.add(WHERE, [each.side for each in self.prefills])
+
+    def ask_p(self, room, tokens, name="p", rank=0):
+        leg = self.prefills[rank].ask(name, tokens, room)
+        self.rooms.prefill(leg, WHERE, rank)
+        return leg
+
+    def ask_d(self, room, tokens, name="d", **options):
+        leg = self.d.ask(name, tokens, room)
+        self.rooms.decode(leg, WHERE, **options)
+        return leg
+
+    def turn(self, now_s=0.0):
+        self.rooms.reserved(self.d.side.reserve())
+        for engine in self.prefills:
+            engine.turn()
+            self.rooms.computed(engine.side.inflight)
+            self.rooms.sent(engine.side.take_sent(), now_s)
+        self.rooms.at(now_s)
+        self.d.side.poll()
+        self.d.side.join()
+
+
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+def test_whichever_leg_comes_first_the_prompt_is_handed_over(first):
+    pair = Pair()
+    for leg in (first, "decode" if first == "prefill" else "prefill"):
+        (pair.ask_p if leg == "prefill" else pair.ask_d)(5, range(8))
+        pair.turn()
+    pair.turn()
+    assert pair.p.said() == [("p", "length", 200)]
+    assert [leg.token for leg in pair.d.side.running] == [7]
+    assert pair.p.events[1] == pair.d.events[1]
+
+
+def test_the_memory_of_the_decode_engine_gates_the_prefill():
+    pair = Pair()
+    pair.d.serve("a", range(100, 220))
+    pair.ask_d(5, range(40))
+    pair.ask_p(5, range(40))
+    pair.turn()
+    assert pair.p.stored == 0
+
+
+def test_pages_take_their_time_on_the_link():
+    pair = Pair(link_s=lambda tokens: tokens / 4)
+    pair.ask_d(5, range(8))
+    pair.ask_p(5, range(8))
+    pair.turn(now_s=1.0)
+    assert pair.rooms.next_s == 3.0
+    pair.turn(now_s=2.9)
+    assert pair.d.side.running == []
+    pair.turn(now_s=3.0)
+    assert len(pair.d.side.running) == 1
+
+
+def test_a_prefill_engine_that_computes_first_is_waited_for():
+    pair = Pair()
+    complete = Pair(
+        disaggregation_decode_allocation_policy="prefill_complete", disaggregation_decode_enable_radix_cache=False
+    )
+    for each, ready in ((pair, "ready"), (complete, "handshake")):
+        assert each.ask_d(5, range(8)).polled == ready
+    complete.ask_p(5, range(8))
+    for _ in range(3):
+        complete.turn()
+    assert complete.p.said() == [("p", "length", 200)]
+
+
+def test_a_failed_prefill_leg_is_reported_to_the_decode_engine():
+    pair = Pair()
+    leg, other = pair.ask_p(5, range(8)), pair.ask_d(5, range(8))
+    pair.p.side.abort("p")
+    pair.p.turn()
+    assert pair.p.said() == [("p", "error", 500)]
+    pair.rooms.ended(leg, is_well=False)
+    assert other.polled == "failed"
+
+
+@pytest.mark.parametrize(
+    ("fate", "p", "d"), [("fails", "error", "error"), ("handshake", "error", "error"), ("never", None, None)]
+)
+def test_a_transfer_has_its_fate(fate, p, d):
+    pair = Pair()
+    pair.ask_p(5, range(8))
+    pair.ask_d(5, range(8), fate=fate)
+    for _ in range(3):
+        pair.turn()
+    assert [finish for _, finish, _ in pair.p.said()] == ([] if p is None else [p])
+    assert [finish for _, finish, _ in pair.d.said()] == ([] if d is None else [d])
+    assert pair.d.stored == 0
+
+
+def test_a_lost_bootstrap_server_fails_all_of_its_rooms():
+    pair = Pair()
+    legs = [pair.ask_d(room, range(8), f"d{room}") for room in (1, 2)]
+    pair.rooms.lose(WHERE)
+    late = pair.ask_d(3, range(8), "d3")
+    assert [leg.polled for leg in (*legs, late)] == ["failed"] * 3
+
+
+def test_a_room_is_looked_for_at_its_rank_unless_another_is_told():
+    pair = Pair(ranks=2)
+    pair.ask_p(5, range(8), rank=0)
+    pair.ask_d(5, range(8), "wrong")  # 5 % 2 is rank 1, where it is not
+    pair.turn()
+    assert pair.p.said() == []
+    right = pair.ask_d(5, range(8), "right", rank=0)
+    pair.turn()
+    assert right.polled == "arrived"
+    assert pair.rooms.seen == [(0, 5, "prefill"), (1, 5, "decode"), (0, 5, "decode")]
+
+
+def test_a_room_with_a_live_leg_fails_a_second_one_or_kills_the_engine():
+    pair = Pair()
+    first = pair.ask_p(5, range(8))
+    assert pair.ask_p(5, range(8), "q").polled == "failed"
+    assert first.polled == "handshake"
+    dead = Pair(reused="dies")
+    dead.ask_d(5, range(8))
+    with pytest.raises(RoomReused, match=r"room 5 was given to e while another leg has it"):
+        dead.ask_d(5, range(8), "e")
+
+
+def test_a_room_may_be_used_again_when_both_legs_are_over():
+    pair = Pair()
+    legs = pair.ask_p(5, range(8)), pair.ask_d(5, range(8))
+    for leg in legs:
+        pair.rooms.ended(leg, is_well=True)
+    assert pair.ask_p(5, range(8), "q").polled == "handshake"
+
+
+# ------------------------------------------------------------------------------------------------ options
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"lease": 1}, "'lease' is not an option of a pair"),
+        ({"bootstrap_timeout": -1}, "bootstrap_timeout must be"),
+        ({"metadata_slots": 0}, "metadata_slots must be an integer of at least 1"),
+        ({"disable_overlap_schedule": 1}, "disable_overlap_schedule must be True or False, got 1"),
+        ({"disaggregation_decode_allocation_policy": "late"}, "must be 'early' or 'prefill_complete', got 'late'"),
+        (
+            {
+                "disaggregation_decode_allocation_policy": "prefill_complete",
+                "disaggregation_decode_enable_radix_cache": True,
+            },
+            "is refused with disaggregation_decode_enable_radix_cache",
+        ),
+    ],
+)
+def test_an_invalid_option_is_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        SglangPairOptions.of(given)

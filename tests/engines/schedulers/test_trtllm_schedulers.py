@@ -1,0 +1,306 @@
+"""TensorRT-LLM's own scheduler, worked by hand from its rules as they were read: it did not run."""
+
+import pytest
+
+from pytest_kvmock import BACKENDS, Fleet, MockEngine, MockEngineArgs, Prompt
+from pytest_kvmock.fleets import RoundRobin, TraceRequest
+
+V1, V2 = "trtllm", "trtllm_v2"
+V2_WITH_HOST = BACKENDS[V2].variant("trtllm_v2_with_host", levels=(16,))
+TWO_WINDOWS = BACKENDS[V1].variant("trtllm_two_windows", windows=[32, 256])
+POLICIES = ("guaranteed_no_evict", "max_utilization")
+
+
+def made(policy, backend=V1, blocks=8, **fields):
+    fields = {"block_size": 4, "max_num_batched_tokens": 64, **fields}
+    args = MockEngineArgs(engine_type="trtllm", semantics=policy, num_gpu_blocks=blocks, **fields)
+    return MockEngine(args, backend=backend)
+
+
+def prompt(number, tokens=8):
+    """A prompt that shares nothing with another of another number."""
+    return range(100 * number, 100 * number + tokens)
+
+
+def chunks(done):
+    """What a pass computed of prompts: which request, so many tokens, behind so many."""
+    return [(each.request.opened, each.tokens, each.prefix_tokens) for each in done.scheduled if each.prompt_tokens]
+
+
+def computed(done):
+    return [(each.request.opened, each.tokens) for each in done.scheduled]
+
+
+# ------------------------------------------------------------------------------------------------- GUARANTEED_NO_EVICT
+
+
+def test_a_request_starts_once_all_that_it_may_generate_has_room():
+    """3 blocks each to their end, 8 + 4 tokens: two of 8 blocks' four are admitted, and the third waits though 4 are
+    free.
+    """
+    engine = made("guaranteed_no_evict")
+    requests = [engine.submit(prompt(number), 4) for number in range(3)]
+    assert [each.opened for each in engine.step().admitted] == [0, 1]
+    for _ in range(2):
+        assert engine.step().admitted == []
+    engine.run()
+    assert [(each.status, each.generated_tokens, each.preemptions) for each in requests] == [("finished", 4, 0)] * 3
+
+
+def test_cached_blocks_are_not_subtracted():
+    """5 of 8 blocks are reserved, 3 free: a second request that hits two blocks in use needs one more, and counts
+    three.
+    """
+    engine = made("guaranteed_no_evict", blocks=7)
+    engine.submit(prompt(0, 13), 7)
+    engine.step()
+    engine.submit(prompt(0, 8), 4)
+    assert engine.step().admitted == []
+
+
+def test_the_first_that_does_not_fit_ends_admission():
+    engine = made("guaranteed_no_evict")
+    for number, output in enumerate((4, 20, 4)):
+        engine.submit(prompt(number), output)
+    assert [each.opened for each in engine.step().admitted] == [0]
+
+
+def test_at_most_n_requests_start():
+    engine = made("guaranteed_no_evict", blocks=64, max_num_seqs=2)
+    for number in range(3):
+        engine.submit(prompt(number), 4)
+    assert [each.opened for each in engine.step().admitted] == [0, 1]
+
+
+def test_a_shorter_window_needs_itself_and_the_block_by_which_it_slides():
+    """Of 8 + 60 tokens the longer window needs 17 of its blocks; the shorter one 8, and one while it slides."""
+    engine = made("guaranteed_no_evict", TWO_WINDOWS, blocks=32)
+    driver = engine.inside.scheduler._driver
+    state = engine.submit(prompt(0), 60).state
+    assert driver.blocks_to_completion(state, 68) == [9, 17]
+
+
+# ----------------------------------------------------------------------------------------------------------------- skip
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("backend", [V1, V2])
+def test_a_request_that_would_compute_the_same_block_waits_and_hits_it(policy, backend):
+    engine = made(policy, backend, blocks=32)
+    for _ in range(2):
+        engine.submit(prompt(0), 4)
+    assert computed(engine.step()) == [(0, 8)]
+    assert (1, 1, 7) in chunks(engine.step())
+
+
+@pytest.mark.parametrize(("backend", "together"), [(V1, False), (V2, True)])
+def test_v1_compares_a_block_without_its_ancestors(backend, together):
+    """Two cached blocks that differ, and one equal block behind each."""
+    engine = made("max_utilization", backend, blocks=32)
+    for number in (1, 2):
+        engine.submit([*prompt(number, 4), 0], 1)
+    engine.run()
+    for number in (1, 2):
+        engine.submit([*prompt(number, 4), 7, 7, 7, 7, 8], 4)
+    assert together == (len(engine.step().admitted) == 2)
+
+
+def test_with_several_windows_no_request_waits():
+    engine = made("guaranteed_no_evict", TWO_WINDOWS, blocks=32)
+    for _ in range(2):
+        engine.submit(prompt(0), 4)
+    assert len(engine.step().admitted) == 2
+
+
+# ----------------------------------------------------------------------------------------------------- MAX_UTILIZATION
+
+
+def test_the_last_started_is_paused_and_comes_back_as_a_prompt_of_all_its_tokens():
+    """Two of 8 tokens have two blocks each of five: with the first token of output each needs a third, and one is
+    free.
+    """
+    engine = made("max_utilization", blocks=5)
+    first, last = (engine.submit(prompt(number), 6) for number in range(2))
+    assert [first, last] == engine.step().admitted
+    done = engine.step()
+    assert ([last], [(0, 1)]) == (done.preempted, computed(done))
+    assert (len(last), last.status) == (9, "preempted")
+    engine.run()
+    assert [(each.status, each.generated_tokens, each.preemptions) for each in (first, last)] == [
+        ("finished", 6, 0),
+        ("finished", 6, 1),
+    ]
+    assert [found for _, found in last.admissions] == [0, 4]  # the first one took one of the two blocks that it left
+
+
+def test_no_request_after_a_paused_one_is_considered():
+    engine = made("max_utilization", blocks=5)
+    for number in range(2):
+        engine.submit(prompt(number), 6)
+    engine.step()
+    engine.submit(prompt(2, 3), 1)  # the two blocks of the paused one would do
+    assert engine.step().admitted == []
+
+
+def test_a_new_prompt_pauses_no_earlier_request():
+    engine = made("max_utilization", blocks=4)
+    engine.submit(prompt(0), 4)
+    engine.step()
+    engine.submit(prompt(1), 4)
+    done = engine.step()
+    assert (done.admitted, done.preempted) == ([], [])
+
+
+def test_blocks_that_another_shares_are_not_free_when_one_is_paused():
+    engine = made("max_utilization", blocks=16)
+    for tail in range(2):
+        engine.submit([*prompt(0), 90 + tail], 6)
+        engine.step()
+    driver = engine.inside.scheduler._driver
+    one, other = (each.state for each in engine.inside.scheduler.running)
+    free = driver.free_blocks()[0]
+    assert (free + 1, free + 4) == (driver.free_blocks([other])[0], driver.free_blocks([one, other])[0])
+
+
+# ----------------------------------------------------------------------------------------------------------------- V2
+
+
+def test_v2_suspends_a_request_and_moves_its_pages_to_the_host():
+    engine = made("max_utilization", V2_WITH_HOST, blocks=5)
+    first, last = (engine.submit(prompt(number), 6) for number in range(2))
+    assert [first, last] == engine.step().admitted
+    done = engine.step()
+    assert ([last], [(0, 1)]) == (done.preempted, computed(done))
+    assert engine.inside.scheduler._driver.is_suspended(last.state)
+    engine.run()
+    assert [(each.status, each.generated_tokens) for each in (first, last)] == [("finished", 6)] * 2
+    assert [tokens for _, tokens in last.admissions] == [0]  # it never came back as a prompt
+
+
+def test_v2_without_a_level_below_has_it_come_back_as_a_prompt():
+    engine = made("max_utilization", V2, blocks=5)
+    _, last = (engine.submit(prompt(number), 6) for number in range(2))
+    engine.run()
+    assert (last.status, last.generated_tokens, last.preemptions, len(last.admissions)) == ("finished", 6, 1, 2)
+
+
+def test_over_v2_one_policy_stands_in_for_the_other():
+    schedulers = [made(policy, V2).inside.scheduler for policy in POLICIES]
+    assert [type(each).__name__ for each in schedulers] == ["SuspendingScheduler"] * 2
+
+
+# --------------------------------------------------------------------------------------------------------- micro batch
+
+
+@pytest.mark.parametrize("backend", [V1, V2])
+def test_first_come_first_served_cuts_to_whole_blocks(backend):
+    """A budget of 22 for prompts of 10, 10 and 6: the third has 2 left, less than a block, and waits."""
+    engine = made("guaranteed_no_evict", backend, blocks=64, max_num_batched_tokens=22)
+    for number, tokens in enumerate((10, 10, 6)):
+        engine.submit(prompt(number, tokens), 4)
+    assert chunks(engine.step()) == [(0, 10, 0), (1, 10, 0)]
+
+
+def test_equal_progress_gives_a_block_to_each_in_turn():
+    """A budget of 22 is five blocks of 4 and 2 tokens that are too few for anybody."""
+    policy = {"context_chunking_policy": "equal_progress"}
+    engine = made("guaranteed_no_evict", blocks=64, max_num_batched_tokens=22, **policy)
+    for number in range(3):
+        engine.submit(prompt(number, 12), 4)
+    assert chunks(engine.step()) == [(0, 8, 0), (1, 8, 0), (2, 4, 0)]
+
+
+def test_with_cuts_last_chunks_come_behind_the_others():
+    engine = made("guaranteed_no_evict", blocks=64, max_num_batched_tokens=16)
+    engine.submit(prompt(0, 6), 4)
+    engine.submit(prompt(1, 20), 4)
+    assert computed(engine.step()) == [(1, 8), (0, 6)]
+
+
+def test_without_chunks_a_prompt_that_is_too_much_ends_the_pass():
+    engine = made("guaranteed_no_evict", blocks=64, max_num_batched_tokens=16, enable_chunked_prefill=False)
+    for number, tokens in enumerate((10, 10, 6)):
+        engine.submit(prompt(number, tokens), 4)
+    assert computed(engine.step()) == [(0, 10)]
+
+
+def test_those_that_generate_are_counted_first():
+    engine = made("guaranteed_no_evict", blocks=64, max_num_batched_tokens=12)
+    engine.submit(prompt(0), 4)
+    engine.step()
+    engine.submit(prompt(1, 12), 4)
+    assert computed(engine.step()) == [(1, 8), (0, 1)]
+
+
+def test_v1_budgets_a_prompt_before_its_hits_are_known_and_v2_after():
+    """Of 17 tokens 16 are cached: in a budget of 8, V1 cuts what it takes for 17, and has room for one prompt; V2
+    for two.
+    """
+    served = {}
+    for backend in (V1, V2):
+        engine = made("guaranteed_no_evict", backend, blocks=64, max_num_batched_tokens=8)
+        for number in range(2):
+            engine.submit(prompt(number, 17), 1)
+        engine.run()
+        for number in range(2):
+            engine.submit(prompt(number, 17), 1)
+        served[backend] = computed(engine.step())
+    assert served == {V1: [(2, 1)], V2: [(2, 1), (3, 1)]}
+
+
+def test_a_pass_is_sorted_by_adapter():
+    engine = made("guaranteed_no_evict", blocks=64)
+    for number, name in enumerate(("one", "two", "one", None)):
+        engine.submit(Prompt(prompt(number), lora_name=name), 4)
+    assert [each for each, _ in computed(engine.step())] == [3, 0, 2, 1]
+
+
+# -------------------------------------------------------------------------------------------------- engines and fleets
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("backend", [V1, V2, V2_WITH_HOST], ids=[V1, V2, V2_WITH_HOST.name])
+def test_a_fleet_serves_a_trace(policy, backend):
+    trace = [TraceRequest(7.0 * turn, 64, 24, (turn % 3, 3 + turn % 7, 100 + turn, 200 + turn)) for turn in range(30)]
+    engines = [made(policy, backend, blocks=12, block_size=16) for _ in range(2)]
+    report = Fleet(engines, RoundRobin()).run(trace)
+    assert len(report.completed) == 30
+    assert {len(each.token_ms) for each in report.completed} == {24}
+
+
+@pytest.mark.parametrize("backend", [V1, V2])
+def test_passes_in_one_go_are_the_same_passes(backend):
+    reports = []
+    for listens in (False, True):
+        engine = made("max_utilization", backend, blocks=40)
+        if listens:
+            engine.on_pass(lambda done: None)
+        for number in range(4):
+            engine.submit(prompt(number), 30)
+        reports.append([each.token_ms for each in engine.run().requests])
+    assert reports[0] == reports[1]
+
+
+def test_an_unknown_policy_is_refused():
+    with pytest.raises(
+        ValueError, match=r"^semantics: got 'static'; allowed: 1.6.1, guaranteed_no_evict, max_utilization$"
+    ):
+        MockEngineArgs(engine_type="trtllm", semantics="static")
+
+
+def test_the_scheduler_refuses_other_caches():
+    with pytest.raises(
+        ValueError,
+        match=r"^semantics='max_utilization' of engine_type 'trtllm' schedules over trtllm or trtllm_v2; got 'vllm'",
+    ):
+        made("max_utilization", "vllm")
+
+
+def test_how_prompts_share_a_pass_is_for_its_own_scheduler():
+    with pytest.raises(ValueError, match=r"^context_chunking_policy is for TensorRT-LLM's own scheduler"):
+        MockEngineArgs(context_chunking_policy="equal_progress")
+
+
+def test_its_policy_is_written_to_json():
+    written = MockEngineArgs(engine_type="trtllm", semantics="max_utilization").to_dict()
+    assert written["engine"]["trtllm"] == {"capacity_scheduler_policy": "max_utilization"}

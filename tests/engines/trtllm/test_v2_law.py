@@ -1,0 +1,89 @@
+"""What events promise of TensorRT-LLM's V2 cache, beside what its tree holds and what a look-up reuses, on the
+recordings.
+
+The law: at the end of each iteration, announced and not Removed in a layer group is what the tree holds pages of there,
+on the level that its events say, nothing more and nothing less. What a look-up reuses is announced in each layer group
+that needs it.
+"""
+
+from collections import Counter
+
+import pytest
+from players import player
+
+from pytest_kvmock import Removed, Stored
+from pytest_kvmock.values import Updated
+
+PLAYER = player("engines/trtllm/play_trtllm.py")
+
+
+class Watched(PLAYER.V2Player):
+    """Plays a program, and keeps for each layer group what is announced and on which level."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.announced = [{} for _ in self.manager.groups]
+        self.counts = Counter()
+
+    def play_flush(self):
+        before = len(self.sink.events)
+        super().play_flush()
+        for event in self.sink.router_events[before:]:
+            data, held = event.data, self.announced[event.extra["layer_group_id"]]
+            if isinstance(data, Stored):
+                assert not held.keys() & {*data.block_hashes}  # nothing is announced twice
+                held.update(zip(data.block_hashes, event.extra["cache_levels"], strict=True))
+            elif isinstance(data, Removed):
+                for name in data.block_hashes:
+                    del held[name]  # of nothing that was not announced
+            elif isinstance(data, Updated):
+                assert held[data.block_hash] == data.levels[0]
+                held[data.block_hash] = data.levels[1]
+        for group, held in enumerate(self.announced):
+            pages = ((block, block.pages[group]) for block in self.manager.tree.blocks())
+            in_tree = {block.name: page.level for block, page in pages if page is not None}
+            assert in_tree == held
+        self.counts["flushes"] += 1
+        self.counts["flushes with a device block behind one of a lower level"] += self.is_behind()
+        return []
+
+    def is_behind(self):
+        """Whether in a layer group a block of the device stands behind one of a lower level."""
+        pairs = (
+            pair
+            for block in self.manager.tree.blocks()
+            if block.position
+            for pair in zip(block.pages, block.parent.pages, strict=True)
+        )
+        return any(page and before and before.level > page.level == 0 for page, before in pairs)
+
+    def play_prepare_context(self, name, prompt, adapter, salt):
+        request = self.manager.new_request(prompt, adapter=adapter, cache_salt=salt)
+        matched = self.manager.tree.match(request.hasher, prompt[:-1])
+        length = sum(tokens for _, tokens in matched)
+        self.counts["look-ups"] += 1
+        self.counts["look-ups of a part of a block"] += bool(length % self.manager.block_size)
+        for group, rule in enumerate(self.manager.groups):
+            passed = rule.passed(length, self.manager.block_size)
+            for place, (block, _) in enumerate(matched):
+                assert place in passed or group in block.announced
+        return super().play_prepare_context(name, prompt, adapter, salt)
+
+
+def watched(program):
+    """Play a program; return what was counted."""
+    playing = Watched(program["config"])
+    for call, *arguments, _ in program["log"]:
+        playing.play(call, *arguments)
+    return playing.counts
+
+
+@pytest.mark.parametrize("kind", ["programs", "v2"])
+def test_what_is_announced_is_what_the_tree_has_pages_of(recording, kind):
+    counts = Counter()
+    for program in recording("trtllm_v2.json.gz")[kind]:
+        if program["config"]["event_buffer_max_size"] > 100:
+            counts += watched(program)
+    assert counts["look-ups of a part of a block"]
+    if kind == "programs":
+        assert counts["flushes with a device block behind one of a lower level"]

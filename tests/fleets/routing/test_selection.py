@@ -1,0 +1,33 @@
+"""The draw of a worker by temperature."""
+
+from random import Random
+
+import pytest
+
+from pytest_kvmock.fleets import DynamoRouter
+
+
+class Drawn(Random):
+    """Draws this number."""
+
+    def __init__(self, number):
+        super().__init__(0)
+        self.number = number
+
+    def random(self):
+        return self.number
+
+
+@pytest.mark.parametrize(("drawn", "position"), [(0.0, 0), (0.49, 0), (0.5, 0), (0.51, 1), (1.0, 1)], ids=str)
+def test_a_worker_is_drawn_by_its_weight_up_to_its_share(drawn, position):
+    router = DynamoRouter(router_temperature=0.001, rng=Drawn(drawn))
+    assert position == router._sampled([7.0, 7.0, 8.0])  # weights of 1, 1 and none
+
+
+def test_the_cheaper_of_two_is_drawn_the_more_often_the_lower_the_temperature():
+    def share(temperature):
+        router = DynamoRouter(router_temperature=temperature, rng=Random(1))
+        return sum(not router._sampled([1.0, 2.0]) for _ in range(2000)) / 2000
+
+    shares = [share(temperature) for temperature in (0.25, 1.0, 4.0)]
+    assert pytest.approx(shares, abs=0.03) == [0.982, 0.731, 0.562]  # 1 / (1 + exp(-1 / temperature))

@@ -1,0 +1,63 @@
+"""Fleets of hybrid engines with the verdict on: right routers raise no alarm, whatever is promised and not found."""
+
+from random import Random
+
+import pytest
+from depth import examples
+
+from pytest_kvmock import BACKENDS, EngineProfile, RadixIndex, RouterHarness
+from pytest_kvmock.fleets import DynamoRouter, TraceRequest
+
+HYBRID = [name for name, spec in BACKENDS.items() if spec.group == "hybrid"]
+
+
+def test_a_report_says_which_cache_lacked_what_was_promised_and_not_found():
+    """Three prompts share a beginning: of the second, the window is gone there; of plain engines nothing lacks."""
+    trace = [TraceRequest(1000.0 * n, 49 * 4, 1, (*range(32), *range(100 * n, 100 * n + 17))) for n in (1, 2, 3)]
+    for backend, window in (
+        ("vllm_gpt_oss", "sliding_window 4 (window 32)"),
+        ("sglang_gpt_oss", "sliding_window 4 (window 31)"),
+    ):
+        with RouterHarness(EngineProfile(4, 600), backend) as kv:
+            report = kv.fleet(DynamoRouter(), trace_block_size=4).run(trace)
+        assert (32, {window: 32}) == (report.figure("promised_not_found"), report.lacking()) == (32, report.lacking(0))
+        assert f"of 32 blocks promised and not found the attention group had 32: {window} lacked 32" in str(report)
+        assert {window: 32} == report.to_json()["fleet"]["lacking"]
+    with RouterHarness(EngineProfile(4, 600), "vllm") as kv:
+        report = kv.fleet(DynamoRouter(), trace_block_size=4).run(trace)
+    assert (report.figure("promised_not_found"), report.lacking()) == (0, {})
+    assert "lacked" not in str(report)
+
+
+def test_a_trace_of_hashes_has_tokens_before_engines_that_need_them():
+    """Gemma 4 hashes less than a block at a time: each id of the trace is a block of tokens of its own."""
+    with RouterHarness(EngineProfile(4, 600), "vllm_gemma4") as kv:
+        report = kv.fleet(DynamoRouter()).run([TraceRequest(1000.0 * n, 38, 3, (*range(9), n)) for n in (20, 30)])
+    assert [request.first_reused_tokens for request in report.completed] == [0, 36]
+
+
+def requests(rng, size):
+    """Some that share beginnings, some that go on with what was asked before, at random times."""
+    ids, asked, now = iter(range(10**9)), [], 0.0
+    for _ in range(30):
+        now += rng.expovariate(1 / 20)
+        before = rng.choice(asked) if asked and rng.random() < 0.7 else []
+        blocks = [*before[: rng.randint(0, len(before))], *(next(ids) for _ in range(rng.randint(1, 6)))]
+        asked.append(blocks)
+        length = size * len(blocks) - rng.randrange(size)
+        yield TraceRequest(now, length, rng.randint(1, 3 * size), tuple(blocks), with_tokens=True)
+
+
+@pytest.mark.parametrize("backend", HYBRID)
+def test_a_right_router_before_eight_hybrid_engines_raises_no_alarm(backend):
+    size = 64 if backend == "vllm_deepseek_v4" else 4
+    for seed in range(examples(2)):
+        rng = Random(f"{backend} {seed}")
+        profile = EngineProfile(size, rng.choice([600, 1000]) * (16 if size == 64 else 1), 8)
+        with RouterHarness(profile, backend, RadixIndex(count_copies=True)) as kv:
+            fleet = kv.fleet(DynamoRouter(rng=rng), trace_block_size=size, event_delay_ms=rng.choice([0.0, 5.0]))
+            report = fleet.run(requests(rng, size))
+            assert len(report.completed) == 30
+            for prompt in [each.prompt for each in report.completed[:5]]:
+                held = kv.overlap(prompt)
+                assert all(tokens <= held.get(worker, 0) * size for worker, tokens in kv.reusable(prompt).items())

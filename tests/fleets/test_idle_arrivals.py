@@ -1,0 +1,28 @@
+"""Requests that arrive in an idle fleet behind others that wait: nothing ends that would have the router asked
+again, so it is asked then.
+"""
+
+from pytest_kvmock import Fleet, MockEngine, MockEngineArgs
+from pytest_kvmock.fleets import RoundRobin, TraceRequest
+
+
+class LateForTheFirst(RoundRobin):
+    """Lets the first request wait until another one has arrived."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = []
+
+    def pick(self, request, candidates):
+        self.asked.append((request.number, request.now_ms))
+        if len(self.asked) == 1:
+            return None
+        return super().pick(request, candidates)
+
+
+def test_an_arrival_in_an_idle_fleet_has_those_before_it_asked_for_again():
+    router = LateForTheFirst()
+    fleet = Fleet([MockEngine(MockEngineArgs(num_gpu_blocks=96, block_size=4))], router)
+    report = fleet.run([TraceRequest(0.0, 12, 4, (1, 2, 3)), TraceRequest(500.0, 12, 4, (4, 5, 6))])
+    assert router.asked == [(0, 0.0), (0, 500.0), (1, 500.0)]
+    assert len(report.completed) == 2

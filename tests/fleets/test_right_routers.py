@@ -1,0 +1,39 @@
+"""How often right routers fail what a test may require of a report: Dynamo's cost, llm-d's scorers, SGLang's rule, five
+without an index.
+
+`--all-routers` plays 10 seeds in 16 settings (half an hour), else a few of them are.
+"""
+
+from collections import Counter
+
+import pytest
+from depth import few, worth_its_time
+from right_routers import CALM, POLICIES, ROUTERS, SETTINGS, baselines, failures
+
+COUNT = 200  # requests
+
+
+def wrong(setting, seed):
+    """What right routers fail that they must not: near saturation those that know no caches may have any latency."""
+    found = [(router.__name__, name) for router in ROUTERS for name in failures(router, setting, seed, COUNT)]
+    for router in POLICIES:
+        may = set() if setting in CALM else {"no_worse"}
+        found += [(router.__name__, name) for name in failures(router, setting, seed, COUNT) if name not in may]
+    baselines.cache_clear()
+    return found
+
+
+@worth_its_time
+@pytest.mark.parametrize("setting", few(SETTINGS, 2))
+def test_right_routers_fail_nothing_that_they_must_not(setting):
+    assert wrong(setting, seed=0) == []
+
+
+def test_right_routers_fail_nothing_in_any_setting(pytestconfig):
+    if not pytestconfig.getoption("--all-routers"):
+        pytest.skip("half an hour: run it with --all-routers")
+    found = Counter()
+    for setting in SETTINGS:
+        for seed in range(10):
+            found.update((setting, *each) for each in wrong(setting, seed))
+    assert not found

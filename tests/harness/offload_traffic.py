@@ -1,0 +1,33 @@
+"""Traffic of workers with a host below vLLM's device, and what the reference is to answer of it."""
+
+from random import Random
+
+from pytest_kvmock import EngineProfile, Prompt, RouterHarness, StorageTier
+
+HOST = StorageTier.HOST_PINNED
+PROMPTS = [[*range(start, start + length)] for start, length in ((0, 33), (0, 20), (100, 16), (200, 30), (300, 9))]
+
+
+def harness(tiers, backend="vllm", num_blocks=12, **fields):
+    """A harness of `vllm` over hosts of 16 blocks; `tiers` replaces or adds keys, `fields` those of the profile."""
+    tiers = {"host": 16, "gbps": 1.0, "bytes_per_token": 250_000, **tiers}
+    return RouterHarness(EngineProfile(block_size=4, num_blocks=num_blocks, tiers=tiers, **fields), backend)
+
+
+def traffic(worker, seed=5, keys=None):
+    """Serve 25 prompts, each with these keys, and let some time pass."""
+    rng = Random(seed)
+    for _ in range(25):
+        worker.serve(Prompt(PROMPTS[rng.randrange(len(PROMPTS))], **(keys or {})), rng.randrange(4))
+        if rng.random() < 0.7:
+            worker.tick(worker.now + rng.randrange(12))
+
+
+def overlaps(kv, worker):
+    """What the reference answers of each prompt, and what its worker would: tokens by tier."""
+    for prompt in PROMPTS:
+        if not len(prompt) % 4:
+            continue  # of whole blocks the last one is computed, or loaded, again
+        found = {tier: scores[0] * 4 for tier, scores in kv.overlap(prompt, tier=None).items()}
+        device, host = worker.cached_tokens(prompt), worker.cached_tokens(prompt, HOST)
+        yield found, {tier: tokens for tier, tokens in (("device", device), (HOST, host)) if tokens}

@@ -1,0 +1,119 @@
+"""Indexes under test over stores that are below the device alone: what is right, and what is found."""
+
+import pytest
+from depth import each_parameter
+
+from pytest_kvmock import EngineProfile, RadixIndex, RouterEvent, RouterHarness, StorageTier
+from pytest_kvmock.oracle.index.owners import OwnedBlocks, OwnedChunks
+
+PROMPTS = [list(range(first, first + 35)) for first in (0, 1000, 2000)]
+STORES = {
+    "mooncake": {"pool": {"kind": "mooncake", "workers": [0, 1]}},
+    "lmcache": {"pool": {"kind": "lmcache", "workers": [0, 1], "chunk": 8}},
+}
+TIER = {"mooncake": StorageTier.EXTERNAL, "lmcache": StorageTier.HOST_PINNED}
+KINDS = [*STORES]
+
+
+def played(kind, make, *, told=True):
+    """The verdict over an index: two workers of a store and one without, each with prompts of the other."""
+    index = make(count_copies=True, clears_below=False, stores=STORES[kind] if told else None)
+    index.tier = TIER[kind]
+    kv = RouterHarness(EngineProfile(block_size=4, num_blocks=12, workers=3), "vllm", index, stores=STORES[kind])
+    for worker_id, prompts in ((0, PROMPTS[:2]), (1, PROMPTS[1:]), (2, PROMPTS[:1]), (1, PROMPTS[:1])):
+        worker = kv.worker(worker_id)
+        for prompt in prompts:
+            worker.serve(prompt)
+            if worker_id < 2:
+                worker.tick(worker.now + 20)
+    kv.overlap(PROMPTS[0], tier=None)
+    kv.remove_worker(1)
+    kv.overlap(PROMPTS[0], tier=None)
+    return kv.judge()
+
+
+class LeavesStoresOut(RadixIndex):
+    """An index of workers."""
+
+    def apply(self, event):
+        if event.storage_tier is StorageTier.DEVICE:
+            super().apply(event)
+
+
+class Lowers(RadixIndex):
+    """An index that promises of the store what ends with the fourth block, alike to all."""
+
+    def find_tiered(self, local_hashes, **more):
+        found = super().find_tiered(local_hashes, **more)
+        device = found.get(StorageTier.DEVICE, {})
+        lowered = {key: min(n, 4 - device.get(key, 0)) for key, n in found.get(self.tier, {}).items()}
+        return {**found, self.tier: {key: n for key, n in lowered.items() if n > 0}}
+
+
+@each_parameter
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("make", [RadixIndex, LeavesStoresOut, Lowers])
+def test_a_right_index_passes(kind, make):
+    pytest.importorskip("blake3")
+    assert played(kind, make).errors == []
+
+
+class AnUnknownMediumIsTheDevice(RadixIndex):
+    """What is in a store counts as the device's."""
+
+    def apply(self, event):
+        super().apply(RouterEvent(event.worker_id, event.event, StorageTier.DEVICE, event.token_ids, event.extra))
+
+
+class AStoreIsAWorker(RadixIndex):
+    """A store becomes a worker, with an id of its own."""
+
+    def apply(self, event):
+        super().apply(event)
+        if event.storage_tier is not StorageTier.DEVICE:
+            super().apply(RouterEvent(99, event.event, StorageTier.DEVICE, event.token_ids, event.extra))
+
+
+class JumpsAHole(RadixIndex):
+    """Promises what is behind a hole, to all of the store."""
+
+    def find_tiered(self, local_hashes, **more):
+        found = super().find_tiered(local_hashes, **more)
+        device = found.get(StorageTier.DEVICE, {})
+        more_of = {(each, 0): len(local_hashes) - device.get((each, 0), 0) for each in (0, 1)}
+        return {**found, self.tier: {key: n for key, n in more_of.items() if n > 0}}
+
+
+class CreditsTheStranger(RadixIndex):
+    """Promises the store to a worker that has no part in it."""
+
+    def find_tiered(self, local_hashes, **more):
+        found = super().find_tiered(local_hashes, **more)
+        of_store = found.get(self.tier, {})
+        return {**found, self.tier: {**of_store, (2, 0): max(of_store.values())}} if of_store else found
+
+
+WRONG = {
+    "mooncake": (AnUnknownMediumIsTheDevice, AStoreIsAWorker, JumpsAHole, CreditsTheStranger),
+    "lmcache": (JumpsAHole, CreditsTheStranger),  # the others read nothing of a chain that is not theirs
+}
+
+
+@each_parameter
+@pytest.mark.parametrize(("kind", "make"), [(kind, make) for kind in KINDS for make in WRONG[kind]])
+def test_a_wrong_index_is_found(kind, make):
+    pytest.importorskip("blake3")
+    errors = played(kind, make).errors
+    assert errors
+    assert {problem.rule for problem in errors} <= {"index_drift", "index_failure"}
+
+
+def test_an_index_of_workers_that_credits_who_put_it_is_found():
+    errors = played("mooncake", RadixIndex, told=False).errors
+    assert {problem.rule for problem in errors} == {"index_drift"}
+    assert "the store 'pool' has it, and worker 1 can load from it" in str(errors[0])
+
+
+def test_each_kind_has_blocks_or_chunks():
+    kinds = {kind: type(RadixIndex(stores=stores)._owners.by_name["pool"]) for kind, stores in STORES.items()}
+    assert kinds == {"mooncake": OwnedBlocks, "lmcache": OwnedChunks}

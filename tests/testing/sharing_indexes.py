@@ -1,0 +1,182 @@
+"""Indexes that misread stores which workers share."""
+
+from contract_runs import Mutants
+
+from pytest_kvmock import Cleared, RadixIndex, Removed, RouterEvent, StorageTier
+from pytest_kvmock.testing import IndexContract
+
+STORES = {"disk": {"kind": "files", "workers": [0, 1]}, "mooncake": {"kind": "mooncake", "workers": [0, 2]}}
+SHARED = Mutants(IndexContract)
+TIERS = (StorageTier.DISK, StorageTier.EXTERNAL)
+
+
+def sharing(kind, stores=STORES, backends=("vllm",)):
+    """The contract of an index that is told of stores."""
+
+    def make_index(self):
+        traits = self.traits
+        return kind(stores=stores, count_copies=traits.copies, chunk=traits.chunk, clears_below=traits.clears_below)
+
+    return type(kind.__name__, (IndexContract,), {"make_index": make_index, "stores": stores, "backends": backends})
+
+
+class CreditsThePublisher(RadixIndex):
+    """A store's block is its publisher's."""
+
+    def __init__(self, *, stores, **traits):
+        super().__init__(**traits)
+
+
+class CreditsAll(RadixIndex):
+    """All workers that are known can load from any store."""
+
+    def find_tiered(self, local_hashes, **more):
+        found = super().find_tiered(local_hashes, **more)
+        for tier in TIERS:
+            end = max((blocks for blocks in found.get(tier, {}).values()), default=0)
+            known = self.workers if end else ()
+            found[tier] = {**dict.fromkeys(known, end), **found.get(tier, {})}
+        return found
+
+
+class CountsAnnouncements(RadixIndex):
+    """A block is there as long as somebody's Removed is missing."""
+
+    def __init__(self, **more):
+        super().__init__(**more)
+        self.copies = {}
+
+    def apply(self, event):
+        data, tier = event.event.data, event.storage_tier
+        if tier in TIERS and not isinstance(data, Cleared):
+            for block in data.block_hashes:
+                self.copies[tier, block] = self.copies.get((tier, block), 0) + (-1 if isinstance(data, Removed) else 1)
+            if isinstance(data, Removed) and any(self.copies[tier, block] > 0 for block in data.block_hashes):
+                return
+        super().apply(event)
+
+
+class WithholdsFromTheCleared(RadixIndex):
+    """A worker that was cleared is credited nothing of a store."""
+
+    cleared = None
+
+    def apply(self, event):
+        super().apply(event)
+        if isinstance(event.event.data, Cleared):
+            self.cleared = event.worker_id
+
+    def find_tiered(self, local_hashes, **more):
+        found = super().find_tiered(local_hashes, **more)
+        for tier in TIERS:
+            found.get(tier, {}).pop((self.cleared, 0), None)
+        return found
+
+
+class CreditsWhoHasLeft(RadixIndex):
+    """What a store has is promised to a worker that was removed."""
+
+    def remove_worker(self, worker_id):
+        super().remove_worker(worker_id)
+        self._owners._gone.clear()
+
+
+class ForgetsWhoComesBack(RadixIndex):
+    """A worker that was removed is credited nothing of a store, though it has come back."""
+
+    def __init__(self, **more):
+        super().__init__(**more)
+        self.left = set()
+
+    def remove_worker(self, worker_id):
+        super().remove_worker(worker_id)
+        self.left.add((worker_id, 0))
+
+    def find_tiered(self, local_hashes, **more):
+        found = super().find_tiered(local_hashes, **more)
+        return {
+            tier: {key: blocks for key, blocks in scores.items() if tier not in TIERS or key not in self.left}
+            for tier, scores in found.items()
+        }
+
+
+class JumpsHoles(RadixIndex):
+    """What is in a store counts, wherever it stands."""
+
+    def find_tiered(self, local_hashes, **more):
+        found = super().find_tiered(local_hashes, **more)
+        for spec in self.stores.values():
+            known = self._owners.by_name[spec.name].blocks
+            if known and len(known) >= 4:
+                found[spec.tier] = {(worker, 0): len(local_hashes) for worker in spec.workers}
+        return found
+
+
+class TakesItForTheDevice(RadixIndex):
+    """A tier that it does not know is the device."""
+
+    def apply(self, event):
+        if event.storage_tier in TIERS:
+            event = RouterEvent(event.worker_id, event.event, StorageTier.DEVICE, event.token_ids, event.extra)
+        super().apply(event)
+
+
+class MakesAWorkerOfIt(RadixIndex):
+    """A store is a worker with an id of its own."""
+
+    def apply(self, event):
+        super().apply(event)
+        if event.storage_tier in TIERS and not isinstance(event.event.data, Cleared):
+            super().apply(RouterEvent(99, event.event, StorageTier.DEVICE, event.token_ids, event.extra))
+
+
+class ClearsItWithAWorker(RadixIndex):
+    """What happens to a worker happens to its stores."""
+
+    def apply(self, event):
+        super().apply(event)
+        if isinstance(event.event.data, Cleared):
+            for name in self.stores:
+                self.clear_store(name)
+
+    def remove_worker(self, worker_id):
+        super().remove_worker(worker_id)
+        for name in self.stores:
+            self.clear_store(name)
+
+
+class RemovesFromTheWorkersToo(RadixIndex):
+    """A Removed takes a block from wherever it is."""
+
+    def apply(self, event):
+        super().apply(event)
+        if isinstance(event.event.data, Removed):
+            for owned in self._owners.by_name.values():
+                owned.drop(event.event.data.block_hashes)
+
+
+class ReadsAPartOfAChunk(RadixIndex):
+    """A chunk of a store is a block, whatever its size."""
+
+    def __init__(self, *, chunk, **more):
+        super().__init__(chunk=None if chunk is None else 1, **more)
+
+
+CREDITED = "test_a_store_is_credited_alike_to_its_workers_and_to_no_other"
+CLEARED = "test_a_cleared_takes_nothing_from_a_store"
+LEAVES = "test_a_worker_that_leaves_takes_nothing_from_a_store"
+for subject, tests in {
+    CreditsThePublisher: (CREDITED, "test_it_follows_workers_that_share_a_folder"),
+    CreditsAll: (CREDITED,),
+    ReadsAPartOfAChunk: ("test_it_follows_workers_that_share_a_folder",),
+    CountsAnnouncements: ("test_what_is_announced_twice_is_in_a_store_once",),
+    WithholdsFromTheCleared: (CLEARED,),
+    TakesItForTheDevice: (CREDITED,),
+    MakesAWorkerOfIt: (CREDITED,),
+    ClearsItWithAWorker: (CLEARED, LEAVES),
+    RemovesFromTheWorkersToo: ("test_what_leaves_a_store_stays_with_its_workers",),
+    CreditsWhoHasLeft: (LEAVES,),
+    ForgetsWhoComesBack: (LEAVES,),
+    JumpsHoles: ("test_a_hole_ends_what_a_store_promises",),
+}.items():
+    SHARED.breaks(*tests)(sharing(subject))
