@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from acme_dialect import acme  # noqa: F401 - a fixture
-from depth import DEEP, MARKERS, MOST_CPU_S, examples
+from depth import DEEP, MARKERS, MOST_CPU_S, examples, most_cpu_now
 from hypothesis import HealthCheck, settings
 
 HERE = Path(__file__).parent
@@ -104,7 +104,8 @@ def pytest_runtest_makereport(item, call):
     report = yield
     if call.when == "teardown":
         report.cpu_s = cpu_s() - item.stash[BEGAN]  # a worker of xdist sends it with the report
-        report.worth_its_time = any(item.iter_markers("worth_its_time"))
+        if report.cpu_s > MOST_CPU_S and not any(item.iter_markers("worth_its_time")):
+            report.most_cpu_s = most_cpu_now()
     return report
 
 
@@ -113,10 +114,10 @@ def pytest_terminal_summary(terminalreporter, config):
     if config.getoption("--cpu"):
         cpu_times(terminalreporter, reports)
     if config.getoption("--most-cpu") and not DEEP:
-        too_long = [each for each in reports if each.cpu_s > MOST_CPU_S and not each.worth_its_time]
+        too_long = [each for each in reports if each.cpu_s > getattr(each, "most_cpu_s", each.cpu_s)]
         for report in too_long:
             terminalreporter.write_line(
-                f"FAILED {report.nodeid} - {report.cpu_s:.1f} s of CPU time, over {MOST_CPU_S:g}: "
+                f"FAILED {report.nodeid} - {report.cpu_s:.1f} s of CPU time, over {report.most_cpu_s:.1f}: "
                 "do less, or say @takes_long or @worth_its_time (tests/depth.py)"
             )
         if too_long:

@@ -8,6 +8,7 @@ alone, unless it says `@each_parameter`.
 """
 
 import os
+import time
 
 import pytest
 
@@ -35,7 +36,24 @@ def few(values, quick=1):
 
 
 MOST_CPU_S = 1.5
-"""What a test of a quick run may take, unless it says `@worth_its_time`; held by `--most-cpu`, as CI runs it."""
+"""What a test of a quick run may take, unless it says `@worth_its_time`; held by `--most-cpu`, as CI runs it. Seconds
+of a machine on which `_fixed_work` takes `FIXED_WORK_S`: one that others share may need twice the CPU time."""
+FIXED_WORK_S = 0.04
+
+
+def most_cpu_now():
+    """`MOST_CPU_S` at the speed that this machine has now."""
+    return MOST_CPU_S * max(1.0, *(_fixed_work() / FIXED_WORK_S for _ in range(3)))
+
+
+def _fixed_work():
+    """The CPU seconds of a loop that is always the same."""
+    began = time.process_time()
+    table = {}
+    for at in range(200_000):
+        table[at % 977] = hash((at, table.get(at % 31)))
+    return time.process_time() - began
+
 
 MARKERS = {
     "each_parameter": "each value of its parameters is a case of its own: a quick run has them all",

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from depth import examples
+from depth import examples, whole_trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_tiers import PlainTiers
@@ -521,6 +521,7 @@ def test_a_trace_ends_in_sync_and_reuses_more_than_without_a_host(backend):
     assert without < with_host
 
 
+@whole_trace
 def test_a_published_trace_ends_in_sync(traces_dir):
     """The same requests, and the same blocks reused, as by a worker alone (`test_tiered_worker.py`)."""
     profile = EngineProfile(block_size=512, num_blocks=1000, tiers={"host": 4000})

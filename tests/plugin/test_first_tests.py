@@ -17,7 +17,7 @@ def lines(rows):
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-MARKED = f"@pytest.mark.kv_backends(*{few([*BACKENDS], 6)})"
+MARKED = f"@pytest.mark.kv_backends(*{few([*BACKENDS], 4)})"
 
 
 @pytest.mark.parametrize("marker", ["", MARKED, "@pytest.mark.kvmock(num_blocks=12, workers=2)"])

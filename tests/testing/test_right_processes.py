@@ -97,6 +97,7 @@ def test_pairs_of_a_draft_model_are_read():
     assert outcome_of(design("reads_look_ahead"), "test_it_reads_a_draft_model", "sglang-0.5.23") == ""
 
 
+@takes_long
 def test_a_process_that_does_not_read_chats_is_found():
     blind = of_bug("reads_chats", sends="chat", tells_blocks=lambda self, keys=None: False)
     blind.command = OfPlainRouter.command

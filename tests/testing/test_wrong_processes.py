@@ -4,7 +4,7 @@ says what is wrong.
 
 import pytest
 from contract_runs import names_of_tests
-from depth import each_parameter, few, worth_its_time
+from depth import each_parameter, few, takes_long, worth_its_time
 from process_runs import DECLARED, of_bug, outcome_of, with_ids
 from test_process_stores import LOWERED, OUTLIVES, OWN
 from wrong_router import BUGS
@@ -329,6 +329,7 @@ def test_load_that_leaks_shows_where_requests_go(bug):
     assert text in outcome_of(silent, "test_what_ended_badly_is_no_load")
 
 
+@takes_long
 @pytest.mark.parametrize("bug", TOO_MUCH)
 def test_what_must_not_change_is_judged_after_events_were_applied(bug):
     name, text = FOUND[bug]
