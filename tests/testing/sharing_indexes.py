@@ -180,3 +180,10 @@ for subject, tests in {
     JumpsHoles: ("test_a_hole_ends_what_a_store_promises",),
 }.items():
     SHARED.breaks(*tests)(sharing(subject))
+
+
+def naming(names, kind, **options):
+    """The contract of an index that looks for blocks of a store by the names that `names(tokens)` computes."""
+    stores = {"store": {"kind": kind, "workers": [0, 1], **options}}
+    contract = sharing(RadixIndex, stores, ("vllm",))
+    return type("Naming", (contract,), {"store_names": lambda self, store, tokens: names(tokens)})

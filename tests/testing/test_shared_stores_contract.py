@@ -3,14 +3,16 @@
 import pytest
 from contract_runs import failure_of
 from depth import each_parameter, takes_long
-from sharing_indexes import SHARED, STORES, sharing
+from sharing_indexes import SHARED, STORES, naming, sharing
 
 from pytest_kvmock import RadixIndex, StorageTier
+from pytest_kvmock.engines import VllmHasher
 from pytest_kvmock.testing import IndexContract
 from pytest_kvmock.testing.index import store_owners
 from pytest_kvmock.testing.index.store_owners import SharedStores
 
-TESTS = [name for name in vars(SharedStores) if name.startswith("test_")]
+NAMES = "test_names_that_it_computes_are_in_the_stream_of_a_store"
+TESTS = [name for name in vars(SharedStores) if name.startswith("test_") and name != NAMES]
 
 
 class LeavesStoresOut(RadixIndex):
@@ -88,3 +90,62 @@ def test_an_index_of_shared_stores_is_judged_by_its_declaration():
     assert "expected {0: 4, 1: 4} in disk, the index answered {(0, 0): 4}" in str(error.value)
     assert error.value.__notes__ == ["'disk' is shared by workers 0, 1: each alike, or less"]
     assert STORES["disk"]["workers"] == [0, 1]
+
+
+def names_of_vllm(tokens, size=4):
+    hasher = VllmHasher()
+    return [hasher.name(digest) for digest in hasher.digests(tokens, size, 0, None)]
+
+
+def names_of_lmcache(tokens, size=256, is_chained=True):
+    """As LMCache's server names chunks; without a chain, each as if it were the first."""
+    blake3 = pytest.importorskip("blake3").blake3
+    first = before = blake3(bytes(12)).digest()
+    names = []
+    for end in range(size, len(tokens) + 1, size):
+        words = b"".join(token.to_bytes(4, "big") for token in tokens[end - size : end])
+        before = blake3((before if is_chained else first) + words).digest()
+        names.append(int.from_bytes(before[-8:], "big"))
+    return names
+
+
+@pytest.mark.parametrize(
+    ("names", "kind"), [(names_of_vllm, "files"), (names_of_vllm, "mooncake"), (names_of_lmcache, "lmcache")]
+)
+@each_parameter
+def test_an_index_that_computes_the_names_of_a_store_passes(names, kind):
+    assert failure_of(naming(names, kind), NAMES) is None
+    assert failure_of(naming(lambda tokens: names(tokens)[:1], kind), NAMES) is None  # it may promise less
+
+
+@pytest.mark.parametrize(
+    ("names", "kind", "text"),
+    [
+        (lambda tokens: names_of_vllm(tokens, 8), "files", "no computed name is in the stream"),
+        (lambda tokens: names_of_vllm(tokens, 8), "mooncake", "no computed name is in the stream"),
+        (lambda tokens: names_of_lmcache(tokens, 4), "lmcache", "no computed name is in the stream"),
+        (names_of_vllm, "lmcache", "no computed name is in the stream"),
+        (lambda tokens: [], "mooncake", "no computed name is in the stream; computed []"),
+        (
+            lambda tokens: names_of_lmcache(tokens, is_chained=False),
+            "lmcache",
+            "only 1 of 3 computed names are in the stream",
+        ),
+    ],
+)
+@each_parameter
+def test_an_index_that_computes_other_names_than_the_store_has_is_found(names, kind, text):
+    found = failure_of(naming(names, kind), NAMES)
+    assert text in found
+    assert "for chunks of 256 tokens" in found or "for blocks of 4 tokens" in found
+
+
+@pytest.mark.parametrize("kind", ["objects", "hicache"])
+def test_names_of_a_store_that_no_engine_announces_are_not_judged(kind):
+    with pytest.raises(pytest.skip.Exception, match="names of a store were not checked"):
+        failure_of(naming(names_of_vllm, kind), NAMES)
+
+
+def test_an_index_that_computes_no_names_is_not_judged_by_them():
+    with pytest.raises(pytest.skip.Exception, match="store_names answers None"):
+        failure_of(sharing(RadixIndex), NAMES)

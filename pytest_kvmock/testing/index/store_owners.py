@@ -6,19 +6,21 @@ blocks. So an index may promise less of a store, or nothing, but to all of its w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 import pytest
 
-from pytest_kvmock.engines.backends import EngineProfile
+from pytest_kvmock.engines.backends import BackendSpec, EngineProfile
 from pytest_kvmock.engines.tiers import Tiers
 from pytest_kvmock.harness.router_harness import RouterHarness
 from pytest_kvmock.testing.drafts import Player, random_traffic
 from pytest_kvmock.testing.index.index_driver import IndexDriver
 from pytest_kvmock.testing.index.tiers_below import TiersBelow
 from pytest_kvmock.testing.subject import refuse
+from pytest_kvmock.values.events import Located, Stored
 from pytest_kvmock.values.shared_stores import StoreSpec, read_stores
+from pytest_kvmock.values.tokens import Prompt
 
 _NOT_ASKED: Final = "stores is None: streams of workers that share a store were not checked"
 _MOST_WORKERS: Final = 8
@@ -26,6 +28,8 @@ _TRAFFIC: Final = ((0, 1), (1, 1), (2, 2))
 """Seeds of random traffic, and blocks of a chunk, which is in a store whole or not at all."""
 
 _BLOCKS: Final = 8
+_CHUNKS: Final = 3
+_MOST_TICKS: Final = 20
 
 
 class SharedStores(TiersBelow):
@@ -36,6 +40,18 @@ class SharedStores(TiersBelow):
     """
 
     stores: ClassVar[Mapping[str, Any] | None] = None
+
+    def store_names(self, store: str, tokens: Sequence[int]) -> Sequence[int] | None:  # noqa: ARG002 - for overriders
+        """Return the names by which your index looks for a prompt in a store; None (default): it computes none.
+
+        Args:
+            store: name of the store.
+            tokens: tokens of the prompt, without adapter and salt; its last chunk is not whole.
+
+        Returns:
+            The 64-bit names of its blocks or chunks in order, as events of the store have them.
+        """
+        return None
 
     def _start_stores(self) -> Iterator[tuple[IndexDriver, StoreSpec]]:
         """Start with a new index for each store; the test is skipped if none is declared."""
@@ -197,3 +213,59 @@ class SharedStores(TiersBelow):
                         for step in random_traffic(seed, 60, workers=workers, most_ms=40):
                             player.do(step)
                             self._check(harness)
+
+    def test_names_that_it_computes_are_in_the_stream_of_a_store(self) -> None:
+        """With `stores` and `store_names`: an engine announces a prompt in each store by the names that the index
+        computes for it. An index of other names would find nothing, like one that leaves stores out.
+        """
+        judged = [store for _, store in self._start_stores() if store.kind not in ("objects", "hicache")]
+        specs = [spec for spec in self._specs() if "tiers" in spec.options and spec.traits_at(self.block_size).copies]
+        asked = 0
+        for store in judged if specs else ():
+            chunk = store["chunk"] if store.kind == "lmcache" else self.block_size
+            tokens = range(1_000, 1_000 + _CHUNKS * chunk + 1)
+            computed = self.store_names(store.name, tokens)
+            if computed is not None:
+                asked += 1
+                self._expect_store_names(store, [*computed], self._announced(specs[0], store, tokens))
+        if not asked:
+            pytest.skip(
+                "store_names answers None, or no store has an engine of backends that announces blocks: names of a "
+                "store were not checked"
+            )
+
+    def _announced(self, spec: BackendSpec, store: StoreSpec, tokens: Sequence[int]) -> list[int]:
+        """Return the names under which an engine announces a prompt that it has put into a store."""
+        blocks = 2 + len(tokens) // self.block_size
+        tiers = Tiers.of({"host": blocks, "files": True}) if store.kind == "files" else None
+        profile = EngineProfile(self.block_size, 2 * blocks, 1 + max(store.workers), tiers=tiers)
+        with RouterHarness(profile, spec, clears=self.clears, stores={store.name: store}) as harness:
+            worker = harness.worker(store.workers[0])
+            worker.serve(Prompt(tokens))
+            for time in range(1, _MOST_TICKS + 1):
+                worker.tick(1_000.0 * time)
+        found = [each.event for each in harness.events if each.event.storage_tier is store.tier]
+        return [
+            name
+            for each in found
+            if isinstance(each.event.data, Stored | Located)
+            for name in each.event.data.block_hashes
+        ]
+
+    def _expect_store_names(self, store: StoreSpec, computed: list[int], announced: list[int]) -> None:
+        """Fail the test unless the computed names of whole chunks are among those announced, and there is one."""
+        __tracebackhide__ = True
+        whole = computed[: len(announced)]
+        found = sum(name in announced for name in whole)
+        if whole and found == len(whole):
+            return
+        what = f"only {found} of {len(whole)} computed names are" if found else "no computed name is"
+        size = f"chunks of {store['chunk']}" if store.kind == "lmcache" else f"blocks of {self.block_size}"
+        raise AssertionError(
+            f"store_names({store.name!r}): {what} in the stream; computed {_in_hex(computed)}; an engine announced "
+            f"{_in_hex(announced)}, for {size} tokens"
+        )
+
+
+def _in_hex(names: Sequence[int]) -> str:
+    return f"[{', '.join(f'{name:#x}' for name in names[:_CHUNKS])}{', ...' if len(names) > _CHUNKS else ''}]"
