@@ -102,7 +102,7 @@ class DraftPoolDriver(HybridPoolDriver):
     # ------------------------------------------------------------------------------------------ for a scheduler
 
     def need_of_step(self, request: GroupRequest, upto: int) -> int:
-        """Return the blocks needed for the first `upto` tokens; 0 for a request with blocks, which `allocate` checks."""
+        """Count the blocks needed for the first `upto` tokens; 0 for a request with blocks, which `allocate` checks."""
         return 0 if request.holds_blocks else self.need(request, upto)
 
     def allocate(self, request: GroupRequest, upto: int) -> int:
