@@ -431,10 +431,7 @@ _HEADS: Final = _Heads()
 
 @lru_cache(maxsize=64)
 def _packer(count: int) -> tuple[Callable[..., bytes], Callable[[bytes], tuple[Any, ...]]]:
-    """Return two functions: one writes `count` ids as words, one splits these into (higher two bytes, lower two bytes).
-
-    The higher two bytes are a number.
-    """
+    """Return two functions: write `count` ids as words; split each word into a number (high half) and two bytes."""
     return Struct(f">{count}I").pack, Struct(">" + "H2s" * count).unpack
 
 
