@@ -55,7 +55,7 @@ class DraftPoolDriver(HybridPoolDriver):
     # ---------------------------------------------------------------------------------- operations of a worker
 
     def need(self, request: GroupRequest, upto: int, tokens: Sequence[int] = ()) -> int:
-        """Return the most blocks that these steps hold from the queue at once, net of those that they put back."""
+        """Return the most blocks that these steps take from the queue at once, net of those that they put back."""
         return self.need_runs(request, upto, [(token,) for token in tokens])
 
     def need_runs(self, request: GroupRequest, upto: int, runs: Sequence[Sequence[int]] = ()) -> int:

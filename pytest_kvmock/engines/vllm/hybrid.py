@@ -150,7 +150,7 @@ class VllmHybridManager(VllmManager):
         self.limit_steps(self.max_num_batched_tokens)
 
     def attach_connector(self) -> None:
-        """Attach a KV connector, before the first request: with one, a draft model never makes names look ahead."""
+        """Attach a KV connector, before the first request: a draft model then makes hits drop a block in any case."""
         if self.speculative is not None and not self.speculative.connector:
             self.speculative = replace(self.speculative, connector=True)
             self._begin(self._geometry_of(self.geometry.groups))
@@ -625,7 +625,7 @@ class VllmHybridManager(VllmManager):
         return self.reset_prefix_cache()
 
     def rehearsal(self, request: GroupRequest, extra_blocks: int) -> tuple[VllmHybridManager, GroupRequest]:
-        """Copy this engine and a request, to try steps: the copy publishes nothing and has `extra_blocks` more blocks."""
+        """Copy this engine and a request to try steps; the copy publishes nothing and has `extra_blocks` more blocks."""
         silent = EventPublisher(None, self.dp_rank)
         nothing = {id(self.offload): None, id(self.copies): None}
         manager, copied = deepcopy((self, request), {id(self._publisher): silent, **nothing})

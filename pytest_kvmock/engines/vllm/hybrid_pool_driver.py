@@ -80,7 +80,7 @@ class HybridPoolDriver(PoolDriver):
     def take_chunk(self, chunk: int | None) -> None:
         """Set the number of tokens that the worker prefills at once; None for the whole prompt.
 
-        States are held for a while where chunks end.
+        More states are held for a while where chunks end.
         """
         self._chunk = chunk
 
@@ -98,7 +98,7 @@ class HybridPoolDriver(PoolDriver):
     # ---------------------------------------------------------------------------------- operations of a worker
 
     def need(self, request: GroupRequest, upto: int, tokens: Sequence[int] = ()) -> int:
-        """Return the most blocks that these steps hold from the queue at once, net of those that they put back."""
+        """Return the most blocks that these steps take from the queue at once, net of those that they put back."""
         manager = self.manager
         most = manager.missing_blocks(request, upto + len(tokens), self._hits(request)) + self._spare
         if most <= self.room():

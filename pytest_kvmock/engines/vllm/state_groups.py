@@ -242,7 +242,7 @@ class StatePolicy(GroupPolicy):
 
 
 class UncachedStatePolicy(GroupPolicy):
-    """States in mode "none": a block for each block size of tokens; no lookup finds any."""
+    """States in mode "none": one block per `block_size` tokens; no lookup finds any."""
 
     def longest(self, look: Lookup, limit: int, drops: bool) -> int:  # noqa: ARG002 - as it says
         """Return 0."""
