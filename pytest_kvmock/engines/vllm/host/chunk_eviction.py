@@ -58,8 +58,8 @@ class LruOrder:
     """Each chunk has a rank; the chunk with the lowest rank is evicted.
 
     The rank is the number of the last request that used the chunk; among the chunks of one request, the last has the
-    lowest rank. When the request is over, each of its chunks gets a new number. A request that is over therefore also
-    keeps the tail of a prefix that others use.
+    lowest rank. When the request is over, each of its chunks gets a new, higher number, also the tail of a prefix that
+    it shares with other requests.
     """
 
     def __init__(self, capacity: int) -> None:  # noqa: ARG002 - as of the others

@@ -237,7 +237,7 @@ class ChunkLookup:
 def _last_run(keys: Sequence[ChunkKey], window: int, first: int, host: HostView) -> int:
     """Return the end of the last run of `window` chunks, or of a shorter run that reaches the first key.
 
-    A run at the end of the keys needs `first` chunks. Return `_PENDING` if a chunk is being written.
+    A run at the end of the keys needs `first` chunks. Return `_PENDING` if a chunk of the run is being written.
     """
     run, need, waits = 0, first, False
     for at in range(len(keys) - 1, -1, -1):
