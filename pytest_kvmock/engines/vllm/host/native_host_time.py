@@ -438,5 +438,5 @@ class WorkerFolder:
         self._store.lose(self._host_time.chunks_of(prompt, from_block))
 
     def reusable(self, prompt: Prompt | TokenIds) -> int:
-        """Count the tokens that a request with this prompt would read beyond those of device and host. Changes nothing."""
+        """Count the tokens that a request would read beyond those of device and host. Changes nothing."""
         return self._host_time.in_files(prompt)

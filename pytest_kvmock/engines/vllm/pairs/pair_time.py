@@ -1,6 +1,4 @@
-"""What a scheduler needs of an engine of a P/D pair: the requests that wait for a load, in the form in which a host has
-them.
-"""
+"""The host time that a scheduler needs for an engine of a P/D pair, with the requests that wait for a load."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ class PairParking:
             request, leg = next(iter(self._ahead.items()))
             if leg.finish is None:
                 return request
-            del self._ahead[request]  # it was called off
+            del self._ahead[request]  # it was aborted
         return None
 
     def request_of(self, leg: Leg) -> Any:
@@ -125,7 +123,7 @@ class PairTime:
 
     sees_each_step = False
     may_do_more = False
-    """What comes is reported with the step of its port, after a pass."""
+    """Arrived loads are reported with the step of the port, after a pass."""
 
     def __init__(self, port: PairPort, running: Callable[[], Sequence[Any]]) -> None:
         self._port = port
