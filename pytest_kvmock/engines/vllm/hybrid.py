@@ -625,7 +625,7 @@ class VllmHybridManager(VllmManager):
         return self.reset_prefix_cache()
 
     def rehearsal(self, request: GroupRequest, extra_blocks: int) -> tuple[VllmHybridManager, GroupRequest]:
-        """Copy this engine and a request to try steps; the copy gets `extra_blocks` more blocks and does not publish."""
+        """Copy this engine and a request to try steps; the copy has `extra_blocks` more blocks and no publisher."""
         silent = EventPublisher(None, self.dp_rank)
         nothing = {id(self.offload): None, id(self.copies): None}
         manager, copied = deepcopy((self, request), {id(self._publisher): silent, **nothing})

@@ -16,8 +16,8 @@ from pytest_kvmock.values.checks import check_integer
 #
 # vLLM puts the same number of layers into each group, the smallest number of layers of one kind, and numbers the groups
 # by their first layers. The number of groups follows from the model's list of layers; windows and chunks are in its
-# configuration. A block has 16 tokens by default. With states, a block has so many tokens that its page is as large as
-# a state, which depends on data types and parallelism; these are noted.
+# configuration. A block has 16 tokens by default. With states, its number of tokens is chosen so that its page is as
+# large as a state, which depends on data types and parallelism; these are noted.
 #
 # Tests may use any block size. All numbers of tokens are scaled with it, so that caching, hits and events, counted in
 # blocks, stay the same.

@@ -142,7 +142,7 @@ class NativeOffload:
 
     @property
     def unmet_offer(self) -> tuple[int, int] | None:
-        """The most chunks that a request has offered at once, and the smaller capacity; None if every offer could fit."""
+        """The most chunks that a request offered at once, and the smaller capacity; None if every offer could fit."""
         capacity = self.store.capacity
         return (self.largest_offer, capacity) if self.largest_offer > capacity else None
 
