@@ -31,8 +31,8 @@ class SglangPairOptions:
         waiting_timeout: seconds that D waits for P's data.
         heartbeat_interval: seconds between two heartbeats from D to P's bootstrap server.
         heartbeat_max_failure: missed heartbeats in a row after which all rooms of that P fail.
-        release_timeout: seconds that D keeps the pages of a request that was called off while P may
-            still write into them.
+        release_timeout: seconds that D keeps the pages of an aborted request while P may still write
+            into them.
     """
 
     disaggregation_bootstrap_port: int = 8998

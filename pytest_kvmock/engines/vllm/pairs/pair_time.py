@@ -38,7 +38,9 @@ class PairParking:
         return not any(leg.status == "received" for leg in self._parked)
 
     def first(self) -> Any:
-        """The request to admit before all that hold no blocks, preempted ones included; None if there is none."""
+        """Return the request to admit before all requests without blocks, preempted ones included; None if there is
+        none.
+        """
         while self._ahead:
             request, leg = next(iter(self._ahead.items()))
             if leg.finish is None:
@@ -58,7 +60,8 @@ class PairParking:
     ) -> Literal["parked", "blocked", "none"]:
         """Give a request blocks for the part of its prompt that another engine has.
 
-        "blocked": there is no room in addition to what other requests still need.
+        Return "blocked" if there is no room in addition to the blocks that other requests still need, "none" if it
+        loads nothing.
         """
         port = self._port
         leg = port.leg(request.state)
@@ -93,7 +96,7 @@ class PairParking:
             request.computed_tokens = request.state.num_computed_tokens
 
     def landed_tokens(self, request: Any) -> int:
-        """Number of tokens that a request, which is admitted now, did not compute."""
+        """Return the number of tokens that a request, which is admitted now, did not compute."""
         leg = self._ahead.pop(request, None)
         if leg is None:
             return 0
