@@ -132,7 +132,7 @@ class EventQueue:
         self._waiting.append(_Waiting(None))
 
     def undone(self, names: Collection[int], tier: StorageTier) -> Collection[int] | None:
-        """Return the names that a tier had before the waiting events, given its present names; None if a Cleared waits."""
+        """Return a tier's names before the waiting events, given its present names; None if a Cleared waits."""
         if not self._waiting:
             return names
         counts = Counter(names)

@@ -200,7 +200,7 @@ class PageCache(RadixManager[RequestT, TreeT]):
         return max(ahead - request.allocated, 0)
 
     def slots(self, request: RequestT) -> int:
-        """Count the token slots of a request: one per computed token before its first step, whole pages from then on."""
+        """Count the token slots of a request: one per computed token before its first step, then whole pages."""
         return request.allocated * self.block_size if request.steps else request.computed
 
     def make_room(self, tokens: int) -> None:
@@ -243,7 +243,7 @@ class PageCache(RadixManager[RequestT, TreeT]):
     def _key(
         self, tokens: TokenIds | Prompt, extra_key: str | None, cache_salt: str | None
     ) -> tuple[RadixKey, Namespace]:
-        """Return the pages of a call by hand, and their namespace. Keys of a prompt are the defaults of the arguments."""
+        """Return the pages of a call by hand, and their namespace. A prompt's keys are the defaults of the arguments."""
         for name, value in (("extra_key", extra_key), ("cache_salt", cache_salt)):
             if value is not None and not isinstance(value, str):
                 raise ValueError(f"{name} must be a string, or None, got {value!r:.80}")

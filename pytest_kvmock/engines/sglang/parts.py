@@ -182,7 +182,7 @@ class Window(Part):
             _link(above, below)
 
     def touch_path(self, node: TreeNode, root: TreeNode) -> None:
-        """Make the window parts of a path's last window and one more page the most recently used, the deepest newest."""
+        """Make a path's last window, and one page more, the most recently used window parts, the deepest node last."""
         pages, before = 0, self._ring
         while node is not root and pages <= self.pages:
             part = node.window
@@ -260,7 +260,7 @@ class States(Part):
         return node.host.state
 
     def trim(self, node: TreeNode, root: TreeNode) -> None:
-        """Drop states above a node, from the root on, if its path has too many; states at forks and locked ones stay."""
+        """Drop states above a node, from the root on, if its path has too many; locked states and those at forks stay."""
         if self.most is None:
             return
         holders = []

@@ -24,9 +24,9 @@ from pytest_kvmock.values.events import BlockTokens
 # it was queued. Nodes whose key changed are noted, and queued again at the next eviction; entries other than the last
 # of a node are skipped.
 #
-# In a tree with a host (`hicache_tree.py`) the pages of a node may be only on the host. Then it is not a device leaf, it
-# counts as neither evictable nor protected, and the nodes above it may be leaves. If a node is on the device, all nodes
-# above it are too. Without a host, all nodes are on the device.
+# In a tree with a host (`hicache_tree.py`) the pages of a node may be only on the host. Then the node is not a device
+# leaf, it counts as neither evictable nor protected, and the nodes above it may be leaves. If a node is on the device,
+# all nodes above it are too. Without a host, all nodes are on the device.
 
 
 class Pages(Protocol):

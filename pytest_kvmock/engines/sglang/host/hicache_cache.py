@@ -147,7 +147,7 @@ class HiCacheManager(HybridCacheManager):
         return self._tree.host_free * self.block_size
 
     def resident(self, tier: StorageTier = StorageTier.DEVICE) -> Collection[int]:
-        """Return the names of the pages that are cached in a tier; on the host, without pages whose copy is under way."""
+        """Return the names of the pages cached in a tier; on the host, without pages whose copy is under way."""
         if tier == DEVICE:
             return [name for node in self._tree.nodes() if node.on_device for name in node.names]
         if tier == HOST:

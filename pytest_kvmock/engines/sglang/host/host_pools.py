@@ -73,7 +73,7 @@ class PartPool:
             self._link(above, below)
 
     def hold(self, nodes: list[TreeNode]) -> Hold:
-        """Hold the copies of nodes, given from the root down; nodes without a copy are included, as they may get one."""
+        """Hold the copies of nodes, given from the root down, also of nodes without a copy, which may get one later."""
         hold = Hold(*nodes)
         for node in nodes:
             copy = self.part.copy_of(node)

@@ -123,7 +123,7 @@ class SglangDecode:
 
     @property
     def expires_s(self) -> float | None:
-        """Time at which the next leg fails unless P's data arrives, or the next kept pages are freed; None if neither."""
+        """Time at which the next leg fails unless P's data arrives, or the next kept pages are freed; None if none."""
         most = self._options.waiting_timeout
         waits = [leg.asked_s + most for leg in self.moving if leg.polled == "ready"]
         return min((*waits, *self.kept.values()), default=None)
