@@ -127,7 +127,7 @@ class Geometry:
         return self.states is not None and self.state_strategy == "extra_buffer"
 
     def grid(self, page: int) -> int:
-        """Return the distance of positions at which a prefill may keep a state: a chunk of the model, in whole pages."""
+        """Return the distance of positions where a prefill may keep a state: a chunk of the model, in whole pages."""
         return max(self.state_grid, page)
 
     def tracked(self, start: int, end: int, branch: int | None, page: int) -> int | None:

@@ -248,7 +248,7 @@ class HybridCacheManager(PageCache[HybridRequest, HybridTree]):
         return pages if self.states is None else 2 * (pages + 2 * self.pages_of(self.geometry.grid(self.block_size)))
 
     def chunk_end(self, request: HybridRequest, upto: int) -> int:
-        """Return the position up to which one chunk can compute a request: `upto`, or less if window pages are short."""
+        """Return the end of the chunk in which a request can be computed: `upto`, or less if window pages are short."""
         if self.window is None or self.pages_of(upto) - request.allocated <= self.window.unheld():
             return upto
         pages = self.window.unheld() if self.states is None else self.window.unheld() // 2

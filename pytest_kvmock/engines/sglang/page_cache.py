@@ -243,7 +243,7 @@ class PageCache(RadixManager[RequestT, TreeT]):
     def _key(
         self, tokens: TokenIds | Prompt, extra_key: str | None, cache_salt: str | None
     ) -> tuple[RadixKey, Namespace]:
-        """Return the pages of a call by hand, and their namespace. A prompt's keys are the defaults of the arguments."""
+        """Return the pages of a call by hand, and their namespace. A prompt's keys are the arguments' defaults."""
         for name, value in (("extra_key", extra_key), ("cache_salt", cache_salt)):
             if value is not None and not isinstance(value, str):
                 raise ValueError(f"{name} must be a string, or None, got {value!r:.80}")

@@ -260,7 +260,7 @@ class States(Part):
         return node.host.state
 
     def trim(self, node: TreeNode, root: TreeNode) -> None:
-        """Drop states above a node, from the root on, if its path has too many; locked states and those at forks stay."""
+        """Drop states above a node, from the root on, if its path has too many; keep locked states and forks."""
         if self.most is None:
             return
         holders = []
