@@ -145,7 +145,7 @@ class HybridCacheManager(PageCache[HybridRequest, HybridTree]):
         Args:
             request: a request without pages.
             upto: match at most this many of its tokens; None: all.
-            whole: match its last token too, as another engine computes the prompt (`disaggregation/decode.py`).
+            whole: match its last token too, because another engine computes the prompt (`disaggregation/decode.py`).
 
         Returns:
             Units of it that full attention has; `request.found` has the number of pages that it can use.
@@ -176,7 +176,7 @@ class HybridCacheManager(PageCache[HybridRequest, HybridTree]):
         return branch, state_branch if state_branch > found.promised * size else None
 
     def admit(self, request: HybridRequest) -> None:
-        """Lock what was found for a request. A state that was found is copied into a slot of the request."""
+        """Lock the match of a request. A matched state is copied into a slot of the request."""
         tree, states = self._tree, self.states
         assert request.node is not None
         assert request.match is not None

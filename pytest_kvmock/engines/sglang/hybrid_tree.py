@@ -15,8 +15,8 @@ from pytest_kvmock.engines.sglang.radix_tree import NodePart, Pages, RadixTree, 
 # cannot be used. An insert takes the same path, and gives the tombstones that it passes the window of its request. An
 # evicted leaf loses its parts too. If a part is short, leaves are evicted whole, and other nodes lose only the part.
 #
-# Two nodes of one path have the same time of access, which in SGLang differ slightly. They are never leaves at the same
-# time, so the order of eviction is the same.
+# All nodes of a path have the same access time here; in SGLang the times differ slightly. Nodes of one path are never
+# leaves at the same time, so the order of eviction is the same.
 
 
 class TreeMatch(NamedTuple):

@@ -58,7 +58,7 @@ class PoolRequest:
 
     def __init__(self, tokens: HashedTokens, *, skip_reading_prefix_cache: bool = False) -> None:
         self.tokens = tokens
-        self._found: tuple[int, int, list[int]] | None = None  # the manager's: when, for how many tokens, which blocks
+        self._found: tuple[int, int, list[int]] | None = None  # the last lookup: change count, tokens, blocks
         self.block_ids: list[int] = []
         self.num_computed_tokens = 0
         self.num_cached_blocks = 0

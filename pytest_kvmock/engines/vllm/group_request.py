@@ -166,7 +166,7 @@ class GroupRequest:
         self.skip_reading_prefix_cache = False
         self.computes_last_token = True
         self._main = main
-        self._found: tuple[int, int, ComputedBlocks] | None = None  # the manager's: when, for how many tokens, what
+        self._found: tuple[int, int, ComputedBlocks] | None = None  # the last lookup: change count, tokens, result
 
     def __len__(self) -> int:
         return self.tokens.num_tokens

@@ -42,8 +42,7 @@ _OF_STEPS = ("speculative", "max_num_batched_tokens", "max_model_len", "async_sc
 
 
 class VllmHybridManager(VllmManager):
-    """Blocks of one vLLM engine whose model has several cache groups, or a single group of another kind than full
-    attention.
+    """Blocks of one vLLM engine whose model has several cache groups, or a single group that is not full attention.
 
     Its methods are those of `BlockPoolManager`, with blocks by group. A scheduler that runs several requests in a step
     calls `new_step_starts` before the step and `end_step` after it.

@@ -269,7 +269,7 @@ class UncachedStatePolicy(GroupPolicy):
 
 
 class ChunkEnds:
-    """Chooses the ends of a request's chunks, so that states are cached that later prompts can resume from.
+    """Chooses the ends of a request's chunks, so that cached states are where later prompts resume.
 
     Args:
         geometry: the engine's groups and sizes.

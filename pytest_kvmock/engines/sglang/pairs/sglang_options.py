@@ -26,8 +26,8 @@ class SglangPairOptions:
             and the computed prompt keeps its place.
         disable_overlap_schedule: whether P processes a batch in the turn that launched it.
         metadata_slots: prompts of P whose first token may be on its way at the same time.
-        bootstrap_timeout: seconds that P waits for D's pages (a variable `SGLANG_DISAGGREGATION_…`,
-            as those below).
+        bootstrap_timeout: seconds that P waits for D's pages (like the next options, a variable
+            `SGLANG_DISAGGREGATION_…`).
         waiting_timeout: seconds that D waits for P's data.
         heartbeat_interval: seconds between two heartbeats from D to P's bootstrap server.
         heartbeat_max_failure: missed heartbeats in a row after which all rooms of that P fail.

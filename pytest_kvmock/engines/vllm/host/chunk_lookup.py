@@ -147,7 +147,10 @@ class ChunkLookup:
     def _chunks_of(
         self, request: OffloadRequest, place: int, span: tuple[int, int], host: HostView, *, drops: bool
     ) -> int:
-        """Return the chunks that one group has from the device's hit up to a limit, and one more if `drops`."""
+        """Count the chunks that one group has from the device's hit up to a limit, and one more if `drops`.
+
+        Return `_PENDING` if one of them is being written.
+        """
         group, tokens, (local, limit) = self.groups[place], request.tokens, span
         chunk, keyed = group.chunk, group.keyed(tokens)
         first = local // chunk
@@ -224,7 +227,10 @@ class ChunkLookup:
         return None if waits and not hit else hit
 
     def _tail(self, tokens: HashedTokens, end: int, host: HostView) -> int:
-        """Return whether all groups have the block for a hit that ends inside it, after `end` tokens."""
+        """Return 1 if all groups have the block for a hit that ends inside it, after `end` tokens; 0 if not.
+
+        Return `_PENDING` if one of these blocks is being written.
+        """
         waits = False
         for group in self.groups:
             there = host.find(group.key(tokens, self.tail_end(group, end)))

@@ -77,8 +77,8 @@ class NativeParking:
         """Load the chunks that the host has of a request that waits for admission.
 
         Returns:
-            "parked"; "blocked" if blocks are missing; "deferred" if the request is skipped in this pass; "none" if
-            nothing is loaded.
+            "parked"; "blocked" if too few blocks are free; "deferred" if the request is skipped in this pass; "none"
+            if nothing is loaded.
         """
         if request.computed_tokens or request in self._landed:  # its load has arrived or failed
             return "none"
@@ -293,8 +293,8 @@ class NativeHostTime(HostTime):
         """Load the chunks that the host has of a request without blocks.
 
         Returns:
-            The request, whose load arrives with a later step; or "blocked" if blocks are missing, "deferred" if it must
-            wait for another transfer, "none" if nothing is loaded.
+            The request, whose load arrives with a later step; or "blocked" if too few blocks are free, "deferred" if it
+            must wait for another transfer, "none" if nothing is loaded.
         """
         driver = self._driver
         hits, found = driver.found(state)
