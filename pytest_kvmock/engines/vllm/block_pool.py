@@ -1,4 +1,4 @@
-"""vLLM's block manager: `KVCacheManager` over `BlockPool`, by release; the fast path for one full-attention group.
+"""vLLM's block manager: `KVCacheManager` over `BlockPool`, by release; the quick form of one full-attention group.
 
 One subject: the life of a physical block, from the free queue to a request and back.
 """

@@ -104,7 +104,7 @@ class HiCacheHostTime(HostTime):
         return self.manager.host_blocks
 
     def _begin(self) -> None:
-        """Start the ordered copies, each group after the one before it."""
+        """Start the ordered copies, each group after the previous one."""
         manager = self.manager
         manager.submit_writes()
         manager.submit_loads()

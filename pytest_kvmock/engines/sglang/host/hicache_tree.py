@@ -25,7 +25,7 @@ from pytest_kvmock.values.events import StorageTier
 # on the device count as evictable or protected. A host lock holds one node on the host.
 #
 # Windows and states are copied separately and have separate pools (`host_pools.py`). A lookup accepts a part on either
-# side; parts are loaded before they are used. A copy to the host also copies the missing pages of the last window and
+# tier; parts are loaded before they are used. A copy to the host also copies the missing pages of the last window and
 # the missing state, and is acknowledged for all nodes that it copied from.
 #
 # The rest is in the base class. It calls this class to decide what a leaf is, what happens to a leaf that leaves the
