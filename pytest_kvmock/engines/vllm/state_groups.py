@@ -108,7 +108,7 @@ class StatePolicy(GroupPolicy):
         Args:
             start: where the chunk begins.
             end: where it ends.
-            every: the interval, counted back from the last place where a prompt could resume.
+            every: the interval in tokens, counted from `start`.
             prefill: where the prefill ends; None: at `end`.
         """
         unit, size = self._unit, self.block_size

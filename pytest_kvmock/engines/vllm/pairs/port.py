@@ -130,7 +130,7 @@ class PairPort:
         """Let ports be the ranks of one worker, in their order.
 
         Each rank is a separate engine; the port of its side channel is the first engine's port plus its rank. Other
-        engines find all ranks through any of them, because Mooncake's bootstrap server names them all.
+        engines find all ranks through any of them, as with Mooncake's bootstrap server, which names them all.
         """
         if tuple(ports) == ports[0].ranks:
             return
