@@ -76,7 +76,7 @@ class SglangHasher:
         return out
 
     def name(self, digest: bytes) -> int:
-        """Return the first 64 bits of a digest, signed; an adapter, or with Dynamo's format a namespace, is mixed in."""
+        """Return the first 64 bits of a digest, signed; an adapter, or in Dynamo's format a namespace, is hashed in."""
         head = digest[:8]
         if self.dynamo_kv_event_format and (self.extra_key is not None or self.cache_salt is not None):
             head = sha256(_namespace_seed(self.extra_key, self.cache_salt) + head).digest()[:8]

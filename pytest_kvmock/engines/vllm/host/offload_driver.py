@@ -58,7 +58,7 @@ class OffloadNotes(PoolDriver, ABC):
 
     @abstractmethod
     def fits(self, request: Any, hits: Any, local: int, tokens: int) -> bool:
-        """Return whether there are blocks for a whole request and its load, without those that other requests need.
+        """Return whether there are blocks for a whole request and its load beyond those that other requests need.
 
         Args:
             request: the request, without blocks.
@@ -206,7 +206,7 @@ class OffloadDriver(OffloadNotes, BlockPoolDriver):
         return hits, len(hits) * self.manager.block_size
 
     def fits(self, request: PoolRequest, hits: Sequence[int], local: int, tokens: int) -> bool:
-        """Return whether there are blocks for a request and its load, without those that other requests need."""
+        """Return whether there are blocks for a request and its load beyond those that other requests need."""
         missing, free = self.manager.missing_blocks, self.manager.num_free_blocks
         reserved = sum(max(0, missing(each, len(each), ())) for each in self._prefills)
         return missing(request, len(request), hits) <= free and (
@@ -282,7 +282,7 @@ class HybridOffloadDriver(OffloadNotes, HybridPoolDriver):
         return self.manager.pool.names(block)
 
     def fits(self, request: GroupRequest, hits: ComputedBlocks, local: int, tokens: int) -> bool:
-        """Return whether there are blocks for a request and its load, without those that other requests need."""
+        """Return whether there are blocks for a request and its load beyond those that other requests need."""
         missing, free = self.manager.missing_blocks, self.manager.num_free_blocks
         if missing(request, len(request), hits, for_admission=True, num_external_tokens=tokens) > free:
             return False
