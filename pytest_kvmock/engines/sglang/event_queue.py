@@ -18,7 +18,7 @@ class TakenEvent(NamedTuple):
     """One event of an `EventQueue`.
 
     Attributes:
-        data: what happened.
+        data: the event.
         token_ids: the token ids of each page of a Stored, if known.
         extra: other properties of the storing request, which travel with SGLang's own events.
     """
@@ -29,7 +29,7 @@ class TakenEvent(NamedTuple):
 
     @property
     def tier(self) -> StorageTier:
-        """The tier in which it happened."""
+        """The tier of the event."""
         return StorageTier.DEVICE
 
 
@@ -40,7 +40,7 @@ class TakenHostEvent(TakenEvent):
 
     @property
     def tier(self) -> StorageTier:
-        """The tier in which it happened."""
+        """The tier of the event."""
         return StorageTier.HOST_PINNED
 
 
@@ -132,9 +132,7 @@ class EventQueue:
         self._waiting.append(_Waiting(None))
 
     def undone(self, names: Collection[int], tier: StorageTier) -> Collection[int] | None:
-        """Return the names that a tier had before the waiting events, from those that it has now; None if a Cleared
-        waits.
-        """
+        """Return a tier's names before the waiting events, given its present names; None if a Cleared waits."""
         if not self._waiting:
             return names
         counts = Counter(names)

@@ -26,10 +26,10 @@ class Geometry:
         window_ratio: size of the window pool as a share of the full attention pool (`--swa-full-tokens-ratio`).
         window_interval: in decode, a window slides once this many tokens have left it (`SGLANG_SWA_EVICTION_INTERVAL`).
         window_gates: whether a prefix can be reused only if its window is cached (not with DeepSeek-V4.1's replay).
-        release_window: release the lock of a window once a request has generated as many tokens
+        release_window: release the lock of a window once a request has generated a window's length
             (`SGLANG_OPT_RELEASE_PREFILL_SWA`).
-        states: slots for recurrent states; None: the model has none.
-        state_grid: tokens of a chunk of the model; it has a state after each chunk.
+        states: number of slots for recurrent states; None: the model has no states.
+        state_grid: tokens per chunk of the model, which has a state after each chunk.
         state_interval: in decode, the state is kept at each multiple of this (`--mamba-track-interval`).
         state_strategy: "extra_buffer", with states on the grid, or "no_buffer", with a state after the last computed
             token, for pages of one token (`--mamba-scheduler-strategy`).
@@ -127,11 +127,11 @@ class Geometry:
         return self.states is not None and self.state_strategy == "extra_buffer"
 
     def grid(self, page: int) -> int:
-        """Tokens between two positions at which a prefill may keep a state: a chunk of the model, in whole pages."""
+        """Return the distance of positions where a prefill may keep a state: a chunk of the model, in whole pages."""
         return max(self.state_grid, page)
 
     def tracked(self, start: int, end: int, branch: int | None, page: int) -> int | None:
-        """Position at which a prefill chunk from `start` to `end` keeps a state; None if it keeps none.
+        """Return the position at which a prefill chunk from `start` to `end` keeps a state; None if it keeps none.
 
         The grid begins at `start`. A branch on the grid is preferred to a later position.
         """

@@ -1,4 +1,4 @@
-"""How SGLang names pages: a chain of SHA-256 digests, of which 64 bits are published, signed."""
+"""Names of SGLang's pages: signed 64-bit prefixes of a chain of SHA-256 digests."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class SglangHasher:
     is_lora: bool = False
 
     def digests(self, tokens: Sequence[int], block_size: int, position: int, parent: bytes | None) -> list[bytes]:  # noqa: ARG002 - the signature of BlockHasher
-        """Chained digest of each complete page.
+        """Return the chained digest of each complete page.
 
         Args:
-            tokens: token ids, from 0 to 2**63 - 1. A page with one above 2**32 - 1 is hashed by 64-bit words.
-            block_size: tokens (or bigrams) a page.
+            tokens: token ids, from 0 to 2**63 - 1. A page with an id above 2**32 - 1 is hashed as 64-bit words.
+            block_size: tokens (or bigrams) per page.
             position: ignored; see `BlockHasher.digests`.
             parent: digest of the page before the first; None for a root.
 
@@ -76,7 +76,7 @@ class SglangHasher:
         return out
 
     def name(self, digest: bytes) -> int:
-        """The first 64 bits of a digest, signed."""
+        """Return the first 64 bits of a digest, signed; an adapter, or in Dynamo's format a namespace, is hashed in."""
         head = digest[:8]
         if self.dynamo_kv_event_format and (self.extra_key is not None or self.cache_salt is not None):
             head = sha256(_namespace_seed(self.extra_key, self.cache_salt) + head).digest()[:8]
@@ -85,7 +85,7 @@ class SglangHasher:
         return int.from_bytes(head, "big", signed=True)
 
     def keyed(self, extra_key: str | None, cache_salt: str | None, *, is_lora: bool = False) -> SglangHasher:
-        """The same engine's hasher for a request with this namespace (or adapter) and salt."""
+        """Return the same engine's hasher for a request with this namespace (or adapter) and salt."""
         return replace(self, extra_key=extra_key, cache_salt=cache_salt, is_lora=is_lora)
 
     def looking_ahead(self, lookahead: int) -> SglangHasher:
@@ -93,7 +93,7 @@ class SglangHasher:
         return self if self.is_eagle == bool(lookahead) else replace(self, is_eagle=bool(lookahead))
 
     def of_event(self, extra: EventExtra, position: int) -> SglangHasher:  # noqa: ARG002 - as BlockHasher has it
-        """Return the hasher of the adapter and salt that travel with an event."""
+        """Return the hasher for the adapter and salt that an event carries."""
         lora_name = extra.get("lora_name")
         return self.keyed(lora_name, extra.get("cache_salt"), is_lora=lora_name is not None)
 
@@ -114,7 +114,7 @@ def _namespace_seed(extra_key: str | None, cache_salt: str | None, purpose: byte
 
 
 def page_root(extra_key: str | None, cache_salt: str | None) -> bytes | None:
-    """The digest that starts the chains of a namespace in a storage; None if there is none.
+    """Return the digest that starts the chains of a namespace in a storage; None if there is none.
 
     Args:
         extra_key: the namespace or adapter; None and "" differ.
@@ -130,7 +130,7 @@ def _bigrams(tokens: Sequence[int]) -> list[int]:
 
 
 def _wide_pages(words: Sequence[int], width: int) -> list[bytes]:
-    """Bytes of pages of which some have a token above 2**32 - 1: such pages get a mark and 64-bit words."""
+    """Return the bytes of pages; pages with a token above 2**32 - 1 get a mark and 64-bit words."""
     pages = []
     for end in range(width, len(words) + 1, width):
         page = words[end - width : end]

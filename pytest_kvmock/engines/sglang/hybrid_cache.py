@@ -19,9 +19,9 @@ from pytest_kvmock.values.tokens import Prompt
 # Theory of operation
 #
 # Each page of a request has a full attention page and, until the window slides past it, a window page. The request owns
-# those from `protected` on (window pages also only from `dead` on); the tree owns those before. A checkpoint gives the
-# tree the pages that it lacks and frees the request's copies of the others. So a request that could not use a cached
-# prefix computes it again, and its checkpoint frees the copy.
+# the pages from `protected` on (window pages also only from `dead` on); the tree owns the pages before. A checkpoint
+# gives the tree the pages that it lacks and frees the request's copies of the others. A request that could not use a
+# cached prefix therefore computes it again, and its checkpoint frees the copy.
 #
 # A request has one state slot in which it computes, spare slots in which it keeps states for later, and during a
 # checkpoint one more, for the state that goes into the tree.
@@ -108,7 +108,7 @@ class HybridCacheManager(PageCache[HybridRequest, HybridTree]):
     # --------------------------------------------------------------------------------------------- requests
 
     def request(self, prompt: Prompt, rng: Random) -> HybridRequest:
-        """A new request without pages."""
+        """Make a request without pages."""
         hasher, namespace = self._hasher_of(prompt)
         tokens = (BigramTokens if hasher.is_eagle else HashedTokens)(prompt, self.block_size, hasher, rng)
         return HybridRequest(tokens, rng, namespace)
@@ -125,7 +125,7 @@ class HybridCacheManager(PageCache[HybridRequest, HybridTree]):
         return self._tree.depth(request.tokens.names, self._reusable(request), request.namespace)
 
     def missing_parts(self, request: HybridRequest) -> tuple[int, tuple[str, ...]]:
-        """The number of its tokens that full attention has, and the missing parts, each by its size. Changes
+        """Return the number of its tokens that full attention has, and the missing parts with their sizes. Changes
         nothing.
         """
         names, count = request.tokens.names, self._reusable(request)
@@ -145,7 +145,7 @@ class HybridCacheManager(PageCache[HybridRequest, HybridTree]):
         Args:
             request: a request without pages.
             upto: match at most this many of its tokens; None: all.
-            whole: match its last token too, as another engine computes the prompt (`disaggregation/decode.py`).
+            whole: match its last token too, because another engine computes the prompt (`disaggregation/decode.py`).
 
         Returns:
             Units of it that full attention has; `request.found` has the number of pages that it can use.
@@ -162,8 +162,9 @@ class HybridCacheManager(PageCache[HybridRequest, HybridTree]):
         return found.depth * size
 
     def branches(self, found: TreeMatch) -> tuple[int | None, int | None]:
-        """Units up to which full attention has what cannot be used, and the same on the grid of states; None for
-        none.
+        """Return the end, in units, of the unusable match of full attention, and its end on the grid of states.
+
+        Each is None if there is none.
         """
         size = self.block_size
         depth = found.depth * size
@@ -175,7 +176,7 @@ class HybridCacheManager(PageCache[HybridRequest, HybridTree]):
         return branch, state_branch if state_branch > found.promised * size else None
 
     def admit(self, request: HybridRequest) -> None:
-        """Lock what was found for a request. A state that was found is copied into a slot of the request."""
+        """Lock the match of a request. A matched state is copied into a slot of the request."""
         tree, states = self._tree, self.states
         assert request.node is not None
         assert request.match is not None
@@ -203,11 +204,11 @@ class HybridCacheManager(PageCache[HybridRequest, HybridTree]):
         request.protected = request.allocated = request.computed = 0
 
     def may_start(self, slots: int = 0) -> bool:
-        """Whether there are slots for a request after `slots` reserved ones; asked before the request is matched."""
+        """Return whether there are slots for a request after `slots` reserved ones; call it before the match."""
         return self.states is None or self.geometry.slots_to_start + slots <= self.states.unheld()
 
     def slots_needed(self, request: HybridRequest) -> int:
-        """Slots that a request will still take until the end of its prefill."""
+        """Return the number of slots that a request will still take until the end of its prefill."""
         if self.states is None:
             return 0
         return 1 + self.geometry.spare_slots + 1 - request.slots
@@ -247,7 +248,7 @@ class HybridCacheManager(PageCache[HybridRequest, HybridTree]):
         return pages if self.states is None else 2 * (pages + 2 * self.pages_of(self.geometry.grid(self.block_size)))
 
     def chunk_end(self, request: HybridRequest, upto: int) -> int:
-        """Position up to which a request can be computed in one chunk: `upto`, or less if window pages run short."""
+        """Return the end of the chunk in which a request can be computed: `upto`, or less if window pages are short."""
         if self.window is None or self.pages_of(upto) - request.allocated <= self.window.unheld():
             return upto
         pages = self.window.unheld() if self.states is None else self.window.unheld() // 2
@@ -422,7 +423,7 @@ class HybridCacheManager(PageCache[HybridRequest, HybridTree]):
         return max(0, lacking)
 
     def may_step(self, request: HybridRequest) -> bool:
-        """Whether the next token of a request needs no page, or one is free."""
+        """Return whether the next token of a request needs no page, or a page is free."""
         return not request.opens_page or (self._free > 0 and (self.window is None or self.window.free > 0))
 
     def quiet_steps(self, requests: Sequence[HybridRequest]) -> int:
@@ -503,8 +504,9 @@ class HybridCacheManager(PageCache[HybridRequest, HybridTree]):
         return fits
 
     def end_verify(self, request: HybridRequest, tokens: Sequence[int]) -> None:
-        """Append the tokens that a step commits: the last sampled one and accepted drafts. `begin_verify` has made
-        room.
+        """Append the tokens that a step commits: the last sampled token and accepted drafts.
+
+        `begin_verify` has made room.
         """
         for token in tokens:
             request.append(token)

@@ -1,4 +1,4 @@
-"""Drives SGLang's cache of a hybrid model as SGLang's scheduler does: take slots, match, lock, make room, compute,
+"""Driver of SGLang's hybrid cache, in the steps of SGLang's scheduler: take slots, match, lock, make room, compute,
 checkpoint, slide windows.
 """
 
@@ -72,7 +72,7 @@ class HybridRadixDriver(TreeDriver):
         )
 
     def lacking(self, request: HybridRequest) -> tuple[str, ...]:
-        """The parts that are missing at the end of the full attention match, each with its size. Changes nothing."""
+        """Return the parts missing at the end of the full attention match, each with its size. Changes nothing."""
         return self.manager.missing_parts(request)[1]
 
     def need(self, request: HybridRequest, upto: int, tokens: Sequence[int] = ()) -> int:
@@ -85,7 +85,7 @@ class HybridRadixDriver(TreeDriver):
         return self.need_runs(request, upto, [(token,) for token in tokens])
 
     def need_runs(self, request: HybridRequest, upto: int, runs: Sequence[Sequence[int]] = ()) -> int:
-        """Return the `need` of steps of which each generates one of `runs`: accepted drafts and one more token."""
+        """Return the `need` of steps that each generate one of `runs`: accepted drafts and one more token."""
         manager, room = self.manager, self.room()
         if request in manager.requests:
             count = sum(map(len, runs))
@@ -117,7 +117,7 @@ class HybridRadixDriver(TreeDriver):
         self.manager.withdraw(request)
 
     def admit(self, request: HybridRequest, upto: int, plan: PromptPlan | None = None) -> None:
-        """Compute the first `upto` tokens, of a part of the prompt only its whole pages, and checkpoint."""
+        """Compute the first `upto` tokens and checkpoint; if these are only part of the prompt, in whole pages."""
         size = self.manager.block_size
         super().admit(request, upto // size * size if upto < len(request) else upto, plan)
 
@@ -137,7 +137,7 @@ class HybridRadixDriver(TreeDriver):
             self.manager.slide(request)
 
     def extend_runs(self, request: HybridRequest, runs: Sequence[Sequence[int]]) -> None:
-        """Decode in steps of which each commits the last sampled token and accepted drafts."""
+        """Decode in steps that each commit the last sampled token and accepted drafts."""
         for run in runs:
             fits = self.make_room((request,))
             assert fits  # the caller has checked the room
@@ -157,8 +157,9 @@ class HybridRadixDriver(TreeDriver):
     # ------------------------------------------------------------------------------------------- a scheduler's
 
     def step_tokens(self, requests: Sequence[HybridRequest]) -> int:
-        """Tokens of room that a step of these requests needs; if window pages are short, the unheld tokens plus the
-        shortfall.
+        """Return the tokens of room that a step of these requests needs.
+
+        If window pages are short, this is the number of unheld tokens plus the shortfall.
         """
         size, window, tokens = self.manager.block_size, self.manager.window, super().step_tokens(requests)
         if self.drafts:
@@ -178,14 +179,16 @@ class HybridRadixDriver(TreeDriver):
 
     def generate(self, request: HybridRequest, token: int) -> bool:
         """Compute one token; compute nothing and return False if `make_room` has not made room for it."""
-        self.checkpoint(request)  # of the prompt alone: the token is computed in a separate step
+        self.checkpoint(request)  # only the prompt: the token is computed in a separate step
         if not (self.drafts or self.manager.may_step(request)):
             return False
         self.commit(request, (token,))
         return True
 
     def quiet_passes(self, requests: Sequence[HybridRequest]) -> int:
-        """Number of passes in which each generates a token and none needs a page, slides, keeps a state or evicts."""
+        """Count the next passes in which each request generates a token and none needs a page, slides, keeps a state or
+        evicts.
+        """
         if self.drafts:  # each step takes room ahead
             return 0
         return self.manager.quiet_steps(requests) if self._prefilled.isdisjoint(requests) else 0

@@ -18,7 +18,7 @@ class BigramTokens(LookaheadTokens):
 
     Args:
         prompt: a prompt of tokens; hashes give no bigrams.
-        block_size: bigrams a page.
+        block_size: bigrams per page.
         hasher: a hasher of bigrams.
         rng: see `HashedTokens`.
 
@@ -32,7 +32,7 @@ class BigramTokens(LookaheadTokens):
         super().__init__(prompt, block_size, hasher, rng, 1)
 
     def block_tokens(self, start: int, end: int) -> list[tuple[Any, ...]] | None:
-        """Bigrams of the complete pages from `start` to `end`, as pairs of tokens."""
+        """Return the bigrams of the complete pages from `start` to `end`, as pairs of tokens."""
         size = self.block_size
         return [tuple(pairwise(self.cut(at, at + size + 1))) for at in range(start * size, end * size, size)]
 
@@ -48,10 +48,10 @@ class HybridRequest(RadixRequest):
         state_branch: the same on the grid of states; None if there is none.
         tracked: position whose state it keeps for its next checkpoint; None if there is none.
         slots: number of its state slots.
-        short: of its last match, the number of tokens that full attention had, and the missing parts with their sizes.
+        short: at its last match, the number of tokens that full attention had, and the missing parts with their sizes.
         match: result of its last lookup; None before the first.
         from_host: tokens that it loaded from a host.
-        from_storage: those of them that a prefetch had brought to the host for it.
+        from_storage: number of these that a prefetch had brought to the host for it.
         leaves_prefetch: whether its prefetch continues without it, and is cached on arrival.
     """
 

@@ -15,8 +15,8 @@ from pytest_kvmock.engines.sglang.radix_tree import NodePart, Pages, RadixTree, 
 # cannot be used. An insert takes the same path, and gives the tombstones that it passes the window of its request. An
 # evicted leaf loses its parts too. If a part is short, leaves are evicted whole, and other nodes lose only the part.
 #
-# Two nodes of one path have the same time of access, which in SGLang differ slightly. They are never leaves at the same
-# time, so the order of eviction is the same.
+# All nodes of a path have the same access time here; in SGLang the times differ slightly. Nodes of one path are never
+# leaves at the same time, so the order of eviction is the same.
 
 
 class TreeMatch(NamedTuple):
@@ -30,8 +30,8 @@ class TreeMatch(NamedTuple):
         best: the deepest node on either tier that all parts accept; without a host, `node`.
         reach: pages from the root to the end of `best`.
         host_pages: pages between `node` and `best` that full attention has on the host.
-        window_pages: pages of the last window up to `best` that are on the host alone.
-        state_on_host: whether the state of `best` is on the host alone.
+        window_pages: pages of the last window up to `best` that are only on the host.
+        state_on_host: whether the state of `best` is only on the host.
         has_window: whether the window is cached where full attention ends.
         has_state: whether a state is cached there.
     """
@@ -50,7 +50,7 @@ class TreeMatch(NamedTuple):
 
     @property
     def to_load(self) -> bool:
-        """Whether a usable part is on the host alone."""
+        """Whether a usable part is only on the host."""
         return bool(self.host_pages or self.window_pages or self.state_on_host)
 
     @property
@@ -143,7 +143,7 @@ class HybridTree(RadixTree):
     # ------------------------------------------------------------------------------------------------ lookups
 
     def lookup(self, names: Sequence[int], count: int, namespace: Hashable = None) -> int:
-        """Number of leading pages, of the first `count`, that can be used. Changes nothing."""
+        """Count the leading pages, of the first `count`, that can be used. Changes nothing."""
         return self.look(names, count, namespace).usable
 
     def look(self, names: Sequence[int], count: int, namespace: Hashable = None) -> TreeMatch:
@@ -151,7 +151,7 @@ class HybridTree(RadixTree):
         return self._walk(names, count, namespace, splits=False)
 
     def depth(self, names: Sequence[int], count: int, namespace: Hashable = None) -> int:
-        """Number of leading pages, of the first `count`, that full attention has. Changes nothing."""
+        """Count the leading pages, of the first `count`, that full attention has. Changes nothing."""
         return super().lookup(names, count, namespace)
 
     def match(self, names: Sequence[int], count: int, namespace: Hashable = None) -> tuple[TreeNode, int]:
@@ -204,8 +204,8 @@ class HybridTree(RadixTree):
         return TreeMatch(usable, used, node, at, usable, used, has_window=has_window, has_state=has_state)
 
     def _acceptor(self, *, counts_host: bool = False) -> Callable[[TreeNode, int, bool], tuple[bool, bool]]:
-        """Return a function that is called for each node of a path, from the root on: whether window and state allow a
-        prefix to end there.
+        """Return a function to call for each node of a path, from the root on; it returns whether window and state
+        allow a prefix to end there.
 
         Args:
             counts_host: count parts on the host like those on the device.
@@ -286,7 +286,7 @@ class HybridTree(RadixTree):
         return Inserted(matched, node, windows, takes)
 
     def _ended(self, node: TreeNode) -> None:
-        """Called when an insert has ended with a node; does nothing here."""
+        """Do nothing when an insert has ended with a node; subclasses may override this."""
 
     def _grow(self, parent: TreeNode, pages: Pages, start: int, count: int, namespace: Hashable) -> TreeNode:
         leaf = super()._grow(parent, pages, start, count, namespace)

@@ -44,7 +44,7 @@ class PageCache(RadixManager[RequestT, TreeT]):
     Args:
         backend: name of the backend.
         num_blocks: capacity in pages, at least 1.
-        block_size: tokens a page, at least 1.
+        block_size: tokens per page, at least 1.
         dp_rank: data-parallel rank that events name.
         sink: receives the events; None: no event is published, and no event id is used.
         policy: eviction policy of leaves, one of `POLICIES`.
@@ -108,15 +108,15 @@ class PageCache(RadixManager[RequestT, TreeT]):
     # ------------------------------------------------------------------------------------------------- queries
 
     def available_size(self) -> int:
-        """Tokens in pages that are free."""
+        """Count the tokens in free pages."""
         return self._free * self.block_size
 
     def evictable_size(self) -> int:
-        """Tokens in cached pages that are not locked."""
+        """Count the tokens in cached pages that are not locked."""
         return self._tree.evictable * self.block_size
 
     def protected_size(self) -> int:
-        """Tokens in cached pages that are locked."""
+        """Count the tokens in cached pages that are locked."""
         return self._tree.protected * self.block_size
 
     @property
@@ -125,7 +125,7 @@ class PageCache(RadixManager[RequestT, TreeT]):
         return self.num_blocks - self._free - self._tree.evictable
 
     def resident(self, tier: StorageTier = StorageTier.DEVICE) -> Collection[int]:
-        """Names of the pages that are cached in a tier; a name that two namespaces share appears twice."""
+        """Return the names of the pages that are cached in a tier; a name that two namespaces share appears twice."""
         if tier != StorageTier.DEVICE:
             return []
         return [name for node in self._tree.nodes() for name in node.names]
@@ -152,7 +152,7 @@ class PageCache(RadixManager[RequestT, TreeT]):
         """Drop everything that is cached, locked or not, and publish a Cleared.
 
         Raises:
-            ValueError: requests have pages, which the emptied tree would not have.
+            ValueError: requests have pages, which would be missing in the emptied tree.
         """
         if self.requests:
             raise ValueError(f"reset: {len(self.requests)} requests have pages; release them first")
@@ -178,7 +178,7 @@ class PageCache(RadixManager[RequestT, TreeT]):
     # --------------------------------------------------------------------------------------------- requests
 
     def request(self, prompt: Prompt, rng: Random) -> RequestT:
-        """A new request without pages.
+        """Make a request without pages.
 
         Args:
             prompt: the prompt; its adapter is the namespace, as in SGLang.
@@ -194,13 +194,13 @@ class PageCache(RadixManager[RequestT, TreeT]):
         raise NotImplementedError
 
     def pages_ahead(self, request: RequestT) -> int:
-        """Pages that a request lacks for its committed tokens and the drafts of two steps."""
+        """Count the pages that a request lacks for its committed tokens and the drafts of two steps."""
         assert self.speculative is not None
         ahead = self.pages_of(request.computed + self.speculative.ahead(self.block_size))
         return max(ahead - request.allocated, 0)
 
     def slots(self, request: RequestT) -> int:
-        """Token slots of a request: one per computed token before its first step, whole pages from then on."""
+        """Count the token slots of a request: one per computed token before its first step, then whole pages."""
         return request.allocated * self.block_size if request.steps else request.computed
 
     def make_room(self, tokens: int) -> None:
@@ -224,11 +224,14 @@ class PageCache(RadixManager[RequestT, TreeT]):
             self._allocate(request, (request.allocated + own) * size)
 
     def pages_of(self, tokens: int) -> int:
-        """Pages that hold `tokens` tokens."""
+        """Count the pages that hold `tokens` tokens."""
         return -(-tokens // self.block_size)
 
     def _hasher_of(self, prompt: Prompt) -> tuple[SglangHasher, Namespace]:
-        """The hasher of a prompt's pages, and the namespace of their chain. An adapter is a namespace, as in SGLang."""
+        """Return the hasher of a prompt's pages, and the namespace of their chain.
+
+        An adapter is a namespace, as in SGLang.
+        """
         keys = prompt.keys
         if keys is None or not keys.naming:
             return self.hasher, None
@@ -240,7 +243,7 @@ class PageCache(RadixManager[RequestT, TreeT]):
     def _key(
         self, tokens: TokenIds | Prompt, extra_key: str | None, cache_salt: str | None
     ) -> tuple[RadixKey, Namespace]:
-        """The pages of a call by hand, and their namespace. Keys of a prompt are the defaults of the arguments."""
+        """Return the pages of a call by hand, and their namespace. A prompt's keys are the arguments' defaults."""
         for name, value in (("extra_key", extra_key), ("cache_salt", cache_salt)):
             if value is not None and not isinstance(value, str):
                 raise ValueError(f"{name} must be a string, or None, got {value!r:.80}")
@@ -288,9 +291,7 @@ class PageCache(RadixManager[RequestT, TreeT]):
 
 
 def on_the_wire(extra: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The properties of a request that SGLang's own events name: the adapter's name, salt and session, but no keys of
-    pages.
-    """
+    """Return the properties of a request that SGLang's events name: adapter, salt and session, but no keys of pages."""
     return extra and {name: extra[name] for name in ("lora_name", "cache_salt", "session_id") if name in extra}
 
 

@@ -59,19 +59,19 @@ class Part:
         self._ring = NodePart(None)
 
     def size(self, node: TreeNode) -> int:
-        """Units of a node that has the part."""
+        """Return the units of a node that has the part."""
         raise NotImplementedError
 
     def of(self, node: TreeNode) -> NodePart:
-        """The record of a node's part."""
+        """Return the record of a node's part."""
         raise NotImplementedError
 
     def copy_of(self, node: TreeNode) -> HostCopy:
-        """The record of the part's host copy."""
+        """Return the record of the part's host copy."""
         raise NotImplementedError
 
     def unheld(self) -> int:
-        """Units that are free or evictable."""
+        """Count the units that are free or evictable."""
         return self.free + self.evictable
 
     # -------------------------------------------------------------------------------------------- in a node
@@ -88,7 +88,7 @@ class Part:
             self.host.settle(node)
 
     def drop(self, node: TreeNode, part: NodePart) -> None:
-        """Make a node whose part is not locked a tombstone, unless it is one."""
+        """Turn a node whose part is not locked into a tombstone; do nothing if it is one."""
         if not part.there:
             return
         part.there = False
@@ -154,15 +154,15 @@ class Window(Part):
         super().__init__(capacity)
 
     def size(self, node: TreeNode) -> int:
-        """Pages of a node."""
+        """Return the number of pages of a node."""
         return len(node.names)
 
     def of(self, node: TreeNode) -> NodePart:
-        """The record of a node's window."""
+        """Return the record of a node's window."""
         return node.window
 
     def copy_of(self, node: TreeNode) -> HostCopy:
-        """The record of the window's host copy."""
+        """Return the record of the window's host copy."""
         return node.host.window
 
     def last(self, node: TreeNode, root: TreeNode) -> Iterator[TreeNode]:
@@ -174,7 +174,7 @@ class Window(Part):
             node = _above(node)
 
     def split(self, upper: TreeNode, node: TreeNode) -> None:
-        """Give the new upper node of a split the part if the lower one has it, and the lower one's mark."""
+        """Give the new upper node of a split the window if the lower node has it, and the lower node's mark."""
         above, below = upper.window, node.window
         above.there, above.lock_ref = below.there, below.lock_ref
         above.edge, below.edge = below.edge, 0
@@ -182,9 +182,7 @@ class Window(Part):
             _link(above, below)
 
     def touch_path(self, node: TreeNode, root: TreeNode) -> None:
-        """Make the window parts of a path's last window, and one page more, the most recently used, the deepest node
-        last.
-        """
+        """Make a path's last window, and one page more, the most recently used window parts, the deepest node last."""
         pages, before = 0, self._ring
         while node is not root and pages <= self.pages:
             part = node.window
@@ -235,7 +233,7 @@ class States(Part):
 
     Args:
         capacity: number of slots.
-        most: states that one path keeps when it gets another one; None: all.
+        most: the most states that one path keeps when it gets another one; None: all.
 
     Attributes:
         most: as given.
@@ -254,17 +252,15 @@ class States(Part):
         return self.SIZE
 
     def of(self, node: TreeNode) -> NodePart:
-        """The record of a node's state."""
+        """Return the record of a node's state."""
         return node.state
 
     def copy_of(self, node: TreeNode) -> HostCopy:
-        """The record of the state's host copy."""
+        """Return the record of the state's host copy."""
         return node.host.state
 
     def trim(self, node: TreeNode, root: TreeNode) -> None:
-        """Drop states above a node if its path has too many, from the root on; those at forks and locked ones are
-        kept.
-        """
+        """Drop states above a node, from the root on, if its path has too many; keep locked states and forks."""
         if self.most is None:
             return
         holders = []

@@ -34,7 +34,7 @@ class RadixCacheManager(PageCache[RadixRequest, HybridTree]):
     Args:
         backend: name of the backend.
         num_blocks: capacity in pages, at least 1; SGLang has `num_blocks * block_size` tokens.
-        block_size: tokens a page, at least 1.
+        block_size: tokens per page, at least 1.
         dp_rank: data-parallel rank that events name.
         sink: receives the events; None: no event is published, and no event id is used.
         policy: eviction policy of leaves, one of `POLICIES`.
@@ -43,14 +43,14 @@ class RadixCacheManager(PageCache[RadixRequest, HybridTree]):
         speculative: the speculative decoding, for calls by hand (a `KvWorker` with one has a `HybridCacheManager`);
             None if there is none.
         hold_events: whether events wait until `take_events`.
-        dcp: ranks that share the tokens of a block (`--dcp-size`). Each rank has a page (`--page-size`) of its
-            `block_size` tokens. The tree, names, events and hits count blocks.
+        dcp: number of ranks that share the tokens of a block (`--dcp-size`). Each rank has a page (`--page-size`) of
+            the `block_size` tokens. The tree, names, events and hits count blocks.
 
     Raises:
         ValueError: an argument is invalid.
 
     Attributes:
-        page_size: tokens a page: `block_size` without `dcp`.
+        page_size: tokens per page: `block_size` divided by `dcp`.
         dcp: as given.
         policy: as given.
         hasher: names the pages of requests without salt and namespace.
@@ -87,7 +87,7 @@ class RadixCacheManager(PageCache[RadixRequest, HybridTree]):
         extra_key: str | None = None,
         cache_salt: str | None = None,
     ) -> int:
-        """Insert whole pages. New ones take free pages, and are published.
+        """Insert whole pages. New pages take free ones and are published.
 
         Args:
             tokens: token ids, or a prompt.
@@ -168,7 +168,7 @@ class RadixCacheManager(PageCache[RadixRequest, HybridTree]):
             upto: match at most this many of its tokens; None: all.
 
         Returns:
-            Pages that it needs and no request has.
+            The number of pages that it needs and no request has.
         """
         count = self._reusable(request)
         if upto is not None:
@@ -247,7 +247,7 @@ class RadixCacheManager(PageCache[RadixRequest, HybridTree]):
     # ------------------------------------------------------------------------------------------------- inside
 
     def request(self, prompt: Prompt, rng: Random) -> RadixRequest:
-        """A request that has no page yet."""
+        """Make a request without pages."""
         hasher, namespace = self._hasher_of(prompt)
         return RadixRequest(HashedTokens(prompt, self.block_size, hasher, rng), rng, namespace)
 

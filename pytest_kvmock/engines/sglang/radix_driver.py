@@ -1,4 +1,4 @@
-"""Drives SGLang's radix cache as its scheduler does: match, lock, make room, compute, checkpoint."""
+"""Driver of SGLang's radix cache, in the steps of its scheduler: match, lock, make room, compute, checkpoint."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class RadixDriver(TreeDriver):
         for tokens in (
             needed,
             len(requests) * self._step_demand(),
-        ):  # does the step fit? then SGLang's room
+        ):  # first the pages that the step needs, then the room that SGLang asks for
             missing = tokens - manager.available_size()
             if missing > 0:
                 manager.evict(missing)
@@ -127,7 +127,9 @@ class RadixDriver(TreeDriver):
         return True
 
     def quiet_passes(self, requests: Sequence[RadixRequest]) -> int:
-        """Number of passes in which each generates a token, none needs a page, and no unneeded room is evicted."""
+        """Count the next passes in which each request generates a token, none needs a page, and no unneeded room is
+        evicted.
+        """
         manager = self.manager
         evicts = manager.available_size() < len(requests) * self._step_demand() and manager.evictable_size() > 0
         if evicts or not self._prefilled.isdisjoint(requests):

@@ -49,11 +49,11 @@ class RadixManager(RequestLevel, Generic[RequestT, TreeT]):
         return blocks
 
     def references(self, block: Block) -> int:
-        """Current references to one block; 0 if it is not in use."""
+        """Return the current references to one block; 0 if it is not in use."""
         return self.active_blocks.get(block, 0)
 
     def inactive_blocks(self) -> list[int]:
-        """Cached pages that are not locked, node by node in the order of eviction."""
+        """Return the cached pages that are not locked, node by node in the order of eviction."""
         return [name for node in self._tree.order() for name in node.names]
 
     @property

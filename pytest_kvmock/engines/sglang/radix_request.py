@@ -24,10 +24,10 @@ class RadixKey:
 
     Args:
         tokens: token ids, from 0 to 2**63 - 1, or a `Prompt`. May be empty.
-        page_size: tokens (or bigrams) a page.
-        hasher: names the pages; it is made for their salt and namespace, which travel with events.
-        lora_name: the adapter, if the namespace is one; it travels with events, and routers hash by it.
-        session_id: the session, which travels with events.
+        page_size: tokens (or bigrams) per page.
+        hasher: names the pages; it is made for their salt and namespace. Events carry the salt.
+        lora_name: the adapter, if the namespace is one; events carry it, and routers hash by it.
+        session_id: the session, which events carry.
 
     Raises:
         TypeError: a token is not an integer.
@@ -73,7 +73,7 @@ class RadixKey:
                 )[0]
 
     def block_tokens(self, start: int, end: int) -> BlockTokens | None:
-        """Token ids of the pages from `start` to `end`, or their bigrams as pairs; None if unknown."""
+        """Return the token ids of the pages from `start` to `end`, or their bigrams as pairs; None if unknown."""
         if self._tokens is None:
             return None
         size, tokens = self._page_size, self._tokens
@@ -81,7 +81,7 @@ class RadixKey:
         return [tuple(units[at : at + size]) for at in range(start * size, end * size, size)]
 
     def carried(self, start: int, end: int) -> dict[str, Any] | None:  # noqa: ARG002 - as HashedTokens has it
-        """Properties that travel with an event that stores these pages; None if there are none."""
+        """Return the extra properties of an event that stores these pages; None if there are none."""
         return self._extra or None
 
 
@@ -97,12 +97,12 @@ class RadixRequest:
         tokens: as given.
         namespace: as given.
         priority: priority of the pages that it inserts.
-        node: the node where its pages in the tree end, or, before it has any, those of its last lookup.
+        node: the node where its pages in the tree end; before it has any, the node where its last lookup ended.
         found: pages that its last lookup matched.
         protected: its pages in the tree.
         allocated: all its pages, including those in the tree.
         computed: its computed tokens, for which it has pages.
-        inserted: pages that it has inserted; a request counts only one hit for each.
+        inserted: number of pages that it has inserted; it counts only one hit for each.
         steps: number of its decode steps, if its cache counts them.
     """
 

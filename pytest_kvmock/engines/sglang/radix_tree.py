@@ -16,17 +16,17 @@ from pytest_kvmock.values.events import BlockTokens
 
 # Theory of operation
 #
-# The tree only sees names of pages. Names are chained: a name stands for its page and all pages before it. So two runs
-# from the same start are equal up to a page if their names of that page are equal, and a whole node is compared by its
-# last name.
+# The tree contains only names of pages. Names are chained: a name stands for its page and all pages before it. Two runs
+# from the same start are therefore equal up to a page if their names of that page are equal. A whole node is compared
+# by its last name.
 #
 # SGLang makes a heap of all leaves at each eviction. Here one heap is kept. An entry is a node with its key at the time
 # it was queued. Nodes whose key changed are noted, and queued again at the next eviction; entries other than the last
 # of a node are skipped.
 #
-# In a tree with a host (`hicache_tree.py`) the pages of a node may be on the host alone. Then it is not a device leaf,
-# it counts as neither evictable nor protected, and the nodes above it may be leaves. If a node is on the device, so are
-# all above it. Without a host, all nodes are on the device.
+# In a tree with a host (`hicache_tree.py`) the pages of a node may be only on the host. Then the node is not a device
+# leaf, it counts as neither evictable nor protected, and the nodes above it may be leaves. If a node is on the device,
+# all nodes above it are too. Without a host, all nodes are on the device.
 
 
 class Pages(Protocol):
@@ -39,10 +39,10 @@ class Pages(Protocol):
         """The router's hash of each page."""
 
     def block_tokens(self, start: int, end: int) -> BlockTokens | None:
-        """Token ids of the pages from `start` to `end`; None if unknown."""
+        """Return the token ids of the pages from `start` to `end`; None if unknown."""
 
     def carried(self, start: int, end: int) -> dict[str, Any] | None:
-        """Properties that travel with an event that stores these pages; None if there are none."""
+        """Return the extra properties of an event that stores these pages; None if there are none."""
 
 
 class TreeNode:
@@ -159,7 +159,7 @@ class HostPart:
         loads: copies to the device under way.
         local_hashes: the router's hash of each page.
         token_ids: token ids of each page; None if unknown.
-        extra: properties that travel with events that store its pages; None if there are none.
+        extra: extra properties of events that store its pages; None if there are none.
         window: record of the window's host copy; unset in trees without windows.
         state: record of the state's host copy; unset in trees without states.
     """
@@ -219,13 +219,13 @@ POLICIES: Final[Mapping[str, Callable[[TreeNode], Any]]] = MappingProxyType(
         "slru": lambda node: (node.hit_count >= PROTECTED_THRESHOLD, node.last),
     }
 )
-"""Eviction keys of nodes, by policy; the least is evicted first (SGLang 0.5.23, `evict_policy`). No two evictable nodes
-have the same key.
+"""Eviction keys of nodes, by policy; the lowest is evicted first (SGLang 0.5.23, `evict_policy`). No two evictable
+nodes have the same key.
 """
 
 
 def _slru(threshold: int) -> Callable[[TreeNode], Any]:
-    """The key of `slru` with this number of hits in place of `PROTECTED_THRESHOLD`."""
+    """Return the key of `slru` with this number of hits in place of `PROTECTED_THRESHOLD`."""
     return lambda node: (node.hit_count >= threshold, node.last)
 
 
@@ -233,7 +233,7 @@ class LeafQueue:
     """Leaves in the order of a policy.
 
     Args:
-        key_of: returns the key of a node; the least comes first.
+        key_of: returns the key of a node; the lowest comes first.
         is_leaf: whether a node is a leaf; called when it is offered and when it is taken.
     """
 
@@ -304,7 +304,7 @@ class RadixTree:
         self._queues = [self._leaves]
 
     def _is_leaf(self, node: TreeNode) -> bool:
-        """Whether a node may be evicted."""
+        """Return whether a node may be evicted."""
         return not node.children and not node.lock_ref and node.parent is not None
 
     def note(self, node: TreeNode) -> None:
@@ -329,8 +329,8 @@ class RadixTree:
         node: TreeNode | None = None,
         at: int = 0,
     ) -> Iterator[tuple[TreeNode, int]]:
-        """Yield the nodes that have the first `count` pages, each with the number of pages from the root to its end or
-        the path's.
+        """Yield the nodes that have the first `count` pages, each with the number of pages from the root to its end, or
+        to the end of the path.
 
         It changes nothing; the caller may change a node before it asks for the next one.
 
@@ -355,7 +355,7 @@ class RadixTree:
             yield node, at
 
     def lookup(self, names: Sequence[int], count: int, namespace: Hashable = None) -> int:
-        """Number of leading pages, of the first `count`, that are in the tree. Changes nothing."""
+        """Count the leading pages, of the first `count`, that are in the tree. Changes nothing."""
         at = 0
         for _, at in self.path(names, count, namespace):  # noqa: B007 - the last one is the answer
             pass
@@ -437,7 +437,7 @@ class RadixTree:
         node.hit_count += 1
 
     def _split(self, node: TreeNode, pages: int) -> TreeNode:
-        """Move the first pages of a node into a new node above it; references to the node are to the lower part."""
+        """Move the first pages of a node into a new node above it; the node itself becomes the lower part."""
         parent, names = node.parent, node.names
         assert parent is not None
         self._clock += 1
@@ -501,7 +501,7 @@ class RadixTree:
         return freed
 
     def unlocked(self, node: TreeNode) -> int:
-        """Pages that `lock` would protect."""
+        """Count the pages that `lock` would protect."""
         pages = 0
         at: TreeNode | None = node
         while at is not None and not at.lock_ref:
@@ -568,7 +568,7 @@ class RadixTree:
                 heappush(heap, (key_of(parent), number, parent))
 
     def nodes(self) -> Iterator[TreeNode]:
-        """Yield all nodes but the root, a parent before its children."""
+        """Yield all nodes except the root, a parent before its children."""
         waiting = [*self.root.children.values()][::-1]
         while waiting:
             node = waiting.pop()

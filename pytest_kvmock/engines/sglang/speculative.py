@@ -63,7 +63,10 @@ class SglangSpeculative:
         return min(self.steps, self.draft_tokens - 1)
 
     def ahead(self, page: int) -> int:
-        """Tokens of room beyond the committed ones that a request has before each step; `page` is in tokens."""
+        """Return the tokens of room beyond the committed ones that a request has before each step.
+
+        `page` is the page size in tokens.
+        """
         reach = self.steps * self.topk
         if page > 1 and self.topk > 1 and self.algorithm != "NGRAM":
             reach = (2 * (page - 1) + self.steps) // page * page * self.topk

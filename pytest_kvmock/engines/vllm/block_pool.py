@@ -1,4 +1,4 @@
-"""vLLM's block manager: `KVCacheManager` over `BlockPool`, by release; the quick form of one group of full attention.
+"""vLLM's block manager: `KVCacheManager` over `BlockPool`, by release; the quick form of one full-attention group.
 
 One subject: the life of a physical block, from the free queue to a request and back.
 """
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
 
 # Theory of operation
 #
-# All blocks that no request holds are in one queue, hashed or not; a new block is taken from its head. A hashed block
-# keeps its hash there, so that a lookup may hit it, until it is taken. A request's blocks go to the end of the queue
-# tail first, so that a chain is taken from its tail.
+# All blocks that no request holds are in one queue, hashed or not; new blocks are taken from its head. A hashed block
+# keeps its hash in the queue, so that lookups can hit it until it is taken. Freed requests append their blocks to the
+# queue tail first, so that a chain is evicted from its tail.
 #
-# A block is hashed by the request that has computed its last token, whether or not another block has that hash: what
-# requests compute at the same time, or again (the last token always is), has several copies. A lookup hits the copy
-# that was cached first. There are no lookups while blocks are filled.
+# A request hashes a block when it has computed the block's last token, even if another block already has that hash.
+# Blocks that requests compute at the same time, or again (the last token is always computed), therefore have copies. A
+# lookup hits the copy that was cached first. No lookup happens while blocks are filled.
 
 
 class PoolRequest:
-    """One request, and the blocks that it holds. `BlockPoolManager.new_request` makes one.
+    """One request and the blocks that it holds, made by `BlockPoolManager.new_request`.
 
     Attributes:
-        tokens: its tokens and their hashes; it grows as tokens are generated.
+        tokens: its tokens and their hashes; grows as tokens are generated.
         block_ids: the physical blocks that it holds, in order.
-        num_computed_tokens: how many of its tokens have their KV in these blocks.
-        num_cached_blocks: how many of these blocks, from the first, are hashed.
-        skip_reading_prefix_cache: it computes everything itself, as requests for prompt logprobs do.
-        computes_last_token: its last token is computed whatever is cached, as its output is needed.
+        num_computed_tokens: number of its tokens whose KV is in these blocks.
+        num_cached_blocks: number of leading blocks that are hashed.
+        skip_reading_prefix_cache: the request reuses no cached block, as requests for prompt logprobs do.
+        computes_last_token: the last token is computed even if it is cached, because its output is needed.
     """
 
     __slots__ = (
@@ -58,7 +58,7 @@ class PoolRequest:
 
     def __init__(self, tokens: HashedTokens, *, skip_reading_prefix_cache: bool = False) -> None:
         self.tokens = tokens
-        self._found: tuple[int, int, list[int]] | None = None  # the manager's: when, for how many tokens, which blocks
+        self._found: tuple[int, int, list[int]] | None = None  # the last lookup: change count, tokens, blocks
         self.block_ids: list[int] = []
         self.num_computed_tokens = 0
         self.num_cached_blocks = 0
@@ -69,14 +69,14 @@ class PoolRequest:
         return self.tokens.num_tokens
 
     def most_hits(self, block_size: int) -> int:
-        """How many blocks of it may be hits: all full ones, or all before the one of its last token."""
+        """Return the number of its blocks that may be hits: all full blocks, or all before that of its last token."""
         return (self.tokens.num_tokens - self.computes_last_token) // block_size
 
     @property
     def blocks(self) -> list[Block]:
-        """Names of its complete blocks, and a UUID for each that has none: the number of the physical block.
+        """Names of its complete blocks; for the others, the number of the physical block as a UUID.
 
-        That is 0, vLLM's null block, while the request holds no blocks.
+        The number is 0, vLLM's null block, while the request holds no blocks.
         """
         names = self.tokens.names
         held = self.block_ids or [0] * -(-len(self) // self.tokens.block_size)
@@ -86,11 +86,11 @@ class PoolRequest:
 class BlockPoolManager(VllmManager):
     """Blocks of one vLLM engine: looked up, allocated, cached, freed and evicted as its `KVCacheManager` does.
 
-    Blocks are numbered from 1; block 0 is vLLM's null block, which no request gets, and comes on top of `num_blocks`.
+    Blocks are numbered from 1. Block 0 is vLLM's null block: no request gets it, and `num_blocks` does not count it.
 
     Args:
         num_blocks: capacity in usable blocks, at least 1.
-        **options: the others of `VllmManager`.
+        **options: the other arguments of `VllmManager`.
 
     Raises:
         ValueError: an argument is invalid.
@@ -99,15 +99,15 @@ class BlockPoolManager(VllmManager):
     def __init__(self, *, num_blocks: int, **options: Any) -> None:
         super().__init__(num_blocks=num_blocks, **options)
         self._free = OrderedDict.fromkeys(range(1, num_blocks + 1))
-        # By the number of the block; the null block is never in use.
+        # Indexed by block number; the null block is never in use.
         self._refs = [0] * (num_blocks + 1)
         self._names: list[int | None] = [None] * (num_blocks + 1)
-        # By name, the first cached block; and by name, the others in the order in which they were cached.
+        # By name: the block that was cached first; the other blocks, in the order in which they were cached.
         self._cached: dict[int, int] = {}
         self._copies: dict[int, list[int]] = {}
         self._references = 0
-        self._is_pinned = False  # whether anything but requests ever held a block
-        self._changes = 0  # grows whenever what a lookup finds may change
+        self._is_pinned = False  # whether a holder other than a request ever held a block
+        self._changes = 0  # grows whenever the results of lookups may change
 
     # ------------------------------------------------------------------------------------------------- queries
 
@@ -133,7 +133,7 @@ class BlockPoolManager(VllmManager):
 
     @property
     def active_blocks(self) -> dict[Block, int]:
-        """References to each block in use, those to copies together; one without a hash has its number as UUID."""
+        """References to each block in use, copies added up; a block without a hash is named by its number as UUID."""
         out: dict[Block, int] = {}
         for block_id, refs in enumerate(self._refs):
             if refs:
@@ -143,7 +143,7 @@ class BlockPoolManager(VllmManager):
         return out
 
     def references(self, block: Block) -> int:
-        """References to one block now, all copies together; 0 for what is not in use."""
+        """Return the references to one block now, copies added up; 0 if it is not in use."""
         if isinstance(block, UUID):
             known = block.int <= self.num_blocks and self._names[block.int] is None
             return self._refs[block.int] if known else 0
@@ -153,12 +153,12 @@ class BlockPoolManager(VllmManager):
         return sum(self._refs[block_id] for block_id in (first, *self._copies.get(block, ())))
 
     def inactive_blocks(self) -> list[int]:
-        """Cached blocks that no request uses, in the order in which they would be evicted."""
+        """Return the cached blocks that no request uses, in eviction order."""
         names = self._names
         return [name for block_id in self._free if (name := names[block_id]) is not None]
 
     def resident(self, tier: StorageTier = StorageTier.DEVICE) -> list[int]:
-        """Names of what is cached in a tier, in use or not; copies repeated."""
+        """Return the names of the blocks cached in a tier, in use or not; copies repeated."""
         if tier != StorageTier.DEVICE:
             return self._resident_below(tier)
         return [name for name in self._names if name is not None]
@@ -178,12 +178,12 @@ class BlockPoolManager(VllmManager):
         keys: ExtraKeys | None = None,
         skip_reading_prefix_cache: bool = False,
     ) -> PoolRequest:
-        """A request of this engine, without a block yet.
+        """Make a request of this engine, without blocks yet.
 
         Args:
             prompt: tokens, or hashes.
             rng: source of the names of generated blocks if the prompt has only hashes.
-            keys: what is hashed with its tokens, instead of the prompt's own keys.
+            keys: extra keys that are hashed with its tokens, instead of the prompt's own keys.
             skip_reading_prefix_cache: see `PoolRequest`.
 
         Raises:
@@ -193,13 +193,13 @@ class BlockPoolManager(VllmManager):
         return PoolRequest(tokens, skip_reading_prefix_cache=skip_reading_prefix_cache)
 
     def get_computed_blocks(self, request: PoolRequest) -> list[int]:
-        """The cached blocks that a request without blocks could start with. Changes nothing.
+        """Return the cached blocks that a request without blocks could start with. Changes nothing.
 
-        The last token is computed whatever is cached, as its output is needed: so of a request that is whole blocks
-        the last one is not among them (vLLM: `max_cache_hit_length = request.num_tokens - 1`).
+        The last token is computed even if it is cached, because its output is needed. If the request is a whole number
+        of blocks, its last block is therefore no hit (vLLM: `max_cache_hit_length = request.num_tokens - 1`).
 
         Returns:
-            Their numbers, in order. Asked again, it looks again only if anything was cached or evicted since.
+            Their numbers, in order. A second call repeats the lookup only if anything was cached or evicted since.
         """
         found, num_tokens = request._found, request.tokens.num_tokens  # noqa: SLF001 - one family
         if found is not None and found[0] == self._changes and found[1] == num_tokens:
@@ -209,7 +209,7 @@ class BlockPoolManager(VllmManager):
         return hits.copy()
 
     def cached_blocks(self, request: PoolRequest, most: int | None = None) -> list[int]:
-        """The cached blocks that a request begins with, at most `most`; the last may be that of its last token."""
+        """Return the cached blocks that a request begins with, at most `most`; they may include the last token's."""
         hits: list[int] = []
         if self.enable_caching and not request.skip_reading_prefix_cache:
             names = request.tokens.names
@@ -221,14 +221,13 @@ class BlockPoolManager(VllmManager):
         return hits
 
     def report_hits(self, request: PoolRequest) -> None:
-        """Publish the hits of a look-up as if they were stored now, from block 0 on, with the keys of the asking
-        request.
+        """Publish the hits of a look-up as if they were stored now, from block 0 on, with the keys of this request.
 
-        vLLM does so at each look-up of a request in the mode "full" (`kv_cache_report_mode`). It changes nothing in
-        the cache.
+        vLLM does so at each look-up of a request in the mode "full" (`kv_cache_report_mode`). The cache does not
+        change.
 
         Raises:
-            FullReportError: the engine ends by it.
+            FullReportError: the report ends the engine.
         """
         hits = len(self.get_computed_blocks(request))
         self.check_reported(hits * self.block_size)
@@ -239,7 +238,7 @@ class BlockPoolManager(VllmManager):
             self._publisher.publish(data, token_ids, StorageTier.DEVICE, extra)
 
     def references_to(self, block_id: int) -> int:
-        """References to one physical block."""
+        """Return the references to one physical block."""
         return self._refs[block_id]
 
     def missing_blocks(self, request: PoolRequest, num_tokens: int, new_computed_blocks: Sequence[int] = ()) -> int:
@@ -247,9 +246,9 @@ class BlockPoolManager(VllmManager):
 
         Args:
             request: the request.
-            num_tokens: tokens from its first.
-            new_computed_blocks: the blocks that `get_computed_blocks` found; those that no request uses count too, as
-                they are taken from the queue.
+            num_tokens: number of leading tokens.
+            new_computed_blocks: the blocks that `get_computed_blocks` found; those that no request uses count too,
+                because they are taken from the queue.
         """
         size = self.block_size
         missing = (num_tokens + size - 1) // size - len(new_computed_blocks) - len(request.block_ids)
@@ -269,16 +268,16 @@ class BlockPoolManager(VllmManager):
 
         Args:
             request: the request.
-            num_new_tokens: how many, after those that are computed, the hits included.
+            num_new_tokens: number of tokens after those already computed, which include the hits.
             new_computed_blocks: the blocks that `get_computed_blocks` found just before, for a request without blocks.
-            delay_cache_blocks: the tokens come from elsewhere: what they fill is cached by `cache_blocks`, when they
-                are there. All of a request may be hits then.
+            delay_cache_blocks: the tokens come from elsewhere: `cache_blocks` caches their blocks once they have
+                arrived. All blocks of the request may be hits then.
 
         Returns:
-            The numbers of the new blocks; None if there are too few, then nothing has changed.
+            The numbers of the new blocks; None if there are too few free blocks, in which case nothing has changed.
 
         Raises:
-            ValueError: no tokens, more than the request has, or hits for a request that has blocks.
+            ValueError: no tokens, more tokens than the request has, or hits for a request that has blocks.
         """
         held, size, refs, free = request.block_ids, self.block_size, self._refs, self._free
         if new_computed_blocks and held:
@@ -294,7 +293,7 @@ class BlockPoolManager(VllmManager):
         if self.missing_blocks(request, upto, new_computed_blocks) > len(free):
             return None
         self._lora_ids.use(request.tokens.keys)
-        # Touched before others are taken, so that they are not taken themselves.
+        # Hits are touched first, so that they are not taken as new blocks.
         for block_id in new_computed_blocks:
             before = refs[block_id]
             if not before:
@@ -326,13 +325,13 @@ class BlockPoolManager(VllmManager):
         return taken
 
     def reserve_slots(self, request: PoolRequest, num_tokens: int) -> bool:
-        """Get blocks for the first `num_tokens` of a request that has some, though it has fewer tokens as yet.
+        """Get blocks for the first `num_tokens` of a request that holds blocks, before all these tokens exist.
 
-        As Dynamo's mock of vLLM does for what a step with drafts may generate; vLLM does so as it allocates
-        (`num_lookahead_tokens`).
+        Dynamo's mock of vLLM does so for the tokens that a step with drafts may generate; vLLM does so during
+        allocation (`num_lookahead_tokens`).
 
         Returns:
-            Whether it has them; if not, nothing has changed.
+            Whether there were enough blocks; if not, nothing has changed.
         """
         held, refs, free = request.block_ids, self._refs, self._free
         count = -(-num_tokens // self.block_size) - len(held)
@@ -350,7 +349,7 @@ class BlockPoolManager(VllmManager):
         return True
 
     def release_slots(self, request: PoolRequest) -> None:
-        """Free the blocks of a request behind those of its tokens, to where the queue takes blocks without a name."""
+        """Free the blocks of a request beyond its tokens; they go where the queue takes blocks without a name."""
         held, first = request.block_ids, -(-len(request) // self.block_size)
         for block_id in reversed(held[first:]):
             self._refs[block_id] = 0
@@ -360,7 +359,7 @@ class BlockPoolManager(VllmManager):
         del held[first:]
 
     def cache_blocks(self, request: PoolRequest) -> None:
-        """Cache the full blocks of a request that were not cached when they were allocated."""
+        """Cache the full blocks of a request that were not cached at allocation."""
         start, end = request.num_cached_blocks, request.num_computed_tokens // self.block_size
         if end > start and self.enable_caching:
             self._cache_full_blocks(request, start, end)
@@ -368,7 +367,7 @@ class BlockPoolManager(VllmManager):
             self._publisher.surface()
 
     def _evict(self, taken: list[int]) -> list[int]:
-        """Drop the hashes of these blocks, and publish one Removed a block, as vLLM does."""
+        """Drop the hashes of these blocks, and publish one Removed per block, as vLLM does."""
         names, cached, copies = self._names, self._cached, self._copies
         evicted: list[int] = []
         for block_id in taken:
@@ -410,7 +409,7 @@ class BlockPoolManager(VllmManager):
         self._changes += 1
         publisher = self._publisher
         if publisher.sink is not None and not publisher.passes_over(1):
-            # The parent is found by name: it is cached, perhaps in another block than the held one.
+            # The parent is found by name: it is cached, perhaps in a block other than the one the request holds.
             data, token_ids = tokens.stored(start, end)
             if tokens.keys is None:
                 publisher.publish(data, token_ids)
@@ -418,8 +417,8 @@ class BlockPoolManager(VllmManager):
                 publisher.publish(data, token_ids, StorageTier.DEVICE, tokens.carried(start, end, self._lora_ids))
 
     def free(self, request: PoolRequest) -> None:
-        """Free all blocks of a request, tail first. Nothing happens for one without blocks."""
-        if self._is_pinned:  # holders other than requests may hold blocks without a name too
+        """Free all blocks of a request, tail first. A request without blocks is left as it is."""
+        if self._is_pinned:  # other holders may hold blocks without a name too
             self.give_back(self.take_blocks(request))
             return
         held, refs, free = request.block_ids, self._refs, self._free
@@ -446,7 +445,7 @@ class BlockPoolManager(VllmManager):
         request.num_computed_tokens = request.num_cached_blocks = 0
 
     def take_blocks(self, request: PoolRequest) -> list[int]:
-        """Take all blocks from a request, and free none; see `DeferredFrees`."""
+        """Take all blocks from a request without freeing them; see `DeferredFrees`."""
         blocks, request.block_ids = request.block_ids, []
         request.num_computed_tokens = request.num_cached_blocks = 0
         return blocks
@@ -469,25 +468,25 @@ class BlockPoolManager(VllmManager):
             free.move_to_end(block_id, last=False)
 
     def pin_blocks(self, blocks: Sequence[int]) -> None:
-        """Hold blocks that requests hold, once more each: a connector reads them. `give_back` lets go of them."""
+        """Add a reference to each of these blocks while a connector reads them. `give_back` releases them."""
         self._is_pinned = True
         for block_id in blocks:
             self._refs[block_id] += 1
         self._references += len(blocks)
 
     def count_held_by(self, pins: Mapping[int, int]) -> int:
-        """Count the blocks that are held as often as they are pinned, so that no request holds them."""
+        """Count the blocks whose only references are these pins: no request holds them."""
         return sum(self._refs[block_id] == times for block_id, times in pins.items())
 
     def nameless_blocks(self, request: PoolRequest) -> tuple[list[int], ...]:
-        """The blocks of a request that have no name: those that what comes from elsewhere is read into."""
+        """Return the blocks of a request that have no name: tokens from elsewhere are read into them."""
         return ([block_id for block_id in request.block_ids if self._names[block_id] is None],)
 
     def free_behind_windows(self, request: PoolRequest, processed: int | None = None) -> None:
-        """Free nothing, as full attention attends to all; see `VllmHybridManager.free_behind_windows`."""
+        """Free nothing: full attention attends to all blocks. See `VllmHybridManager.free_behind_windows`."""
 
     def reset_prefix_cache(self) -> bool:
-        """Drop all that is cached, and publish a Cleared; do nothing and return False while a block is in use.
+        """Drop the whole cache and publish a Cleared; do nothing and return False while a block is in use.
 
         The queue keeps its order.
         """

@@ -1,4 +1,4 @@
-"""Drives vLLM's block manager, as its scheduler does: look up once, then allocate step by step."""
+"""Driver of vLLM's block manager, which looks up once and then allocates step by step, as vLLM's scheduler does."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class BlockPoolDriver(PoolDriver):
     """Turns requests into lookups, allocations and frees.
 
     Args:
-        manager: vLLM's.
-        prefix_caching: whether its requests may reuse blocks; the manager is set to it.
-        rng: source of the names of generated blocks where a prompt has hashes only.
+        manager: a `BlockPoolManager`.
+        prefix_caching: whether requests may reuse blocks; applied to the manager.
+        rng: source of the names of generated blocks if a prompt has only hashes.
 
     Raises:
-        ValueError: the manager is another.
+        ValueError: the manager is of another kind.
     """
 
     manager: BlockPoolManager
@@ -36,7 +36,7 @@ class BlockPoolDriver(PoolDriver):
 
     @property
     def powers(self) -> Powers:
-        """What it can do that not every driver can."""
+        """Its optional abilities, which not every driver has."""
         return replace(super().powers, drop_last=self.drop_last, bursts=self)
 
     def drop_last(self, drops: bool) -> None:
@@ -44,17 +44,15 @@ class BlockPoolDriver(PoolDriver):
         self._drops_last = drops
 
     def lookup(self, request: PoolRequest) -> int:
-        """Tokens of the request that are cached, generated ones included; its last one never counts."""
+        """Return the cached tokens of the request, generated ones included; its last token never counts."""
         return len(self._found(request)) * self.manager.block_size
 
     def need(self, request: PoolRequest, upto: int, tokens: Sequence[int] = ()) -> int:
-        """New blocks, and hits that no request uses, as vLLM counts them; decode steps give nothing back, so they are
-        counted.
-        """
+        """Count new blocks and hits that no request uses, as vLLM does, also those of decode steps, which free none."""
         return self.manager.missing_blocks(request, upto + len(tokens), self._hits(request))
 
     def step_inside(self, request: PoolRequest, upto: int) -> bool:
-        """Count the tokens up to one as computed, if it lies inside the block of the last one that is."""
+        """Count the first `upto` tokens as computed if this stays inside the block of the last computed token."""
         size = self.manager.block_size
         if request.num_computed_tokens // size != upto // size or upto > len(request.block_ids) * size:
             return False
@@ -62,9 +60,9 @@ class BlockPoolDriver(PoolDriver):
         return True
 
     def need_whole(self, request: PoolRequest) -> int:
-        """New blocks of all its tokens; a hit counts as held if anybody holds it, also the one of the last token.
+        """Count the new blocks for all its tokens. Hits that any request holds are subtracted, also the last token's.
 
-        Blocks of its own count, too: a prompt of one token that was loaded has some, and nothing computed.
+        Blocks that it holds already are subtracted too: a loaded prompt of one token has some, and nothing computed.
         """
         manager, size = self.manager, self.manager.block_size
         held = sum(map(bool, map(manager.references_to, manager.cached_blocks(request))))
@@ -72,20 +70,20 @@ class BlockPoolDriver(PoolDriver):
         return -(-len(request) // size) - min(held, most) - len(request.block_ids)
 
     def plan(self, request: PoolRequest, upto: int) -> PromptPlan:
-        """As `need`, `room` and `lookup`, of one look-up."""
+        """Return `need`, `room` and `lookup`, from one look-up."""
         manager, hits = self.manager, self._found(request)
         needed = manager.missing_blocks(request, upto, hits)
         return PromptPlan(needed, manager.num_free_blocks, len(hits) * manager.block_size, hits)
 
     def admit(self, request: PoolRequest, upto: int, plan: PromptPlan | None = None) -> None:
-        """Allocate for the first `upto` tokens that are not computed; with the first of them, all hits are taken."""
+        """Allocate blocks up to `upto` tokens; the first allocation of a request also takes all its hits."""
         manager, hits = self.manager, self._hits(request) if plan is None else plan.found
         new = upto - request.num_computed_tokens - len(hits) * manager.block_size
         if new > 0:
             manager.allocate_slots(request, new, hits)
 
     def extend(self, request: PoolRequest, tokens: Sequence[int]) -> None:
-        """Decode steps, one a token; only the first and the last of a block's do anything."""
+        """Run decode steps, one per token; only those of a block's first and last token have an effect."""
         size, start = self.manager.block_size, 0
         while start < len(tokens):
             step = tokens[start : start + size - len(request) % size]
@@ -101,7 +99,7 @@ class BlockPoolDriver(PoolDriver):
         return found[:-1] if self._drops_last and request.computes_last_token else found
 
     def allocate(self, request: PoolRequest, upto: int) -> int:
-        """Allocate for the first `upto` tokens, and count them as computed; all of them, or nothing changes."""
+        """Allocate for the first `upto` tokens and count them as computed; all of them, or nothing changes."""
         manager, hits = self.manager, self._hits(request)
         new = upto - request.num_computed_tokens - len(hits) * manager.block_size
         is_due = new > 0 or (hits and not new and not request.computes_last_token)
@@ -110,7 +108,7 @@ class BlockPoolDriver(PoolDriver):
         return upto
 
     def reserve_burst(self, request: PoolRequest, tokens: int) -> bool:
-        """Take blocks for `tokens` tokens that a pass may add to a request; False if there are too few."""
+        """Take blocks for `tokens` tokens that a pass may add to a request; return False if there are too few."""
         return self.manager.reserve_slots(request, len(request) + tokens)
 
     def release_burst(self, request: PoolRequest) -> None:
@@ -118,9 +116,7 @@ class BlockPoolDriver(PoolDriver):
         self.manager.release_slots(request)
 
     def reserve(self, request: PoolRequest, upto: int) -> int | None:
-        """Take what is cached of the first `upto` tokens, and blocks for the rest, which are not cached before they
-        are claimed.
-        """
+        """Take the hits among the first `upto` tokens, and blocks for the rest, which are cached only by `claim`."""
         manager, size = self.manager, self.manager.block_size
         hits = manager.cached_blocks(request, upto // size)
         taken = manager.allocate_slots(request, upto - len(hits) * size, hits, delay_cache_blocks=True)
@@ -131,7 +127,7 @@ class BlockPoolDriver(PoolDriver):
         self.manager.cache_blocks(request)
 
     def tables(self, request: PoolRequest, tokens: int | None = None) -> tuple[list[int], ...]:
-        """The blocks that a request holds, as one group: those of `tokens` tokens, or all."""
+        """Return the blocks that a request holds, as one group: those of `tokens` tokens, or all."""
         held = request.block_ids
         return (held if tokens is None else held[: -(-tokens // self.manager.block_size)],)
 
@@ -145,14 +141,14 @@ class BlockPoolDriver(PoolDriver):
     ) -> int:
         """Count the blocks of the queue that a request needs for its first `upto` tokens.
 
-        New ones, and hits that no request uses.
+        They are new blocks, and hits that no request uses.
         """
         return self.manager.missing_blocks(request, upto, self._hits(request) if hits else ())
 
     def hold(self, request: PoolRequest, upto: int, reserved: int = 0) -> bool:
         """Take hits and blocks for the first `upto` tokens, which come from elsewhere.
 
-        False: fewer than `reserved` would be left.
+        Return False if fewer than `reserved` blocks would be left.
         """
         manager, hits = self.manager, self._hits(request)
         if manager.missing_blocks(request, upto, hits) > manager.num_free_blocks - reserved:
@@ -166,6 +162,6 @@ class BlockPoolDriver(PoolDriver):
         self.manager.cache_blocks(request)
 
     def quiet_tokens(self, request: PoolRequest) -> int:
-        """Tokens that are computed, from the last one on, before one needs a block or fills one."""
+        """Return the number of tokens, from the last one on, that can be computed before one needs or fills a block."""
         size, length = self.manager.block_size, len(request)
         return -length % size if length <= len(request.block_ids) * size else 0

@@ -1,6 +1,4 @@
-"""Brings the cache groups of one engine together: what all of them can resume from, and which group takes blocks
-when.
-"""
+"""Coordination of the cache groups of one engine: common hits, and the order in which groups take blocks."""
 
 from __future__ import annotations
 
@@ -36,17 +34,17 @@ _POLICIES: Final[dict[str, type[GroupPolicy]]] = {
 
 
 class Coordinator:
-    """The groups of one engine over their pool.
+    """The cache groups of one engine over their common pool.
 
     Args:
-        geometry: the engine's.
+        geometry: the engine's groups and sizes.
         pool: the pool of their blocks.
         journal: publishes their events.
 
     Attributes:
         geometry: as given.
         pool: as given.
-        policies: of each group.
+        policies: one per group.
     """
 
     def __init__(self, geometry: GroupGeometry, pool: NamedPool, journal: GroupJournal) -> None:
@@ -56,15 +54,15 @@ class Coordinator:
         ]
         self._states = [policy for policy in self.policies if isinstance(policy, StatePolicy)]
         self._several = len(geometry.groups) > 1
-        # With one family of full attention and one other, both can resume from what the second finds.
+        # With one family of full attention and one other, both can resume from the hit of the second.
         first = geometry.groups[geometry.families[0][0]]
         self._in_one_pass = not self._several or (len(geometry.families) == 2 and first.kind in FULL)
-        self._copies: dict[int, list[tuple[int, int]]] = {}  # of each group, in this step
+        self._copies: dict[int, list[tuple[int, int]]] = {}  # by group, in this step
 
     # --------------------------------------------------------------------------------------------------- lookup
 
     def lookup(self, request: GroupRequest) -> ComputedBlocks:
-        """The longest hit that all groups can resume from. Changes nothing."""
+        """Return the longest hit that all groups can resume from. Changes nothing."""
         policies, tokens = self.policies, request.tokens
         hit, reached, short = 0, dict[int, int](), dict[int, None]()
         if self.geometry.caching and not request.skip_reading_prefix_cache:
@@ -80,8 +78,9 @@ class Coordinator:
         return longest if self._several and longest > hit else 0
 
     def _longest(self, request: GroupRequest, limit: int) -> tuple[int, dict[int, int], dict[int, None]]:
-        """The longest hit; the longest that each group had on the way; and the first group of each other family that
-        shortened it.
+        """Return the common hit, the longest hit of each group during the search, and the groups that shortened it.
+
+        The last are the first groups of families other than full attention.
         """
         tokens, caches = request.tokens, self.pool.cached
         hashed = len(tokens.names) * tokens.block_size
@@ -90,7 +89,7 @@ class Coordinator:
         looks = [Lookup(tokens, [caches[number] for number in family]) for family in self.geometry.families]
         reached: dict[int, int] = {}
         short: dict[int, None] = {}
-        dropped: set[int] = set()  # families that need not drop a unit again, as the limit is one below theirs
+        dropped: set[int] = set()  # families that need not drop a unit again: the limit already lies one unit lower
         while True:
             length = limit
             for family, look in zip(self.geometry.families, looks, strict=True):
@@ -132,7 +131,7 @@ class Coordinator:
         )
 
     def retire(self, request: GroupRequest, processed: int) -> None:
-        """Free what no later token attends to once `processed` tokens are processed."""
+        """Free the blocks that no later token attends to after `processed` tokens."""
         for policy, table in zip(self.policies, request.tables, strict=True):
             policy.retire(table, processed)
 
@@ -146,10 +145,10 @@ class Coordinator:
         )
 
     def fill(self, request: GroupRequest, span: Span, hits: ComputedBlocks | None) -> tuple[list[int], ...]:
-        """Give a request its hits, and what else it needs: all hits are held before a block is taken.
+        """Give a request its hits and the new blocks that it needs. All hits are held before any block is taken.
 
         Returns:
-            The new blocks of each group, first those for tokens from elsewhere.
+            The new blocks of each group; those for tokens from elsewhere come first.
         """
         is_new = not request.holds_blocks
         if hits is not None and any(hits.blocks):
@@ -170,7 +169,7 @@ class Coordinator:
         return tuple(table.blocks[before:] for table, before in zip(request.tables, held, strict=True))
 
     def cache(self, request: GroupRequest, upto: int) -> None:
-        """Name what is worth it of the first `upto` tokens, group by group."""
+        """Name the blocks within the first `upto` tokens that each group keeps, group by group."""
         if not self.geometry.caching:
             return
         geometry, whole = self.geometry, upto
@@ -184,12 +183,12 @@ class Coordinator:
     # ---------------------------------------------------------------------------------------------- steps and ends
 
     def start_step(self) -> None:
-        """Count the blocks named in the last step as computed."""
+        """Count the states named in the last step as computed."""
         for policy in self._states:
             policy.named_in_step.clear()
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """Take the blocks that were copied in this step, and their copies, in pairs; all are still held."""
+        """Take the pairs of (block, copy) that were copied in this step; all blocks are still held."""
         if not self._copies:
             return []
         pairs = [pair for number in sorted(self._copies) for pair in self._copies[number]]
@@ -197,19 +196,19 @@ class Coordinator:
         return pairs
 
     def end_step(self) -> list[tuple[int, int]]:
-        """Let go of the blocks that were copied in this step, and of their copies, and return them in pairs."""
+        """Release the blocks that were copied in this step and their copies; return these pairs."""
         pairs = self.take_copies()
         if pairs:
             self.pool.release([block for pair in pairs for block in pair])
         return pairs
 
     def note_states(self) -> None:
-        """Note from now on which states are named, for a connector that stores them."""
+        """Record from now on which states are named, for a connector that stores them."""
         for policy in self._states:
             policy.named = []
 
     def take_states(self) -> dict[GroupRequest, list[StateHandOff]]:
-        """Take the states that were named since the last time, by request."""
+        """Take the states that were named since the last call, by request."""
         taken: dict[GroupRequest, list[StateHandOff]] = {}
         for policy in self._states:
             if policy.named:
@@ -219,7 +218,7 @@ class Coordinator:
         return taken
 
     def forget_states(self, request: GroupRequest) -> None:
-        """Note nothing of a request whose blocks are freed: another one may write there."""
+        """Drop the recorded states of a request whose blocks are freed: another request may overwrite them."""
         for policy in self._states:
             if policy.named:
                 policy.named = [each for each in policy.named if each[0] is not request]

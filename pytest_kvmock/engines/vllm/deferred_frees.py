@@ -1,10 +1,10 @@
 """Blocks that become free when a step in flight is processed, as in vLLM with a connector that loads.
 
-Theory of operation. With two batches in flight a step may still write blocks of a request that has ended, was aborted
-or was preempted, and a load into them would not wait for that write. So where a connector loads, such blocks leave
-their request at once, and come back to the queue when the newest step that was scheduled by then is processed (vLLM:
-`_free_request_blocks`, `_drain_deferred_frees`). Only steps that compute something count. An entry that is not due
-holds up those behind it.
+Theory of operation. With two batches in flight, a step may still write blocks of a request that has ended, was aborted
+or was preempted. A load into these blocks would not wait for the write. With a loading connector, these blocks
+therefore leave their request at once, and return to the queue when the newest step scheduled by then is processed
+(vLLM: `_free_request_blocks`, `_drain_deferred_frees`). Only steps that compute something count. An entry that is not
+due blocks the entries behind it.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from typing import Protocol
 
 
 class FreeingManager(Protocol):
-    """The methods needed of a block manager."""
+    """The methods that a block manager must have."""
 
     def free(self, request: object, /) -> None:
         """Free all blocks of a request, group by group, tail first."""
 
     def take_blocks(self, request: object, /) -> list[int]:
-        """Take all blocks from a request, group by group, and free none."""
+        """Take all blocks from a request, group by group, without freeing them."""
 
     def give_back(self, blocks: list[int], /) -> None:
-        """Free blocks that were taken from a request, or that were copied, the last one first."""
+        """Free blocks that were taken from a request or that were copied, the last one first."""
 
 
 class DeferredFrees:
     """The blocks of one engine that wait for a step.
 
     Args:
-        manager: whose blocks.
-        defers: whether they wait at all: the connector loads, and two batches are in flight.
+        manager: the manager of the blocks.
+        defers: whether blocks wait at all: the connector loads, and two batches are in flight.
 
     Attributes:
         defers: as given.
-        scheduled: the number of the newest step that was scheduled; steps that compute nothing have none.
+        scheduled: the number of the newest scheduled step; steps that compute nothing have no number.
     """
 
     def __init__(self, manager: FreeingManager, *, defers: bool) -> None:
@@ -50,22 +50,22 @@ class DeferredFrees:
         return sum(len(blocks) for _, blocks in self._waiting)
 
     def step_scheduled(self) -> int:
-        """Count a step that computes something, before its requests note it as their last one; return its number."""
+        """Count a step that computes something and return its number; call it before its requests record the step."""
         self.scheduled += 1
         return self.scheduled
 
     def step_processed(self) -> None:
-        """The oldest step in flight is processed: free what waited for it."""
+        """Count the oldest step in flight as processed, and free the blocks that waited for it."""
         self._processed += 1
         while self._waiting and self._waiting[0][0] <= self._processed:
             self._manager.give_back(self._waiting.popleft()[1])
 
     def free(self, request: object, last_step: int) -> None:
-        """Free the blocks of a request: now, or when the newest step is processed, if its own last one is not.
+        """Free the blocks of a request: now if its last step is processed, else when the newest step is.
 
         Args:
-            request: whose.
-            last_step: the number of the last step that computed something of it; 0: none did.
+            request: the request.
+            last_step: the number of the last step that computed any of its tokens; 0 if none did.
         """
         if not self.defers or last_step <= self._processed:
             self._manager.free(request)
@@ -75,8 +75,9 @@ class DeferredFrees:
             self._waiting.append((self.scheduled, blocks))
 
     def copied(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Free blocks that are copied in the step that is being scheduled, and their copies: now, or when the next step
-        that computes something is processed.
+        """Free the blocks that the step being scheduled copies, and their copies.
+
+        They are freed now, or when the next step that computes something is processed.
         """
         blocks = [block for pair in reversed(pairs) for block in reversed(pair)]
         if not blocks:

@@ -1,4 +1,4 @@
-"""Drives vLLM's block manager if there is a draft model: in steps that try drafts, of which some are accepted."""
+"""Driver of vLLM's block manager with a draft model: each step tries drafts, and some are accepted."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 # Theory of operation
 #
 # The first output token of a prefill comes with the first generated token. Each further step computes the last token
-# and the drafts; its answer is the accepted drafts and one token more. What is cached is decided when a step is
-# scheduled and when it is answered, by the manager. Every step has the engine's full number of drafts.
+# and the drafts; its answer is the accepted drafts and one more token. The manager decides what to cache when a step is
+# scheduled and when it is answered. Every step has the engine's full number of drafts.
 
 
 class DraftPoolDriver(HybridPoolDriver):
-    """Turns requests into lookups, and steps with drafts, which are scheduled one after the other.
+    """Turns requests into lookups and into steps with drafts, one step at a time.
 
     Args:
-        manager: vLLM's, with a draft model.
-        prefix_caching: whether its requests may reuse blocks; the manager is set to it.
-        rng: source of the names of generated blocks where a prompt has hashes only.
+        manager: a `VllmHybridManager` with a draft model.
+        prefix_caching: whether requests may reuse blocks; applied to the manager.
+        rng: source of the names of generated blocks if a prompt has only hashes.
 
     Raises:
-        ValueError: the manager is another.
+        ValueError: the manager is of another kind.
 
     Attributes:
         drafts: the most drafts that a step accepts.
@@ -43,23 +43,23 @@ class DraftPoolDriver(HybridPoolDriver):
         assert draft is not None
         self.drafts = draft.tokens
         self.traits = replace(self.traits, stores_when="lookahead" if geometry.lookahead else "next_token")
-        # Room that a step may need in addition to its tokens: slots and drafts in each group.
+        # Blocks that a step may need in addition to its tokens: slots and drafts in each group.
         beyond = draft.slots + draft.tokens
         self._spare += sum(2 + beyond // group.block_size for group in geometry.groups)
 
     @property
     def powers(self) -> Powers:
-        """What it can do that not every driver can."""
+        """Its optional abilities, which not every driver has."""
         return replace(super().powers, drafts=self, generate_run=self.generate_run)
 
     # ---------------------------------------------------------------------------------- operations of a worker
 
     def need(self, request: GroupRequest, upto: int, tokens: Sequence[int] = ()) -> int:
-        """The most blocks that these steps take from the queue at once, less those that they put back."""
+        """Return the most blocks that these steps take from the queue at once, net of those that they put back."""
         return self.need_runs(request, upto, [(token,) for token in tokens])
 
     def need_runs(self, request: GroupRequest, upto: int, runs: Sequence[Sequence[int]] = ()) -> int:
-        """Return the `need` of steps that generate these runs of tokens: accepted drafts and one more."""
+        """Return the `need` of steps that generate these runs of tokens, each accepted drafts and one more token."""
         manager, count = self.manager, sum(map(len, runs))
         most = max(manager.missing_blocks(request, upto + count, self._hits(request)), 0) + self._spare
         if most <= self.room():
@@ -73,27 +73,27 @@ class DraftPoolDriver(HybridPoolDriver):
         return before - min(least)
 
     def _ends(self, request: GroupRequest, upto: int) -> list[int]:
-        """Where the chunks of a request end that has computed nothing."""
+        """Return where the chunks of a request without blocks end."""
         if request.holds_blocks:
             return []
         chunk = self._chunk or max(upto, 1)
         return [min(end, upto) for end in range(chunk, upto + chunk, chunk)]
 
     def admit(self, request: GroupRequest, upto: int, plan: PromptPlan | None = None) -> None:  # noqa: ARG002 - as `plan` has it
-        """Compute the first `upto` tokens, chunk by chunk; what is left of them comes with the next chunk."""
+        """Compute the first `upto` tokens, chunk by chunk; any remaining tokens are computed with the next chunk."""
         _prefill(self.manager, request, upto)
 
     def extend(self, request: GroupRequest, tokens: Sequence[int]) -> None:
-        """Decode steps, one a token: all drafts are rejected."""
+        """Run decode steps, one per token: all drafts are rejected."""
         self.extend_runs(request, [(token,) for token in tokens])
 
     def extend_runs(self, request: GroupRequest, runs: Sequence[Sequence[int]]) -> None:
-        """Decode steps, each of which generates accepted drafts and one token more."""
+        """Run decode steps; each generates accepted drafts and one more token."""
         for run in runs:
             _decode(self.manager, request, run)
 
     def free(self, request: GroupRequest, *, done: bool) -> None:
-        """Free all blocks, tail first; pending tokens become stale."""
+        """Free all blocks, tail first; tokens in flight become stale."""
         super().free(request, done=done)
         if request.num_in_flight_tokens:
             request.drafts.answered()
@@ -102,13 +102,11 @@ class DraftPoolDriver(HybridPoolDriver):
     # ------------------------------------------------------------------------------------------ for a scheduler
 
     def need_of_step(self, request: GroupRequest, upto: int) -> int:
-        """The blocks of the first `upto` tokens of a request without blocks; of one that has some, `allocate` finds
-        out.
-        """
+        """Count the blocks needed for the first `upto` tokens; 0 for a request with blocks, which `allocate` checks."""
         return 0 if request.holds_blocks else self.need(request, upto)
 
     def allocate(self, request: GroupRequest, upto: int) -> int:
-        """Schedule a chunk of the first `upto` tokens, or the last token and drafts; all of them, or none."""
+        """Schedule a chunk up to `upto` tokens, or the last token and drafts; all of them, or none."""
         manager, hits = self.manager, self._hits(request)
         start = request.num_computed_tokens + (0 if hits is None else hits.num_tokens)
         if hits is None and upto == len(request) and start >= request.tokens.num_prompt_tokens:
@@ -121,32 +119,32 @@ class DraftPoolDriver(HybridPoolDriver):
         return upto
 
     def step_inside(self, request: GroupRequest, upto: int) -> bool:  # noqa: ARG002 - as the others have it
-        """No: each step is scheduled, as it may cache accepted tokens."""
+        """Return False: each step must be scheduled, because it may cache accepted tokens."""
         return False
 
     def quiet_tokens(self, request: GroupRequest) -> int:  # noqa: ARG002 - as above
-        """None, as each step may cache accepted tokens."""
+        """Return 0: each step may cache accepted tokens."""
         return 0
 
     def generate_run(self, request: GroupRequest, tokens: Sequence[int]) -> None:
-        """The step that was scheduled is answered: accepted drafts, and one token more."""
+        """Answer the scheduled step with accepted drafts and one more token."""
         _answered(self.manager, request, tokens)
 
     def generate(self, request: GroupRequest, token: int) -> bool:
-        """The step that was scheduled is answered: all drafts are rejected."""
+        """Answer the scheduled step with one token: all drafts are rejected."""
         _answered(self.manager, request, (token,))
         return True
 
 
 def _scheduled(manager: VllmHybridManager, request: GroupRequest, tokens: int) -> None:
-    """Note a step that was allocated; one that samples nothing is answered at once."""
+    """Record an allocated step; a step that samples nothing is answered at once."""
     request.drafts.scheduled(request, tokens)
     if request.num_computed_tokens < len(request):
         manager.take_output(request, tokens, None)
 
 
 def _answered(manager: VllmHybridManager, request: GroupRequest, tokens: Sequence[int]) -> None:
-    """What is owed comes; where nothing is, as after a step that was not scheduled, the tokens are appended."""
+    """Answer the step in flight; if there is none, because no step was scheduled, append the tokens."""
     if request.num_in_flight_tokens:
         manager.take_output(request, request.num_in_flight_tokens, tokens)
     else:
@@ -154,8 +152,9 @@ def _answered(manager: VllmHybridManager, request: GroupRequest, tokens: Sequenc
 
 
 def _prefill(manager: VllmHybridManager, request: GroupRequest, upto: int, least: list[int] | None = None) -> None:
-    """Compute the first `upto` tokens, as far as chunks may end there; how many blocks are free in each step is
-    added to `least`.
+    """Compute the first `upto` tokens, as far as chunks may end there.
+
+    The number of free blocks in each step is appended to `least`.
     """
     for tokens in prefill_steps(manager, request, upto, _padded):
         _scheduled(manager, request, tokens)
@@ -164,7 +163,7 @@ def _prefill(manager: VllmHybridManager, request: GroupRequest, upto: int, least
 
 
 def _padded(manager: VllmHybridManager, request: GroupRequest, hits: ComputedBlocks) -> int:
-    """Tokens of a step that computes the last token of a prompt alone: vLLM pads it by drafts, which are rejected."""
+    """Return the tokens of a step that computes only a prompt's last token: vLLM pads it with drafts to be rejected."""
     assert manager.speculative is not None
     drafts = manager.speculative.tokens
     if 1 + drafts > manager.max_num_batched_tokens:
@@ -175,7 +174,7 @@ def _padded(manager: VllmHybridManager, request: GroupRequest, hits: ComputedBlo
 
 
 def _schedule(manager: VllmHybridManager, request: GroupRequest) -> bool:
-    """Schedule the last token and drafts; False, and nothing is, where blocks run short."""
+    """Schedule the last token and drafts; return False and schedule nothing if blocks run short."""
     assert manager.speculative is not None
     request.drafts.proposed = manager.speculative.tokens
     tokens = manager.chunk_tokens(request, min(request.drafts.wanted(request), manager.max_num_batched_tokens))
@@ -189,7 +188,7 @@ def _schedule(manager: VllmHybridManager, request: GroupRequest) -> bool:
 def _decode(
     manager: VllmHybridManager, request: GroupRequest, run: Sequence[int], least: list[int] | None = None
 ) -> None:
-    """Generate a run in one step: what a prefill owes, or the answer to a step that is scheduled now."""
+    """Generate a run in one step: the outstanding token of a prefill, or the answer to a step scheduled now."""
     if request.num_in_flight_tokens:
         _answered(manager, request, run[:1])
         run = run[1:]

@@ -1,7 +1,6 @@
-"""What vLLM does with the blocks of one cache group, by its kind: attention of all sorts, and rings.
+"""vLLM's rules for the blocks of one cache group, by kind: all kinds of attention, and rings.
 
-One subject: the life of a block in its group, from the lookup that finds it to the step in which it falls behind a
-window.
+One subject: the life of a block in its group, from the lookup that finds it to the step that moves a window past it.
 """
 
 from __future__ import annotations
@@ -18,31 +17,31 @@ if TYPE_CHECKING:
 
 
 class GroupJournal(Protocol):
-    """Publishes what groups do."""
+    """Publishes the changes of groups."""
 
     def stored(
         self, request: GroupRequest, group: int, *, block_size: int, start: int, ends: Sequence[int], end: int
     ) -> None:
-        """Blocks were named.
+        """Publish the blocks that were named.
 
         Args:
-            request: whose.
+            request: the request that holds them.
             group: the group.
-            block_size: tokens a block of what is published.
-            start: tokens before the first one that was considered.
-            ends: of each block that was named, the tokens up to its end; perhaps none.
-            end: tokens up to the last one that was considered.
+            block_size: tokens per published block.
+            start: number of tokens before the first block that was considered.
+            ends: for each block that was named, the number of tokens up to its end; may be empty.
+            end: number of tokens up to the end of the last block that was considered.
         """
 
     def removed(self, names: Sequence[tuple[int, int]]) -> None:
-        """Blocks lost these names, (group, hash)."""
+        """Publish the names, (group, hash), that blocks lost."""
 
 
 class Lookup:
-    """What a family of groups, which have a block only if all of them do, has of the tokens of a request.
+    """The cached blocks of one request in a family of groups; a block counts only if all these groups have it.
 
     Args:
-        tokens: those of the request.
+        tokens: the tokens of the request.
         caches: the blocks of each group by hash.
     """
 
@@ -53,14 +52,12 @@ class Lookup:
         self._caches = caches
 
     def has(self, tokens: int) -> bool:
-        """Whether the block that ends after `tokens` tokens is cached."""
+        """Return whether the block that ends after `tokens` tokens is cached."""
         name = self._names[tokens // self._unit - 1]
         return all(name in cache for cache in self._caches)
 
     def leading(self, first: int, last: int, block_size: int) -> int:
-        """Count the blocks that are cached from position `first` on, before the first one that is not, or before
-        `last`.
-        """
+        """Count the cached blocks from position `first` on, up to the first missing block or up to `last`."""
         step = block_size // self._unit
         names = self._names[(first + 1) * step - 1 : last * step : step]
         for cache in self._caches:
@@ -69,11 +66,11 @@ class Lookup:
 
 
 class GroupPolicy:
-    """What all kinds of groups have in common. A subclass has the rules of its kind.
+    """Common base of all kinds of groups. A subclass has the rules of its kind.
 
     Args:
         number: the group's number.
-        geometry: of the engine.
+        geometry: the engine's groups and sizes.
         pool: the pool of its blocks.
         journal: publishes its events.
     """
@@ -90,26 +87,27 @@ class GroupPolicy:
     # --------------------------------------------------------------------------------------------------- lookup
 
     drop_unit = 0
-    """How many tokens more a group is looked up for whose hits are one unit shorter than what is cached; 0: they are
+    """Tokens that a lookup adds for a group whose hits are one unit shorter than the cached tokens; 0 if they are
     not."""
 
     def longest(self, look: Lookup, limit: int, drops: bool) -> int:
-        """The most tokens, up to a limit, that a request could resume from in this group; `drops`: one unit less."""
+        """Return the most tokens, up to a limit, that a request could resume from in this group.
+
+        With `drops`, one unit less.
+        """
         raise NotImplementedError
 
     def skipped(self, tokens: int) -> int:
-        """Return the number of leading tokens that are let go: no later token attends to them after `tokens` computed
-        ones.
-        """
+        """Return the number of leading tokens that no later token attends to after `tokens` computed tokens."""
         return self.group.skipped(tokens, self._again)
 
     def found(self, request: GroupRequest, hit: int, reached: int) -> list[int]:  # noqa: ARG002 - of a subclass
-        """The blocks of a hit by position; null where they are not needed.
+        """Return the blocks of a hit by position; null where no block is needed.
 
         Args:
-            request: whose.
+            request: the request.
             hit: tokens that all groups can resume from.
-            reached: those that this one could.
+            reached: tokens that this group could resume from.
         """
         first, step = self._first_found(hit), self.block_size // self._unit
         names = request.tokens.names[(first + 1) * step - 1 : hit // self._unit : step]
@@ -126,13 +124,13 @@ class GroupPolicy:
         """Count the blocks of the queue that a request needs of this group.
 
         Args:
-            request: whose.
+            request: the request.
             span: the span that it asks for.
-            hits: the lookup's hits.
-            cap: the most blocks that it is asked for; None if there is no cap.
-            asks: True only asks; False also plans the allocation.
+            hits: the hits of the lookup in this group.
+            cap: the most blocks that are counted as required; None if there is no cap.
+            asks: True only counts; False also plans the allocation.
         """
-        del asks  # only states plan
+        del asks  # only state groups plan
         table, size = request.tables[self.number], self.block_size
         required = -(-span.slots // size)
         if cap is not None:
@@ -146,7 +144,7 @@ class GroupPolicy:
         return new + idle + bool(hits and span.hit % size)
 
     def retire(self, table: GroupTable, processed: int) -> None:
-        """Free the blocks behind the window once `processed` tokens are processed, the last one first."""
+        """Free the blocks behind the window after `processed` tokens, the last one first."""
         freed = []
         for position in self.behind(table, processed):
             freed.append(table.blocks[position])
@@ -155,7 +153,7 @@ class GroupPolicy:
             self._pool.release(freed)
 
     def behind(self, table: GroupTable, processed: int) -> Iterator[int]:
-        """The positions of the blocks that `retire` would free, the last one first."""
+        """Yield the positions of the blocks that `retire` would free, the last one first."""
         blocks = table.blocks
         for position in range(min(self.skipped(processed) // self.block_size, len(blocks)) - 1, -1, -1):
             if blocks[position] == NULL:
@@ -163,7 +161,7 @@ class GroupPolicy:
             yield position
 
     def adopt(self, table: GroupTable, hits: Sequence[int], hit: int) -> None:
-        """Give a request without blocks those that the lookup found."""
+        """Give a request without blocks the blocks that the lookup found."""
         first = self._first_found(hit)
         held = list(hits[first:])
         self._pool.touch(held)
@@ -172,7 +170,7 @@ class GroupPolicy:
         table.cached = hit // self.block_size if table.shares_last else len(table.blocks)
 
     def receive(self, table: GroupTable, upto: int) -> None:
-        """Take blocks for what comes computed from elsewhere, up to `upto` tokens; null behind the window."""
+        """Take blocks for tokens that come computed from elsewhere, up to `upto`; null behind the window."""
         skipped, size = max(self.skipped(upto), 0), self.block_size
         behind = skipped // size - len(table.blocks)
         if behind > 0:
@@ -183,7 +181,7 @@ class GroupPolicy:
             table.blocks += self._pool.take(count)
 
     def fill(self, request: GroupRequest, span: Span, copies: list[tuple[int, int]]) -> None:
-        """Take blocks for what is asked; pairs of blocks whose contents are copied are appended to `copies`."""
+        """Take the blocks that `span` needs; append each pair (block, copy) to `copies`."""
         table = request.tables[self.number]
         self._copy_shared(table, copies)
         count = -(-span.slots // self.block_size) - len(table.blocks)
@@ -191,9 +189,7 @@ class GroupPolicy:
             table.blocks += self._pool.take(count)
 
     def _copy_shared(self, table: GroupTable, copies: list[tuple[int, int]]) -> None:
-        """Take a block of one's own in place of the last one, if that is another's. Both are held till the end of
-        the step.
-        """
+        """Replace a shared last block by a copy that only this request writes. Both are held until the step ends."""
         if table.shares_last:
             table.shares_last = False
             (copy,) = self._pool.take(1)
@@ -202,7 +198,7 @@ class GroupPolicy:
             table.blocks[-1] = copy
 
     def quiet_tokens(self, table: GroupTable, computed: int) -> int:
-        """Tokens that can be computed one a step after `computed` ones, before a step takes, fills or frees a block."""
+        """Return how many steps of one token can follow `computed` tokens before one takes, fills or frees a block."""
         blocks, size = table.blocks, self.block_size
         if self._slots(table) <= computed:
             return 0
@@ -215,18 +211,18 @@ class GroupPolicy:
         return len(table.blocks) * self.block_size
 
     def _next_retired(self, computed: int) -> int:
-        """How many tokens must be computed before one block more is behind the window."""
+        """Return the number of computed tokens at which one more block is behind the window."""
         skipped = self.skipped(computed)
         return computed - skipped + (max(skipped, 0) // self.block_size + 1) * self.block_size
 
     # --------------------------------------------------------------------------------------------------- caching
 
     def cache(self, request: GroupRequest, upto: int) -> None:
-        """Name, and publish, those blocks of a request that end within `upto` tokens, and that its kind keeps."""
+        """Name and publish the blocks of a request that end within `upto` tokens and that this kind of group keeps."""
         self._cache_whole(request, request.tables[self.number], upto)
 
     def kept(self, request: GroupRequest, start: int, end: int) -> Collection[int]:  # noqa: ARG002 - of a subclass
-        """The positions between two that are worth a name."""
+        """Return the positions from `start` to `end` whose blocks are named."""
         return range(start, end)
 
     def _cache_whole(self, request: GroupRequest, table: GroupTable, upto: int) -> range:
@@ -250,7 +246,7 @@ class GroupPolicy:
         return considered
 
     def _name_inside(self, request: GroupRequest, block: int, tokens: int) -> None:
-        """Name a block for tokens that need not fill it; names of fewer tokens are taken from it."""
+        """Name a block by its first `tokens` tokens, which may fill it in part; it loses names of fewer tokens."""
         pool, name = self._pool, (self.number, request.key(tokens))
         if name in pool.names(block):
             return
@@ -262,10 +258,10 @@ class GroupPolicy:
 
 
 class FullPolicy(GroupPolicy):
-    """Full attention and MLA: every block is kept, and found from the left.
+    """Full attention and MLA: every block is kept, and lookups go from the left.
 
-    Where hashes are of less than a block, the block in which a prompt ends is named for what a request of the same
-    prompt could resume from; where hits may end inside a block, it is found by that.
+    If a hash unit is smaller than a block, the block in which a prompt ends is also named by the tokens that a request
+    with the same prompt could resume from. If hits may end inside a block, lookups find it by that name.
     """
 
     def __init__(self, number: int, geometry: GroupGeometry, pool: NamedPool, journal: GroupJournal) -> None:
@@ -273,8 +269,9 @@ class FullPolicy(GroupPolicy):
         self.drop_unit = self._unit if self._alignment < self.block_size else self.block_size
 
     def longest(self, look: Lookup, limit: int, drops: bool) -> int:
-        """Blocks from the left until one is missing; where hits may end inside a block, also the units of the next
-        one.
+        """Count the tokens of blocks from the left until one is missing.
+
+        If hits may end inside a block, the units of the next block count too.
         """
         size, unit, alignment = self.block_size, self._unit, self._alignment
         length = look.leading(0, limit // size, size) * size
@@ -286,15 +283,15 @@ class FullPolicy(GroupPolicy):
         return length // alignment * alignment
 
     def found(self, request: GroupRequest, hit: int, reached: int) -> list[int]:
-        """All blocks, the last one perhaps for its first tokens alone."""
+        """Return all blocks; of the last one, perhaps only the first tokens are hit."""
         blocks, size = super().found(request, hit, reached), self.block_size
-        if hit % size:  # the block that the lookup reached; its tokens may exceed the rest
+        if hit % size:  # the block that the lookup reached; its name may cover more tokens than the hit
             inside = min(reached + (self._unit if self.drops else 0), -(-hit // size) * size)
             blocks.append(self._pool.cached[self.number][request.key(inside)])
         return blocks
 
     def cache(self, request: GroupRequest, upto: int) -> None:
-        """Name all blocks, and the one that the prompt ends in."""
+        """Name all full blocks, and the block that the prompt ends in."""
         table = request.tables[self.number]
         self._cache_whole(request, table, upto)
         if self.block_size == self._unit:
@@ -309,7 +306,7 @@ class FullPolicy(GroupPolicy):
 
 
 class WindowPolicy(GroupPolicy):
-    """Sliding windows: a request resumes where the blocks of a whole window stand before it, found from the right."""
+    """Sliding windows: a request can resume behind a full window of cached blocks; lookups go from the right."""
 
     def __init__(self, number: int, geometry: GroupGeometry, pool: NamedPool, journal: GroupJournal) -> None:
         super().__init__(number, geometry, pool, journal)
@@ -318,7 +315,7 @@ class WindowPolicy(GroupPolicy):
         self.drop_unit = self.block_size
 
     def longest(self, look: Lookup, limit: int, drops: bool) -> int:
-        """The last place before which a whole window of blocks stands, or all blocks."""
+        """Return the last token count that has a full window of cached blocks, or all blocks, before it."""
         size, alignment, most = self.block_size, self._alignment, self._need + drops
         run = end = 0  # consecutive blocks, with their end
         for position in range(limit // size, 0, -1):
@@ -333,8 +330,8 @@ class WindowPolicy(GroupPolicy):
         return max(whole - drops * size, 0) // alignment * alignment
 
     def kept(self, request: GroupRequest, start: int, end: int) -> Collection[int]:
-        """The blocks of the windows that prompts resume from, and by the retention those before each of its
-        multiples.
+        """Return the blocks of the windows that prompts resume from, and of those before each multiple of the
+        retention.
         """
         geometry, size, drops = self._geometry, self.block_size, self.drops
         need = (self._need + drops) * size
@@ -353,7 +350,7 @@ class WindowPolicy(GroupPolicy):
 
 
 class LocalPolicy(GroupPolicy):
-    """Chunked local attention: no token attends beyond the begin of its chunk; every block is kept."""
+    """Chunked local attention: no token attends to tokens before its chunk; every block is kept."""
 
     def __init__(self, number: int, geometry: GroupGeometry, pool: NamedPool, journal: GroupJournal) -> None:
         super().__init__(number, geometry, pool, journal)
@@ -361,7 +358,7 @@ class LocalPolicy(GroupPolicy):
         self._chunk = self.group.chunk
 
     def longest(self, look: Lookup, limit: int, drops: bool) -> int:  # noqa: ARG002 - refused with a draft model
-        """Blocks from the begin of the chunk that the limit lies in, until one is missing."""
+        """Count the tokens up to the first missing block, searched from the start of the chunk that holds the limit."""
         size = self.block_size
         first = self.skipped(limit) // size
         return (first + look.leading(first, limit // size, size)) * size
@@ -371,10 +368,10 @@ class LocalPolicy(GroupPolicy):
 
 
 class RingPolicy(GroupPolicy):
-    """A circular buffer: one block a request, which is never found again."""
+    """A circular buffer: one block per request, which no lookup finds."""
 
     def found(self, request: GroupRequest, hit: int, reached: int) -> list[int]:  # noqa: ARG002 - nothing ever is
-        """Nothing."""
+        """Return no blocks."""
         return []
 
     def missing(
@@ -386,21 +383,21 @@ class RingPolicy(GroupPolicy):
         *,
         asks: bool = False,  # noqa: ARG002 - as above
     ) -> int:
-        """One block, once."""
+        """Count the one block, unless the request has it."""
         return not request.tables[self.number].blocks
 
     def retire(self, table: GroupTable, processed: int) -> None:
-        """Nothing is freed before the end."""
+        """Free nothing before the request ends."""
 
     def behind(self, table: GroupTable, processed: int) -> Iterator[int]:  # noqa: ARG002 - as above
-        """No block is behind a window."""
+        """Yield nothing: no block is behind a window."""
         return iter(())
 
     def adopt(self, table: GroupTable, hits: Sequence[int], hit: int) -> None:
-        """Nothing was found."""
+        """Do nothing: lookups find no block."""
 
     def quiet_tokens(self, table: GroupTable, computed: int) -> int:  # noqa: ARG002 - as above
-        """Nothing ever happens."""
+        """Return a block's worth of tokens: no step takes, fills or frees a block."""
         return self.block_size
 
     def receive(self, table: GroupTable, upto: int) -> None:  # noqa: ARG002 - as above
@@ -416,4 +413,4 @@ class RingPolicy(GroupPolicy):
             table.blocks = self._pool.take(1)
 
     def cache(self, request: GroupRequest, upto: int) -> None:
-        """Nothing has a name."""
+        """Name nothing."""

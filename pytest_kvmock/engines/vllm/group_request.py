@@ -1,6 +1,4 @@
-"""One request of an engine with cache groups: its tokens, the blocks that it holds of each group, and what it asks
-for.
-"""
+"""One request of an engine with cache groups: its tokens, its blocks in each group, and the span that it asks for."""
 
 from __future__ import annotations
 
@@ -18,8 +16,8 @@ class Checkpoint:
     """A state that is exported within a chunk.
 
     Attributes:
-        tokens: the state is the one after this many.
-        position: where in the table its block stands.
+        tokens: number of tokens that the state covers.
+        position: position of its block in the table.
     """
 
     tokens: int
@@ -31,12 +29,12 @@ class GroupTable:
 
     Attributes:
         blocks: by position; the null block where it needs none.
-        cached: how many positions, from the first, were considered for caching; None: none, and nothing was found.
-        shares_last: the last block is another's, which is copied before anything is written into it.
-        begun: of states: blocks were taken, so that the last ones are scratch blocks, if the group has any.
-        retired: of states: all positions before it are null.
-        checkpoint: of states: the one of the last chunk.
-        named_inside: of states: the position of the state that was named inside its block, and is to be copied.
+        cached: number of leading positions considered for caching; None if none was, and no hit was found.
+        shares_last: the last block belongs to another request too, and is copied before it is written.
+        begun: state groups: blocks were taken, so the last ones are the scratch blocks, if the group has any.
+        retired: state groups: all positions before this one are null.
+        checkpoint: state groups: the checkpoint of the last chunk.
+        named_inside: state groups: the position of a state that was named inside its block and must be copied.
     """
 
     __slots__ = ("begun", "blocks", "cached", "checkpoint", "named_inside", "retired", "shares_last")
@@ -57,9 +55,9 @@ class Span:
 
     Attributes:
         hit: tokens that the lookup found, for a request without blocks; else 0.
-        start: tokens that are computed, those found included.
-        end: tokens once the chunk is computed.
-        slots: tokens that need a slot: `end`, and those that a draft model looks ahead.
+        start: computed tokens, hits included.
+        end: computed tokens after the chunk.
+        slots: tokens that need a slot: `end` plus the lookahead slots of a draft model.
     """
 
     hit: int
@@ -73,9 +71,9 @@ class ComputedBlocks(NamedTuple):
 
     Attributes:
         num_tokens: tokens that need not be computed.
-        blocks: of each group by position, null where it needs none; empty if there is no hit.
-        junction: tokens that one group has, where that is more than all of them can resume from; else 0.
-        short: one of the groups of each spec that cannot resume from what full attention has.
+        blocks: per group, by position; null where it needs none, empty if there is no hit.
+        junction: the longest hit of a single group, if it exceeds the common hit of all groups; else 0.
+        short: of each spec that cannot resume as far as full attention, one group.
     """
 
     num_tokens: int
@@ -85,11 +83,11 @@ class ComputedBlocks(NamedTuple):
 
 
 class Drafts:
-    """The drafts of one request: those for its next step, and those of the steps that the model has not answered.
+    """The drafts of one request: for its next step, and in the steps that the model has not answered.
 
     Attributes:
         proposed: drafts that its next step tries.
-        placeholders: outputs that the model owes it, as far as they are scheduled ahead (async scheduling).
+        placeholders: outstanding outputs that steps scheduled ahead assume (async scheduling).
     """
 
     __slots__ = ("_sent", "placeholders", "proposed")
@@ -99,54 +97,50 @@ class Drafts:
         self._sent: list[int] = []
 
     def wanted(self, request: GroupRequest) -> int:
-        """Tokens that a running request asks for, before any limit."""
+        """Return the number of tokens that a running request asks for, before any limit."""
         return len(request) + self.proposed + self.placeholders - request.num_computed_tokens
 
     def scheduled(self, request: GroupRequest, num_tokens: int) -> None:
-        """A step of `num_tokens` tokens was scheduled, which count as computed: it tries those drafts that are among
-        them.
-        """
+        """Record a scheduled step of `num_tokens` tokens, counted as computed; it tries the drafts among them."""
         ahead = request.num_computed_tokens - len(request) - self.placeholders
         self._sent.append(max(min(self.proposed, ahead), 0))
         self.proposed = 0
         request.num_in_flight_tokens += num_tokens
 
     def assume(self, drafts: int) -> None:
-        """Schedule ahead (async): the last step will give an output more than its drafts, and the next one has
-        `drafts` drafts.
-        """
+        """Schedule ahead (async): assume the last step gives all its drafts and one more; the next tries `drafts`."""
         self.placeholders += 1 + self._sent[-1]
         self.proposed = drafts
 
     def answered(self) -> int:
-        """The first step that was not answered is: how many drafts it tried."""
+        """Record the answer to the oldest open step; return the number of drafts that it tried."""
         return self._sent.pop(0)
 
     def forget(self) -> None:
-        """Its blocks are freed: tokens in flight become stale."""
+        """Forget drafts and placeholders when the blocks are freed; tokens in flight become stale."""
         self.proposed = self.placeholders = 0
 
 
 class GroupRequest:
-    """One request, and the blocks that it holds. `VllmHybridManager.new_request` makes one.
+    """One request and the blocks that it holds, made by `VllmHybridManager.new_request`.
 
     Args:
         tokens: its tokens, in hash units.
-        num_groups: how many groups there are.
-        main: the group that its blocks are shown of, and the tokens of a block there.
+        num_groups: number of groups.
+        main: the group whose blocks `blocks` shows, and its tokens per block.
 
     Attributes:
-        tokens: its tokens, and the hashes of their units; it grows as tokens are generated.
-        tables: what it holds of each group.
-        num_computed_tokens: how many of its tokens were given to the model.
-        num_in_flight_tokens: how many of these the model has not answered yet, under async scheduling.
-        junction: how many of its tokens another request has in common with it, as far as the attention group has them,
-            where no request could resume as far as that when it was admitted; 0: there is no such place.
-        short: at its last admission, how many of its tokens the attention group had, and the other groups that could
-            not resume there, by their sizes.
-        drafts: of a draft model, if there is one.
-        skip_reading_prefix_cache: it computes everything itself, as requests for prompt logprobs do.
-        computes_last_token: its last token is computed whatever is cached, as its output is needed.
+        tokens: its tokens, and the hashes of their units; grows as tokens are generated.
+        tables: its blocks in each group.
+        num_computed_tokens: number of its tokens that were given to the model.
+        num_in_flight_tokens: number of these tokens that the model has not answered yet, under async scheduling.
+        junction: the longest hit of a single group at its admission, if it exceeded the common hit: up to there its
+            tokens are shared with another request; else 0.
+        short: at its last admission, the number of its tokens that the attention group had, and the other groups that
+            could not resume there, with their sizes.
+        drafts: its drafts, if there is a draft model.
+        skip_reading_prefix_cache: the request reuses no cached block, as requests for prompt logprobs do.
+        computes_last_token: the last token is computed even if it is cached, because its output is needed.
     """
 
     __slots__ = (
@@ -172,22 +166,21 @@ class GroupRequest:
         self.skip_reading_prefix_cache = False
         self.computes_last_token = True
         self._main = main
-        self._found: tuple[int, int, ComputedBlocks] | None = None  # the manager's: when, for how many tokens, what
+        self._found: tuple[int, int, ComputedBlocks] | None = None  # the last lookup: change count, tokens, result
 
     def __len__(self) -> int:
         return self.tokens.num_tokens
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether it was admitted."""
+        """Whether it holds blocks, that is, was admitted."""
         return any(table.blocks for table in self.tables)
 
     @property
     def blocks(self) -> list[Block]:
-        """Names of its complete blocks in the attention group, and a UUID for each that has none: the number of the
-        block.
+        """Names of its complete blocks in the attention group; for the others, the number of the block as a UUID.
 
-        That is 0, vLLM's null block, while the request holds no blocks.
+        The number is 0, vLLM's null block, while the request holds no blocks.
         """
         group, size = self._main
         names = self.tokens.names[size // self.tokens.block_size - 1 :: size // self.tokens.block_size]
@@ -195,11 +188,11 @@ class GroupRequest:
         return [*names, *(UUID(int=block) for block in held[len(names) :])]
 
     def key(self, tokens: int) -> int:
-        """The hash of its first tokens, whole units."""
+        """Return the hash of its first `tokens` tokens, a whole number of units."""
         return self.tokens.names[tokens // self.tokens.block_size - 1]
 
     def forget_blocks(self) -> None:
-        """Hold nothing, as its blocks are freed; it keeps its tokens, and what the model has not answered."""
+        """Drop its blocks, which the caller frees; tokens, and those in flight, are kept."""
         self.tables = [GroupTable() for _ in self.tables]
         self.num_computed_tokens = 0
         self.drafts.forget()

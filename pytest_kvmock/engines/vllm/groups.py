@@ -1,6 +1,6 @@
-"""Cache groups of a hybrid model, and what follows from them: the sizes of scheduler blocks, hash units and hits.
+"""Cache groups of a hybrid model, and the sizes that follow from them: scheduler blocks, hash units and hits.
 
-One subject: the geometry of an engine, and what a request needs of it.
+One subject: the geometry of an engine, and the blocks that a request needs under it.
 """
 
 from __future__ import annotations
@@ -28,39 +28,41 @@ if TYPE_CHECKING:
 # Theory of operation
 #
 # A hybrid model keeps several caches, one for each group of layers: all layers of a group share one block table. All
-# groups take blocks from one pool. They are numbered by their first layers in the model.
+# groups take blocks from one pool. Groups are numbered by their first layers in the model.
 #
-# Tokens are hashed in units, the largest that divides all blocks. A hit ends at a multiple of the alignment, which is
-# the least common multiple of their blocks, or the unit where the engine copies a block that a hit ends in (fine hits).
+# Tokens are hashed in units; the unit is the largest size that divides all block sizes. A hit ends at a multiple of the
+# alignment. The alignment is the least common multiple of the block sizes, or the unit if the engine copies a block
+# that a hit ends in (fine hits).
 
 
 _FULL_CUTS_FROM: Final = 2
-"""From this many tokens of lookahead on, a look-up in windows alone begins behind the last name."""
+"""From this many tokens of lookahead on, a look-up without full attention begins behind the last name."""
 
-_WHOLE_REQUEST: Final = 2**40  # tokens, more than a request has
+_WHOLE_REQUEST: Final = 2**40  # tokens, more than any request has
 
 Retention: TypeAlias = int | None
-"""Which blocks of sparse groups are cached: 0: those that prompts resume from; positive: also those that end at each
-multiple of this number of tokens; None: all that a hit may use."""
+"""Which blocks of sparse groups are cached. 0: those that prompts resume from; positive: also those at each multiple of
+this number of tokens; None: all that a hit may use."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupGeometry:
-    """The groups of one engine, and what follows from them. `of` makes one.
+    """The groups of one engine, and the sizes that follow from them; made by `of`.
 
     Attributes:
         groups: in the engine's order.
         retention: which blocks of sparse groups are cached (`Retention`).
-        drop: hits in the groups of a draft model are one unit shorter than what is cached.
-        lookahead: how many of the next tokens names cover too.
-        computed_again: with several draft modules, the last tokens that may be computed again. They are not cached yet,
-            in groups that drop and if there is one group; windows keep as many tokens more, whatever a look-up finds.
+        drop: hits in the groups of a draft model are one unit shorter than the cached tokens.
+        lookahead: number of following tokens that names also cover.
+        computed_again: with several draft modules, the number of last tokens that may be computed again. They are not
+            cached yet in groups that drop, nor if there is only one group. Windows keep as many more tokens, whatever
+            a look-up finds.
         caching: whether anything is cached.
-        scheduler_block_size: the smallest number of tokens that is whole blocks in all groups.
-        hash_unit: tokens that a hash is made of.
-        alignment: hits end at multiples of it.
-        families: the numbers of the groups of one spec each, those of full attention first.
-        drops: per group, whether a hit in it is one unit shorter than what is cached.
+        scheduler_block_size: the smallest number of tokens that fills whole blocks in all groups.
+        hash_unit: tokens per hash.
+        alignment: hits end at multiples of this number of tokens.
+        families: the numbers of the groups of each spec, full attention first.
+        drops: per group, whether its hits are one unit shorter than the cached tokens.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -85,14 +87,14 @@ class GroupGeometry:
         speculative: Speculative | None = None,
         caching: bool = True,
     ) -> GroupGeometry:
-        """Work out the sizes of an engine of these groups.
+        """Work out the sizes of an engine with these groups.
 
         Args:
-            groups: at least one that can be cached.
-            retention: as given; a multiple of the scheduler's block.
-            match_unit: tokens of a hash (`--prefix-match-unit`), which divides all blocks; None: the largest that does.
+            groups: at least one group that can be cached.
+            retention: see `Retention`; a multiple of the scheduler's block.
+            match_unit: tokens per hash (`--prefix-match-unit`), a divisor of all blocks; None: the largest divisor.
             speculative: the draft model; None if there is none.
-            caching: as given.
+            caching: whether anything is cached.
 
         Raises:
             ValueError: a value is invalid.
@@ -168,12 +170,13 @@ class GroupGeometry:
 
     @property
     def aligned_states(self) -> bool:
-        """Whether chunks end where states are cached."""
+        """Whether chunks are cut where states are to be cached."""
         return self.caching and any(group.kind == STATE and group.mode == "align" for group in self.groups)
 
     def uncached(self) -> GroupGeometry:
-        """The same engine without prefix caching: of a state, a request has one block for all its tokens, and the
-        scratch blocks.
+        """Return the same engine without prefix caching.
+
+        In a state group, a request has one block for all its tokens, and the scratch blocks.
         """
         groups = tuple(
             group
@@ -185,18 +188,18 @@ class GroupGeometry:
         return replace(uncached, computed_again=self.computed_again)
 
     def prompt_end(self, prompt_tokens: int, unit: int) -> int:
-        """The last multiple of a unit that a request of the same prompt could resume from, with a state."""
+        """Return the last multiple of `unit` at which a request with the same prompt could resume from a state."""
         if self.drop:
             return max(prompt_tokens // unit * unit - unit, 0)
         return max(prompt_tokens - max(1, self.lookahead), 0) // unit * unit
 
     def checkpoints(self, prompt_tokens: int, junction: int, number: int) -> set[int]:
-        """The token counts that a sparse group keeps its blocks before, whatever the interval: what prompts resume
-        from.
+        """Return the token counts that prompts resume from: a sparse group keeps the blocks before them at any
+        retention.
 
         Args:
             prompt_tokens: length of the prompt.
-            junction: where the request left what others have in common with it; 0: nowhere.
+            junction: number of tokens that the request shares with others, see `GroupRequest`; 0 if none.
             number: the group's number.
         """
         size = self.scheduler_block_size
@@ -210,7 +213,7 @@ class GroupGeometry:
         return kept
 
     def admission_cap(self, number: int, batch_tokens: int, max_model_len: int | None) -> int | None:
-        """The most blocks that a group is asked for as a request is admitted; None: as many as it has tokens for.
+        """Return the most blocks of a group that the admission of a request requires; None if there is no cap.
 
         Args:
             number: the group's number.
@@ -231,16 +234,16 @@ class GroupGeometry:
 
 
 def check_context_parallel(dcp: object, pcp: object, block_size: int, groups: Iterable[CacheGroup] = ()) -> None:
-    """Let sizes of context parallelism pass.
+    """Check the sizes of context parallelism.
 
     Args:
-        dcp: ranks that share the tokens of a block.
-        pcp: ranks of prefill context parallelism.
-        block_size: tokens a block.
-        groups: the cache groups of the engine, where it has several.
+        dcp: number of ranks that share the tokens of a block.
+        pcp: number of ranks of prefill context parallelism.
+        block_size: tokens per block.
+        groups: the cache groups of the engine, if it has several.
 
     Raises:
-        ValueError: they are not what they must be, or a group has windows or chunks, with which vLLM does not start.
+        ValueError: a size is invalid, or `dcp` is not 1 and a group has windows or chunks: vLLM refuses to start.
     """
     check_integer("dcp", dcp, 1)
     check_integer("pcp", pcp, 1)
@@ -254,10 +257,10 @@ def check_context_parallel(dcp: object, pcp: object, block_size: int, groups: It
 
 
 def with_scratch(groups: tuple[CacheGroup, ...], drafts: int) -> tuple[CacheGroup, ...]:
-    """The groups of an engine with `drafts` drafts a step: states have as many scratch blocks.
+    """Return the groups of an engine with `drafts` drafts per step: each state group gets as many scratch blocks.
 
     Raises:
-        ValueError: a group has `speculative_blocks` already.
+        ValueError: a group already has `speculative_blocks`.
     """
     odd = next((group for group in groups if group.speculative_blocks), None)
     if odd is not None:
@@ -271,17 +274,16 @@ def with_scratch(groups: tuple[CacheGroup, ...], drafts: int) -> tuple[CacheGrou
 
 @dataclass(frozen=True, slots=True)
 class BlocksAlone:
-    """The blocks that a request needs of all groups together where it is the only one, and nothing is cached.
+    """The blocks that a request needs from all groups together if it is the only request and nothing is cached.
 
-    It is exact where no group keeps states. What needs more than there are can never run.
+    The count is exact if no group keeps states. A request that needs more blocks than exist can never run.
 
     Attributes:
-        groups: of the engine.
-        caps: of each group, the most blocks that it is asked for as a request is admitted; None: as many as it has
-            tokens for.
-        chunks: how a prompt of n tokens is computed: for each chunk where it begins and ends, and the states that it
-            takes in addition to the running ones.
-        exported: those states for a prompt of n tokens that is one chunk, as which it is admitted.
+        groups: the groups of the engine.
+        caps: per group, the most blocks that an admission requires; None if there is no cap.
+        chunks: yields the chunks of a prompt of n tokens: start, end, and the number of states that the chunk takes in
+            addition to the running ones.
+        exported: number of these states for a prompt of n tokens in one chunk, as its admission assumes.
         again: tokens that windows keep beyond their own (`GroupGeometry.computed_again`).
     """
 
@@ -292,18 +294,20 @@ class BlocksAlone:
     again: int = 0
 
     def to_admit(self, prompt: int) -> int:
-        """The blocks that must be free for a prompt of `prompt` tokens to be admitted."""
+        """Count the blocks that must be free for a prompt of `prompt` tokens to be admitted."""
         return self.exported(prompt) + sum(
             _held(group, 0, prompt, 0) if cap is None else min(_held(group, 0, prompt, 0), cap)
             for group, cap in zip(self.groups, self.caps, strict=True)
         )
 
     def to_compute(self, prompt: int, tokens: int) -> int:
-        """The most blocks that are held at once until `tokens` tokens are computed: a prompt in chunks, others one a
-        step.
+        """Return the most blocks held at once until `tokens` tokens are computed.
+
+        The prompt is computed in chunks, the other tokens one per step.
         """
         most = max((self._held(start, end) + states for start, end, states in self.chunks(prompt)), default=0)
-        # The needs of tokens repeat after a period, except in groups that free nothing; so only the last period counts.
+        # The needs repeat after a period, except in groups that free nothing, whose needs grow: only the last period
+        # counts.
         period = lcm(*(each for group in self.groups for each in (group.block_size, group.chunk or 1)))
         first = max(prompt, tokens - period)
         for start in range(first, tokens):
@@ -315,7 +319,7 @@ class BlocksAlone:
         return sum(_held(group, start, end, self.again) for group in self.groups)
 
     def at_most(self, tokens: int) -> int:
-        """Blocks that are surely enough for `tokens` tokens, quickly counted."""
+        """Return an upper bound of the blocks for `tokens` tokens, without walking chunks."""
         return sum(
             -(-tokens // group.block_size) + group.speculative_blocks + 4 * (group.kind == STATE)
             for group in self.groups
@@ -323,11 +327,11 @@ class BlocksAlone:
 
 
 def _held(group: CacheGroup, start: int, end: int, again: int) -> int:
-    """The blocks that a request holds of a group as it computes the tokens from one on up to another."""
+    """Count the blocks of a group that a request holds while it computes the tokens from `start` to `end`."""
     if group.kind == RING:
         return 1
     size = group.block_size
     if group.kind == STATE and group.mode == "align":
-        # The running state, and the one before it where the tokens end in a later block.
+        # The running state, and the previous one if the tokens end in a later block.
         return 1 + group.speculative_blocks + (start > 0 and (start - 1) // size < (end - 1) // size)
     return -(-end // size) + group.speculative_blocks - max(group.skipped(start, again), 0) // size

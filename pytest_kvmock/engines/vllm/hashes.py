@@ -1,4 +1,4 @@
-"""How vLLM names blocks, by release: a digest of parent, tokens and extra keys, of which it publishes the last 64 bits.
+"""Names of vLLM's blocks, by release: the published last 64 bits of a digest of parent, tokens and extra keys.
 
 One subject: the name of a block, from the tokens and keys that it covers to the bytes that are digested.
 """
@@ -24,26 +24,26 @@ if TYPE_CHECKING:
 
 # Theory of operation
 #
-# A block is hashed as the triple (digest of the block before, tokens, extra keys or None), either pickled or as
-# canonical CBOR (RFC 8949 4.2.1). A root has NONE_HASH before it: the hash of a seed, which is the text of
-# PYTHONHASHSEED. Triples without extra keys are nearly all, and are written as CBOR in one go.
+# A block is hashed as the triple (digest of the parent, tokens, extra keys or None), either pickled or as canonical
+# CBOR (RFC 8949 4.2.1). The parent digest of a root is NONE_HASH: the hash of a seed, the text of PYTHONHASHSEED. Most
+# triples have no extra keys; their CBOR is written in one go.
 
 
 @dataclass(frozen=True, slots=True)
 class VllmVersion:
-    """What is particular to one release of vLLM, as far as its block pool and its hashes show it.
+    """The properties of one release of vLLM that its block pool and its hashes show.
 
     Attributes:
         name: the release.
-        prepends_unhashed: freed blocks without a hash go to the front of the free queue, and are used again first; else
-            to its end, before the hashed ones of the same request.
-        tagged_keys: what is hashed with tokens is tagged with its kind: `("cache_salt", salt)`, and not `salt`.
-        fixed_seed: seed of the SHA-256 hashes if none is set; None: it is another in each process.
-        item_offsets: a multimodal item is hashed with where it begins in the block, and not by its identifier alone.
-        lora_by_id: an adapter is hashed by its number, and not by its name.
-        signed_names: names are signed: 0.9 hashed with Python's own `hash`, whose numbers are not the same in two
-            processes, so that ours are the SHA-256 of the same triple.
-        has_groups: its cache groups are mocked, as they were recorded.
+        prepends_unhashed: freed blocks without a hash go to the front of the free queue and are reused first; else they
+            go to its end, before the hashed blocks of the same request.
+        tagged_keys: extra keys are hashed with a tag for their kind: `("cache_salt", salt)` instead of `salt`.
+        fixed_seed: seed of the SHA-256 hashes if none is set; None if it differs in each process.
+        item_offsets: a multimodal item is hashed with its offset in the block, not only by its identifier.
+        lora_by_id: an adapter is hashed by its number instead of its name.
+        signed_names: names are signed. 0.9 hashed with Python's own `hash`, whose numbers differ between processes; the
+            mock uses the SHA-256 of the same triple.
+        has_groups: its cache groups were recorded and are mocked.
     """
 
     name: str
@@ -56,10 +56,10 @@ class VllmVersion:
     has_groups: bool = False
 
     def untagged(self, keys: tuple[Any, ...] | None, lora_name: str | None) -> tuple[Any, ...] | None:
-        """The keys of a block as this release hashes them, from those that are not tagged.
+        """Return the keys of a block as this release hashes them, given the untagged keys.
 
         Args:
-            keys: of one block, as they are on the wire; None if it has none.
+            keys: the keys of one block as they are on the wire; None if it has none.
             lora_name: the adapter; None if there is none.
         """
         if keys is None or self.item_offsets:
@@ -87,15 +87,15 @@ VERSIONS: Final = MappingProxyType(
         )
     }
 )
-"""The releases that are known, newest first. Pools of 0.33.0 and 0.19.1 were recorded, and names of all; the rest
-was read."""
+"""The known releases, newest first. The pools of 0.33.0 and 0.19.1 and the names of all releases were recorded; the
+rest was read from the source."""
 
 
 def vllm_version(name: str) -> VllmVersion:
     """Return the release of this name.
 
     Raises:
-        ValueError: it is not known; the known ones are listed.
+        ValueError: the release is unknown; the message lists the known ones.
     """
     if isinstance(name, str) and name in VERSIONS:
         return VERSIONS[name]
@@ -110,7 +110,7 @@ _FUNCTIONS: Final[Mapping[str, Callable[[bytes], _Hashed]]] = MappingProxyType(
     {"sha256": hashlib.sha256, "xxhash": xxh3_128}
 )
 ALGORITHMS: Final = tuple(f"{function}{form}" for function in _FUNCTIONS for form in ("", "_cbor"))
-"""What vLLM calls them (`--prefix-caching-hash-algo`)."""
+"""The algorithms by vLLM's names (`--prefix-caching-hash-algo`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +119,9 @@ class ExtraKeys:
 
     Attributes:
         lora_name: the adapter; None if there is none.
-        lora_path: where it lies; hashed where keys are tagged.
-        multimodal: in the order of their offsets.
-        cache_salt: None if there is none; hashed in block 0 alone, from where the chain carries it on.
+        lora_path: the path of the adapter; hashed if keys are tagged.
+        multimodal: the items in the order of their offsets.
+        cache_salt: None if there is none; hashed only in block 0, and carried on by the chain.
     """
 
     lora_name: str | None = None
@@ -130,32 +130,32 @@ class ExtraKeys:
     cache_salt: str | None = None
 
     def of_block(self, position: int, block_size: int, *, tagged: bool, lookahead: int = 0) -> tuple[Any, ...] | None:
-        """The keys of one block, in vLLM's order; None if it has none.
+        """Return the keys of one block, in vLLM's order; None if it has none.
 
         Args:
-            position: how many blocks stand before it.
-            block_size: tokens a block.
+            position: number of blocks before it.
+            block_size: tokens per block.
             tagged: see `VllmVersion.tagged_keys`.
-            lookahead: how many of the next tokens its name covers too.
+            lookahead: number of following tokens that its name also covers.
         """
         keys = self.of_prompt.block_keys(position, block_size, lookahead)
         return tagged_keys(keys, self.lora_name, self.lora_path) if tagged else keys
 
     @property
     def of_prompt(self) -> PromptKeys:
-        """The same, as what a prompt carries."""
+        """The same keys as a prompt carries them."""
         return PromptKeys(self.lora_name, self.cache_salt, self.multimodal, lora_path=self.lora_path)
 
 
 @dataclass(frozen=True, slots=True)
 class EventKeys:
-    """The keys of the blocks of one event, as they travel with it.
+    """The keys of the blocks of one event, as the event carries them.
 
     Attributes:
-        blocks: per block, its keys untagged; None if it has none.
-        first: position that counts as that of the first of them.
+        blocks: per block, its untagged keys; None if it has none.
+        first: position of the first of these blocks.
         lora_name: the adapter; None if there is none.
-        lora_path: where it lies.
+        lora_path: the path of the adapter.
     """
 
     blocks: tuple[tuple[Any, ...] | None, ...]
@@ -171,7 +171,7 @@ class EventKeys:
         tagged: bool,
         lookahead: int = 0,
     ) -> tuple[Any, ...] | None:
-        """Return the extra keys of a block. An image that begins in the next tokens is in no event."""
+        """Return the extra keys of a block. Events do not carry an image that begins in the lookahead tokens."""
         del lookahead
         at = position - self.first
         keys = self.blocks[at] if 0 <= at < len(self.blocks) else None
@@ -179,7 +179,9 @@ class EventKeys:
 
 
 def tagged_keys(keys: tuple[Any, ...] | None, lora_name: str | None, lora_path: str) -> tuple[Any, ...] | None:
-    """The keys of a block with their kinds, as vLLM hashes them since 0.33; on the wire they have none."""
+    """Return the keys of a block tagged with their kinds, as vLLM hashes them since 0.33; on the wire they are
+    untagged.
+    """
     if keys is None:
         return None
     kinds: list[Any] = []
@@ -199,18 +201,17 @@ class VllmHasher:
     Args:
         version: release of vLLM.
         algorithm: one of `ALGORITHMS`.
-        seed: as PYTHONHASHSEED, a string; None as where it is not set.
-        keys: what the request has hashed with its tokens; None if there is nothing.
-        lookahead: how many of the next tokens a name covers too, as with a draft model; 0: none.
+        seed: a string, as PYTHONHASHSEED; None if that is not set.
+        keys: the extra keys that the request hashes with its tokens; None if there are none.
+        lookahead: number of following tokens that a name also covers, as with a draft model; 0 for none.
 
     Raises:
-        ValueError: the version or the algorithm is not known, or there is no seed where the release has none of its
-            own.
+        ValueError: the version or the algorithm is unknown, or the seed is missing and the release has no fixed one.
 
     Attributes:
         algorithm: as given.
-        seed: as given, or that of the release.
-        none_hash: what stands before a root.
+        seed: as given, or the fixed seed of the release.
+        none_hash: the parent digest of a root.
         signed: names are signed.
         lookahead: as given.
     """
@@ -272,22 +273,22 @@ class VllmHasher:
         else:
             self.none_hash = self._hashed(_pickled(seed)).digest()
         self._form = f">{len(self.none_hash) - 8}x{'q' if self.signed else 'Q'}"  # the name: a digest's last bytes
-        # The head of the triple, and that of the digest in it: a digest is as long as NONE_HASH.
+        # The head of the triple, and the head of its digest, which is as long as NONE_HASH.
         self._begins = _head(_ARRAY, 3) + _head(_BYTES, len(self.none_hash))
         hashed_keys = release.tagged_keys, release.item_offsets, release.lora_by_id
         self._given = (algorithm, self.none_hash, self.signed, None if keys is None else hashed_keys, keys, lookahead)
         self._hash = hash(self._given)
 
     def keyed(self, keys: ExtraKeys | EventKeys | None) -> VllmHasher:
-        """The hasher of the same engine for a request with these keys."""
+        """Return the hasher of the same engine for a request with these keys."""
         return VllmHasher(*self._naming, keys, self.lookahead)
 
     def looking_ahead(self, lookahead: int) -> VllmHasher:
-        """The hasher of an engine with a draft model, whose names cover `lookahead` of the next tokens too."""
+        """Return the hasher of an engine with a draft model, whose names also cover the next `lookahead` tokens."""
         return self if lookahead == self.lookahead else VllmHasher(*self._naming, self._keys, lookahead)
 
     def of_event(self, extra: EventExtra, position: int) -> VllmHasher:
-        """The hasher for the blocks of an event, by what travels with it (`BlockHasher.of_event`)."""
+        """Return the hasher for the blocks of an event, from the keys that it carries (`BlockHasher.of_event`)."""
         blocks = tuple(None if keys is None else tuple(map(_hashable, keys)) for keys in block_keys(extra))
         return self.keyed(EventKeys(blocks, position, extra.get("lora_name"), extra.get("lora_path") or ""))
 
@@ -298,8 +299,8 @@ class VllmHasher:
         return self._hash
 
     def digests(self, tokens: Sequence[int], block_size: int, position: int, parent: bytes | None) -> list[bytes]:
-        """Digest complete blocks; see `BlockHasher.digests`. A block is complete once the tokens are there that its
-        name covers.
+        """Digest complete blocks; see `BlockHasher.digests`. A block is complete once all tokens that its name covers
+        exist.
         """
         if self.lookahead:
             return self._digests_ahead(tokens, block_size, position, parent)
@@ -322,13 +323,13 @@ class VllmHasher:
         return out
 
     def digests_of_runs(self, ids: Sequence[int], times: int, blocks: int, block_size: int) -> list[bytes] | None:
-        """Return the `digests` from the root of tokens that repeat, as a trace has them; None: they are to be made.
+        """Return the `digests` from the root of tokens that repeat, as in a trace; None if only `digests` can do it.
 
         Args:
             ids: the tokens.
-            times: how many blocks each fills.
-            blocks: how many blocks there are, at most all of them.
-            block_size: tokens a block.
+            times: number of blocks that each token fills.
+            blocks: number of leading blocks to digest.
+            block_size: tokens per block.
         """
         if self._dump is not None or self.lookahead:
             return None
@@ -345,7 +346,7 @@ class VllmHasher:
     def _digests_ahead(
         self, tokens: Sequence[int], block_size: int, position: int, parent: bytes | None
     ) -> list[bytes]:
-        """Make `digests` whose third of the triple is (extra keys or None, the next tokens...)."""
+        """Return the `digests` of triples whose third item is (extra keys or None, the next tokens...)."""
         before, ahead = self.none_hash if parent is None else parent, self.lookahead
         hashed, out, release, request_keys = self._hashed, [], self._release, self._keys
         head, third = _head_of(block_size), _head_of(1 + ahead) + _NULL
@@ -363,11 +364,11 @@ class VllmHasher:
         return out
 
     def name(self, digest: bytes) -> int:
-        """The last 64 bits of a digest; unsigned, but in 0.9."""
+        """Return the last 64 bits of a digest: signed in 0.9, else unsigned."""
         return int.from_bytes(digest[-8:], "big", signed=self.signed)
 
     def names(self, digests: Sequence[bytes]) -> list[int]:
-        """As `name` of each."""
+        """Return the `name` of each digest."""
         return [name for (name,) in iter_unpack(self._form, b"".join(digests))]
 
 
@@ -383,7 +384,7 @@ _SIZES: Final = (1, 1, 2, 4, 4, 8, 8, 8, 8)  # encoded length of an argument, by
 
 
 def _head(major: int, value: int) -> bytes:
-    """Major type and argument, in the fewest bytes."""
+    """Encode a major type and its argument in the fewest bytes."""
     first = major << 5
     if value < 24:
         return bytes((first | value,))
@@ -393,7 +394,7 @@ def _head(major: int, value: int) -> bytes:
 
 @lru_cache(maxsize=64)
 def _head_of(count: int) -> bytes:
-    """What stands before `count` things in an array."""
+    """Return the head of an array of `count` items."""
     return _head(_ARRAY, count)
 
 
@@ -401,12 +402,12 @@ _FULL_HEAD: Final = _head(_UNSIGNED, 2**32 - 1)[:1]
 
 
 class _Tokens(dict[int, bytes]):
-    """Token ids as CBOR; those of any vocabulary are kept."""
+    """Token ids as CBOR; ids that a vocabulary can have are kept."""
 
     KEPT: Final = 2**18
 
     def __missing__(self, token: int) -> bytes:
-        if self.KEPT <= token < 2**32:  # as engines generate them
+        if self.KEPT <= token < 2**32:  # ids of generated tokens
             return _FULL_HEAD + token.to_bytes(4, "big")
         encoded = _head(_UNSIGNED, token)
         if token < self.KEPT:
@@ -418,7 +419,7 @@ _TOKENS: Final = _Tokens()
 
 
 class _Heads(dict[int, bytes]):
-    """What stands before the lower two bytes of a token id from 256 on, by its higher two."""
+    """The CBOR bytes before the lower two bytes of a token id from 256 on, by its higher two bytes."""
 
     def __missing__(self, high: int) -> bytes:
         head = self[high] = _head(_UNSIGNED, max(high << 16, 256))[:-2]
@@ -430,20 +431,19 @@ _HEADS: Final = _Heads()
 
 @lru_cache(maxsize=64)
 def _packer(count: int) -> tuple[Callable[..., bytes], Callable[[bytes], tuple[Any, ...]]]:
-    """Writes `count` ids as words, and takes these apart: the higher two bytes as a number, the lower two."""
+    """Return two functions: write `count` ids as words; split each word into a number (high half) and two bytes."""
     return Struct(f">{count}I").pack, Struct(">" + "H2s" * count).unpack
 
 
 def _encoded(tokens: Sequence[int], least: int) -> bytes:
-    """Token ids as CBOR, one after the other.
+    """Encode token ids as CBOR, one after the other.
 
-    Few need a look at each: not one id again and again, as Dynamo's loader of traces has it, nor ids above any
-    vocabulary, as engines generate them, which are a head and four bytes; and all but the first 256 end in two bytes as
-    they are.
+    Most blocks avoid a look at each id. One repeated id, as Dynamo's trace loader makes it, is encoded once. Ids from
+    2**16 on, as engines generate them, are a head and four bytes each. Ids from 256 on end in their lower two bytes.
 
     Args:
         tokens: the ids of one block.
-        least: none of them is below this.
+        least: a lower bound of the ids.
     """
     last, count = tokens[-1], len(tokens)
     if last == tokens[0] and tokens.count(last) == count:
@@ -466,7 +466,7 @@ def _encoded(tokens: Sequence[int], least: int) -> bytes:
 
 
 def _cbor(value: object) -> bytes:
-    """A tuple of what vLLM hashes, in canonical CBOR: integers, texts, bytes, None, and tuples of these."""
+    """Encode a value that vLLM hashes in canonical CBOR: integers, texts, bytes, None, and tuples of these."""
     if isinstance(value, bytes):
         return _head(_BYTES, len(value)) + value
     if isinstance(value, str):

@@ -1,6 +1,6 @@
-"""vLLM's block manager for hybrid models: its `KVCacheManager` where several cache groups share one pool.
+"""vLLM's block manager for hybrid models: its `KVCacheManager` with several cache groups that share one pool.
 
-One subject: what the engine of such a model is asked, and what it publishes.
+One subject: the requests to the engine of a hybrid model, and the events that it publishes.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ if TYPE_CHECKING:
 
 _NO_LIMIT = 2**63
 _OF_STEPS = ("speculative", "max_num_batched_tokens", "max_model_len", "async_scheduling")
-"""Settings by which one group of full attention is not what `BlockPoolManager` has."""
+"""Settings that `BlockPoolManager` does not support for one group of full attention."""
 
 
 class VllmHybridManager(VllmManager):
-    """Blocks of one vLLM engine whose model has several cache groups, or one that is not of full attention.
+    """Blocks of one vLLM engine whose model has several cache groups, or a single group that is not full attention.
 
     Its methods are those of `BlockPoolManager`, with blocks by group. A scheduler that runs several requests in a step
-    calls `new_step_starts` before, and `end_step` after.
+    calls `new_step_starts` before the step and `end_step` after it.
 
     Args:
         groups: in the engine's order.
         num_blocks: capacity in usable blocks, at least 1.
-        retention: which blocks of sparse groups are cached (`--prefix-cache-retention-interval`): 0: what prompts
-            resume from; a multiple of all groups' block sizes: also what ends at its multiples; None: all that a hit
-            could use.
-        match_unit: tokens of a hash (`--prefix-match-unit`), which divides the blocks of all groups; None: the largest.
+        retention: which blocks of sparse groups are cached (`--prefix-cache-retention-interval`): 0: those that prompts
+            resume from; a multiple of all groups' block sizes: also those at its multiples; None: all that a hit could
+            use.
+        match_unit: tokens per hash (`--prefix-match-unit`), a divisor of all groups' blocks; None: the largest divisor.
         speculative: the draft model, of version 0.33.0; None if there is none.
         max_num_batched_tokens: the most tokens of one step, at least 1.
         max_model_len: the most tokens of a request, at least 1; None if there is no limit.
-        async_scheduling: a step is scheduled before the one before it is answered.
-        **options: the others of `VllmManager`; `block_size` is that of the attention group, and need not be given.
+        async_scheduling: each step is scheduled before the previous step is answered.
+        **options: the other arguments of `VllmManager`; `block_size` is that of the attention group and optional.
 
     Raises:
         ValueError: an argument is invalid.
@@ -66,8 +66,7 @@ class VllmHybridManager(VllmManager):
     Attributes:
         geometry: the groups, and the sizes that follow from them.
         max_model_len: as given.
-        admission_caps: of each group, the most blocks that it is asked for as a request is admitted; None if there is
-            no cap.
+        admission_caps: per group, the most blocks that the admission of a request requires; None if there is no cap.
     """
 
     def __init__(
@@ -119,7 +118,7 @@ class VllmHybridManager(VllmManager):
         self.limit_steps(max_num_batched_tokens)
 
     def _geometry_of(self, groups: tuple[CacheGroup, ...]) -> GroupGeometry:
-        """The sizes that follow from its groups and settings."""
+        """Return the sizes that follow from its groups and settings."""
         return GroupGeometry.of(
             groups,
             retention=self._retention,
@@ -129,7 +128,7 @@ class VllmHybridManager(VllmManager):
         )
 
     def limit_steps(self, max_num_batched_tokens: int) -> None:
-        """Limit steps, after which windows free blocks, to this many tokens; called before the first request."""
+        """Limit steps, after which windows free blocks, to this number of tokens; call it before the first request."""
         self.max_num_batched_tokens = max_num_batched_tokens
         geometry, in_flight = self.geometry, max_num_batched_tokens * self._steps_in_flight
         places = range(len(geometry.groups))
@@ -137,29 +136,27 @@ class VllmHybridManager(VllmManager):
         self._chunks = ChunkEnds(geometry, self._coordinator.policies, max_num_batched_tokens)
 
     def _begin(self, geometry: GroupGeometry) -> None:
-        """Have all blocks free, and none cached."""
+        """Start with all blocks free and none cached."""
         self.geometry = geometry
         self.hasher = self.hasher.looking_ahead(geometry.lookahead)
         self._pool = NamedPool(self.num_blocks, len(geometry.groups), self.removed, front=not geometry.caching)
         self._coordinator = Coordinator(geometry, self._pool, self)
 
     def turn_caching_off(self) -> None:
-        """Have an engine that caches nothing from the start, before its first request; a state is one block a
-        request then.
-        """
+        """Turn caching off; call it before the first request. Each request then has one block per state group."""
         super().turn_caching_off()
         self._begin(self.geometry.uncached())
         self.limit_steps(self.max_num_batched_tokens)
 
     def attach_connector(self) -> None:
-        """Have a KV connector, before its first request: with it, a draft model makes hits drop a block in any case."""
+        """Attach a KV connector, before the first request: a draft model then makes hits drop a block in any case."""
         if self.speculative is not None and not self.speculative.connector:
             self.speculative = replace(self.speculative, connector=True)
             self._begin(self._geometry_of(self.geometry.groups))
             self.limit_steps(self.max_num_batched_tokens)
 
     def attach_offload(self, offload: WriteThrough, copies: object) -> None:
-        """Put a host tier below it, before its first request; it is notified of states that are named."""
+        """Put a host tier below the manager, before its first request, and record named states for it."""
         super().attach_offload(offload, copies)
         self._coordinator.note_states()
 
@@ -167,7 +164,7 @@ class VllmHybridManager(VllmManager):
 
     @property
     def pool(self) -> NamedPool:
-        """Its blocks, for a connector that holds and frees them itself."""
+        """The pool of its blocks, for a connector that holds and frees blocks itself."""
         return self._pool
 
     @property
@@ -192,8 +189,8 @@ class VllmHybridManager(VllmManager):
 
     @property
     def active_blocks(self) -> dict[Block, int]:
-        """References to each block in use, those to copies and of all groups together; a nameless one has its number
-        as UUID.
+        """References to each block in use, added up over copies and groups; a block without a name is named by its
+        number as UUID.
         """
         out: dict[Block, int] = {}
         for number, refs in enumerate(self._pool.refs):
@@ -204,7 +201,7 @@ class VllmHybridManager(VllmManager):
         return out
 
     def references(self, block: Block) -> int:
-        """References to one block now, copies and groups together; 0 for what is not in use."""
+        """Return the references to one block now, added up over copies and groups; 0 if it is not in use."""
         pool = self._pool
         if isinstance(block, UUID):
             known = block.int <= self.num_blocks and not pool.names(block.int)
@@ -213,18 +210,18 @@ class VllmHybridManager(VllmManager):
         return sum(pool.refs[each] for each in held)
 
     def inactive_blocks(self) -> list[int]:
-        """Cached blocks of the attention group that no request uses, in the order in which they would be evicted."""
+        """Return the cached blocks of the attention group that no request uses, in eviction order."""
         firsts = [names[0] for block in self._pool.free if (names := self._pool.names(block))]
         return [block_hash for group, block_hash in firsts if group == self._main]
 
     def resident(self, tier: StorageTier = StorageTier.DEVICE) -> list[int]:
-        """Names that the attention group has cached in a tier, in use or not; copies repeated. See `resident_names`."""
+        """Return the names that the attention group has cached in a tier, in use or not; copies repeated."""
         if tier != StorageTier.DEVICE:
             return self._resident_below(tier, self._main)
         return [block_hash for group, block_hash in self.resident_names() if group == self._main]
 
     def resident_names(self) -> list[tuple[int, int]]:
-        """Names of what all groups have cached, (group, hash), in use or not; copies repeated."""
+        """Return the names of all cached blocks of all groups, (group, hash), in use or not; copies repeated."""
         pool = self._pool
         return [name for block in range(1, self.num_blocks + 1) for name in pool.names(block)]
 
@@ -243,17 +240,17 @@ class VllmHybridManager(VllmManager):
         keys: ExtraKeys | None = None,
         skip_reading_prefix_cache: bool = False,
     ) -> GroupRequest:
-        """A request of this engine, without a block yet.
+        """Make a request of this engine, without blocks yet.
 
         Args:
-            prompt: tokens; hashes, where the blocks of all groups are of one size.
+            prompt: tokens; or hashes, if all groups have the same block size.
             rng: source of the names of generated blocks if the prompt has only hashes.
-            keys: what is hashed with its tokens, instead of the prompt's own keys.
+            keys: extra keys that are hashed with its tokens, instead of the prompt's own keys.
             skip_reading_prefix_cache: see `GroupRequest`.
 
         Raises:
-            ValueError: the prompt is empty or longer than `max_model_len`, its hashes do not fit, or it has hashes
-                where tokens are needed.
+            ValueError: the prompt is empty or longer than `max_model_len`, its hashes do not fit, or it has only hashes
+                although tokens are needed.
         """
         prompt, main = Prompt.of(prompt), self.geometry.groups[self._main].block_size
         unit = self.geometry.hash_unit if self.enable_caching else main
@@ -273,22 +270,20 @@ class VllmHybridManager(VllmManager):
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether blocks are named by tokens: its groups have blocks of several sizes, or names look ahead. Prompts
-        of hashes are refused.
-        """
+        """Whether prompts of hashes are refused: its groups have several block sizes, or names look ahead."""
         return bool(self.geometry.lookahead) or {each.block_size for each in self.geometry.groups} != {
             self.geometry.hash_unit
         }
 
     def another(self, request: GroupRequest) -> GroupRequest:
-        """A request of the same tokens, without a block."""
+        """Make a request with the same tokens and no blocks."""
         main = self.geometry.groups[self._main].block_size
         return GroupRequest(request.tokens, len(self.geometry.groups), (self._main, main))
 
     def get_computed_blocks(self, request: GroupRequest) -> ComputedBlocks:
-        """What a request without blocks could start with, as far as all groups can resume from it. Changes nothing.
+        """Return the longest hit of a request without blocks that all groups can resume from. Changes nothing.
 
-        The last token is computed whatever is cached, as its output is needed.
+        The last token is computed even if it is cached, because its output is needed.
         """
         found, changes, length = request._found, self._pool.changes, len(request)  # noqa: SLF001 - one family
         if found is None or found[:2] != (changes, length):
@@ -296,12 +291,12 @@ class VllmHybridManager(VllmManager):
         return found[2]
 
     def report_hits(self, request: GroupRequest) -> None:
-        """Publish what a look-up hits as `BlockPoolManager.report_hits` does.
+        """Publish the hits of a look-up as `BlockPoolManager.report_hits` does.
 
-        It names all blocks of the hit for each group, also those that the group does not hold.
+        The report names all blocks of the hit for each group, also blocks that the group does not hold.
 
         Raises:
-            FullReportError: the engine ends by it.
+            FullReportError: the report ends the engine.
         """
         hit = self.get_computed_blocks(request).num_tokens
         self.check_reported(hit)
@@ -320,8 +315,8 @@ class VllmHybridManager(VllmManager):
             self._publish_stored(request, number, size, (0, end), range(size, end + 1, size), is_report=True)
 
     def missing_groups(self, found: ComputedBlocks) -> tuple[int, tuple[str, ...]]:
-        """How many tokens full attention has of a prompt that was looked up, and the groups that cannot resume
-        there, by their sizes.
+        """Return the number of tokens that full attention has of a looked-up prompt, and the groups, with their sizes,
+        that cannot resume there.
         """
         groups = self.geometry.groups
         short = tuple(groups_text([groups[each]]) for each in found.short) if found.short else ()
@@ -334,17 +329,18 @@ class VllmHybridManager(VllmManager):
         new_computed_blocks: ComputedBlocks | None = None,
         num_external_tokens: int = 0,
     ) -> int:
-        """Tokens of the next chunk of a request: fewer than fit where states are cached at its end, or draft modules
-        need more tokens.
+        """Return the number of tokens of a request's next chunk.
+
+        It is less than fits if states are cached at the chunk's end, or if draft modules need more tokens behind it.
 
         Args:
-            request: whose.
-            most: tokens that are left and fit into the step, drafts included.
+            request: the request.
+            most: remaining tokens that fit into the step, drafts included.
             new_computed_blocks: the hits of a request without blocks.
-            num_external_tokens: tokens behind these that come from elsewhere in this step.
+            num_external_tokens: tokens behind the hits that come from elsewhere in this step.
 
         Returns:
-            0, if it has to wait for a step with more room.
+            The number; 0 if the request has to wait for a step with more room.
         """
         start, junction = request.num_computed_tokens, request.junction
         if new_computed_blocks is not None:
@@ -355,25 +351,23 @@ class VllmHybridManager(VllmManager):
         return self._chunk(request.tokens.num_prompt_tokens, len(request), start, most, junction)
 
     def exported_alone(self, prompt: int) -> int:
-        """The states that a prompt of which nothing is cached takes in addition to the running ones, if it is one
-        chunk.
-        """
+        """Count the states that an uncached prompt in one chunk takes in addition to the running ones."""
         return self._chunks.taken(prompt, 0, 0, prompt)
 
     def chunks_alone(self, prompt: int, most: int | None) -> Iterator[tuple[int, int, int]]:
-        """Yield the chunks of a prompt of which nothing is cached: where each begins and ends, and the states that it
-        takes in addition to the running ones.
+        """Yield the chunks of an uncached prompt: start, end, and the number of states that the chunk takes in addition
+        to the running ones.
 
         Args:
-            prompt: its tokens.
-            most: those of a step; None: any.
+            prompt: number of its tokens.
+            most: the most tokens of a step; None for no limit.
         """
         before = start = 0
         while start < prompt:
             fit = min(most or prompt, prompt - start)
             end = start + (
                 self._chunk(prompt, prompt, start, fit) or fit
-            )  # a request that fits into no step waits, regardless of blocks
+            )  # a chunk of 0 waits for more room, not for blocks
             yield start, end, self._chunks.taken(prompt, before, start, end)
             before, start = start, end
 
@@ -397,19 +391,19 @@ class VllmHybridManager(VllmManager):
     ) -> int:
         """Count the free blocks that a request needs for its first `num_tokens` in one step. Changes nothing.
 
-        More than there are: it hits a state that was cached in this step, and is not computed yet.
+        The count exceeds the capacity if the request hits a state that was cached in this step and is not computed yet.
 
         Args:
             request: the request.
-            num_tokens: tokens from its first.
+            num_tokens: number of leading tokens.
             new_computed_blocks: the blocks that `get_computed_blocks` found.
-            for_admission: no group is asked for more than its cap, as its window frees blocks on the way.
-            num_external_tokens: tokens behind the hits that come from elsewhere, so that windows
-                need no more than is before the others.
-            num_lookahead_tokens: slots beyond them, which states have none of.
+            for_admission: count each group only up to its cap, because its window frees blocks on the way.
+            num_external_tokens: tokens behind the hits that come from elsewhere: of these, windows need only the blocks
+                before the next token.
+            num_lookahead_tokens: slots beyond `num_tokens`; states have none.
 
         Raises:
-            ValueError: they are more than `max_model_len`.
+            ValueError: `num_tokens` exceeds `max_model_len`.
         """
         self._check_length(num_tokens)
         hit = 0 if new_computed_blocks is None else new_computed_blocks.num_tokens
@@ -429,26 +423,27 @@ class VllmHybridManager(VllmManager):
         num_external_tokens: int = 0,
         delay_cache_blocks: bool = False,
     ) -> tuple[list[int], ...] | None:
-        """Get blocks for tokens that are computed in this step, and cache what they complete.
+        """Get blocks for tokens that are computed in this step, and cache the blocks that they complete.
 
         Args:
             request: the request.
-            num_new_tokens: how many, after those that are computed, the hits included.
+            num_new_tokens: number of tokens after those already computed, which include the hits.
             new_computed_blocks: the blocks that `get_computed_blocks` found just before, for a request without blocks.
-            num_lookahead_tokens: slots beyond them for a draft model; None: those of its own.
-            full_sequence_must_fit: admit it only if there are blocks for all its tokens.
-            num_external_tokens: tokens between the hits and the new ones that come from elsewhere; there may be no new
-                ones then.
-            delay_cache_blocks: these are not there yet: what they complete is cached by `cache_blocks`.
+            num_lookahead_tokens: slots beyond the tokens for drafts; None: those of the manager's draft model.
+            full_sequence_must_fit: admit the request only if there are blocks for all its tokens.
+            num_external_tokens: tokens between the hits and the new tokens that come from elsewhere; with these,
+                `num_new_tokens` may be 0.
+            delay_cache_blocks: the external tokens have not arrived: `cache_blocks` caches the blocks that they
+                complete.
 
         Returns:
-            The new blocks of each group. None if there are too few: then nothing has changed, but that what lies behind
-            a window is freed.
+            The new blocks of each group; None if there are too few free blocks. Nothing has changed then, except that
+            blocks behind a window are freed.
 
         Raises:
             ValueError: no tokens, or more than `max_model_len`; or hits for a request that has blocks.
-            OffloadStopError: states came from elsewhere within the step, and the blocks that were counted for them are
-                one too few; the engine ends by it.
+            OffloadStopError: states came from elsewhere within the step, and need one block more than was counted and
+                is free; this ends the engine.
         """
         if new_computed_blocks is not None and request.holds_blocks:
             raise ValueError("new_computed_blocks are for a request without blocks; this one has some")
@@ -499,9 +494,7 @@ class VllmHybridManager(VllmManager):
         return taken
 
     def cache_blocks(self, request: GroupRequest, num_tokens: int) -> None:
-        """Cache what the first `num_tokens` tokens complete, and was not cached when it was allocated (async
-        scheduling).
-        """
+        """Cache the blocks that the first `num_tokens` tokens complete and that were not cached at allocation."""
         self._coordinator.cache(request, min(num_tokens, len(request)))
         if self._publisher.failure is not None:
             self._publisher.surface()
@@ -515,19 +508,19 @@ class VllmHybridManager(VllmManager):
         room: int = _NO_LIMIT,
         stale: bool = False,
     ) -> int:
-        """The model has answered the first step of a request that is in flight: accepted drafts, and one token more.
+        """Process the model's answer to the oldest step in flight of a request: accepted drafts and one more token.
 
-        Blocks of rejected drafts stay, and are used again; what is complete now is cached.
+        Blocks of rejected drafts stay and are used again; blocks that are now complete are cached.
 
         Args:
             request: the request; each of its steps was counted by `Drafts.scheduled`.
-            num_tokens: of that step.
-            sampled: the accepted drafts and one more; None: it was a chunk that samples nothing.
-            room: how many it may still generate.
-            stale: it was preempted since: the tokens count, and nothing else.
+            num_tokens: number of tokens of that step.
+            sampled: the accepted drafts and one more token; None for a chunk that samples nothing.
+            room: the most tokens that the request may still generate.
+            stale: the request was preempted since: its tokens are appended, and nothing else changes.
 
         Returns:
-            How many of the tokens it has taken: up to its last one.
+            The number of tokens taken: up to the request's last token.
         """
         drafts, request.num_in_flight_tokens = request.drafts.answered(), request.num_in_flight_tokens - num_tokens
         if sampled is None:
@@ -547,82 +540,77 @@ class VllmHybridManager(VllmManager):
         return len(taken)
 
     def free(self, request: GroupRequest) -> None:
-        """Free all blocks of a request, group by group, tail first. Nothing happens for one without blocks."""
+        """Free all blocks of a request, group by group, tail first. A request without blocks is left as it is."""
         self._coordinator.free(request)
 
     def take_blocks(self, request: GroupRequest) -> list[int]:
-        """Take all blocks from a request, group by group, and free none; see `DeferredFrees`."""
+        """Take all blocks from a request, group by group, without freeing them; see `DeferredFrees`."""
         blocks = [block for table in request.tables for block in table.blocks if block != NULL]
         self._coordinator.forget_states(request)
         request.forget_blocks()
         return blocks
 
     def give_back(self, blocks: list[int]) -> None:
-        """Free blocks that were taken from a request: all groups as one list, its last block first."""
+        """Free blocks that were taken from a request, all groups in one list, the last one first."""
         self._pool.release(reversed(blocks))
 
     def nameless_blocks(self, request: GroupRequest) -> tuple[list[int], ...]:
-        """The blocks of a request that have no name, by group: those that what comes from elsewhere is read into."""
+        """Return the blocks of a request that have no name, by group: tokens from elsewhere are read into them."""
         names = self._pool.names
         return tuple(
             [block for block in table.blocks if block != NULL and not names(block)] for table in request.tables
         )
 
     def free_behind_windows(self, request: GroupRequest, processed: int | None = None) -> None:
-        """Free what no token of a request after the processed ones attends to, as is done before a connector is told
-        of its end.
+        """Free the blocks that no token after the processed ones attends to, as vLLM does before it notifies a
+        connector of a request's end.
 
-        None: after those that are computed and answered.
+        None for `processed`: the computed and answered tokens.
         """
         if processed is None:
             processed = max(0, request.num_computed_tokens - request.num_in_flight_tokens)
         self._coordinator.retire(request, processed)
 
     def retirable_blocks(self, request: GroupRequest) -> int:
-        """Count the blocks behind windows that the next step of a request puts into the queue before it takes
-        others.
-        """
+        """Count the blocks behind windows that the next step of a request frees before it takes new ones."""
         return self._coordinator.retirable(request, self._processed(request, request.num_computed_tokens))
 
     def _processed(self, request: GroupRequest, computed: int) -> int:
         return max(0, min(computed, self._most_tokens) - request.num_in_flight_tokens)
 
     def quiet_tokens(self, request: GroupRequest) -> int:
-        """Tokens that a request can compute one a step, before a step takes, fills or frees a block."""
+        """Return how many steps of one token a request can compute before one takes, fills or frees a block."""
         computed = request.num_computed_tokens
         policies = self._coordinator.policies
         return min(policy.quiet_tokens(table, computed) for policy, table in zip(policies, request.tables, strict=True))
 
     def new_step_starts(self) -> None:
-        """A step of the scheduler starts: what was cached in the one before is computed, and may be hit."""
+        """Start a step of the scheduler: states cached in the previous step are computed now, and may be hit."""
         self._coordinator.start_step()
 
     def end_step(self) -> list[tuple[int, int]]:
-        """A step of the scheduler ends: blocks that were copied in it, and their copies, are let go of. Returns
-        these pairs.
-        """
+        """End a step of the scheduler: release the blocks copied in it and their copies; return these pairs."""
         return self._coordinator.end_step()
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """Take the pairs of blocks that were copied in this step, in place of `end_step`; both are held until they are
-        given back (`DeferredFrees.copied`).
+        """Take the pairs of blocks that were copied in this step, instead of `end_step`.
+
+        Both blocks are held until they are given back (`DeferredFrees.copied`).
         """
         return self._coordinator.take_copies()
 
     def take_states(self) -> dict[GroupRequest, list[StateHandOff]]:
-        """Take the states that were named since the last time, by request: those that a connector stores."""
+        """Take the states that were named since the last call, by request, for a connector that stores them."""
         return self._coordinator.take_states()
 
     def cut_hits(self, found: ComputedBlocks, num_tokens: int) -> ComputedBlocks:
-        """What was found, up to `num_tokens` tokens alone, which are whole blocks: a state before them may be
-        missing.
-        """
+        """Cut hits down to `num_tokens` tokens, a whole number of blocks; a state at their end may be missing."""
         sizes = [group.block_size for group in self.geometry.groups]
         blocks = tuple(each[: num_tokens // size] for each, size in zip(found.blocks, sizes, strict=True))
         return found._replace(num_tokens=num_tokens, blocks=blocks)
 
     def reset_prefix_cache(self) -> bool:
-        """Drop all that is cached, and publish a Cleared; do nothing and return False while a block is in use.
+        """Drop the whole cache and publish a Cleared; do nothing and return False while a block is in use.
 
         The queue keeps its order.
         """
@@ -636,9 +624,7 @@ class VllmHybridManager(VllmManager):
         return self.reset_prefix_cache()
 
     def rehearsal(self, request: GroupRequest, extra_blocks: int) -> tuple[VllmHybridManager, GroupRequest]:
-        """A copy of this engine, which publishes nothing and has `extra_blocks` more blocks, and of a request: to try
-        what is asked for.
-        """
+        """Copy this engine and a request to try steps; the copy has `extra_blocks` more blocks and no publisher."""
         silent = EventPublisher(None, self.dp_rank)
         nothing = {id(self.offload): None, id(self.copies): None}
         manager, copied = deepcopy((self, request), {id(self._publisher): silent, **nothing})
@@ -650,7 +636,7 @@ class VllmHybridManager(VllmManager):
     def stored(
         self, request: GroupRequest, group: int, *, block_size: int, start: int, ends: Sequence[int], end: int
     ) -> None:
-        """Publish what a group has named of a span; see `GroupJournal`."""
+        """Publish the blocks that a group has named in a span; see `GroupJournal`."""
         if LOG.isEnabledFor(TRACE_LEVEL):
             trace(self, "allocation", map(request.key, ends))
         if self._publisher.sink is not None and not self._publisher.passes_over(1):
@@ -699,11 +685,11 @@ class VllmHybridManager(VllmManager):
             return
         local = keyed_block_hashes(
             tokens.cut(start, end + self.geometry.lookahead), block_size, keys, first, self.geometry.lookahead
-        )  # with hashes alone, a block is a unit
+        )  # a prompt with only hashes does not get here: its blocks are units
         publisher.publish(Stored(parent, names, tuple(local)), blocks, extra=extra)
 
     def removed(self, names: Sequence[tuple[int, int]]) -> None:
-        """Publish one Removed a name; see `GroupJournal`."""
+        """Publish one Removed per name; see `GroupJournal`."""
         if LOG.isEnabledFor(TRACE_LEVEL):
             trace(self, "eviction", [block_hash for _, block_hash in names])
         publisher = self._publisher
@@ -714,7 +700,7 @@ class VllmHybridManager(VllmManager):
 
 
 def check_speculative(value: object) -> None:
-    """Let a draft model of vLLM pass, and None.
+    """Check that a value is a draft model of vLLM, or None.
 
     Raises:
         ValueError: it is neither.
@@ -724,7 +710,7 @@ def check_speculative(value: object) -> None:
 
 
 def _of_kept(carried: dict[str, Any], kept: Sequence[int]) -> EventExtra:
-    """What travels with a Stored, with the keys of those blocks alone that were kept."""
+    """Return the extra fields of a Stored, with the keys of the kept blocks only."""
     if "extra_keys" in carried:
         keys = [carried["extra_keys"][place] for place in kept]
         if keys:
@@ -737,12 +723,12 @@ def _of_kept(carried: dict[str, Any], kept: Sequence[int]) -> EventExtra:
 def of_groups(
     groups: object, settings: dict[str, Any], options: dict[str, Any]
 ) -> VllmHybridManager | BlockPoolManager:
-    """The manager of an engine with these groups: with one of full attention alone, that of the block pool.
+    """Make the manager of an engine with these groups: a `BlockPoolManager` for a single group of full attention.
 
     Args:
         groups: its groups; one is of full attention or MLA.
-        settings: arguments of `VllmHybridManager` that are its own.
-        options: those that both managers have.
+        settings: arguments that only `VllmHybridManager` has.
+        options: arguments that both managers have.
 
     Raises:
         ValueError: an argument is invalid.
@@ -760,16 +746,16 @@ def of_groups(
 
 
 def of_draft_model(settings: dict[str, Any], options: dict[str, Any]) -> VllmHybridManager:
-    """The manager of an engine with a draft model and one cache, of full attention.
+    """Make the manager of an engine with a draft model and one cache of full attention.
 
-    It is not a `BlockPoolManager`: what a draft model asks of one (slots, drops, blocks that are named late) made
-    engines in time without a draft model 3.1 % slower, and workers 0.6 % (15 runs each by turns, CPU time), before its
-    drafts in flight, which would stand twice. With a draft model a worker takes three times the CPU time of one
-    without, as each step is scheduled and answered.
+    It is not a `BlockPoolManager`: support for a draft model there (slots, drops, blocks that are named late) made
+    engines in time without a draft model 3.1 % slower, and workers 0.6 % (15 runs each by turns, CPU time). That is
+    without drafts in flight, whose code would also exist twice. With a draft model a worker takes three times the CPU
+    time of one without, because each step is scheduled and answered.
 
     Args:
-        settings: arguments of `VllmHybridManager` that are its own, a draft model among them.
-        options: those that all managers of vLLM have.
+        settings: arguments that only `VllmHybridManager` has, including the draft model.
+        options: arguments that all managers of vLLM have.
 
     Raises:
         ValueError: an argument is invalid.
@@ -779,6 +765,6 @@ def of_draft_model(settings: dict[str, Any], options: dict[str, Any]) -> VllmHyb
 
 
 def by_groups(settings: dict[str, Any], options: dict[str, Any], groups: Any = None) -> VllmHybridManager:
-    """The manager of an engine with these groups, also with one of full attention alone, which is the default."""
+    """Make the `VllmHybridManager` of an engine with these groups; the default is one group of full attention."""
     taken = [CacheGroup(FULL_ATTENTION, options.get("block_size", 16))] if groups is None else groups
     return VllmHybridManager(groups=taken, **settings, **options)

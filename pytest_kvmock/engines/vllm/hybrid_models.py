@@ -1,6 +1,4 @@
-"""Hybrid models as vLLM 0.33.0 caches them: their cache groups at the model's own sizes, and at others in
-proportion.
-"""
+"""Hybrid models as vLLM 0.33.0 caches them: their cache groups at the model's own sizes or scaled to others."""
 
 from __future__ import annotations
 
@@ -16,16 +14,16 @@ from pytest_kvmock.values.checks import check_integer
 
 # Theory of operation
 #
-# vLLM groups the layers of a model so that each group has as many, the smallest number of layers of one kind, and
-# numbers the groups by their first layers. So the model's list of layers says how many groups there are, and its
-# configuration how wide a window or a chunk is. A block has 16 tokens by default; with states it has as many that its
-# page is that of a state, and that depends on data types and parallelism, which are noted.
+# vLLM puts the same number of layers into each group, the smallest number of layers of one kind, and numbers the groups
+# by their first layers. The number of groups follows from the model's list of layers; windows and chunks are in its
+# configuration. A block has 16 tokens by default. With states, its number of tokens is chosen so that its page is as
+# large as a state, which depends on data types and parallelism; these are noted.
 #
-# Tests may use any block size: all numbers of tokens are scaled with it, so that caching, hits and events are the same
-# in blocks.
+# Tests may use any block size. All numbers of tokens are scaled with it, so that caching, hits and events, counted in
+# blocks, stay the same.
 
 SMALLEST: Final = 16
-"""Tokens that a block has at least if no size is asked for."""
+"""The fewest tokens of a block if no size is requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +31,11 @@ class HybridModel:
     """One model.
 
     Attributes:
-        name: of its backend, without `vllm_`.
-        model: the model, and what its sizes depend on.
+        name: the name of its backend, without `vllm_`.
+        model: the model, and the settings that its sizes depend on.
         groups: in vLLM's order, at the model's own sizes.
-        source: where the numbers are from.
-        assumed: what is not, and was assumed; empty: nothing.
+        source: source of the numbers.
+        assumed: what was assumed instead; empty if nothing was.
     """
 
     name: str
@@ -53,20 +51,20 @@ class HybridModel:
 
     @property
     def base_block_size(self) -> int:
-        """The smallest block of the attention group at which all numbers of tokens are whole."""
+        """The smallest block of the attention group at which all token counts are integers."""
         return self.real_block_size // gcd(*(size for group in self.groups for size in _sizes(group)))
 
     @property
     def default_block_size(self) -> int:
-        """The smallest size of a block that is not below `SMALLEST`."""
+        """The smallest valid block size that is not below `SMALLEST`."""
         base = self.base_block_size
         return -(-SMALLEST // base) * base
 
     def sized(self, block_size: int) -> tuple[CacheGroup, ...]:
-        """The groups with `block_size` tokens in a block of the attention group, and all else in proportion.
+        """Return the groups with `block_size` tokens per block of the attention group, and all other sizes scaled.
 
         Raises:
-            ValueError: not all of them are whole then; the message says at which sizes they are.
+            ValueError: a scaled size would not be an integer; the message says which block sizes are valid.
         """
         check_integer("block_size", block_size, 1, " (tokens a block)")
         base, real = self.base_block_size, self.real_block_size
@@ -80,7 +78,7 @@ class HybridModel:
             replace(
                 group,
                 **{name: value * block_size // real for name, value in _named_sizes(group).items()},
-                # A state is exported anywhere that hits may end, at any size.
+                # At any size, a state is exported wherever hits may end.
                 checkpoint=None if group.checkpoint is None else max(1, group.checkpoint * block_size // real),
             )
             for group in self.groups
@@ -183,7 +181,7 @@ HYBRID_MODELS: Final = MappingProxyType(
 
 
 def hybrid_manager(model: str, *, block_size: int, **options: Any) -> VllmHybridManager:
-    """Make the manager of a model with `block_size` tokens in a block of its attention group.
+    """Make the manager of a model with `block_size` tokens per block of its attention group.
 
     Raises:
         ValueError: the model cannot be scaled to that, or an option is invalid.

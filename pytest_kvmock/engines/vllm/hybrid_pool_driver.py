@@ -1,6 +1,4 @@
-"""Drives vLLM's block manager of several cache groups, as its scheduler does: in chunks that end where states are
-cached.
-"""
+"""Driver of vLLM's block manager with several cache groups, in chunks that end where states are cached."""
 
 from __future__ import annotations
 
@@ -23,23 +21,24 @@ if TYPE_CHECKING:
 
 # Theory of operation
 #
-# Each operation of a worker is a separate step: the next one can hit what it caches. A scheduler runs several requests
-# in a step, and calls `begin_pass` and `end_pass` about it.
+# Each operation of a worker is a separate step: the next operation can hit the blocks that it caches. A scheduler runs
+# several requests in a step, between `begin_pass` and `end_pass`.
 #
-# How many blocks several steps need at once depends on what windows and states free on the way. A count that ignores it
-# is quickly made, and mostly there is room for that; if there is not, the steps are tried on a copy of the manager.
+# The number of blocks that several steps need at once depends on the blocks that windows and states free on the way. An
+# estimate that ignores these is quick, and usually there is room for it. Otherwise the steps are tried on a copy of the
+# manager.
 
 
 class HybridPoolDriver(PoolDriver):
     """Turns requests into lookups, allocations and frees of several cache groups.
 
     Args:
-        manager: vLLM's.
-        prefix_caching: whether its requests may reuse blocks; the manager is set to it.
-        rng: source of the names of generated blocks where a prompt has hashes only.
+        manager: a `VllmHybridManager`.
+        prefix_caching: whether requests may reuse blocks; applied to the manager.
+        rng: source of the names of generated blocks if a prompt has only hashes.
 
     Raises:
-        ValueError: the manager is another.
+        ValueError: the manager is of another kind.
     """
 
     traits = replace(PoolDriver.traits, promises_more=True, publishes_groups=True)
@@ -62,12 +61,12 @@ class HybridPoolDriver(PoolDriver):
         )
         self._in_pass = False
         self._chunk: int | None = None
-        # What several steps may need beyond the count for one: states before and behind the running one, and copies.
+        # Blocks that several steps may need beyond the count for one: states around the running one, and copies.
         self._spare = sum(4 + group.speculative_blocks for group in geometry.groups if group.kind == STATE)
 
     @property
     def powers(self) -> Powers:
-        """What it can do that not every driver can."""
+        """Its optional abilities, which not every driver has."""
         return replace(
             super().powers,
             take_chunk=self.take_chunk,
@@ -79,24 +78,27 @@ class HybridPoolDriver(PoolDriver):
         )
 
     def take_chunk(self, chunk: int | None) -> None:
-        """Take how many tokens its worker prefills at once: where chunks end, more states are held for a while.
+        """Set the number of tokens that the worker prefills at once; None for the whole prompt.
 
-        None: the whole prompt.
+        More states are held for a while where chunks end.
         """
         self._chunk = chunk
 
     def lookup(self, request: GroupRequest) -> int:
-        """Tokens of the request that all groups can resume from, generated ones included; its last one never counts."""
+        """Return the tokens of the request, generated ones included, that all groups can resume from.
+
+        Its last token never counts.
+        """
         return self.manager.get_computed_blocks(request).num_tokens
 
     def lacking(self, request: GroupRequest) -> tuple[str, ...]:
-        """The groups that cannot resume where full attention can, by their sizes. Changes nothing."""
+        """Return the groups, with their sizes, that cannot resume where full attention can. Changes nothing."""
         return self.manager.missing_groups(self.manager.get_computed_blocks(request))[1]
 
     # ---------------------------------------------------------------------------------- operations of a worker
 
     def need(self, request: GroupRequest, upto: int, tokens: Sequence[int] = ()) -> int:
-        """The most blocks that these steps take from the queue at once, less those that they put back."""
+        """Return the most blocks that these steps take from the queue at once, net of those that they put back."""
         manager = self.manager
         most = manager.missing_blocks(request, upto + len(tokens), self._hits(request)) + self._spare
         if most <= self.room():
@@ -111,62 +113,58 @@ class HybridPoolDriver(PoolDriver):
         return before - min(left, default=before)
 
     def plan(self, request: GroupRequest, upto: int) -> PromptPlan:
-        """As `need`, `room` and `lookup`, of one look-up, which the manager keeps until something changes."""
+        """Return `need`, `room` and `lookup`, from one look-up, which the manager keeps until something changes."""
         return PromptPlan(self.need(request, upto), self.room(), self.lookup(request))
 
     def admit(self, request: GroupRequest, upto: int, plan: PromptPlan | None = None) -> None:  # noqa: ARG002 - as `plan` has it
-        """Compute the first `upto` tokens, chunk by chunk; what is left of them comes with the next chunk."""
+        """Compute the first `upto` tokens, chunk by chunk; any remaining tokens are computed with the next chunk."""
         for _ in prefill_steps(self.manager, request, upto):
             pass
 
     def extend(self, request: GroupRequest, tokens: Sequence[int]) -> None:
-        """Decode steps, one a token; only those that take, fill or free a block do anything."""
+        """Run decode steps, one per token; only those that take, fill or free a block have an effect."""
         for _ in _decode(self.manager, request, tokens):
             pass
 
     # ------------------------------------------------------------------------------------------ for a scheduler
 
     def need_of_step(self, request: GroupRequest, upto: int) -> int:
-        """The blocks that one step takes from the queue, less those that it puts back before. Tries nothing on a
-        copy.
-        """
+        """Count the blocks that one step takes from the queue, less those that it frees first; without a trial copy."""
         missing = self.manager.missing_blocks(request, upto, self._hits(request))
         return max(missing - self.manager.retirable_blocks(request), 0)
 
     def limit_passes(self, tokens: int) -> None:
-        """Passes have at most `tokens` tokens."""
+        """Limit passes to `tokens` tokens."""
         self.manager.limit_steps(tokens)
 
     def begin_pass(self) -> None:
-        """Begin a step, which may hit blocks cached by the one before."""
+        """Begin a step, which may hit blocks that the previous step cached."""
         self._in_pass = True
         self.manager.new_step_starts()
 
     def end_pass(self) -> None:
-        """A step ends: what was copied in it is freed of, and what it cached may be hit."""
+        """End a step: release the blocks copied in it; blocks that it cached may be hit from now on."""
         self._in_pass = False
         end_step(self.manager)
 
     def chunk_tokens(self, request: GroupRequest, most: int) -> int:
-        """Tokens of the next chunk, at most `most`; 0: it waits for a pass with more room."""
+        """Return the tokens of the next chunk, at most `most`; 0 if it waits for a pass with more room."""
         return self.manager.chunk_tokens(request, most, self._hits(request))
 
     def need_whole(self, request: GroupRequest) -> int:
-        """New blocks of all its tokens, as vLLM counts them for admission: of a window, what it holds at once."""
+        """Count the new blocks for all its tokens as vLLM does for admission: for a window, the most held at once."""
         return self.manager.missing_blocks(request, len(request), self._hits(request), for_admission=True)
 
     def blocks_alone(self, request: GroupRequest) -> int:
-        """The blocks that a request without any needs at once if it shares none: with more than there are it can
-        never run.
-        """
+        """Count the blocks that a request needs at once if it shares none. If more than exist, it can never run."""
         return self.manager.missing_blocks(request, len(request), for_admission=True)
 
     def alone(self, chunk: int | None, *, capped: bool) -> BlocksAlone:
-        """What requests need of all groups where each is the only one.
+        """Return the blocks that a request needs from all groups if it is the only one.
 
         Args:
-            chunk: the most tokens of a pass; None: any.
-            capped: whether they are admitted by what windows hold at once (`need_whole`).
+            chunk: the most tokens of a pass; None for no limit.
+            capped: whether admission counts only the blocks that windows hold at once (`need_whole`).
         """
         manager = self.manager
         caps = manager.admission_caps if capped else [None] * len(manager.geometry.groups)
@@ -175,7 +173,7 @@ class HybridPoolDriver(PoolDriver):
         return BlocksAlone(geometry.groups, tuple(caps), chunks, manager.exported_alone, geometry.computed_again)
 
     def allocate(self, request: GroupRequest, upto: int) -> int:
-        """Allocate for the first `upto` tokens, and count them as computed; all of them, or none."""
+        """Allocate for the first `upto` tokens and count them as computed; all of them, or none."""
         hits = self._hits(request)
         new = upto - request.num_computed_tokens - (0 if hits is None else hits.num_tokens)
         if (new > 0 or (hits is not None and hits.num_tokens and not new)) and (
@@ -185,9 +183,9 @@ class HybridPoolDriver(PoolDriver):
         return upto
 
     def tables(self, request: GroupRequest, tokens: int | None = None) -> tuple[list[int], ...]:
-        """The blocks that a request holds, by group and position, those of `tokens` tokens or all.
+        """Return the blocks that a request holds, by group and position: those of `tokens` tokens, or all.
 
-        Block 0 where it needs none.
+        Block 0 marks a position where it needs none.
         """
         if tokens is None:
             return tuple(table.blocks for table in request.tables)
@@ -197,7 +195,7 @@ class HybridPoolDriver(PoolDriver):
     def blocks_to_hold(self, request: GroupRequest, upto: int, *, external: int = 0, hits: bool = True) -> int:
         """Count the blocks of the queue that a request needs for its first `upto` tokens.
 
-        For a window, the blocks that it holds at once.
+        For a window, the most blocks that it holds at once count.
         """
         return self.manager.missing_blocks(
             request, upto, self._hits(request) if hits else None, for_admission=True, num_external_tokens=external
@@ -206,7 +204,7 @@ class HybridPoolDriver(PoolDriver):
     def hold(self, request: GroupRequest, upto: int, reserved: int = 0) -> bool:
         """Take hits and blocks for the first `upto` tokens, which come from elsewhere.
 
-        False: fewer than `reserved` would be left.
+        Return False if fewer than `reserved` blocks would be left.
         """
         manager, hits = self.manager, self._hits(request)
         external = upto - (0 if hits is None else hits.num_tokens)
@@ -220,19 +218,21 @@ class HybridPoolDriver(PoolDriver):
         return True
 
     def name(self, request: GroupRequest, upto: int) -> None:
-        """Name what of the first `upto` tokens is worth it."""
+        """Name the blocks within the first `upto` tokens that each group keeps."""
         request.num_computed_tokens = upto
         self.manager.cache_blocks(request, upto)
 
     def step_inside(self, request: GroupRequest, upto: int) -> bool:
-        """Count the tokens up to one as computed, if no group takes, fills or frees a block for them."""
+        """Count the first `upto` tokens as computed if no group takes, fills or frees a block for them."""
         if upto - request.num_computed_tokens > self.manager.quiet_tokens(request):
             return False
         request.num_computed_tokens = upto
         return True
 
     def quiet_tokens(self, request: GroupRequest) -> int:
-        """Tokens that are computed, from the last one on, before a group takes, fills or frees a block."""
+        """Return the number of tokens, from the last one on, that can be computed before a group takes, fills or frees
+        a block.
+        """
         return self.manager.quiet_tokens(request) if request.num_computed_tokens == len(request) - 1 else 0
 
     def _hits(self, request: GroupRequest) -> ComputedBlocks | None:
@@ -251,13 +251,13 @@ def prefill_steps(
     upto: int,
     padded: Callable[[VllmHybridManager, GroupRequest, ComputedBlocks], int] | None = None,
 ) -> Iterator[int]:
-    """Compute the first `upto` tokens, as far as chunks may end there; yields the tokens of each step that has blocks.
+    """Compute the first `upto` tokens, as far as chunks may end there; yield the tokens of each step after allocation.
 
     Args:
-        manager: of the request.
+        manager: the manager of the request.
         request: the request.
-        upto: how many.
-        padded: the tokens of a step that would compute the last one of a prompt alone, behind hits; None: one.
+        upto: number of leading tokens.
+        padded: returns the tokens of a step that would compute only the last token of a prompt, behind hits; None: one.
     """
     hits = None if request.holds_blocks else manager.get_computed_blocks(request)
     while True:
@@ -275,7 +275,7 @@ def prefill_steps(
 
 
 def _decode(manager: VllmHybridManager, request: GroupRequest, tokens: Sequence[int]) -> Iterator[int]:
-    """Generate these tokens, one a step; yields how many blocks are free in each step that changes it."""
+    """Generate these tokens, one per step; yield the number of free blocks in each step that may change it."""
     at = 0
     while at < len(tokens):
         quiet = tokens[at : at + manager.quiet_tokens(request)]

@@ -1,4 +1,4 @@
-"""The blocks that all cache groups of an engine share: their queue, their references, and the names that they have."""
+"""The blocks that all cache groups of an engine share: their queue, their references and their names."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 # Theory of operation
 #
-# Blocks that no request holds are in one queue, with or without a name; a new block is taken from its head. A name is a
-# group and a hash: hashes are equal across groups. A block has several names where it was named at the end of a prompt
-# inside it, and again as it was full. Several blocks have one name where requests computed the same tokens; a lookup
-# finds the one that was named first.
+# Blocks that no request holds are in one queue, with or without a name; new blocks are taken from its head. A name is a
+# pair of group and hash, because hashes are equal across groups. A block has several names if it was named at the end
+# of a prompt inside it, and again when it was full. Several blocks have the same name if requests computed the same
+# tokens; a lookup finds the block that was named first.
 
 NULL: int = 0
-"""The block that stands where a request needs none; no request gets it."""
+"""The placeholder for positions where a request needs no block; no request gets it."""
 
 
 class NamedPool:
@@ -21,15 +21,15 @@ class NamedPool:
 
     Args:
         num_blocks: capacity, at least 1.
-        num_groups: how many groups take blocks.
-        removed: is called with the names, (group, hash), that blocks lost, in order.
-        front: freed blocks all go to the front of the queue, as they do where nothing is cached.
+        num_groups: number of groups that take blocks.
+        removed: called with the names, (group, hash), that blocks lost, in order.
+        front: all freed blocks go to the front of the queue, as they do in vLLM without caching.
 
     Attributes:
         free: blocks that no request holds, in the order in which they are taken.
         refs: references to each block, by its number.
         cached: per group, by hash, the block that was named first.
-        changes: grows whenever what a lookup finds may change.
+        changes: grows whenever the results of lookups may change.
     """
 
     __slots__ = ("_copies", "_front", "_names", "_removed", "_tokens", "cached", "changes", "free", "refs")
@@ -55,11 +55,11 @@ class NamedPool:
     # ------------------------------------------------------------------------------------------------- queries
 
     def names(self, block: int) -> Sequence[tuple[int, int]]:
-        """The names of a block, (group, hash), the first one first; not to be changed."""
+        """Return the names of a block, (group, hash), oldest first; do not change the list."""
         return self._names[block]
 
     def tokens(self, block: int) -> int:
-        """How many tokens of its request a named block stands for, by its first name."""
+        """Return the number of leading tokens that a block's first name covers; 0 if it has no name."""
         return self._tokens[block] if self._names[block] else 0
 
     def idle(self, blocks: Iterable[int]) -> int:
@@ -68,14 +68,14 @@ class NamedPool:
         return sum(not refs[block] for block in blocks if block != NULL)
 
     def holders(self, group: int, block_hash: int) -> list[int]:
-        """The blocks of one name, in the order in which they were named."""
+        """Return the blocks with this name, in the order in which they were named."""
         first = self.cached[group].get(block_hash)
         return [] if first is None else [first, *self._copies.get((group, block_hash), ())]
 
     # -------------------------------------------------------------------------------------------- hold and free
 
     def touch(self, blocks: Iterable[int]) -> None:
-        """Take a reference to each block; those of the queue leave it."""
+        """Add a reference to each block; blocks in the queue leave it."""
         refs, free = self.refs, self.free
         for block in blocks:
             if block != NULL:
@@ -84,7 +84,7 @@ class NamedPool:
                 refs[block] += 1
 
     def take(self, count: int) -> list[int]:
-        """Take blocks from the head of the queue, which has as many; they lose their names."""
+        """Take `count` blocks from the head of the queue, which must have as many; they lose their names."""
         popitem, refs, names = self.free.popitem, self.refs, self._names
         taken = [popitem(last=False)[0] for _ in range(count)]
         lost: list[tuple[int, int]] = []
@@ -97,10 +97,9 @@ class NamedPool:
         return taken
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Drop a reference to each block. Blocks that are then not held go into the queue.
+        """Drop a reference to each block. Blocks without any further reference go into the queue.
 
-        Blocks without a name go to its front, in the order in which they are given, and are taken next; others to its
-        end.
+        Blocks without a name go to its front in the given order and are taken next; named blocks go to its end.
         """
         refs, free, names, everything = self.refs, self.free, self._names, self._front
         nameless: list[int] = []
@@ -144,7 +143,7 @@ class NamedPool:
             block: the block.
             group: the name's group.
             block_hash: the name's hash.
-            tokens: how many tokens of its request it stands for, if this is its first name.
+            tokens: number of leading tokens that the name covers; kept only for the first name.
         """
         names = self._names[block]
         if not names:
@@ -158,11 +157,11 @@ class NamedPool:
         self.changes += 1
 
     def strip(self, block: int) -> list[tuple[int, int]]:
-        """Take all names from a block, and return them; no event is made."""
+        """Take all names from a block and return them; publishes no event."""
         return self._unname(block) if self._names[block] else []
 
     def pass_on(self, source: int, target: int) -> None:
-        """Take all names from a block and give them to one that has none; no event is made."""
+        """Move all names of a block to a block without names; publishes no event."""
         tokens = self._tokens[source]
         for group, block_hash in self.strip(source):
             self.name(target, group, block_hash, tokens)

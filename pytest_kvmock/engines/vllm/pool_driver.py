@@ -1,4 +1,4 @@
-"""What the drivers of vLLM's block managers share: how requests are opened, generate and end."""
+"""Common base of the drivers of vLLM's block managers: requests are opened, generate and end."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
 
 
 class Ends(Protocol):
-    """What decides about the blocks of some requests as they end, or are preempted."""
+    """Decides about the blocks of some requests when they end or are preempted."""
 
     def freed(self, state: Any, *, done: bool) -> bool:
-        """A request is to free its blocks; whether that was seen to."""
+        """Handle a request that is about to free its blocks; return whether this takes the place of the free."""
 
 
 class PoolDriver:
-    """Base of the drivers of vLLM's managers; a subclass looks up and allocates. Requests are its manager's.
+    """Base of the drivers of vLLM's managers; a subclass looks up and allocates. The manager makes the requests.
 
     Args:
-        manager: vLLM's.
-        prefix_caching: whether its requests may reuse blocks; the manager is set to it.
-        rng: source of the names of generated blocks where a prompt has hashes only.
+        manager: a block manager of vLLM.
+        prefix_caching: whether requests may reuse blocks; applied to the manager.
+        rng: source of the names of generated blocks if a prompt has only hashes.
     """
 
     traits = Traits(
@@ -33,10 +33,10 @@ class PoolDriver:
     )
     prompt_keys = PROMPT_KEYS
     admits_whole = True
-    """As vLLM since 0.19, where `scheduler_reserve_full_isl` is on by default."""
+    """As in vLLM since 0.19, which has `scheduler_reserve_full_isl` on by default."""
 
     pair: Ends | None = None
-    """What decides about the blocks of legs as these end, for an engine of a pair."""
+    """Decides about the blocks of legs when these end, in an engine of a pair."""
 
     manager: Any
 
@@ -48,44 +48,44 @@ class PoolDriver:
 
     @property
     def powers(self) -> Powers:
-        """What it can do that not every driver can."""
+        """Its optional abilities, which not every driver has."""
         return Powers(clears_with_a_step=True, reports=self, pair=self.pair)
 
     def open(self, prompt: Prompt, *, to_look: bool = False) -> Any:
-        """A request that has no block yet."""
+        """Make a request without blocks."""
         return self.manager.new_request(prompt, rng=None if to_look else self._rng)
 
     def room(self) -> int:
-        """Blocks in the queue."""
+        """Return the number of blocks in the queue."""
         free: int = self.manager.num_free_blocks
         return free
 
     def reports(self, request: Any) -> bool:
-        """Whether what a request hits is published at each of its look-ups (vLLM's `kv_cache_report_mode`)."""
+        """Return whether each look-up of a request publishes its hits (vLLM's `kv_cache_report_mode`)."""
         keys = request.tokens.keys
         return keys is not None and keys.report_mode is not None
 
     def report(self, request: Any) -> None:
-        """Publish what a request hits, if it asked for that; it is looked up now, whether or not it is admitted.
+        """Publish the hits of a request that asked for reports; it is looked up now, whether or not it is admitted.
 
         Raises:
-            FullReportError: the engine ends by it.
+            FullReportError: the report ends the engine.
         """
         if self.reports(request):
             self.manager.report_hits(request)
 
     def needs_no_output(self, request: Any) -> None:
-        """Let all of its prompt be cached."""
+        """Let hits cover its whole prompt: its last token needs no output."""
         request.computes_last_token = False
 
     def allocate(self, request: Any, upto: int) -> int:
-        """Allocate for the first `upto` tokens, and count them as computed; all of them, or none."""
+        """Allocate for the first `upto` tokens and count them as computed; all of them, or none."""
         raise NotImplementedError
 
     def tables(self, request: Any, tokens: int | None = None) -> tuple[list[int], ...]:
-        """The blocks that a request holds, by group and position, those of `tokens` tokens or all.
+        """Return the blocks that a request holds, by group and position: those of `tokens` tokens, or all.
 
-        Block 0 where it needs none.
+        Block 0 marks a position where it needs none.
         """
         raise NotImplementedError
 
@@ -94,10 +94,10 @@ class PoolDriver:
         raise NotImplementedError
 
     def hold(self, request: Any, upto: int, reserved: int = 0) -> bool:
-        """Take hits and blocks for the first `upto` tokens, which come from elsewhere: nothing is named before `name`.
+        """Take hits and blocks for the first `upto` tokens, which come from elsewhere; only `name` names the blocks.
 
         Returns:
-            False, and nothing has changed: there are too few, or too few would be left.
+            False, and nothing has changed, if too few blocks are free or would be left.
         """
         raise NotImplementedError
 
@@ -106,11 +106,11 @@ class PoolDriver:
         raise NotImplementedError
 
     def step_inside(self, request: Any, upto: int) -> bool:
-        """Count the tokens up to one as computed, if that takes, fills and frees no block."""
+        """Count the first `upto` tokens as computed if that takes, fills and frees no block."""
         raise NotImplementedError
 
     def generate(self, request: Any, token: int) -> bool:
-        """Append a token; it gets its slot in the pass that computes it, the next one."""
+        """Append a token; it gets its slot in the next pass, which computes it."""
         request.tokens.append(token)
         return True
 
@@ -120,13 +120,13 @@ class PoolDriver:
         request.num_computed_tokens += len(tokens)
 
     def free(self, request: Any, *, done: bool) -> None:
-        """Free all blocks, tail first; what was generated is kept, and looked up when the request is resumed."""
+        """Free all blocks, tail first; generated tokens are kept, and looked up when the request is resumed."""
         if self.pair is None or not self.pair.freed(request, done=done):
             self.manager.free(request)
         if done:  # nothing more is cached at the end
             request.tokens.release()
 
     def clear(self) -> bool:
-        """Drop all that is cached."""
+        """Drop the whole cache."""
         cleared: bool = self.manager.reset_prefix_cache()
         return cleared

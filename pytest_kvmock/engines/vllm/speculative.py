@@ -11,20 +11,20 @@ from pytest_kvmock.values.checks import check_integer, unknown_text
 
 # Theory of operation
 #
-# The KV of a draft layer at one position hangs on the token after it. So the last position of a block is only right if
-# the token after the block is the same: vLLM has it in the block's name (names look ahead, its default), or computes
-# the last block of a hit again (drop, its older mode). With several modules, one behind the other, it is as many
-# tokens.
+# The KV of a draft layer at one position depends on the next token. The last position of a block is therefore valid
+# only if the token after the block is the same. vLLM either includes that token in the block's name (names look ahead,
+# its default) or computes the last block of a hit again (drop, its older mode). With several modules in sequence, each
+# module needs one more token.
 
 
 class _Method(NamedTuple):
-    """What follows from a method alone, by vLLM's own properties.
+    """The properties of a method, as in vLLM.
 
     Attributes:
-        reads_ahead: it has draft layers in the target's groups, whose KV hangs on the tokens after it.
+        reads_ahead: it has draft layers in the target's groups, whose KV depends on the next tokens.
         slots: a step has a slot for each draft.
-        more_slots: how many slots it has in addition.
-        chunk_lookahead: tokens that a prefill's chunk must have behind it.
+        more_slots: number of additional slots of a step.
+        chunk_lookahead: tokens that must follow a chunk of a prefill.
     """
 
     reads_ahead: bool
@@ -51,20 +51,20 @@ _NOT_RECORDED: Final = ("dspark", "medusa", "mlp_speculator", "suffix", "ngram_g
 
 @dataclass(frozen=True, slots=True)
 class Speculative:
-    """The speculative config of one engine of vLLM 0.33.0, and what of it its cache shows.
+    """The speculative config of one engine of vLLM 0.33.0, as far as it affects the cache.
 
     Attributes:
         method: "eagle", "eagle3", "mtp", "dflash", "draft_model" or "ngram".
-        tokens: drafts a step (`num_speculative_tokens`), at least 1.
-        modules: of "mtp", those that predict one behind the other (`num_nextn_predict_layers`), at least 1; more than
-            `tokens` count as `tokens`.
+        tokens: drafts per step (`num_speculative_tokens`), at least 1.
+        modules: only for "mtp": the modules that predict in sequence (`num_nextn_predict_layers`), at least 1; more
+            than `tokens` count as `tokens`.
         plain_hashes: blocks are named as without a draft model, and hits drop a block
             (`disable_lookahead_block_hashes`).
-        no_drop: neither (`disable_eagle_block_drop`).
-        connector: there is a KV connector that is not mocked: see `plain_hashes`. A host (`tiers`) is one itself, and
-            so is what an engine has that hands prompts over, or is handed them.
-        acceptance: what drafts are accepted: the rate of each, at most as many as `tokens`, those that are not given 0;
-            or, as a list, how many of each step, used in turn.
+        no_drop: names do not look ahead and hits drop nothing (`disable_eagle_block_drop`).
+        connector: there is a KV connector that is not mocked; the effect is that of `plain_hashes`. A host (`tiers`) is
+            a connector itself, and so is the handover of prompts in an engine of a pair.
+        acceptance: accepted drafts: a rate for each draft, at most `tokens` rates, with 0 for missing ones; or a list
+            with the number for each step, used in turn.
 
     Raises:
         ValueError: a field is invalid.
@@ -106,20 +106,21 @@ class Speculative:
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether the KV of draft layers hangs on later tokens, so that names look ahead or hits drop a block."""
+        """Whether the KV of draft layers depends on later tokens, so that names look ahead or hits drop a block."""
         return METHODS[self.method].reads_ahead
 
     @property
     def chunk_lookahead(self) -> int:
-        """Tokens that a prefill's chunk must have behind it: one, or as many as modules; 0 where drafts do not read
-        them.
+        """Tokens that must follow a chunk of a prefill; 0 if drafts do not read them.
+
+        With several modules, the number of drafts per step.
         """
         deep = min(self.modules, self.tokens)
         return self.tokens if deep > 1 else METHODS[self.method].chunk_lookahead
 
     @property
     def lookahead(self) -> int:
-        """How many of the next tokens the name of a block covers too (L)."""
+        """Number of following tokens that the name of a block also covers (L)."""
         plain = not self.reads_ahead or self.plain_hashes or self.no_drop or self.connector
         return 0 if plain else self.chunk_lookahead
 
@@ -130,11 +131,11 @@ class Speculative:
 
     @property
     def slots(self) -> int:
-        """Slots of a step beyond its tokens."""
+        """Slots of a step in addition to its tokens."""
         method = METHODS[self.method]
         return (self.tokens if method.slots else 0) + method.more_slots
 
     @property
     def input_slots(self) -> int:
-        """Tokens more of a step's budget that each request takes."""
+        """Additional tokens of a step's budget that each request takes."""
         return int(self.method == "draft_model")

@@ -1,4 +1,4 @@
-"""Groups of recurrent states (Mamba, GDN, KDA): what they hold and cache, and where the chunks of a request end for
+"""Groups of recurrent states (Mamba, GDN, KDA): the states that they hold and cache, and the ends of chunks for
 them.
 """
 
@@ -19,26 +19,24 @@ if TYPE_CHECKING:
 
 # Theory of operation
 #
-# A block of a state group is a state, the one after the tokens of a chunk. So a request holds its running state alone,
-# the one before until the model has answered, and scratch blocks for speculation behind it; all other positions are
-# null. A state is cached where a chunk ends at the end of a block, at the last unit of a prompt (fine hits), or where
-# the backend exports it within a chunk (a checkpoint). Chunks are cut so that they end there.
+# A block of a state group is a state: the state after the tokens of a chunk. A request holds only its running state,
+# the previous state until the model has answered, and scratch blocks for speculation behind them; all other positions
+# are null. A state is cached where a chunk ends at the end of a block, at the last unit of a prompt (fine hits), or
+# where the backend exports it within a chunk (a checkpoint). Chunks are cut so that they end there.
 #
-# A state that another request named, or the request itself at the end of its prompt, must not be written over: it is
-# copied first. No request can resume from a state named in this step before the next one, as it is not computed yet.
+# A state that another request named, or the request itself at the end of its prompt, must not be overwritten: it is
+# copied first. A state named in this step is not computed yet, so requests can resume from it only in the next step.
 
 
 class StatePolicy(GroupPolicy):
     """States in mode "align".
 
-    It also uses these fields of a `GroupTable`: `begun`, blocks have been taken, so that there are scratch blocks;
-    `retired`, all positions before it are null; `checkpoint`, the one of this chunk; `named_inside`, the position of
-    the state that was named inside its block and is to be copied.
+    It also uses the fields `begun`, `retired`, `checkpoint` and `named_inside` of a `GroupTable`.
 
     Attributes:
         named_in_step: the first names of the states that were named in this step.
-        named: of an engine with a connector, the states that were named since it was last notified: whose, the block,
-            and tokens; None if there is none.
+        named: the states that were named since the connector last took them: request, block and tokens; None if there
+            is no connector.
     """
 
     def __init__(self, number: int, geometry: GroupGeometry, pool: NamedPool, journal: GroupJournal) -> None:
@@ -48,12 +46,12 @@ class StatePolicy(GroupPolicy):
         self.named: list[tuple[GroupRequest, int, int]] | None = None
 
     def longest(self, look: Lookup, limit: int, drops: bool) -> int:  # noqa: ARG002 - states are checkpointed earlier instead
-        """The last place at which a state is cached."""
+        """Return the last token count at which a state is cached."""
         size = self._alignment
         return next((tokens for tokens in range(limit // size * size, 0, -size) if look.has(tokens)), 0)
 
     def found(self, request: GroupRequest, hit: int, reached: int) -> list[int]:  # noqa: ARG002 - there is one state
-        """One state."""
+        """Return the one state of the hit, behind null positions."""
         return [NULL] * self._first_found(hit) + [self._pool.cached[self.number][request.key(hit)]]
 
     # ------------------------------------------------------------------------------------------------ allocation
@@ -67,22 +65,20 @@ class StatePolicy(GroupPolicy):
         *,
         asks: bool = False,
     ) -> int:
-        """The running state, whatever the length of the chunk; a checkpoint, a copy and scratch blocks where they
-        are due.
-        """
+        """Count the running state, for any length of chunk, and a checkpoint, a copy and scratch blocks if due."""
         table, pool, size = request.tables[self.number], self._pool, self.block_size
         checkpoint = self._checkpoint(request, table, span)
         if not asks:
             table.checkpoint = checkpoint
         if hits and not self.named_in_step.isdisjoint(pool.names(hits[-1])[:1]):
-            return len(pool.refs)  # more than exist, so that it waits a step
+            return len(pool.refs)  # more than exist, so that the request waits a step
         copies = bool(hits and span.hit % size) or table.named_inside is not None
         new = max(-(-span.end // size) + self._scratch - len(hits) - len(table.blocks), 0) + copies
         most = 1 + copies + (checkpoint is not None) + (0 if table.begun else self._scratch)
         return min(new, most) + pool.idle(hits)
 
     def _checkpoint(self, request: GroupRequest, table: GroupTable, span: Span) -> Checkpoint | None:
-        """The state that is exported within a chunk; None if none is."""
+        """Return the state that is exported within a chunk and has no block yet; None if there is none."""
         checkpoint = self.exports(max(request.tokens.num_prompt_tokens, len(request) - 1), span.start, span.end)
         if checkpoint is None:
             return None
@@ -91,30 +87,29 @@ class StatePolicy(GroupPolicy):
         return checkpoint if free else None
 
     def exports(self, last: int, start: int, end: int) -> Checkpoint | None:
-        """The state that is exported within a chunk of a prefill that ends at `last` tokens; None if none is."""
+        """Return the state exported within a chunk of a prefill that ends at `last` tokens; None if there is none."""
         every = self.group.checkpoint
         if every is None or (self._geometry.retention == 0 and end < last):
             return None
         return self.exported(start, end, every)
 
     def taken(self, prompt: int, before: int, start: int, end: int) -> int:
-        """The blocks that a chunk of a prompt takes in addition to the running state.
+        """Count the blocks that a chunk of a prompt takes in addition to the running state.
 
-        They are what is exported, and the copy of what the last chunk named inside a block.
+        They are the exported state, and the copy of a state that the last chunk named inside a block.
         """
         names_inside = start == self._geometry.prompt_end(prompt, self._unit) and start % self.block_size
         copies = bool(names_inside) and self.exports(prompt, before, start) is None
         return copies + (self.exports(prompt, start, end) is not None)
 
     def exported(self, start: int, end: int, every: int, prefill: int | None = None) -> Checkpoint | None:
-        """What a backend that exports states at multiples of `every` tokens would export in a chunk; None if there is
-        nothing.
+        """Return the state that a backend exporting at multiples of `every` tokens exports in a chunk; None if none.
 
         Args:
             start: where the chunk begins.
             end: where it ends.
-            every: as given.
-            prefill: where the prefill ends; None: with the chunk.
+            every: the interval in tokens, counted from `start`.
+            prefill: where the prefill ends; None: at `end`.
         """
         unit, size = self._unit, self.block_size
         tokens = self._geometry.prompt_end(end if prefill is None else prefill, self._alignment)
@@ -129,7 +124,7 @@ class StatePolicy(GroupPolicy):
         table.retired = max(self._end_of_null(table, processed), table.retired)
 
     def behind(self, table: GroupTable, processed: int) -> Iterator[int]:
-        """All states before the running one, with null positions between them."""
+        """Return the positions of all states before the running one; positions between them may be null."""
         end = self._end_of_null(table, processed)
         return (place for place in range(end - 1, table.retired - 1, -1) if table.blocks[place] != NULL)
 
@@ -137,7 +132,9 @@ class StatePolicy(GroupPolicy):
         return min(self.skipped(processed) // self.block_size, len(table.blocks))
 
     def fill(self, request: GroupRequest, span: Span, copies: list[tuple[int, int]]) -> None:
-        """Take blocks for the running state and what stands about it; scratch blocks move to the end."""
+        """Take blocks for the running state, a checkpoint and scratch blocks; existing scratch blocks move to the
+        end.
+        """
         table = request.tables[self.number]
         blocks, pool = table.blocks, self._pool
         required = -(-span.end // self.block_size) + self._scratch
@@ -159,8 +156,9 @@ class StatePolicy(GroupPolicy):
         table.begun = True
 
     def _copy_named(self, request: GroupRequest, table: GroupTable, copies: list[tuple[int, int]]) -> None:
-        """Let another block have the names of the running state, which goes on in its own; both are held till the
-        end of the step.
+        """Move the names of the running state to a copy; the state continues in its own block.
+
+        Both are held until the step ends.
         """
         if table.named_inside is not None:
             source, pool = table.blocks[table.named_inside], self._pool
@@ -175,7 +173,7 @@ class StatePolicy(GroupPolicy):
             copies.append((source, copy))
 
     def quiet_tokens(self, table: GroupTable, computed: int) -> int:
-        """Return 0 while a copy is due, and else what other groups return."""
+        """Return 0 while a copy is due; else see `GroupPolicy`."""
         return 0 if table.named_inside is not None else super().quiet_tokens(table, computed)
 
     def _slots(self, table: GroupTable) -> int:
@@ -184,7 +182,7 @@ class StatePolicy(GroupPolicy):
     # --------------------------------------------------------------------------------------------------- caching
 
     def kept(self, request: GroupRequest, start: int, end: int) -> Collection[int]:
-        """The states that prompts resume from, and by the retention those at its multiples."""
+        """Return the states that prompts resume from, and those at multiples of the retention."""
         size = self.block_size
         if self._geometry.retention is None:
             return range(start, end)
@@ -194,7 +192,7 @@ class StatePolicy(GroupPolicy):
         ]
 
     def _is_regular(self, tokens: int) -> bool:
-        """Whether the state after `tokens` tokens is kept for every request."""
+        """Return whether the state after `tokens` tokens is kept for every request."""
         every = self._geometry.retention
         return not tokens % self.block_size and (every is None or (every > 0 and not tokens % every))
 
@@ -209,7 +207,7 @@ class StatePolicy(GroupPolicy):
         elif upto and upto == self._geometry.prompt_end(request.tokens.num_prompt_tokens, self._unit):
             self._cache_prompt_end(request, table, upto)
         if self.named is not None and considered:
-            # vLLM offers the blocks with names after all this, not the shortened end of the prompt.
+            # vLLM offers the blocks that have names at this point, without the shortened end of the prompt.
             stop = considered.stop if table.cached is None else table.cached
             for block in table.blocks[considered.start : stop]:
                 if pool.names(block):
@@ -244,20 +242,20 @@ class StatePolicy(GroupPolicy):
 
 
 class UncachedStatePolicy(GroupPolicy):
-    """States in mode "none": a block for each run of tokens, and none is ever found again."""
+    """States in mode "none": one block per `block_size` tokens; no lookup finds any."""
 
     def longest(self, look: Lookup, limit: int, drops: bool) -> int:  # noqa: ARG002 - as it says
-        """Nothing."""
+        """Return 0."""
         return 0
 
     def missing(
         self, request: GroupRequest, span: Span, hits: Sequence[int], cap: int | None = None, *, asks: bool = False
     ) -> int:
-        """A block for each run of tokens, and the scratch blocks."""
+        """Count the blocks for the tokens, and the scratch blocks."""
         return super().missing(request, self._with_scratch(span), hits, cap, asks=asks)
 
     def fill(self, request: GroupRequest, span: Span, copies: list[tuple[int, int]]) -> None:
-        """Take as many."""
+        """Take the blocks that `missing` counts."""
         super().fill(request, self._with_scratch(span), copies)
 
     def _slots(self, table: GroupTable) -> int:
@@ -267,15 +265,15 @@ class UncachedStatePolicy(GroupPolicy):
         return Span(span.hit, span.start, span.end, span.end + self.group.speculative_blocks * self.block_size)
 
     def cache(self, request: GroupRequest, upto: int) -> None:
-        """Nothing has a name."""
+        """Name nothing."""
 
 
 class ChunkEnds:
-    """Where the chunks of a request end, so that states are cached that later prompts can resume from.
+    """Chooses the ends of a request's chunks, so that cached states are where later prompts resume.
 
     Args:
-        geometry: of the engine.
-        policies: of its groups.
+        geometry: the engine's groups and sizes.
+        policies: one per group.
         max_num_batched_tokens: the most tokens of one step.
     """
 
@@ -289,13 +287,13 @@ class ChunkEnds:
         self._every = every[0] if None not in every and every else None
 
     def tokens(self, prompt: int, length: int, start: int, tokens: int, junction: int) -> int:
-        """Tokens of the next chunk; 0: the request is not in this step.
+        """Return the tokens of the next chunk; 0 if the request is not in this step.
 
         Args:
             prompt: tokens of the prompt.
-            length: those that are there, of prompt and output.
-            start: tokens that are computed.
-            tokens: those that are left and fit into the step.
+            length: tokens of prompt and output so far.
+            start: computed tokens.
+            tokens: remaining tokens that fit into the step.
             junction: see `GroupRequest.junction`.
         """
         size, geometry = self._size, self._geometry
@@ -320,5 +318,7 @@ class ChunkEnds:
         return min([cut for cut in cuts if start < cut < end], default=end) - start
 
     def taken(self, prompt: int, before: int, start: int, end: int) -> int:
-        """The blocks that states take in a chunk in addition to the running ones; the last chunk began at `before`."""
+        """Count the blocks that states take in a chunk in addition to the running ones; `before`: start of the last
+        chunk.
+        """
         return sum(each.taken(prompt, before, start, end) for each in self._states)

@@ -1,4 +1,4 @@
-"""What vLLM's block managers have in common: the options of an engine, and how its requests are hashed."""
+"""Common base of vLLM's block managers: the options of an engine, and the hashes of its requests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class FullReportError(KvMockError, RuntimeError):
-    """A full report has ended the engine, as it ends vLLM's: with it all of its requests are lost."""
+    """A full report has ended the engine, as it ends vLLM's; all requests of the engine are lost."""
 
 
 class VllmManager(RequestLevel):
@@ -31,30 +31,30 @@ class VllmManager(RequestLevel):
 
     Args:
         num_blocks: capacity in usable blocks, at least 1.
-        block_size: tokens a block, at least 1.
+        block_size: tokens per block, at least 1.
         dp_rank: data-parallel rank that events name.
         sink: where events are published; None to publish nothing and consume no event id.
-        backend: its name.
+        backend: the name of the backend.
         version: release of vLLM (`hashes.VERSIONS`).
         hash_algorithm: how blocks are named (`hashes.ALGORITHMS`).
-        hash_seed: seed of the hashes, as PYTHONHASHSEED; None as where it is not set.
-        enable_caching: False: no block is hashed, so that none is reused.
-        lora_paths: where adapters lie, by name; 0.33.0 hashes it. One that is not there has an empty path.
-        dcp: ranks that share the tokens of a block (`--decode-context-parallel-size`): of its `block_size` tokens each
-            has a page, which is what `--block-size` says.
-        pcp: ranks of prefill context parallelism, which changes no block; `dcp` is 1 or a multiple of it.
+        hash_seed: seed of the hashes, as PYTHONHASHSEED; None if that is not set.
+        enable_caching: False: no block is hashed, so no block is reused.
+        lora_paths: paths of adapters, by name; 0.33.0 hashes them. A missing adapter has an empty path.
+        dcp: number of ranks that share the tokens of a block (`--decode-context-parallel-size`): each rank has a page
+            of the `block_size` tokens. `--block-size` is the size of a page.
+        pcp: number of ranks of prefill context parallelism, which changes no block; `dcp` is 1 or a multiple of it.
 
     Raises:
         ValueError: an argument is invalid.
 
     Attributes:
-        page_size: tokens a page: `block_size` without `dcp`.
+        page_size: tokens per page: `block_size` divided by `dcp`.
         dcp: as given.
-        version: what is particular to its release.
+        version: the properties of its release.
         hasher: names the blocks of its requests.
         enable_caching: as given.
         offload: the host tier below it; None if there is none.
-        copies: the time that transfers to it take, and back.
+        copies: the time of transfers to the host tier and back.
     """
 
     takes: ClassVar[str] = "new_request, get_computed_blocks, allocate_slots, free, reset_prefix_cache"
@@ -95,7 +95,7 @@ class VllmManager(RequestLevel):
         return self._lora_ids
 
     def check_reported(self, num_tokens: int) -> None:
-        """Let a full report of a hit of `num_tokens` tokens pass.
+        """Check that a full report of a hit of `num_tokens` tokens is possible.
 
         Raises:
             FullReportError: there is a hit, and the engine has decode context parallelism.
@@ -107,17 +107,17 @@ class VllmManager(RequestLevel):
             )
 
     def turn_caching_off(self) -> None:
-        """Have an engine that caches nothing from the start, before its first request."""
+        """Turn caching off; call it before the first request."""
         self.enable_caching = False
 
     def attach_offload(self, offload: WriteThrough, copies: object) -> None:
-        """Put a host tier below it, before its first request; a driver brings what is stored there and loaded about."""
+        """Put a host tier below the manager, before its first request; a driver makes the stores and loads."""
         offload.number_adapters(self._lora_ids)
         self.offload, self.copies = offload, copies
         self.attach_connector()
 
     def attach_connector(self) -> None:
-        """Have a KV connector (a host, or a handoff), before its first request. It matters to a draft model alone."""
+        """Attach a KV connector (a host or a handover), before the first request. Only a draft model is affected."""
 
     def publish_below(self) -> None:
         """Publish the changes of the tier below since the last call."""
@@ -133,7 +133,7 @@ class VllmManager(RequestLevel):
     def _hashed(
         self, prompt: Prompt | TokenIds, hash_unit: int, rng: Random | None, keys: ExtraKeys | None
     ) -> HashedTokens:
-        """The tokens of a request, and the names of each `hash_unit` of them; see `new_request` of the managers."""
+        """Return the tokens of a request with a name per `hash_unit` tokens; see `new_request` of the managers."""
         prompt = Prompt.of(prompt)
         if keys is not None:
             if not prompt.has_tokens:

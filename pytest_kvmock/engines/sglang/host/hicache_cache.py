@@ -1,5 +1,4 @@
-"""SGLang's HiCache: the cache of a model with full attention alone, over device and host (`UnifiedRadixCache` of
-0.5.23).
+"""SGLang's HiCache: a cache over device and host (`UnifiedRadixCache` of 0.5.23).
 
 One subject: which device and host pages each request and node has, and which copies between the two are under way.
 """
@@ -23,10 +22,10 @@ from pytest_kvmock.values.events import StorageTier
 
 # Theory of operation
 #
-# A request has device pages; it owns those from `protected` on. A checkpoint gives the tree the device pages that it
-# lacks, also for nodes that were on the host alone, and orders copies to the host by the write policy. Ordered copies
-# are submitted as one group, the loads of a batch as another. A group is acknowledged as a whole, and groups in their
-# order. A load is published when it is ordered, a copy when it is acknowledged.
+# A request has device pages; it owns the pages from `protected` on. A checkpoint gives the tree the device pages that
+# it lacks, also for nodes that were only on the host, and orders copies to the host by the write policy. Ordered copies
+# are submitted as one group, the loads of a batch as another. A group is acknowledged as a whole; groups are
+# acknowledged in order. A load is published when it is ordered, a copy when it is acknowledged.
 
 LEAST_LOAD: Final = 10
 """Tokens below which nothing is loaded from the host (`load_back_threshold`)."""
@@ -45,9 +44,9 @@ class HiCacheManager(HybridCacheManager):
 
     Args:
         host_blocks: host pages; a server has one more than its ratio gives.
-        geometry: the parts of the model; None: full attention alone.
-        host_windows: host pages for windows; None: those of the device, times the ratio of `host_blocks` to its pages,
-            plus one.
+        geometry: the parts of the model; None: only full attention.
+        host_windows: host pages for windows; None: the device's window pages times the ratio of `host_blocks` to the
+            device's pages, plus one.
         host_states: host slots for states; None: by the same rule.
         write_policy: when pages are copied to the host: one of `WRITE_POLICIES`.
         storage: the storage below the host; None if there is none.
@@ -148,7 +147,7 @@ class HiCacheManager(HybridCacheManager):
         return self._tree.host_free * self.block_size
 
     def resident(self, tier: StorageTier = StorageTier.DEVICE) -> Collection[int]:
-        """Names of the pages that are cached in a tier; on the host, without pages whose copy is under way."""
+        """Return the names of the pages cached in a tier; on the host, without pages whose copy is under way."""
         if tier == DEVICE:
             return [name for node in self._tree.nodes() if node.on_device for name in node.names]
         if tier == HOST:
@@ -161,8 +160,9 @@ class HiCacheManager(HybridCacheManager):
         return []
 
     def announced(self, tier: StorageTier = StorageTier.DEVICE) -> Collection[int]:
-        """Names that published events promise in a tier: the resident ones, before the changes that waiting events name
-        (`hold_events`).
+        """Return the names that published events promise in a tier.
+
+        They are the resident names before the changes of waiting events (`hold_events`).
         """
         before = self._queue.undone(self.resident(tier), tier)
         return self._before_reset[tier] if before is None else before
@@ -180,7 +180,7 @@ class HiCacheManager(HybridCacheManager):
         return found.reach if loads else found.usable
 
     def in_storage(self, request: HybridRequest) -> int:
-        """Count the pages, beyond those on device and host, that a look-up would find in the storage now. Changes
+        """Count the pages that a look-up would find in the storage now, beyond those on device and host. Changes
         nothing.
         """
         names, count = request.tokens.names, self._reusable(request)
@@ -195,7 +195,7 @@ class HiCacheManager(HybridCacheManager):
         return super().lookup(request)
 
     def _held(self) -> set[TreeNode]:
-        """Nodes that requests hold; holds of copies do not count."""
+        """Return the nodes that requests hold; holds of copies do not count."""
         nodes: set[TreeNode] = set()
         for request in self.requests:
             node = None if request.lock is None else request.lock.node
@@ -211,7 +211,7 @@ class HiCacheManager(HybridCacheManager):
         return self.num_blocks - own - sum(len(node.names) for node in self._held())
 
     def _held_parts(self) -> tuple[set[TreeNode], set[TreeNode]]:
-        """Nodes whose window, and nodes whose state, requests hold; holds of copies do not count."""
+        """Return the nodes whose window, and the nodes whose state, requests hold; holds of copies do not count."""
         windows: set[TreeNode] = set()
         states: set[TreeNode] = set()
         root = self._tree.root
@@ -259,7 +259,7 @@ class HiCacheManager(HybridCacheManager):
         if self.window is not None or self.states is not None:  # the room test counts pages after the usable prefix
             reach = self._tree.look(request.tokens.names, reach, request.namespace).usable
         for node, end in self._tree.path(request.tokens.names, reach, request.namespace):
-            if node not in held:  # nor are the nodes below it held
+            if node not in held:  # then the nodes below it are not held either
                 break
             shared = end
         return self.pages_of(upto) - shared
@@ -307,10 +307,10 @@ class HiCacheManager(HybridCacheManager):
         return max(0, *lacking)
 
     def load(self, request: HybridRequest) -> int:
-        """Order the load of all that an admitted request matched on the host, for the next batch; all or nothing is
+        """Order the load of an admitted request's whole match on the host, for the next batch; all or nothing is
         loaded.
 
-        If a state is loaded, the request takes a slot for its own copy of it.
+        If a state is loaded, the request takes a slot for a separate copy of it.
 
         Returns:
             Tokens loaded; 0 if they are too few or there is no room. Pages that were evicted for them stay evicted.
@@ -421,8 +421,7 @@ class HiCacheManager(HybridCacheManager):
     # -------------------------------------------------------------------------------------------------- copies
 
     def step(self, writes: int, loads: int) -> None:
-        """Do what the scheduler does at the start of a step: submit ordered copies, and acknowledge those that are
-        done.
+        """Do the scheduler's work at the start of a step: submit ordered copies, and acknowledge finished ones.
 
         Args:
             writes: number of finished groups of copies to the host, from the first; groups that this call submits do

@@ -1,5 +1,5 @@
-"""Drives SGLang's HiCache as its scheduler does: match, lock, load back, room, compute, checkpoint, copy to the
-host.
+"""Driver of SGLang's HiCache, in the steps of its scheduler: match, lock, load back, make room, compute, checkpoint,
+copy to the host.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 _ALL: Final = 1_000_000_000
-"""More than the storage's write thread ever has to do."""
+"""More items than the storage's write thread ever has."""
 
 
 class WorkerStorage:
@@ -61,7 +61,7 @@ class WorkerStorage:
         self._storage.store.lose(names, names, names)
 
     def reusable(self, prompt: Prompt | TokenIds) -> int:
-        """Tokens that a request with this prompt would fetch in addition to those on device and host. Changes
+        """Count the tokens that a request with this prompt would fetch in addition to those on device and host. Changes
         nothing.
         """
         return self._manager.in_storage(self._request(prompt)) * self._manager.block_size
@@ -103,8 +103,8 @@ class HiCacheDriver(HybridRadixDriver):
             TreeDriver.admit(self, request, upto, plan)
 
     def lookup(self, request: HybridRequest) -> int:
-        """Tokens of the request that are on the device, without its last one; of an admitted request, all tokens that
-        it reuses.
+        """Return the tokens of the request that are on the device, without its last one; for an admitted request, all
+        tokens that it reuses.
         """
         if not self._prefix_caching:
             return 0
@@ -112,7 +112,7 @@ class HiCacheDriver(HybridRadixDriver):
         return pages * self.manager.block_size
 
     def need_runs(self, request: HybridRequest, upto: int, runs: Sequence[Sequence[int]] = ()) -> int:
-        """Return the `need` of steps of which each generates one of `runs`: accepted drafts and one more token."""
+        """Return the `need` of steps that each generate one of `runs`: accepted drafts and one more token."""
         manager = self.manager
         draft, count = manager.speculative, sum(map(len, runs))
         if runs and draft is not None:  # the last step needs room beyond the tokens committed before it
@@ -126,9 +126,7 @@ class HiCacheDriver(HybridRadixDriver):
         return manager.unheld_blocks + lacking if lacking else pages
 
     def start(self, request: HybridRequest, upto: int) -> bool:
-        """Match the first tokens of a request, lock them, and load those on the host; return False if there is no room
-        for it.
-        """
+        """Match the first tokens of a request, lock them, and load those on the host; return False if room is short."""
         manager = self.manager
         if not manager.may_start():
             return False

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 # Theory of operation
 #
-# A group of copies begins when it is submitted, or when the group before it in the same direction is done. No request
+# A group of copies begins when it is submitted, or when the previous group in the same direction is done. No request
 # waits for a load: it computes layer by layer while the load runs. A copy to the host is acknowledged when its end is
-# reached. Until then its nodes cannot be evicted, and a request may have to wait for that.
+# reached. Until then its nodes cannot be evicted, and a request may have to wait for room.
 
 
 _SLACK_MS: Final = 0.001
@@ -57,7 +57,7 @@ class Prefetches:
         cached_tokens: int,  # noqa: ARG002 - as `Waits` has it
         now_ms: float,  # noqa: ARG002 - as `Waits` has it
     ) -> Literal["deferred", "none"]:
-        """Whether a request is passed over because its prefetch has not arrived."""
+        """Return "deferred" if a request is skipped because its prefetch has not arrived."""
         return "deferred" if self._host_time.blocked(request.state) else "none"
 
     def take_back(self) -> list[ScheduledRequest]:
@@ -100,11 +100,11 @@ class HiCacheHostTime(HostTime):
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that the host has room for."""
+        """Capacity of the host in blocks."""
         return self.manager.host_blocks
 
     def _begin(self) -> None:
-        """Start the ordered copies, each group after the one before it."""
+        """Start the ordered copies, each group after the previous one."""
         manager = self.manager
         manager.submit_writes()
         manager.submit_loads()
@@ -118,7 +118,7 @@ class HiCacheHostTime(HostTime):
             self._loads.append(self._load_end)
 
     def deadline(self) -> float | None:
-        """Time at which the next group is done; None if none is under way."""
+        """Return the time at which the next group is done; None if none is under way."""
         self._begin()
         return min((ends[0] for ends in (self._writes, self._loads, self._reads) if ends), default=None)
 
@@ -128,7 +128,7 @@ class HiCacheHostTime(HostTime):
         storage = self._driver.storage
         if storage is not None:
             timeouts = (timeout * 1000 + _SLACK_MS for timeout in storage.timeouts)
-            ends += (end for end in timeouts if end > self._now)  # one that timed out waits for something else
+            ends += (end for end in timeouts if end > self._now)  # requests that timed out wait for something else
         return min(ends, default=None)
 
     # ------------------------------------------------------------------------------------------ what a storage has
@@ -142,7 +142,7 @@ class HiCacheHostTime(HostTime):
             self._see()
 
     def _see(self, *, retries: bool = False) -> None:
-        """Take what the storage has answered and read; with `retries`, repeat failed look-ups, which takes no time."""
+        """Take the storage's answers and reads; with `retries`, repeat failed look-ups, which takes no time."""
         storage = self._driver.storage
         if storage is None:
             return
@@ -168,7 +168,7 @@ class HiCacheHostTime(HostTime):
         self.manager.step(0, 0)  # publishes pages that arrived on the host
 
     def blocked(self, state: Any) -> bool:
-        """Whether a request has to wait for its prefetch, or for a second look-up, before it is admitted."""
+        """Return whether a request has to wait for its prefetch, or for a second look-up, before it is admitted."""
         storage = self._driver.storage
         if storage is None or state not in storage.waiting:
             return False
@@ -234,7 +234,7 @@ class HiCacheHostTime(HostTime):
         """Do nothing: no copy is under way when a cache is cleared."""
 
     def cancel(self) -> None:
-        """Do nothing: a server cannot empty its host alone."""
+        """Do nothing: a server cannot empty only its host."""
 
     def unpublished(self, tier: StorageTier) -> Container[int]:  # noqa: ARG002 - every host page was published
         """Return an empty container."""
@@ -245,9 +245,7 @@ class HiCacheHostTime(HostTime):
         return self.manager.unheld_blocks
 
     def cached(self, prompt: Prompt, tier: StorageTier) -> int:
-        """Count the tokens of a prompt that would be loaded from the host: those after the device's prefix, or 0 if
-        they are too few.
-        """
+        """Count the tokens of a prompt that would be loaded from the host, after the device's prefix; 0 if too few."""
         if tier != StorageTier.HOST_PINNED:
             return 0
         state = self._driver.open(prompt, to_look=True)
@@ -285,7 +283,7 @@ class HiCacheHostTime(HostTime):
         self.generate_runs(state, [(token,) for token in tokens])
 
     def generate_runs(self, state: Any, runs: Sequence[Sequence[int]]) -> None:
-        """Decode in steps of which each commits one of `runs`; wait if blocks are being copied."""
+        """Decode in steps that each commit one of `runs`; wait if blocks are being copied."""
         for run in runs:
             while not self._driver.make_room((state,)):
                 self._wait(True, "")

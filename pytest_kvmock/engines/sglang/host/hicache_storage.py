@@ -30,7 +30,7 @@ PREFETCH_POLICIES: Final = ("best_effort", "wait_complete", "timeout")
 
 
 class PrefetchReport(Enum):
-    """Reports of a transfer other than the number of pages that have arrived."""
+    """Reports of a transfer, apart from the number of pages that have arrived."""
 
     PARTS = "the window and the state that belong to it have come"
     NO_PARTS = "they have not"
@@ -55,14 +55,14 @@ class PageStore:
         self.states: set[int] = set()
 
     def __len__(self) -> int:
-        """Number of its keys."""
+        """Return the number of its keys."""
         return len(self.pages) + len(self.windows) + len(self.states)
 
     def know(self, names: Sequence[int], rows: Sequence[Any] | None, extra: Any, before: int | None) -> None:
-        """Nothing: names are all that it needs of a page."""
+        """Do nothing: it needs only the names of pages."""
 
     def knows(self, name: int) -> bool:  # noqa: ARG002 - it needs to know nothing
-        """Whether all is known of a page that a write of one behind it needs."""
+        """Return whether a page is known well enough to write the page behind it."""
         return True
 
     def add(self, names: Iterable[int], windows: Iterable[int] = (), states: Iterable[int] = ()) -> None:
@@ -105,7 +105,7 @@ class PageStore:
 
 
 class _Arrived(Protocol):
-    """A request as the storage sees it."""
+    """The interface of a request that the storage needs."""
 
     tokens: HashedTokens
     namespace: Any
@@ -244,7 +244,7 @@ class HostStorage:
         self._tree, self._size, self._bigram = tree, page_size, bigram
 
     def parts_of(self, names: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-        """The pages whose windows, and the pages whose states, a worker that computes a prompt stores."""
+        """Return the pages whose windows, and the pages whose states, a worker stores when it computes a prompt."""
         tree = self._tree
         windows = () if tree.window is None else names[-tree.window.pages :]
         return windows, names[-1:] if tree.states is not None else ()
@@ -314,8 +314,9 @@ class HostStorage:
         return found, True
 
     def blocks(self, request: Any) -> bool:
-        """Whether a request must wait for its prefetch. Called when it could be admitted; by the policy, it may end the
-        prefetch.
+        """Return whether a request must wait for its prefetch; call it when the request could be admitted.
+
+        Depending on the policy, this may end the prefetch.
         """
         seeker = self.waiting.get(request)
         prefetch = None if seeker is None else seeker.prefetch
@@ -347,7 +348,7 @@ class HostStorage:
 
     @property
     def timeouts(self) -> list[float]:
-        """The times in seconds at which the waits of blocked requests end at the latest."""
+        """The latest times, in seconds, at which the waits of blocked requests end."""
         return [sum(each.budget) for each in self.waiting.values() if each.prefetch and each.budget is not None]
 
     def give_up(self) -> None:
@@ -357,7 +358,7 @@ class HostStorage:
                 self._cut(seeker.prefetch)
 
     def take_loaded(self, request: Any) -> tuple[int, int | None]:
-        """Tokens that a prefetch brought since the last call, and the position of the first of them."""
+        """Return the tokens that a prefetch brought since the last call, and the position of the first of them."""
         seeker = self.waiting.get(request)
         if seeker is None:
             return 0, None
@@ -402,8 +403,9 @@ class HostStorage:
         return ran
 
     def _parts(self, anchor: TreeNode, count: int) -> tuple[int, int]:
-        """The window pages and states to ask for with `count` pages; no window pages if the window cannot be
-        complete.
+        """Return the numbers of window pages and states to ask for with `count` pages.
+
+        No window pages are asked for if the window cannot be complete.
         """
         window = self._tree.window
         has_window = window is not None and (count >= window.pages or anchor is self._tree.root)
@@ -436,7 +438,7 @@ class HostStorage:
         self.backups.append((self._tree.hold_host(node), (names, windows, states)))
 
     def _know(self, node: TreeNode) -> None:
-        """Have the store know the pages of a node, those before it first."""
+        """Make the pages of a node known to the store, after the pages before it."""
         path = [node]
         while (parent := path[-1].parent) is not None and parent is not self._tree.root:
             if self.store.knows(parent.names[-1]):

@@ -16,16 +16,16 @@ from pytest_kvmock.values.events import StorageTier
 
 # Theory of operation (SGLang 0.5.23, `UnifiedRadixCache` with `HybridCacheController`)
 #
-# A node is in the tree while its pages are on device or host. If a node is on the device, so are all above it. The same
-# holds for the host, unless copies are made at the eviction (`write_back`). Once a copy is ordered, its node has a
+# A node is in the tree while its pages are on device or host. If a node is on the device, all nodes above it are too.
+# The same holds for the host, unless copies are made at eviction (`write_back`). Once a copy is ordered, its node has a
 # place on the host and counts as being there in every rule; it is published when the copy is done.
 #
-# Leaves of both places are evicted in the order of one policy. A device leaf has no child on the device; a host leaf is
-# on the host alone and has no children. Locks of requests and copies hold a path, wherever its nodes are, but only
-# nodes on the device count as evictable or protected. A host lock holds one node on the host.
+# Leaves of both tiers are evicted in the order of one policy. A device leaf has no child on the device; a host leaf is
+# only on the host and has no children. Locks of requests and copies hold a path, wherever its nodes are, but only nodes
+# on the device count as evictable or protected. A host lock holds one node on the host.
 #
 # Windows and states are copied separately and have separate pools (`host_pools.py`). A lookup accepts a part on either
-# side; parts are loaded before they are used. A copy to the host also copies the missing pages of the last window and
+# tier; parts are loaded before they are used. A copy to the host also copies the missing pages of the last window and
 # the missing state, and is acknowledged for all nodes that it copied from.
 #
 # The rest is in the base class. It calls this class to decide what a leaf is, what happens to a leaf that leaves the
@@ -74,7 +74,7 @@ class HiCacheTree(HybridTree):
     nodes.
 
     Args:
-        policy: one of "lru", "lfu", "slru", for both places.
+        policy: one of "lru", "lfu", "slru", for both tiers.
         protected_threshold: as in `RadixTree`.
         host_pages: number of host pages.
         write_policy: one of `WRITE_POLICIES`.
@@ -194,7 +194,7 @@ class HiCacheTree(HybridTree):
         return TreeMatch(usable, used, node, at, best, reach, host_pages, windows, state_on_host, has_window, has_state)
 
     def _windows_on_host(self, path: list[tuple[TreeNode, int]]) -> int:
-        """Count the pages of the last window of a path that are on the host alone."""
+        """Count the pages of the last window of a path that are only on the host."""
         seen = windows = 0
         if self.window is None:
             return 0
@@ -242,14 +242,14 @@ class HiCacheTree(HybridTree):
                 return
 
     def _ended(self, node: TreeNode) -> None:
-        """If the node is on the host already, order the copy of the parts that an insert gave it."""
+        """Order the copy of the parts that an insert gave a node, if the node is on the host already."""
         part = node.host
         if not self.is_write_back and node is not self.root and part.on_host and not part.copy:
             self._order_copy(node)
 
     def _lacking(self, node: TreeNode) -> tuple[int, list[TreeNode], bool]:
-        """What the host lacks of a node: number of full attention pages, nodes with windows (from the root down), the
-        state.
+        """Return what the host lacks of a node: number of full attention pages, nodes with windows (from the root
+        down), and whether the state is missing.
         """
         windows: list[TreeNode] = []
         if self.window is not None:
@@ -296,7 +296,7 @@ class HiCacheTree(HybridTree):
         return [*(each for each in windows if each is not node), node]
 
     def _order_copy(self, node: TreeNode) -> bool:
-        """Order the copy of what the host lacks of a node; return False if there is no room."""
+        """Order the copy of the pages and parts that the host lacks of a node; return False if there is no room."""
         had_pages = node.host.on_host
         nodes = self._take_host(node)
         if nodes:
@@ -308,7 +308,9 @@ class HiCacheTree(HybridTree):
         return nodes is not None
 
     def _copy_now(self, node: TreeNode) -> None:
-        """Copy what the host lacks of a node at once, if there is room, as an eviction waits for it (`write_back`)."""
+        """Copy the missing pages and parts of a node to the host at once, if there is room: an eviction waits for it
+        (`write_back`).
+        """
         nodes = self._take_host(node)
         for each in nodes or ():
             self.note_duplicate(each)
@@ -329,8 +331,8 @@ class HiCacheTree(HybridTree):
     ) -> tuple[int, TreeNode | None]:
         """Put the pages from `start` to `count`, which arrived on the host, under the node that ends before them.
 
-        Nodes on the device alone get them too, except with `write_back`; pages without a node become a node on the
-        host.
+        Nodes that are only on the device get them too, except with `write_back`; pages without a node become a node on
+        the host.
 
         Returns:
             The number of pages that were not needed, and the node where they end, or None if that node is not on the
@@ -354,7 +356,7 @@ class HiCacheTree(HybridTree):
     def insert_parts(self, node: TreeNode, anchor: TreeNode, windows: int, states: int) -> tuple[int, int]:
         """Give the path below an anchor the last pages of its window, and its end the state, which arrived on the host.
 
-        Nodes on the device alone get them too, also with `write_back` (SGLang: `_commit_prefetch`).
+        Nodes that are only on the device get them too, also with `write_back` (SGLang: `_commit_prefetch`).
 
         Returns:
             The numbers of window pages and states that were not needed.
@@ -384,7 +386,7 @@ class HiCacheTree(HybridTree):
         self.release(copy.lock)
 
     def note_duplicate(self, node: TreeNode) -> None:
-        """Note a node that is in both places; a load calls this when it is done."""
+        """Note a node that is in both tiers; also called when a load is done."""
         if self.is_write_back and node.on_device and node.host.on_host and not node.host.loads:
             self._duplicates.setdefault(node)
 
@@ -400,8 +402,8 @@ class HiCacheTree(HybridTree):
     # -------------------------------------------------------------------------------------------------- loads
 
     def to_load(self, node: TreeNode) -> tuple[list[TreeNode], list[TreeNode], bool]:
-        """What a path must load before it can be used: nodes and nodes with a missing window, both from the root down,
-        and whether its state is missing.
+        """Return what a path must load before it can be used: nodes and nodes with a missing window, both from the root
+        down, and whether its state is missing.
         """
         nodes: list[TreeNode] = []
         at: TreeNode | None = node
@@ -493,7 +495,7 @@ class HiCacheTree(HybridTree):
         return True
 
     def _delete_host(self, node: TreeNode) -> None:
-        """Delete a node that is on the host alone."""
+        """Delete a node that is only on the host."""
         self.host_free += len(node.names)
         node.host.on_host = False
         self._drop_copies(node)

@@ -13,9 +13,9 @@ from pytest_kvmock.engines.sglang.radix_tree import Hold, HostCopy, TreeNode
 # Theory of operation (SGLang 0.5.23, `mem_cache/unified_cache/components`, `mem_cache/pool_host/group.py`)
 #
 # A copy can be evicted if nothing holds it and the device does not have the part: a duplicate is never dropped for
-# room. Copies without the device's part are in one list, the oldest entry first. A copy enters it when the device loses
-# the part, held or not. The first hold takes a copy off the list, and the end of the last hold puts it back as the
-# newest. A lookup does not move copies.
+# room. Copies whose part is not on the device are in one list, the oldest entry first. A copy enters the list when the
+# device loses the part, held or not. The first hold takes a copy off the list, and the end of the last hold puts it
+# back as the newest. A lookup does not move copies.
 
 
 class PartPool:
@@ -23,12 +23,12 @@ class PartPool:
 
     Args:
         capacity: number of units.
-        part: the part whose copies these are.
+        part: the part that is copied.
 
     Attributes:
         capacity: as given.
         part: as given.
-        free: units that no copy has.
+        free: units without a copy.
     """
 
     __slots__ = ("_ring", "capacity", "free", "part")
@@ -63,7 +63,7 @@ class PartPool:
             self._unlink(copy)
 
     def split(self, upper: TreeNode, node: TreeNode) -> None:
-        """Give the new upper node of a split a copy if the lower one has it, and the lower one's holds."""
+        """Give the new upper node of a split the lower node's holds, and a copy if the lower node has one."""
         above, below = self.part.copy_of(upper), self.part.copy_of(node)
         above.there = below.there
         for hold in below.holds:
@@ -73,9 +73,7 @@ class PartPool:
             self._link(above, below)
 
     def hold(self, nodes: list[TreeNode]) -> Hold:
-        """Hold the copies of some nodes, given from the root down; also of nodes without one, which may get one
-        later.
-        """
+        """Hold the copies of nodes, given from the root down, also of nodes without a copy, which may get one later."""
         hold = Hold(*nodes)
         for node in nodes:
             copy = self.part.copy_of(node)

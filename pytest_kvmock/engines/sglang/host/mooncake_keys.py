@@ -7,23 +7,23 @@ from dataclasses import dataclass
 # Theory of operation
 #
 # Per rank, a page is one object with K and one with V, or a single object with MLA; with split heads, a pair per share.
-# A rank asks for its own objects; a page is there if all ranks have theirs. A reader with another layout finds nothing,
-# without an error. (`mem_cache/storage/mooncake_store/mooncake_store.py` of SGLang 0.5.23)
+# A rank asks for its own objects; a page is stored if the objects of all ranks are. A reader with another layout finds
+# nothing, without an error. (`mem_cache/storage/mooncake_store/mooncake_store.py` of SGLang 0.5.23)
 
 
 @dataclass(frozen=True, slots=True)
 class MooncakeLayout:
-    """How one server of SGLang cuts a page into objects.
+    """The division of a page into objects by one server of SGLang.
 
     Attributes:
         tp: tensor-parallel ranks.
         pp: pipeline stages.
-        dcp: ranks of decode context parallelism; more than 1 goes with `is_mla`.
+        dcp: ranks of decode context parallelism; more than 1 requires `is_mla`.
         is_mla: whether K and V are one object (MLA).
         shares: shares into which the heads of all ranks are split (`tp_lcm_size`); None: one share per rank.
-        page_size: tokens a page.
+        page_size: tokens per page.
         tag: extra backend tag; an empty one counts, None does not.
-        model: name of the model; None: no name, which no server has.
+        model: name of the model; None: no name (every real server has one).
 
     Raises:
         ValueError: sizes that do not fit each other.
@@ -63,10 +63,10 @@ class MooncakeLayout:
         return "_".join(parts) if parts else None
 
     def keys_of_rank(self, page_hash: str, rank: int, stage: int = 0) -> list[str]:
-        """The keys of a page that one rank of one stage reads and writes, in order.
+        """Return the keys of a page that one rank of one stage reads and writes, in order.
 
         Args:
-            page_hash: the whole digest of the page, in hex.
+            page_hash: the full digest of the page, in hex.
             rank: tensor-parallel rank, from 0.
             stage: pipeline stage, from 0.
         """
@@ -84,6 +84,6 @@ class MooncakeLayout:
         return ["_".join([*before, page_hash, *suffix]) for suffix in suffixes]
 
     def keys(self, page_hash: str) -> list[str]:
-        """All keys of a page: it is there if each of them is in the store."""
+        """Return all keys of a page; the page is stored if each of them is in the store."""
         ranks = ((rank, stage) for stage in range(self.pp) for rank in range(self.tp))
         return [*dict.fromkeys(key for rank, stage in ranks for key in self.keys_of_rank(page_hash, rank, stage))]

@@ -1,6 +1,6 @@
-"""Mooncake's master as the storage behind SGLang's HiCache: pages as objects, and the stream that it publishes itself.
+"""Mooncake's master as the storage behind SGLang's HiCache: pages as objects, and the stream that the master publishes.
 
-No stream of an engine says what is there. The master's does: objects by their keys, not blocks.
+No stream of an engine reports the contents of the store. The master's stream does, by keys of objects, not blocks.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ if TYPE_CHECKING:
 
 # Theory of operation
 #
-# A page is several objects, one for each rank and half, and it is there if all of them are. The chain of page hashes
-# begins with a seed where a request has an adapter or a salt, so it is not the chain of names in events; it is made
-# from the tokens of the nodes that are written. Each put and each eviction is one message; a master that restarts has
-# nothing, and numbers again from 0. (The reader: `kv_router/shared_cache.rs` of dynamo-llm 1.6.1.)
+# A page is several objects, one for each rank and half; it is stored if all its objects are. If a request has an
+# adapter or a salt, the chain of page hashes begins with a seed. It therefore differs from the chain of names in
+# events, and is made from the tokens of the written nodes. Each put and each eviction is one message. A restarted
+# master is empty, and numbers its messages from 0 again. (The reader: `kv_router/shared_cache.rs` of dynamo-llm 1.6.1.)
 
 _CHAIN: Final = SglangHasher()
 
 
 class MooncakeMaster(PageStore):
-    """The pages of workers of one layout, and what the master publishes of them.
+    """The pages of workers with the same layout, and the messages of the master about them.
 
     Args:
-        layout: how a page is cut into objects.
-        capacity: objects that it has room for, at least 1; the oldest go. None: no limit.
+        layout: the division of a page into objects.
+        capacity: the most objects, at least 1; the oldest are evicted. None: no limit.
 
     Attributes:
-        layout: as above.
-        objects: keys of what is there, the oldest first, each with the name of its page.
-        messages: all that it has published.
+        layout: as given.
+        objects: keys of the stored objects, the oldest first, each with the name of its page.
+        messages: all published messages.
         listeners: called with each message.
     """
 
@@ -53,12 +53,12 @@ class MooncakeMaster(PageStore):
         self._digests: dict[int, bytes] = {}
 
     def know(self, names: Sequence[int], rows: Sequence[Any] | None, extra: Any, before: int | None) -> None:
-        """Learn the hashes of pages that may be written.
+        """Compute the hashes of pages that may be written.
 
         Args:
-            names: of the pages.
-            rows: their tokens, or pairs of tokens; None: they are not known, and the pages have no objects.
-            extra: what travels with events of them.
+            names: names of the pages.
+            rows: their tokens, or pairs of tokens; None: the tokens are unknown, and the pages have no objects.
+            extra: the extra properties of their events.
             before: the name of the page before them; None: they begin a prompt.
         """
         extra = extra or {}
@@ -72,19 +72,19 @@ class MooncakeMaster(PageStore):
             self._digests[name] = last
 
     def knows(self, name: int) -> bool:
-        """Whether the hash of a page is known."""
+        """Return whether the hash of a page is known."""
         return name in self._digests
 
     def page_hash(self, name: int) -> str:
-        """The hash of a page, in hex, by its name in events.
+        """Return the hash of a page, in hex, by its name in events.
 
         Raises:
-            KeyError: it is not known.
+            KeyError: the hash is not known.
         """
         return self._digests[name].hex()
 
     def add(self, names: Iterable[int], windows: Iterable[int] = (), states: Iterable[int] = ()) -> None:
-        """Put pages: objects that are there already are put again by no one, and make no event."""
+        """Put pages; existing objects are not put again, and make no event."""
         names = [*names]
         put = [
             (key, name)
@@ -106,13 +106,13 @@ class MooncakeMaster(PageStore):
         super().lose(gone, windows, states)
 
     def __len__(self) -> int:
-        """How many objects there are."""
+        """Return the number of objects."""
         return len(self.objects)
 
     def drop(self, count: int) -> list[int]:
-        """Evict the oldest objects, which its stream says; a page of which one is gone is there no more.
+        """Evict the oldest objects and publish this; a page that lost an object is no longer stored.
 
-        Returns the names of their pages.
+        Return the names of their pages.
         """
         return self._drop([*self.objects][:count])
 
@@ -123,11 +123,11 @@ class MooncakeMaster(PageStore):
         return names
 
     def skip(self, numbers: int = 1) -> None:
-        """Leave numbers out: messages that nothing received."""
+        """Skip message numbers, as if messages had been lost."""
         self._number += numbers
 
     def restart(self) -> None:
-        """Restart with nothing: it says so by no event, and its numbers begin with 0."""
+        """Restart empty, without an event; message numbers begin with 0 again."""
         super().lose(self.pages.copy(), self.windows.copy(), self.states.copy())
         self.objects.clear()
         self._number = 0

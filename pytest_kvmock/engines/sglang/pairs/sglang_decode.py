@@ -13,7 +13,7 @@ from pytest_kvmock.engines.sglang.pairs.sglang_options import SglangPairOptions
 
 # Theory of operation
 #
-# A leg waits for pages ("queue"), for P's data ("moving"), and for a place among the running ones ("arrived"). Legs
+# A leg waits for pages ("queue"), for P's data ("moving"), and for a place among the running legs ("arrived"). Legs
 # whose handshake is done get pages strictly in order: the first that does not fit blocks all after it. The received
 # prompt is cached and published when its request joins the running ones, not before.
 #
@@ -38,8 +38,8 @@ class SglangDecode:
         running: legs that generate.
         retracted: legs that were running and lost their pages. They come back before any other leg gets pages.
         places: as given.
-        kept: legs that were called off and keep their pages, as P may still write into them; with the time at which
-            they are freed.
+        kept: aborted legs that keep their pages because P may still write into them, with the time at which the pages
+            are freed.
     """
 
     __slots__ = (
@@ -88,7 +88,7 @@ class SglangDecode:
         return True
 
     def abort(self, prefix: str, now_s: float) -> None:
-        """Call off all legs whose name begins with `prefix`; a running leg gets one more step."""
+        """Abort all legs whose name begins with `prefix`; a running leg gets one more step."""
         for leg in (*self.queue, *self.moving):
             if leg.name.startswith(prefix):
                 if leg.may_be_written:
@@ -123,9 +123,7 @@ class SglangDecode:
 
     @property
     def expires_s(self) -> float | None:
-        """Time at which the next leg fails unless P's data arrives, or the next kept pages are freed; None if there are
-        none.
-        """
+        """Time at which the next leg fails unless P's data arrives, or the next kept pages are freed; None if none."""
         most = self._options.waiting_timeout
         waits = [leg.asked_s + most for leg in self.moving if leg.polled == "ready"]
         return min((*waits, *self.kept.values()), default=None)
@@ -150,7 +148,7 @@ class SglangDecode:
     # ---------------------------------------------------------------------------- pages are given
 
     def reserve(self) -> list[DecodeLeg]:
-        """Give pages, in order, to ready legs, as far as there is room.
+        """Give pages to ready legs, in order, as far as there is room.
 
         Returns:
             The legs that got pages; P is asked for the pages that were not cached.
@@ -214,9 +212,7 @@ class SglangDecode:
     # ---------------------------------------------------------------------- pages are received
 
     def poll(self) -> list[DecodeLeg]:
-        """Check the transfers: legs that have arrived wait for a place, and failed ones are answered. Returns the
-        former.
-        """
+        """Check the transfers: arrived legs wait for a place, failed legs are answered. Return the arrived legs."""
         got: list[DecodeLeg] = []
         stay: list[DecodeLeg] = []
         for leg in self.moving:

@@ -1,7 +1,7 @@
 """The two legs of a request that a pair of SGLang serves, and the engines' answers to them.
 
-A room is a number that a router gives both legs. Each engine keeps its leg. `SglangRooms`, or the test that drives one
-engine alone, notes in it what the other side did.
+A room is a number that a router gives both legs. Each engine keeps its leg. `SglangRooms`, or a test that drives only
+one engine, records in the leg what the other side did.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class PrefillLeg(SglangLeg):
         has_slot: whether it has a slot for the data that travels with the KV: the first token and counts.
         has_row: whether it has a row in the table of requests with pages.
         is_called_off: whether its client left while it was between chunks or in a batch.
-        gives_way: whether it gives up its place once the piece under way is computed.
+        gives_way: whether it gives up its place once the current piece is computed.
         is_computed: whether its whole prompt was computed; then it has its token.
         token: the first token, which P samples; None before it is known.
     """
@@ -147,7 +147,7 @@ class PrefillLeg(SglangLeg):
         self.token: int | None = None
 
     def shake(self, prefix: int) -> None:
-        """Note that D has pages for it, and has the first `prefix` tokens of the prompt cached."""
+        """Note that D has pages for the leg, and the first `prefix` tokens of the prompt cached."""
         if self.polled == "handshake":
             self.polled, self.prefix = "ready", prefix
 

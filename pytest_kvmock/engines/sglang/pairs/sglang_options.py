@@ -26,13 +26,13 @@ class SglangPairOptions:
             and the computed prompt keeps its place.
         disable_overlap_schedule: whether P processes a batch in the turn that launched it.
         metadata_slots: prompts of P whose first token may be on its way at the same time.
-        bootstrap_timeout: seconds that P waits for D's pages (a variable `SGLANG_DISAGGREGATION_…`,
-            as those below).
+        bootstrap_timeout: seconds that P waits for D's pages (like the next options, a variable
+            `SGLANG_DISAGGREGATION_…`).
         waiting_timeout: seconds that D waits for P's data.
         heartbeat_interval: seconds between two heartbeats from D to P's bootstrap server.
         heartbeat_max_failure: missed heartbeats in a row after which all rooms of that P fail.
-        release_timeout: seconds that D keeps the pages of a request that was called off while P may
-            still write into them.
+        release_timeout: seconds that D keeps the pages of an aborted request while P may still write
+            into them.
     """
 
     disaggregation_bootstrap_port: int = 8998

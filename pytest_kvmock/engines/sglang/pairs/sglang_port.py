@@ -47,7 +47,7 @@ class SglangPort:
         engine_id: as given.
         prefill: its queues as P; None for D.
         decode: its queues as D; None for P.
-        rooms: for P the rooms that routers gave it, or another one of its ranks; empty for D.
+        rooms: for P, the rooms that routers gave it or other ranks of its worker; empty for D.
         now_s: its time, in seconds.
         peers: ports of prefill engines, by host and port; they come with hand-overs.
         answers: its answers by leg, until they are taken.
@@ -100,7 +100,7 @@ class SglangPort:
     def join_ranks(ports: Sequence[SglangPort]) -> None:
         """Let ports be the ranks of one worker, in their order; those of a P share one bootstrap server.
 
-        One that comes in place of another, after a restart, gets the rooms that the rest share.
+        A port that replaces another one after a restart gets the rooms that the other ranks share.
         """
         joined = next((port for port in ports if len(port.ranks) > 1), ports[0])
         rooms, address = joined.rooms, joined.address
@@ -111,15 +111,15 @@ class SglangPort:
             rooms.add(address, sides)
 
     def time_of(self, now_ms: float) -> float:
-        """Its time in seconds at a pass."""
+        """Return the engine's time in seconds at a pass."""
         return self.now_s if self.has_clock else now_ms / 1000
 
     # ---------------------------------------------------------------------------- legs
 
     def new_hand_over(self) -> HandOver:
-        """What a router gives both legs: the address of this prefill engine, and a new room.
+        """Return the fields that a router gives both legs: the address of this prefill engine, and a new room.
 
-        The room modulo the number of ranks is this rank, as Dynamo's router makes it: D looks for it there.
+        The room modulo the number of ranks is this rank, as with Dynamo's router: D looks for the room there.
         """
         host, port = self.address
         room = next(self._numbers) * len(self.ranks) + self.dp_rank
@@ -131,7 +131,7 @@ class SglangPort:
         return HandOver(fields, "sglang", self)
 
     def _name(self) -> str:
-        """A name that no other name begins with, as an abort matches prefixes (`Scheduler.abort_request`)."""
+        """Make a name that is no prefix of another, because an abort matches prefixes (`Scheduler.abort_request`)."""
         return f"{next(self._numbers)}-{self.engine_id}"
 
     def ask_prefill(self, state: Any, hand_over: Mapping[str, Any]) -> PrefillLeg | None:
@@ -154,7 +154,7 @@ class SglangPort:
         """Check the fields of a decode leg.
 
         Raises:
-            ValueError: the room is missing, or what it is told of P is no rank.
+            ValueError: the room is missing, or `disagg_prefill_dp_rank` is invalid.
         """
         _room_of(hand_over, where)
         rank = hand_over.get("disagg_prefill_dp_rank")
@@ -203,7 +203,7 @@ class SglangPort:
             self.askers.append(asker)
 
     def peer_of(self, leg: DecodeLeg) -> SglangPort | None:
-        """The prefill engine of a decode leg; None if there is none at its address."""
+        """Return the prefill engine of a decode leg; None if there is none at its address."""
         return self._port_of.get(leg)
 
     @property
@@ -230,7 +230,7 @@ class SglangPort:
 
     @property
     def state(self) -> Any:
-        """The part of its queues that `act` may change; equal if it changed nothing."""
+        """The part of its queues that `act` may change; equal before and after a call that changed nothing."""
         queues: tuple[Any, ...]
         if self.prefill is not None:
             p = self.prefill
@@ -289,7 +289,7 @@ class SglangPort:
                     self._news |= dict.fromkeys(self.askers)
 
     def _batch(self, side: SglangPrefill) -> list[PrefillPiece]:
-        """All waiting legs, as far as there are rows and pages; only the last one may be a chunk."""
+        """Make a batch of the waiting legs, as far as there are rows and pages; only the last piece may be a chunk."""
         manager = self.driver.manager
         batch: list[PrefillPiece] = []
         rows, pages = side.free_rows, 0

@@ -16,16 +16,16 @@ from pytest_kvmock.engines.sglang.pairs.sglang_options import SglangPairOptions
 # Theory of operation
 #
 # A prompt waits until D has pages for it ("boot"), then for a batch ("waiting"). It is computed in pieces; between two
-# pieces it is the one in "chunked". Then it is sent ("inflight"). A turn of the event loop:
+# pieces it is in "chunked". Then it is sent ("inflight"). A turn of the event loop:
 #
-#   begin    A leg that is ready waits for a batch. The chunk that was computed is cached and published.
-#   launch   A batch, made up by whoever drives this. What is cached of its prompts is sent.
-#   end      What was computed is cached, published and sent: of this batch, or with overlap of the
-#            one before. A leg that has arrived is answered; its pages stay cached.
+#   begin    Ready legs wait for a batch. The computed chunk is cached and published.
+#   launch   A batch, which the caller chose, is launched. The cached parts of its prompts are sent.
+#   end      The computed tokens of this batch, or with overlap of the previous one, are cached, published
+#            and sent. Legs that have arrived are answered; their pages stay cached.
 #
-# With early computing a prompt is computed before D has pages. What is computed, and D has not
-# asked for, is parked: it is in "inflight", and its handshake is open. It gives its place, and is
-# computed again from the cache, when others need that.
+# With early computing, a prompt is computed before D has pages. A computed prompt that D has not asked for is parked:
+# it is in "inflight", and its handshake is open. When others need its place, it gives it up, and is computed again
+# later from the cache.
 
 
 class PrefillPiece(NamedTuple):
@@ -120,7 +120,7 @@ class SglangPrefill:
         return True
 
     def abort(self, prefix: str) -> None:
-        """Call off all legs whose name begins with `prefix`.
+        """Abort all legs whose name begins with `prefix`.
 
         Legs that wait for a batch end at once, the last one first; others end in a later turn.
         """
@@ -174,7 +174,7 @@ class SglangPrefill:
         return sent
 
     def _computing(self) -> Iterator[PrefillLeg]:
-        """Legs that are between chunks, or in a batch that is not processed yet."""
+        """Yield the legs that are between chunks, or in a batch that is not processed yet."""
         if self.chunked is not None:
             yield self.chunked
         for batch in self._launched:
@@ -226,13 +226,13 @@ class SglangPrefill:
             self._settle(leg)
         elif not self._options.gives_late and self._has_ready():
             self.chunked = None
-            if self._overlap:  # a piece of it is under way
+            if self._overlap:  # a piece of it is being computed
                 leg.gives_way = True
             else:
                 self._give_way(leg)
 
     def _has_ready(self) -> bool:
-        """Whether D has pages for a prompt that waits for a batch."""
+        """Return whether D has pages for a prompt that waits for a batch."""
         return any(not leg.is_pending or leg.polled == "ready" for leg in self.waiting)
 
     def _settle_waiting(self) -> None:
@@ -261,7 +261,7 @@ class SglangPrefill:
     # ---------------------------------------------------------------------------- a batch
 
     def candidates(self) -> list[PrefillLeg]:
-        """The legs from which a batch may take pieces, in order: the chunked one is first."""
+        """Return the legs from which a batch may take pieces, in order: the chunked one is first."""
         first = [] if self.chunked is None else [self.chunked]
         return [*first, *self.waiting]
 
@@ -346,11 +346,11 @@ class SglangPrefill:
         self._answers = [*answers, *self._answers]
 
     def _lacks_row(self) -> bool:
-        """Whether no row is free and others wait for a batch or a slot."""
+        """Return whether no row is free and others wait for a batch or a slot."""
         return not self.free_rows and bool(self.waiting or (self.boot and not self._free_slots))
 
     def _give_way(self, leg: PrefillLeg) -> None:
-        """Take the place of a prompt that was computed early. The prompt is cached, and tried again later."""
+        """Free the place of a prompt that was computed early. The prompt is cached, and tried again later."""
         self._manager.finish(leg.request)
         self._return_row(leg)
         leg.sent, leg.is_computed = 0, False

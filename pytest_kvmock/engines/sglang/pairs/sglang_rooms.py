@@ -17,11 +17,11 @@ from pytest_kvmock.values.checks import KvMockError
 #
 # In the handshake D asks P's bootstrap server for its ranks; P need not have the room yet. D announces its pages to P
 # with the room; the later of P's leg and this message makes P's leg ready. P's pages travel one after the other, and
-# P's token travels with the last. If P's leg ends without success, D is notified. If D's leg does, P is not: it waits
-# for its timeout, or writes into pages that D keeps for a while. But a transfer that D gives up as too late is over for
-# both.
+# P's token travels with the last. If P's leg ends without success, D is notified. If D's leg ends without success, P is
+# not notified: it waits for its timeout, or writes into pages that D keeps for a while. A transfer that D gives up as
+# too late is over for both.
 #
-# A room is at one rank of P: room % ranks, unless D was given another one. At a wrong rank P's leg never comes.
+# A room is at one rank of P: room % ranks, unless D was given another rank. At a wrong rank P's leg never comes.
 
 Fate: TypeAlias = Literal["ok", "fails", "never", "handshake"]
 """What happens to a room. In order: it succeeds; the transfer fails at its end; the transfer never ends; the handshake
@@ -68,7 +68,7 @@ Address: TypeAlias = tuple[str, int]
 
 
 class SglangRooms:
-    """All rooms of some engines, and the transfers between these.
+    """The rooms of a set of engines, and the transfers between these.
 
     Args:
         link_s: returns the seconds that n tokens take over P's link.
@@ -96,7 +96,7 @@ class SglangRooms:
         self._lost.discard(address)
 
     def rank_of(self, address: Address, number: int, rank: int | None = None) -> int:
-        """The rank of a P at which D looks for a room: the one that it was given, or else the room's."""
+        """Return the rank of a P at which D looks for a room: the given rank, or else the room's."""
         return number % max(len(self._ranks.get(address, ())), 1) if rank is None else rank
 
     def lose(self, address: Address) -> None:
@@ -107,7 +107,7 @@ class SglangRooms:
                 room.decode.fail()
 
     def room_of(self, leg: PrefillLeg | DecodeLeg) -> SglangRoom | None:
-        """The room of a live leg."""
+        """Return the room of a live leg."""
         return self._of.get(leg)
 
     def _room(self, address: Address, rank: int, number: int) -> SglangRoom:
@@ -143,7 +143,7 @@ class SglangRooms:
         Args:
             leg: the leg.
             address: address of P's bootstrap server.
-            rank: rank of P; None: the one that its room gives.
+            rank: rank of P; None: the rank of its room.
             fate: what happens to the transfer.
 
         Raises:
@@ -179,7 +179,7 @@ class SglangRooms:
     # ---------------------------------------------------------------------------- what legs do
 
     def reserved(self, legs: Iterable[DecodeLeg]) -> None:
-        """Notify P that D has pages."""
+        """Notify P that D has pages for legs."""
         for leg in legs:
             room = self._of[leg]
             room.prefix = leg.hit_tokens
@@ -219,7 +219,7 @@ class SglangRooms:
             self._rooms = {key: each for key, each in self._rooms.items() if each is not room}
 
     def is_written(self, leg: DecodeLeg) -> bool:
-        """Whether P may write into the pages of a leg: its own one is live, and was told of these."""
+        """Return whether P may write into the pages of a leg: P's leg is live, and was notified of these pages."""
         room = self._of.get(leg)
         return room is not None and room.prefill is not None and room.prefill.polled == "ready"
 

@@ -1,1 +1,1 @@
-"""vLLM's native offload: what it keeps in the host, what it copies, and its time."""
+"""vLLM's native offload: the chunks in the host, the copies, and their time."""

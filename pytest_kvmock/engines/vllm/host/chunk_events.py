@@ -1,4 +1,4 @@
-"""What vLLM publishes of the chunks in its host tier: places alone, or all that there is to say of them."""
+"""Events of the chunks in vLLM's host tier: locations only, or self-describing ones."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 # Theory of operation
 #
-# By default an event names the last block of a chunk and nothing more. A self-describing one has its tokens, and the
-# hashes of all its blocks; these are noted when the chunk is stored, or looked up, and forgotten once its Removed is
-# published. So a chunk that is evicted and stored again before that loses what was noted of it, and is published as a
-# place (a fault of the original).
+# By default an event names only the last block of a chunk. A self-describing event has the tokens and the hashes of all
+# blocks of the chunk. These are noted when the chunk is stored or looked up, and forgotten once its Removed is
+# published. A chunk that is evicted and stored again before that loses its note, and is published as a location (a bug
+# of the original).
 
 
 class _Happened(Enum):
-    """What happened to chunks of the host, or to their files."""
+    """Kinds of changes of chunks in the host, or of their files."""
 
     STORED = auto()
     READ = auto()  # from files
@@ -37,13 +37,13 @@ class OffloadGroup(NamedTuple):
     """A cache group whose chunks are stored.
 
     Attributes:
-        block_size: tokens a block.
+        block_size: tokens per block.
         kind: as vLLM's `kv_cache_spec_kind`.
         window: tokens of its window, if it has one.
-        chunk: tokens of a chunk of local attention, if it has that.
+        chunk: tokens per chunk of local attention, if it has that.
         drafts: it holds draft layers, whose last chunk may be rewritten.
-        again: tokens that its window keeps beyond its own (`GroupGeometry.computed_again`).
-        number: the engine's; None: its place among those that are given.
+        again: tokens that are kept beyond the window (`GroupGeometry.computed_again`).
+        number: its number in the engine; None: its place among the given groups.
     """
 
     block_size: int
@@ -61,7 +61,7 @@ class OffloadGroup(NamedTuple):
 
 
 def numbered(groups: Iterable[OffloadGroup]) -> tuple[OffloadGroup, ...]:
-    """Groups with the engine's numbers; those that have none get their places."""
+    """Return groups with the engine's numbers; a group without a number gets its place."""
     return tuple(
         group if group.number is not None else group._replace(number=place) for place, group in enumerate(groups)
     )
@@ -72,12 +72,12 @@ class ChunkEvents:
 
     Args:
         groups: the cache groups.
-        blocks_per_chunk: blocks of a chunk.
-        self_describing: whether events say all that there is to say.
-        rng: shuffles what is reported at once, which in the original has the order of a set.
+        blocks_per_chunk: blocks per chunk.
+        self_describing: whether events describe their chunks in full.
+        rng: shuffles chunks that are reported at once; their order in the original is that of a set.
 
     Attributes:
-        rng: as above.
+        rng: as given.
         lora_ids: the numbers of adapters in its engine.
     """
 
@@ -98,17 +98,17 @@ class ChunkEvents:
     def _stored_extra(self, number: int, group: OffloadGroup) -> dict[str, Any] | None:
         if not self._describes:
             return group_extra(number)
-        # Its kind stands in a location too, where it is none of what an ordinary event has.
+        # With self-describing events, a location has the kind too, also a kind that ordinary events omit.
         return group_extra(number, group.kind, group.window, {"kv_cache_spec_kind": group.kind})
 
     def note(self, tokens: HashedTokens, end: int, key: ChunkKey, *, again: bool = True) -> None:
-        """Note what is to be said of a chunk; nothing of windows and states, whose chunks are places always.
+        """Note the description of a chunk; chunks of windows and states have none and are always locations.
 
         Args:
-            tokens: of a request that has it.
-            end: where it ends there, in tokens.
-            key: its name.
-            again: whether to note it once more, where it is noted already.
+            tokens: the tokens of a request that has the chunk.
+            end: where the chunk ends in the request, in tokens.
+            key: the name of the chunk.
+            again: whether to replace an existing note.
         """
         group = self._groups[key[1]]
         if not self._describes or not group.is_dense or (not again and key in self._noted):
@@ -116,13 +116,14 @@ class ChunkEvents:
         self._note(tokens, end - self._blocks * group.block_size, end, key, group.block_size)
 
     def note_found(self, tokens: HashedTokens, end: int, key: ChunkKey) -> None:
-        """As `note`, of what a look-up came by."""
+        """Note a chunk that a look-up passed, unless it has a note."""
         self.note(tokens, end, key, again=False)
 
     def note_tail(self, tokens: HashedTokens, end: int, key: ChunkKey, *, again: bool = True) -> None:
-        """Note what is to be said of a block whose first tokens alone are there; otherwise as `note`.
+        """Note a block of which only the first tokens are stored; otherwise as `note`.
 
-        The units from the block's begin on are named, also those that another chunk has: so they are named twice.
+        The note names the units from the start of the block on, also units of another chunk, which are then named
+        twice.
         """
         group = self._groups[key[1]]
         if not self._describes or not group.is_dense or (not again and key in self._noted):
@@ -131,16 +132,16 @@ class ChunkEvents:
         self._note(tokens, (end - 1) // size * size, end, key, tokens.block_size)
 
     def note_tail_found(self, tokens: HashedTokens, end: int, key: ChunkKey) -> None:
-        """As `note_tail`, of what a look-up came by."""
+        """Note such a block that a look-up found, unless it has a note."""
         self.note_tail(tokens, end, key, again=False)
 
     def _note(self, tokens: HashedTokens, start: int, end: int, key: ChunkKey, size: int) -> None:
-        """Note the tokens from one place to another, in blocks of a size."""
+        """Note the tokens from `start` to `end`, in blocks of `size` tokens."""
         unit, group = tokens.block_size, self._groups[key[1]]
         names = tuple(tokens.names[at // unit - 1] for at in range(start + size, end + 1, size))
         parent = tokens.names[start // unit - 1] if start else None
-        # Who hashes the tokens himself finds other names for blocks of a salted prompt: what else is hashed is not said
-        # here.
+        # The event omits other extra keys. A router that hashes the tokens itself finds other names for the blocks of a
+        # salted prompt.
         adapter = None if tokens.keys is None else tokens.keys.lora_name
         extra: dict[str, Any] = {"extra_keys": None}
         if adapter is not None:
@@ -155,29 +156,27 @@ class ChunkEvents:
         self._noted[key] = TierEvent(data, StorageTier.HOST_PINNED, blocks, extra_of)
 
     def stored(self, keys: list[ChunkKey]) -> None:
-        """Chunks were reported as written, by one transfer; they are put in the order in which they are published."""
+        """Record the chunks that one transfer wrote; the list is later put into the order of publication."""
         self._happened.append((_Happened.STORED, keys))
 
     def read(self, keys: Sequence[ChunkKey]) -> None:
-        """Chunks were read from files, in this order."""
+        """Record chunks that were read from files, in this order."""
         self._happened.append((_Happened.READ, [*keys]))
 
     def removed(self, keys: Sequence[ChunkKey]) -> None:
-        """Chunks were evicted, in this order, to make room for one request."""
+        """Record chunks that were evicted, in this order, to make room for one request."""
         self._happened.append((_Happened.REMOVED, [*keys]))
 
     def written(self, keys: Sequence[ChunkKey], locality: str | None) -> None:
-        """Files of chunks were written, by one job; they are published behind all of the host."""
+        """Record the files that one job wrote; they are published after all events of the host."""
         self._written.append((keys, locality))
 
     def forget_notes(self) -> None:
-        """Forget what is noted of all chunks."""
+        """Forget the notes of all chunks."""
         self._noted.clear()
 
     def take(self) -> list[TierEvent]:
-        """The events since the last time: of each transfer one a chunk, and one of what was evicted at once in a
-        group.
-        """
+        """Take the events since the last call: one per chunk of a transfer, and one per group for each eviction."""
         events: list[TierEvent] = []
         gone: list[ChunkKey] = []
         for happened, keys in self._happened:
@@ -187,7 +186,7 @@ class ChunkEvents:
                 events += map(self._of_stored, keys)
                 continue
             gone += keys
-            for number in dict.fromkeys(group for _, group in keys):  # in the order of their first ones
+            for number in dict.fromkeys(group for _, group in keys):  # in the order of their first chunks
                 names = [name for key in keys if key[1] == number for name in self.names_of(key)]
                 events.append(TierEvent(Removed(names), StorageTier.HOST_PINNED, None, self._removed_extras[number]))
         for files, locality in self._written:
@@ -209,6 +208,6 @@ class ChunkEvents:
         return event if locality is None else event._replace(extra={**(event.extra or {}), "locality": locality})
 
     def names_of(self, key: ChunkKey) -> tuple[int, ...]:
-        """The blocks that events name of a chunk."""
+        """Return the blocks of a chunk that events name."""
         noted = self._noted.get(key)
         return key[:1] if noted is None else noted.data.block_hashes  # type: ignore[union-attr]  # it is a Stored

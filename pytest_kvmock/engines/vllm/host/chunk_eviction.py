@@ -1,4 +1,4 @@
-"""Which chunk of vLLM's host tier is evicted next: its two policies, LRU by request and ARC."""
+"""Eviction order of the chunks in vLLM's host tier: its two policies, LRU by request and ARC."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ ChunkKey: TypeAlias = tuple[int, int]
 
 
 class ChunkUser:
-    """What one request did with chunks, until it is over.
+    """The chunks that one request used, until it is over.
 
     Attributes:
-        number: when it first touched one; None before.
-        touched: the end of each chunk that it touched, by its key.
-        wrote: those that it stored.
-        found: those that it found ready, or loaded, and had not stored itself before.
-        missed: those that it wanted to store, whatever came of it.
+        number: its rank by the time of its first touch; None before.
+        touched: the end of each chunk that it touched, by key.
+        wrote: chunks that it stored.
+        found: chunks that it found ready or loaded, and had not stored itself before.
+        missed: chunks that it wanted to store, with or without success.
     """
 
     __slots__ = ("found", "missed", "number", "touched", "wrote")
@@ -33,51 +33,52 @@ class ChunkUser:
 
 
 class EvictionOrder(Protocol):
-    """The policy of one host tier. A chunk is there from `write` until it is among the victims."""
+    """The policy of one host tier. A chunk is resident from `write` until it is a victim."""
 
     def touch(self, user: ChunkUser, key: ChunkKey, end: int) -> None:
-        """A request uses a chunk for the first time; it may not be there."""
+        """Record that a request uses a chunk for the first time; the chunk may be absent."""
 
     def miss(self, keys: Iterable[ChunkKey]) -> None:
-        """Chunks, the last one first, that a request wants to store for the first time are not there."""
+        """Record absent chunks that a request wants to store for the first time, the last one first."""
 
     def victims(self, count: int, evictable: Callable[[ChunkKey], bool]) -> list[ChunkKey] | None:
-        """Choose and drop `count` chunks; None, and nothing has changed, where there are fewer."""
+        """Choose and drop `count` chunks; return None and change nothing if there are fewer."""
 
     def write(self, user: ChunkUser, key: ChunkKey, end: int) -> None:
-        """A request writes a chunk that was not there."""
+        """Record that a request writes an absent chunk."""
 
     def drop(self, key: ChunkKey) -> None:
-        """A chunk that was to be written is not there: what it would have had could not be read."""
+        """Drop a chunk that was to be filled from a file that could not be read."""
 
     def end(self, user: ChunkUser, held: Collection[ChunkKey]) -> None:
-        """A request is over; of what it touched these are there, the last one first."""
+        """Record the end of a request; `held` are the resident chunks that it touched, the last one first."""
 
 
 class LruOrder:
-    """Each chunk has a rank, and the lowest is evicted.
+    """Each chunk has a rank; the chunk with the lowest rank is evicted.
 
-    That is the number of the last request that used it, and of its chunks the last is the lowest; once the request is
-    over, each has a number of its own. So of a prefix that others use the tail is kept, too, once they are over.
+    The rank is the number of the last request that used the chunk; among the chunks of one request, the last has the
+    lowest rank. When the request is over, each of its chunks gets a new, higher number, also the tail of a prefix that
+    it shares with other requests.
     """
 
     def __init__(self, capacity: int) -> None:  # noqa: ARG002 - as of the others
         self._ranks: dict[ChunkKey, tuple[int, int]] = {}
-        self._heap: list[tuple[tuple[int, int], ChunkKey]] = []  # with ranks that are no more
+        self._heap: list[tuple[tuple[int, int], ChunkKey]] = []  # including outdated ranks
         self._last = 0
 
     def touch(self, user: ChunkUser, key: ChunkKey, end: int) -> None:
-        """Raise the rank of a chunk that is there to that of the request."""
+        """Raise the rank of a resident chunk to that of the request."""
         if user.number is None:
             user.number = self._last = self._last + 1
         if key in self._ranks:
             self._rank(key, max(self._ranks[key], (user.number, -end)))
 
     def miss(self, keys: Iterable[ChunkKey]) -> None:
-        """Nothing: what was evicted is forgotten."""
+        """Do nothing: evicted chunks are forgotten."""
 
     def victims(self, count: int, evictable: Callable[[ChunkKey], bool]) -> list[ChunkKey] | None:
-        """The lowest ranks that may be evicted."""
+        """Choose and drop the evictable chunks with the lowest ranks."""
         chosen: list[ChunkKey] = []
         passed: list[tuple[tuple[int, int], ChunkKey]] = []
         heap, ranks = self._heap, self._ranks
@@ -97,16 +98,16 @@ class LruOrder:
         return chosen if enough else None
 
     def write(self, user: ChunkUser, key: ChunkKey, end: int) -> None:
-        """Give a chunk the rank of the request, whatever rank it had before."""
+        """Give a chunk the rank of the request, whatever rank it had."""
         assert user.number is not None  # it was touched before
         self._rank(key, (user.number, -end))
 
     def drop(self, key: ChunkKey) -> None:
-        """Forget its rank."""
+        """Forget the rank of a chunk."""
         del self._ranks[key]
 
     def end(self, user: ChunkUser, held: Collection[ChunkKey]) -> None:  # noqa: ARG002 - as of the others
-        """Give each chunk a number of its own."""
+        """Give each chunk a new number."""
         for key in held:
             self._last += 1
             self._rank(key, (self._last, 0))
@@ -122,22 +123,23 @@ class LruOrder:
 
 
 class ArcOrder:
-    """Chunks that were used once, and again, in a list each, and ghosts of what was evicted from each (ARC).
+    """ARC: a list of chunks used once, a list of chunks used again, and the ghosts of chunks evicted from each.
 
-    Which list gives up a chunk depends on a target for the size of the first, which ghosts that are wanted again move.
+    A target for the size of the first list decides which list gives up a chunk. Ghosts that are requested again move
+    the target.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._target = 0.0
-        # The oldest first: of chunks, and of ghosts.
+        # Chunks and ghosts, the oldest first.
         self._once: OrderedDict[ChunkKey, None] = OrderedDict()
         self._again: OrderedDict[ChunkKey, None] = OrderedDict()
         self._once_ghosts: OrderedDict[ChunkKey, None] = OrderedDict()
         self._again_ghosts: OrderedDict[ChunkKey, None] = OrderedDict()
 
     def touch(self, user: ChunkUser, key: ChunkKey, end: int) -> None:
-        """Nothing: what a request used moves when it is over."""
+        """Do nothing: the chunks of a request move when it is over."""
 
     def miss(self, keys: Iterable[ChunkKey]) -> None:
         """Move the target towards the list that a ghost was evicted from."""
@@ -151,8 +153,8 @@ class ArcOrder:
                 again.move_to_end(key)
 
     def victims(self, count: int, evictable: Callable[[ChunkKey], bool]) -> list[ChunkKey] | None:
-        """Of the first list while it is as large as the target, else of the second, else of the first; the oldest
-        first.
+        """Take the oldest of the first list while it has at least the target size or the second is empty, else of the
+        second.
         """
         once = [key for key in self._once if evictable(key)][:count]
         again = [key for key in self._again if evictable(key)][:count]
@@ -179,19 +181,20 @@ class ArcOrder:
         return chosen
 
     def write(self, user: ChunkUser, key: ChunkKey, end: int) -> None:  # noqa: ARG002 - as of the others
-        """Put a chunk to the young end of the first list."""
+        """Append a chunk to the young end of the first list."""
         self._once[key] = None
         self._once_ghosts.pop(key, None)
         self._again_ghosts.pop(key, None)
 
     def drop(self, key: ChunkKey) -> None:
-        """Take it out of its list, without a ghost."""
+        """Remove a chunk from its list without a ghost."""
         self._once.pop(key, None)
         self._again.pop(key, None)
 
     def end(self, user: ChunkUser, held: Collection[ChunkKey]) -> None:
-        """Move what the request found to the young end of the second list, and what it only stored to that of its
-        own.
+        """Move the chunks that the request found to the young end of the second list.
+
+        Chunks that it only stored move to the young end of their list.
         """
         for key in held:
             if key in user.found:
@@ -203,4 +206,4 @@ class ArcOrder:
 
 
 EVICTION_ORDERS: Final[Mapping[str, Callable[[int], EvictionOrder]]] = {"lru": LruOrder, "arc": ArcOrder}
-"""The policies by name; each is made with the capacity of the tier."""
+"""The policies by name; each takes the capacity of the tier."""

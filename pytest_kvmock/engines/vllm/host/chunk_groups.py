@@ -1,4 +1,4 @@
-"""A cache group as vLLM's host tier has it: in chunks, with those of a window that a later prompt can resume from."""
+"""Cache groups in vLLM's host tier: their chunks, and the blocks of windows that later prompts can resume from."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
 
 
 class ChunkGroup:
-    """A group as the host has it: in chunks.
+    """A cache group in the host, divided into chunks.
 
     Args:
         group: the group.
-        blocks: blocks of a chunk.
+        blocks: blocks per chunk.
 
     Attributes:
         of: the group.
-        number: the engine's.
-        size: tokens a block.
-        chunk: tokens a chunk.
-        window: chunks that a hit needs before its end; None: all.
+        number: its number in the engine.
+        size: tokens per block.
+        chunk: tokens per chunk.
+        window: number of chunks that a hit needs before its end; None: all.
     """
 
     __slots__ = ("chunk", "number", "of", "size", "window")
@@ -44,20 +44,23 @@ class ChunkGroup:
             self.window = 1
 
     def keyed(self, tokens: HashedTokens) -> int:
-        """How many chunks of a request have names."""
+        """Return the number of chunks of a request that have names."""
         return len(tokens.names) * tokens.block_size // self.chunk
 
     def key(self, tokens: HashedTokens, end: int) -> ChunkKey:
-        """The key of the chunk that ends after `end` tokens."""
+        """Return the key of the chunk that ends after `end` tokens."""
         return tokens.names[end // tokens.block_size - 1], self.number
 
     def keys(self, tokens: HashedTokens, first: int, last: int) -> list[ChunkKey]:
-        """The keys of the chunks from one on and before another."""
+        """Return the keys of the chunks from `first` up to, not including, `last`."""
         step, number = self.chunk // tokens.block_size, self.number
         return [(name, number) for name in tokens.names[(first + 1) * step - 1 : last * step : step]]
 
     def window_before(self, tokens: int) -> int:
-        """Chunks that a hit of `tokens` tokens needs in a group with a window; the hit may end inside the last one."""
+        """Return the number of chunks that a hit of `tokens` tokens needs in a group with a window.
+
+        The hit may end inside the last chunk.
+        """
         assert self.window is not None
         if self.of.window is None:
             return self.window
@@ -74,17 +77,17 @@ def reachable_blocks(
     marks: tuple[int, ...],
     horizon: int | None = None,
 ) -> Collection[int]:
-    """The positions of blocks between two that can serve a hit (vLLM: `_reachable_store_block_mask`).
+    """Return the positions from `start` to `end` whose blocks can serve a hit (vLLM: `_reachable_store_block_mask`).
 
     Args:
-        group: any; of those without a sliding window all are.
+        group: any group; without a sliding window, all positions can.
         start: the first position.
-        end: the one behind the last.
-        alignment: tokens that hits end at multiples of; None: anywhere.
+        end: the position behind the last.
+        alignment: hits end at multiples of this number of tokens; None: anywhere.
         retention: as `Retention`.
-        marks: tokens that prompts are resumed before: the prompt's end, and where others left it; with a retention
-            alone.
-        horizon: where the request ends, in blocks, as far as it is known; None: it may go on.
+        marks: token counts that prompts resume from: the end of the prompt, and where other requests left it; used only
+            with a retention.
+        horizon: the end of the request in blocks, if known; None: it may go on.
     """
     size, every_block = group.block_size, range(start, end)
     if group.window is None or alignment is None or alignment % size:

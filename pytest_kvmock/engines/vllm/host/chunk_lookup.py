@@ -1,4 +1,4 @@
-"""How far the chunks of vLLM's host tier reach for a request: what all its cache groups can resume from."""
+"""Look-ups in vLLM's host tier: the longest hit of a request that all its cache groups can resume from."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ if TYPE_CHECKING:
 
 # Theory of operation (vLLM: `_lookup_complete_chunks`, `_lookup_partial_tail`)
 #
-# Full attention needs all chunks from the device's end on; a window the last run of as many as it reaches into, a state
-# the one that the hit ends with. Each group is asked up to where the ones before it reached, full ones first and then
-# the others by window, the largest first; what becomes shorter makes earlier answers doubtful, and those are asked
-# again. A group with drafts is asked for one chunk more and gives it up.
+# Full attention needs all chunks behind the hit of the device; a window needs the last run of chunks that it reaches
+# into; a state needs the chunk that the hit ends with. Each group is looked up only as far as the groups before it
+# reached: full attention first, then the others by window, the largest first. A shorter answer may invalidate earlier
+# ones; those groups are looked up again. A group with drafts is looked up for one more chunk and drops it.
 #
-# Where the device's hits may end inside a block, a hit of whole chunks is tried to be made longer by the first tokens
-# of the next block.
+# If hits of the device may end inside a block, the look-up tries to extend a hit of whole chunks by the first tokens of
+# the next block.
 
 Note: TypeAlias = "Callable[[HashedTokens, int, ChunkKey], None]"
 
 
 class HostView(NamedTuple):
-    """What a look-up sees of a host, and tells it.
+    """The interface of a host for look-ups.
 
     Attributes:
-        find: the chunk of a key, written or not; None where there is none.
-        note: is given chunks of full attention that are there, or being written: whose tokens, where it ends, its key.
+        find: returns the chunk of a key, written or not; None if there is none.
+        note: called with each full-attention chunk that is present or being written: tokens of the request, end of the
+            chunk, key.
         note_tail: the same for blocks that a hit ends inside.
     """
 
@@ -47,18 +48,18 @@ _PENDING: Final = -1
 
 
 class ChunkLookup:
-    """Looks up what a host has of requests.
+    """Looks up the chunks of requests in a host.
 
     Args:
-        groups: those of the engine that are stored.
-        blocks: blocks of a chunk.
-        unit: tokens of a hash.
+        groups: the groups of the engine that are stored.
+        blocks: blocks per chunk.
+        unit: tokens per hash.
         fine: whether hits of the device may end inside a block.
 
     Attributes:
-        groups: as above.
-        tail_block: tokens of a block whose first tokens alone may be stored; 0: none is.
-        margin: tokens behind such a hit that a group with drafts must have too.
+        groups: as given.
+        tail_block: tokens per block, if blocks may be stored in part; else 0.
+        margin: tokens that a group with drafts must also have behind a hit that ends inside a block.
     """
 
     def __init__(self, groups: Sequence[ChunkGroup], blocks: int, unit: int, *, fine: bool) -> None:
@@ -79,16 +80,16 @@ class ChunkLookup:
         return bool(self.tail_block) and group.of.drafts and group.of.kind != STATE
 
     def tail_end(self, group: ChunkGroup, tokens: int) -> int:
-        """The tokens that name what a group has of a hit that ends inside a block."""
+        """Return the number of tokens that name a group's block for a hit that ends inside it."""
         return tokens + (self.margin if self._reads_ahead(group) else 0)
 
     def longest(self, request: OffloadRequest, local: int, host: HostView) -> int | None:
-        """Tokens of a request that are there behind those that the device has; None: ask again.
+        """Return the tokens of a request that the host has behind those of the device; None: ask again later.
 
         Args:
-            request: which; `tail` and `confirmed` of it are set.
-            local: tokens that the device has, whole blocks.
-            host: what is there.
+            request: the request; its `tail` and `confirmed` are set.
+            local: tokens that the device has, a whole number of blocks.
+            host: the host.
         """
         request.tail = 0
         hit = self._whole(request, local, host)
@@ -103,7 +104,7 @@ class ChunkLookup:
         limit, most = tokens.num_tokens, request.max_load_tokens
         if most is not None:
             limit = min(limit, local + most)
-        if self._windowed:  # the last token is computed again, and must find its window and state before it
+        if self._windowed:  # the last token is computed again and needs its window and state
             limit -= 1
             limit -= limit % self._state_chunk
         request.confirmed = [0] * len(groups)
@@ -146,7 +147,10 @@ class ChunkLookup:
     def _chunks_of(
         self, request: OffloadRequest, place: int, span: tuple[int, int], host: HostView, *, drops: bool
     ) -> int:
-        """Chunks that one group has from the device's end up to a limit, and one more where that is dropped."""
+        """Count the chunks that one group has from the device's hit up to a limit, and one more if `drops`.
+
+        Return `_PENDING` if one of them is being written.
+        """
         group, tokens, (local, limit) = self.groups[place], request.tokens, span
         chunk, keyed = group.chunk, group.keyed(tokens)
         first = local // chunk
@@ -167,7 +171,7 @@ class ChunkLookup:
         return _last_run(keys, group.window + drops, window + drops, host)
 
     def _is_loaded(self, tokens: HashedTokens, local: int, end: int, host: HostView) -> bool:
-        """Whether another request is being loaded a chunk of a hit between steps."""
+        """Return whether a chunk of the hit is being loaded between steps for another request."""
         for group in self.groups:
             keys = group.keys(tokens, local // group.chunk, -(-end // group.chunk))
             if group.window is not None:
@@ -179,7 +183,7 @@ class ChunkLookup:
     # ------------------------------------------------------------------------------------------- ends inside a block
 
     def _with_tail(self, request: OffloadRequest, local: int, hit: int, host: HostView) -> int | None:
-        """A hit of whole chunks, and the first tokens of the block behind it, or of the next one."""
+        """Extend a hit of whole chunks by the first tokens of the next block, or of the block after that."""
         tokens, unit, size, whole = request.tokens, self._unit, self.tail_block, local + hit
         most = min(tokens.num_prompt_tokens - 1, whole + size * (2 if self.margin else 1) - 1)
         if self.margin:
@@ -189,7 +193,7 @@ class ChunkLookup:
         most -= most % unit
         if most <= whole:
             return hit
-        # A hit that ends behind the next block loads that block, too.
+        # A hit that ends behind the next block also loads that block.
         bridge, waits, unsure = whole // size, False, list[ChunkKey]()
         behind = (bridge + 1) * size
         if most >= behind:
@@ -223,7 +227,10 @@ class ChunkLookup:
         return None if waits and not hit else hit
 
     def _tail(self, tokens: HashedTokens, end: int, host: HostView) -> int:
-        """Whether all groups have what a hit needs that ends after `end` tokens, inside a block."""
+        """Return 1 if all groups have the block for a hit that ends inside it, after `end` tokens; 0 if not.
+
+        Return `_PENDING` if one of these blocks is being written.
+        """
         waits = False
         for group in self.groups:
             there = host.find(group.key(tokens, self.tail_end(group, end)))
@@ -234,8 +241,9 @@ class ChunkLookup:
 
 
 def _last_run(keys: Sequence[ChunkKey], window: int, first: int, host: HostView) -> int:
-    """Where the last run of `window` chunks ends, or a shorter one that reaches the first key; the run at the end
-    needs `first` of them. `_PENDING` where one of it is being written.
+    """Return the end of the last run of `window` chunks, or of a shorter run that reaches the first key.
+
+    A run at the end of the keys needs `first` chunks. Return `_PENDING` if a chunk of the run is being written.
     """
     run, need, waits = 0, first, False
     for at in range(len(keys) - 1, -1, -1):

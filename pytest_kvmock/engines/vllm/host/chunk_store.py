@@ -1,4 +1,4 @@
-"""The chunks of vLLM's host tier: where they are, who reads and writes them, and whether there is room for more."""
+"""The chunks of vLLM's host tier: their slots, their readers and writers, and the room for more."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from pytest_kvmock.engines.vllm.host.chunk_eviction import EVICTION_ORDERS, Chun
 
 # Theory of operation
 #
-# A chunk is in a slot from the moment that its copy is planned; it is ready once the copy is reported. A chunk
-# that is being written or read is not evicted. New chunks take slots that were never used, upwards, and then the one
-# that was freed last.
+# A chunk has a slot from the moment its copy is planned; it is ready once the copy is reported. A chunk that is being
+# written or read is not evicted. New chunks first take slots that were never used, in ascending order, and then the
+# slot that was freed last.
 
 
 class Chunk:
     """One chunk of the host.
 
     Attributes:
-        slot: where it is.
+        slot: its slot in the host.
         is_ready: whether it was written.
-        readers: loads that read it now.
-        waits: those of them that happen between steps.
+        readers: number of loads that read it now.
+        waits: number of these loads that happen between steps.
     """
 
     __slots__ = ("is_ready", "readers", "slot", "waits")
@@ -34,11 +34,11 @@ class Chunk:
 
 
 class Room(NamedTuple):
-    """What came of an offer.
+    """The result of an offer.
 
     Attributes:
         new: the chunks to write, in order.
-        evicted: those that made room for them, in the order of their eviction.
+        evicted: the chunks evicted to make room, in the order of their eviction.
     """
 
     new: Sequence[ChunkKey]
@@ -49,12 +49,12 @@ class ChunkStore:
     """The host tier of one engine.
 
     Args:
-        capacity: chunks that it has room for, at least 1.
-        policy: what is evicted (`EVICTION_ORDERS`).
+        capacity: the most chunks, at least 1.
+        policy: name of the eviction policy (`EVICTION_ORDERS`).
 
     Attributes:
-        capacity: as above.
-        chunks: what is there, ready or not, by key.
+        capacity: as given.
+        chunks: the chunks by key, ready or not.
     """
 
     def __init__(self, capacity: int, policy: str) -> None:
@@ -66,22 +66,23 @@ class ChunkStore:
         self._freed: list[int] = []
 
     def emptied(self) -> ChunkStore:
-        """Make one like this, with nothing in it."""
+        """Make an empty store with the same settings."""
         return ChunkStore(self.capacity, self._policy)
 
     def ready(self) -> list[ChunkKey]:
-        """The chunks that can be loaded."""
+        """Return the chunks that can be loaded."""
         return [key for key, chunk in self.chunks.items() if chunk.is_ready]
 
     def offer(self, user: ChunkUser, offered: Sequence[tuple[ChunkKey, int]]) -> Room | None:
-        """Take chunks that a request has computed, as far as they are not there: all of them or none.
+        """Take the new chunks among those that a request has computed: all of them or none.
 
         Args:
-            user: whose.
+            user: the request's use of chunks.
             offered: the chunks in order, each with its end.
 
         Returns:
-            None, where there is no room for all that are new; none that was offered is evicted for another.
+            The new and the evicted chunks; None if there is no room for all new chunks. Offered chunks are not evicted
+            for each other.
         """
         chunks, order = self.chunks, self._order
         new: list[tuple[ChunkKey, int]] = []
@@ -110,17 +111,17 @@ class ChunkStore:
         self._order.drop(key)
 
     def pin(self, keys: Iterable[ChunkKey]) -> None:
-        """Keep chunks while a tier below reads them; see `was_read`."""
+        """Pin chunks while a tier below reads them; see `was_read`."""
         for key in keys:
             self.chunks[key].readers += 1
 
     def written(self, keys: Iterable[ChunkKey]) -> None:
-        """Chunks that were planned are there."""
+        """Mark planned chunks as ready."""
         for key in keys:
             self.chunks[key].is_ready = True
 
     def read(self, user: ChunkUser, keys: Sequence[tuple[ChunkKey, int]], *, waits: bool) -> list[int]:
-        """Pin chunks, each with its end, that a request loads, between steps (`waits`) or within one; returns their
+        """Pin the chunks, each with its end, that a request loads between steps (`waits`) or within one; return their
         slots.
         """
         for key, end in keys:
@@ -131,21 +132,21 @@ class ChunkStore:
         return [self.chunks[key].slot for key, _ in keys]
 
     def was_read(self, keys: Iterable[ChunkKey], *, waited: bool) -> None:
-        """Pin chunks no more."""
+        """Unpin chunks."""
         for key in keys:
             chunk = self.chunks[key]
             chunk.readers -= 1
             chunk.waits -= waited
 
     def end(self, user: ChunkUser) -> None:
-        """A request is over: of what it touched the last one is first, and of chunks with one end the later group's."""
-        # vLLM: order_request_keys sorts by the end, group after group, and the policies walk that backwards.
+        """End a request: pass its chunks to the policy, the last one first; at the same end, the last group first."""
+        # vLLM: order_request_keys sorts by end, then by group, and the policies walk the result backwards.
         touched = [(end, group, name) for (name, group), end in user.touched.items()]
         keys = [(name, group) for _, group, name in sorted(touched, reverse=True)]
         self._order.end(user, [key for key in keys if key in self.chunks])
 
     def _make_room(self, count: int, protected: Collection[ChunkKey]) -> list[ChunkKey] | None:
-        """Evict as many chunks as there is no room for; None, and nothing has changed, where that is not possible."""
+        """Evict chunks until `count` more fit; return None and change nothing if that is not possible."""
         chunks = self.chunks
         short = count - (self.capacity - len(chunks))
         if short <= 0:

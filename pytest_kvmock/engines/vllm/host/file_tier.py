@@ -1,7 +1,7 @@
-"""The files below vLLM's host: a folder that engines share, and what one engine asks of it, reads and writes.
+"""The files below vLLM's host: a folder that engines share, and the look-ups, reads and writes of one engine.
 
-It does what `FileSystemTierManager` and `AsyncLookupManager` of vLLM 0.33.0 do below `TieringOffloadingManager`. The
-threads are somebody else's: `FileThreads` says when a file is looked for, read or written.
+It mocks `FileSystemTierManager` and `AsyncLookupManager` of vLLM 0.33.0 below `TieringOffloadingManager`, without their
+threads: a `FileThreads` decides when a file is looked up, read or written.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from pytest_kvmock.values.prompt_keys import LoadFrom
 
 # Theory of operation
 #
-# A chunk that is written to the host is handed on to the folder, always; the host pins it until the file is there. A
-# chunk that the host lacks is looked for by a thread: the request that asked waits, and the answer is kept as long as a
-# request that asked lives. A file that is found is read into a slot of the host, and stays on the disk. No code here
-# deletes a file, and a deleted one is noticed only when a read of it fails.
+# Each chunk that is written to the host is also written to the folder; the host pins it until the file exists. A thread
+# looks up a chunk that the host lacks: the request waits, and the answer is kept as long as any request that asked for
+# it lives. A file that is found is read into a slot of the host, and stays on the disk. Engines delete no file, and
+# notice a deleted one only when a read of it fails.
 
 
 class FileStore:
-    """A folder of chunks, which engines of one layout share.
+    """A folder of chunks that engines of the same layout share.
 
     Attributes:
-        files: the chunks that there are, the oldest first.
-        block_sizes: those of its engines.
+        files: the chunks that have files, the oldest first.
+        block_sizes: the block sizes of its engines.
     """
 
     def __init__(self) -> None:
@@ -43,23 +43,25 @@ class FileStore:
         return key in self.files
 
     def write(self, keys: Iterable[ChunkKey]) -> None:
-        """Write chunks; a file that is there already stays as it is."""
+        """Write chunks; existing files stay as they are."""
         self.files.update(dict.fromkeys(keys))
 
     def readable(self, keys: Sequence[ChunkKey]) -> int:
-        """Count the chunks that a read finds, from the first on: it ends with the first file that is not there."""
+        """Count the leading chunks that a read finds: it stops at the first missing file."""
         return next((place for place, key in enumerate(keys) if key not in self.files), len(keys))
 
     def delete(self, names: Collection[int]) -> list[ChunkKey]:
-        """Delete the files of blocks with these names, as a cleaner does; engines are not told. Returns which."""
+        """Delete the files of blocks with these names, as a cleaner does, without notice to engines; return their
+        keys.
+        """
         return self._gone([key for key in self.files if key[0] in names])
 
     def drop(self, count: int) -> list[int]:
-        """Delete the oldest files; engines are not told. Returns the names of their blocks."""
+        """Delete the oldest files without notice to engines; return the names of their blocks."""
         return [name for name, _ in self._gone([*self.files][:count])]
 
     def lose(self, keys: Iterable[ChunkKey]) -> None:
-        """Delete the files of chunks; those that are not there are passed over."""
+        """Delete the files of chunks; missing files are skipped."""
         self._gone([key for key in keys if key in self.files])
 
     def _gone(self, keys: list[ChunkKey]) -> list[ChunkKey]:
@@ -70,14 +72,14 @@ class FileStore:
 
 @dataclass(eq=False, slots=True)
 class FileJob:
-    """Chunks of one request that are written to the folder, or read from it.
+    """Chunks of one request that are written to the folder or read from it.
 
     Attributes:
         number: 0, 1, 2 ... over both directions.
-        request: whose.
-        keys: which; of a read, in the order in which the files are read.
+        request: the request.
+        keys: the chunks; for a read, in the order in which the files are read.
         is_load: whether they are read.
-        done: how many of them were; of a write, all.
+        done: number of chunks read or written; a write always writes all.
     """
 
     number: int
@@ -96,13 +98,13 @@ class FileJob:
 
 
 class FileThreads(ABC):
-    """The threads of one engine that look for files, read and write them.
+    """The threads of one engine that look up, read and write files.
 
     Args:
         store: the folder.
 
     Attributes:
-        now: the time of the step, in ms, for those whose work takes some.
+        now: the time of the step, in ms, for threads whose work takes time.
     """
 
     def __init__(self, store: FileStore) -> None:
@@ -111,39 +113,39 @@ class FileThreads(ABC):
 
     @property
     def has_answers(self) -> bool:
-        """Whether something was found out that was not taken; only an object with a clock is asked."""
+        """Whether there are answers that were not taken; only threads with a clock override it."""
         return False
 
     def deadline(self) -> float | None:
-        """When the next job is done, in ms; None: there is none. Only an object with a clock is asked."""
+        """Return when the next job is done, in ms; None if there is none. Only threads with a clock override it."""
         return None
 
     @abstractmethod
     def enter(self, job: FileJob) -> None:
-        """A job may be carried out from now on."""
+        """Add a job, which may be carried out from now on."""
 
     @abstractmethod
     def finished(self, *, drain: bool = False) -> list[FileJob]:
-        """Take the jobs that were carried out, in that order; with `drain` all, after they were waited for."""
+        """Take the finished jobs, in the order in which they finished; with `drain`, wait for all jobs."""
 
     @abstractmethod
     def ask(self, keys: Sequence[ChunkKey]) -> None:
-        """Files may be looked for from now on."""
+        """Ask for files, which may be looked up from now on."""
 
     @abstractmethod
     def answers(self) -> list[tuple[ChunkKey, bool]]:
-        """Take what was found out: whether there is a file, in the order of the questions."""
+        """Take the answers: whether each file exists, in the order of the questions."""
 
 
 class TimedFileThreads(FileThreads):
-    """Threads whose work takes virtual time: reads one after the other, and writes.
+    """Threads whose work takes virtual time: reads one after the other, and writes one after the other.
 
-    A folder is looked at as a step ends, so an answer comes with the next one.
+    Look-ups happen when a step ends, so the answer comes with the next step.
 
     Args:
         store: the folder.
         gbps: bandwidth of each direction, in GB/s; 0 is infinite.
-        chunk_bytes: bytes of a chunk.
+        chunk_bytes: bytes per chunk.
     """
 
     def __init__(self, store: FileStore, gbps: float, chunk_bytes: int) -> None:
@@ -155,20 +157,20 @@ class TimedFileThreads(FileThreads):
 
     @property
     def has_answers(self) -> bool:
-        """Whether something was found out that was not taken."""
+        """Whether there are answers that were not taken."""
         return bool(self._found)
 
     def deadline(self) -> float | None:
-        """When the next job is done; None: there is none."""
+        """Return when the next job is done, in ms; None if there is none."""
         both = (self._reads.deadline(), self._writes.deadline())
         return min((each for each in both if each is not None), default=None)
 
     def enter(self, job: FileJob) -> None:
-        """Put a job behind the others of its direction."""
+        """Queue a job behind the others of its direction."""
         (self._reads if job.is_load else self._writes).enter(job, len(job.keys) * self._chunk_bytes, self.now)
 
     def finished(self, *, drain: bool = False) -> list[FileJob]:
-        """Take what is done by now."""
+        """Take the jobs that are done by now; with `drain`, all jobs."""
         done: list[FileJob] = []
         for direction in (self._reads, self._writes):
             done += direction.finish(inf if drain else self.now)
@@ -177,22 +179,22 @@ class TimedFileThreads(FileThreads):
         return done
 
     def ask(self, keys: Sequence[ChunkKey]) -> None:
-        """Look at the folder."""
+        """Look the files up at once."""
         self._found += [(key, key in self.store) for key in keys]
 
     def answers(self) -> list[tuple[ChunkKey, bool]]:
-        """Take what was found out."""
+        """Take the answers."""
         found, self._found = self._found, []
         return found
 
 
 @dataclass(eq=False, slots=True)
 class _Answer:
-    """What is known of one file.
+    """The answer about one file.
 
     Attributes:
-        is_there: None: not known yet.
-        requests: those that asked, and live.
+        is_there: whether the file exists; None if not known yet.
+        requests: live requests that asked for it.
     """
 
     is_there: bool | None = None
@@ -200,18 +202,18 @@ class _Answer:
 
 
 class FileTier:
-    """What one engine has to do with a folder.
+    """The folder as a tier of one engine.
 
     Args:
-        threads: those that look for files, read and write them.
-        locality: as its events say: "LOCAL", "REMOTE", or None.
-        publishes: whether it publishes what it has written (vLLM: `enable_kv_events` of the tier).
+        threads: the threads that look up, read and write files.
+        locality: the locality in its events: "LOCAL", "REMOTE", or None.
+        publishes: whether it publishes written chunks (vLLM: `enable_kv_events` of the tier).
 
     Attributes:
-        threads: as above, like the next two.
-        locality: as above.
-        publishes: as above.
-        pending: jobs that are not reported.
+        threads: as given.
+        locality: as given.
+        publishes: as given.
+        pending: jobs that are not reported yet.
     """
 
     def __init__(self, threads: FileThreads, *, locality: str | None = None, publishes: bool = True) -> None:
@@ -227,11 +229,11 @@ class FileTier:
 
     @property
     def needs_step(self) -> bool:
-        """Whether a read or a question begins with the end of a step."""
+        """Whether reads or look-ups wait for the end of a step to begin."""
         return bool(self._promotions or self._questions)
 
     def serves(self, allowed: Sequence[LoadFrom] | None) -> bool:
-        """Whether a request with these `kv_load_tiers` may load from here; None: it has none."""
+        """Return whether a request with these `kv_load_tiers` may load from here; None: it has none and may."""
         if allowed is None:
             return True
         return any(
@@ -240,7 +242,7 @@ class FileTier:
         )
 
     def lookup(self, key: ChunkKey, request: OffloadRequest) -> bool | None:
-        """Say whether a file is there; None: that is not known yet, and is asked."""
+        """Return whether a file exists; None: not known yet, and asked for."""
         self._take_answers()
         answer = self._answers.get(key)
         if answer is None:
@@ -257,15 +259,15 @@ class FileTier:
                 found.is_there = is_there
 
     def promote(self, request: OffloadRequest, key: ChunkKey) -> None:
-        """Read a file, for which the host has taken a slot, with the end of the step."""
+        """Read a file, for which the host has taken a slot, when the step ends."""
         self._promotions.setdefault(request, []).append(key)
 
     def write(self, request: OffloadRequest, keys: Sequence[ChunkKey]) -> None:
-        """Write chunks that have come to the host."""
+        """Write chunks that have arrived in the host."""
         self._enter(request, keys, is_load=False)
 
     def end_schedule(self) -> None:
-        """A step has scheduled all that it does: the reads that it began with, and its questions, go to the threads."""
+        """Pass the reads and questions of a step to the threads when the step has scheduled everything."""
         for request, keys in self._promotions.items():
             self._enter(request, keys, is_load=True)
         self._promotions.clear()
@@ -275,7 +277,7 @@ class FileTier:
             self._questions = []
 
     def finished(self, *, drain: bool = False) -> list[FileJob]:
-        """Take the jobs that are done; a file that could not be read is missing, for the requests that asked."""
+        """Take the finished jobs; files that could not be read count as missing in later answers."""
         done = self.threads.finished(drain=drain)
         for job in done:
             del self.pending[job.number]
@@ -286,11 +288,11 @@ class FileTier:
         return done
 
     def forget_promotions(self) -> None:
-        """The host was emptied: what has not begun is not read."""
+        """Drop the reads that have not begun, because the host was emptied."""
         self._promotions.clear()
 
     def forget(self, request: OffloadRequest) -> None:
-        """A request is over, and what it stored is on the host: nothing that it alone asked for is kept."""
+        """Forget the answers that only this request asked for: it is over, and its chunks are on the host."""
         for key in self._asked_by.pop(request, ()):
             answer = self._answers[key]
             answer.requests.discard(request)
@@ -298,7 +300,7 @@ class FileTier:
                 del self._answers[key]
 
     def forget_all_but(self, live: Container[OffloadRequest]) -> None:
-        """The host was emptied, and nothing that requests stored will come there: forget those that are over."""
+        """Forget all requests that are not live: the host was emptied, and their stores will not arrive."""
         for request in [each for each in self._asked_by if each not in live]:
             self.forget(request)
 

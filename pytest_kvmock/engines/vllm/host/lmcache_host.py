@@ -1,7 +1,7 @@
-"""LMCache's server as what is below an engine of vLLM: what its requests store there and load, chunk by chunk.
+"""LMCache's server below an engine of vLLM: the engine's requests store and load chunks there.
 
-What the server publishes is recorded. When an engine stores and loads is assumed: neither was recorded, and the code of
-`LMCacheMPConnector` was not read for it.
+The events of the server were recorded. The times of an engine's stores and loads are assumed: they were not recorded,
+and the code of `LMCacheMPConnector` was not read for them.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 
 # Theory of operation
 #
-# A request is looked up when it would be admitted: the leading chunks that the server has under its salt; what lies
-# behind the device's blocks is loaded between steps. Chunks that a step completes, those of generated tokens too, are
-# stored between steps, from behind those that the look-up found; their blocks are held meanwhile. With each step the
-# engine reads the server's log and publishes what it says, of whichever engine.
+# A request is looked up when it would be admitted: the hit is the leading chunks that the server has under its salt.
+# Chunks behind the device's blocks are loaded between steps. Chunks that a step completes, also those of generated
+# tokens, are stored between steps if they lie behind the hit; their blocks are held meanwhile. With each step the
+# engine reads the server's log and publishes its records, also those of other engines.
 
 
 @dataclass(eq=False, slots=True)
 class ChunkRequest:
-    """One request as the connector knows it.
+    """The connector's record of one request.
 
     Attributes:
-        tokens: its tokens; it grows as tokens are generated.
-        stored: chunks, from the first, that need not be stored.
-        digests: of its chunks, as far as they were made.
+        tokens: its tokens; grows as tokens are generated.
+        stored: number of leading chunks that need not be stored.
+        digests: digests of its leading chunks, as far as they were made.
     """
 
     tokens: HashedTokens
@@ -52,7 +52,7 @@ class ChunkRequest:
 
 
 class _Job(NamedTuple):
-    """Chunks of a request that are stored, from one to another; or tokens that are loaded; with their blocks."""
+    """A range of a request with its blocks: chunks that are stored, or tokens that are loaded."""
 
     request: ChunkRequest
     first: int
@@ -62,18 +62,18 @@ class _Job(NamedTuple):
 
 
 class LmcacheHost(StoreHost):
-    """The server as one engine has it.
+    """The server as the host of one engine.
 
     Args:
         server: the server.
         manager: the block manager above it.
-        model: the engine's; engines of other models have other chunks.
+        model: the engine's model; engines of other models have other chunks.
 
     Raises:
-        ValueError: the manager is of another kind than was recorded, or a chunk is no whole number of its blocks.
+        ValueError: this kind of manager was not recorded, or a chunk is not a whole number of its blocks.
 
     Attributes:
-        reader: what it publishes of the server.
+        reader: reads the server's log, and makes the events that the engine publishes.
     """
 
     tier = StorageTier.HOST_PINNED
@@ -93,7 +93,7 @@ class LmcacheHost(StoreHost):
         self._jobs: dict[int, _Job] = {}
 
     def request(self, tokens: HashedTokens) -> ChunkRequest:
-        """What the connector knows a request with these tokens as."""
+        """Make the connector's record of a request with these tokens."""
         return ChunkRequest(tokens)
 
     def lookup(self, tokens: HashedTokens, start: int) -> int:
@@ -106,7 +106,7 @@ class LmcacheHost(StoreHost):
         return Hit(start, max(0, request.stored * self._chunk - start))
 
     def admitted(self, request: ChunkRequest) -> None:
-        """Nothing: it stores from behind what was found."""
+        """Do nothing: stores begin behind the hit."""
 
     def allocated(
         self,
@@ -115,13 +115,13 @@ class LmcacheHost(StoreHost):
         hit: Hit,
         named: object = None,  # noqa: ARG002 - as of a `NativeOffload`
     ) -> None:
-        """A request has blocks, and a hit is loaded into them."""
+        """Plan the load of a hit into the blocks of a request."""
         size = self._manager.block_size
         loaded = [*blocks[0][hit.start // size : (hit.start + hit.tokens) // size]]
         self._to_load.append(_Job(request, hit.start, hit.start + hit.tokens, loaded, is_load=True))
 
     def plan(self, step: OffloadStep) -> OffloadPlan:
-        """Plan the transfers of a step: what was found is loaded, and chunks that are complete are stored."""
+        """Plan the transfers of a step: hits are loaded, and complete chunks are stored."""
         out, per = OffloadPlan(), self.blocks_per_chunk
         for job in self._to_load:
             out.loads.append(self._open(job))
@@ -143,7 +143,7 @@ class LmcacheHost(StoreHost):
         return transfer
 
     def complete(self, jobs: Iterable[int]) -> list[ChunkRequest]:
-        """Transfers are done; returns the requests whose loads are."""
+        """Complete transfers; return the requests whose loads are done."""
         loaded: list[ChunkRequest] = []
         for number in jobs:
             request, first, end, blocks, is_load = self._jobs.pop(number)
@@ -158,9 +158,9 @@ class LmcacheHost(StoreHost):
         return loaded
 
     def _held(self, request: ChunkRequest) -> int:
-        """Leading chunks of a request that the server has."""
+        """Count the leading chunks of a request that the server has."""
         tokens, size = request.tokens, self._chunk
-        if tokens.tokens is None:  # it hashes tokens, and nothing else is known
+        if tokens.tokens is None:  # the server hashes tokens, and a prompt of hashes has none
             return 0
         known, count = request.digests, tokens.num_tokens // size
         if count > len(known):
@@ -170,8 +170,8 @@ class LmcacheHost(StoreHost):
         return next((at for at, each in enumerate(known) if HeldChunk(model, each, salt) not in held), len(known))
 
     def take_events(self) -> Sequence[TierEvent]:
-        """Take what the server's log says since the last time, of whichever engine."""
+        """Take the events of the server's log since the last call, of all engines."""
         return self.reader.read()
 
     def empty(self) -> None:
-        """Nothing: a reset of the engine leaves the server as it is."""
+        """Do nothing: a reset of the engine does not affect the server."""

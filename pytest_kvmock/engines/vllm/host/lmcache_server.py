@@ -1,7 +1,7 @@
-"""LMCache's server below vLLM: its chunks, their names, the log that engines read, and what each of them publishes.
+"""LMCache's server below vLLM: its chunks, their names, the log that engines read, and the events that they publish.
 
-It does what `KVEventModule` of LMCache 0.5.7rc2 and its adapter for vLLM do. What the server drops, and when, is its
-user's choice.
+It mocks `KVEventModule` of LMCache 0.5.7rc2 and its adapter for vLLM. You choose which chunks the server drops, and
+when.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ if TYPE_CHECKING:
 
 # Theory of operation
 #
-# The server keeps a log of what it stored and dropped, and the first rank of each engine reads it on from where it was.
-# So each engine announces what any engine of its model stored, once a name, and takes back what it announced itself. Of
-# records that the log has lost an engine knows nothing; where it was told of a loss, or its stream was closed, it takes
-# back all and begins with what the log still has.
+# The server keeps a log of stored and dropped chunks; the first rank of each engine reads it from its last position on.
+# Each engine therefore announces the chunks that any engine of its model stored, once per name, and publishes removals
+# only of its own announcements. Records lost from the log are invisible to engines. If the log marks a loss, or the
+# stream was closed, the engine removes all its announcements and starts again with the records that the log still has.
 #
-# Neither salt nor adapter is in a name, and the server keeps them apart: two salted copies of a chunk have one name.
+# Names contain neither salt nor adapter, but the server keeps salts apart: two salted copies of a chunk have one name.
 
 CHUNK_TOKENS: Final = 256
-"""Tokens of a chunk, by default."""
+"""Default tokens per chunk."""
 
 LOG_RECORDS: Final = 32_768
-"""Records that the server keeps, by default."""
+"""Default number of records that the server keeps."""
 
 
 class LmcacheHasher:
-    """Names chunks as LMCache does; a `BlockHasher`. A chunk is a block of it, and no chunk is one of its engine.
+    """Names chunks as LMCache does; a `BlockHasher` whose blocks are chunks, not blocks of the engine.
 
-    The chain begins with the blake3 digest of 12 zero bytes; each digest covers the one before it and the tokens as
-    big-endian numbers of 32 bits. A name is the low 64 bits.
+    The chain begins with the blake3 digest of 12 zero bytes. Each digest covers the previous digest and the tokens as
+    big-endian 32-bit numbers. A name is the low 64 bits.
 
     Raises:
         ImportError: blake3 is not installed.
@@ -62,7 +62,7 @@ class LmcacheHasher:
         return hash(LmcacheHasher)
 
     def digests(self, tokens: Sequence[int], block_size: int, position: int, parent: bytes | None) -> list[bytes]:  # noqa: ARG002 - the signature of BlockHasher
-        """Chained digest of each complete chunk; see `BlockHasher.digests`.
+        """Return the chained digest of each complete chunk; see `BlockHasher.digests`.
 
         Raises:
             OverflowError: a token is not from 0 to 2**32 - 1.
@@ -76,15 +76,15 @@ class LmcacheHasher:
         return out
 
     def name(self, digest: bytes) -> int:
-        """The low 64 bits of a digest."""
+        """Return the low 64 bits of a digest."""
         return int.from_bytes(digest[-8:], "big")
 
     def looking_ahead(self, lookahead: int) -> LmcacheHasher:  # noqa: ARG002 - the signature of BlockHasher
-        """Return this hasher: no name of these looks ahead."""
+        """Return this hasher: names of chunks do not look ahead."""
         return self
 
     def of_event(self, extra: EventExtra, position: int) -> LmcacheHasher:  # noqa: ARG002 - the signature of BlockHasher
-        """Return this hasher: nothing but tokens is in a name."""
+        """Return this hasher: names cover only tokens."""
         return self
 
 
@@ -92,9 +92,9 @@ class HeldChunk(NamedTuple):
     """A chunk that the server has.
 
     Attributes:
-        model: of the engine that stored it; engines of other models do not see it.
-        digest: its whole name.
-        salt: of the request; "" for none.
+        model: model of the engine that stored it; engines of other models do not see it.
+        digest: its full digest.
+        salt: salt of the request; "" for none.
     """
 
     model: str
@@ -103,7 +103,7 @@ class HeldChunk(NamedTuple):
 
 
 class _Kind(Enum):
-    """What a record of the log says."""
+    """Kinds of log records."""
 
     STORED = auto()
     REMOVED = auto()
@@ -111,7 +111,7 @@ class _Kind(Enum):
 
 
 class _Record(NamedTuple):
-    """One record of the log: its number, from 1 on, the model, the chunks; of a stored one its parent and tokens."""
+    """One record of the log: its number from 1 on, model and chunks; for a stored chunk also its parent and tokens."""
 
     number: int
     kind: _Kind
@@ -125,13 +125,13 @@ class LmcacheServer:
     """One server, to which engines of one node are attached.
 
     Args:
-        chunk_tokens: tokens of a chunk, at least 1.
-        log_records: records that it keeps; 0: no engine announces anything.
-        capacity: chunks that it has room for; the oldest go. None: no limit.
+        chunk_tokens: tokens per chunk, at least 1.
+        log_records: the most records that the log keeps; 0: no engine announces anything.
+        capacity: the most chunks; the oldest are dropped. None: no limit.
 
     Attributes:
-        chunk_tokens: as above.
-        held: what it has, in the order in which it was first stored.
+        chunk_tokens: as given.
+        held: its chunks, in the order in which they were first stored.
 
     Raises:
         ImportError: blake3 is not installed.
@@ -161,7 +161,7 @@ class LmcacheServer:
 
         Args:
             model: its model.
-            page: records that it asks for at once, at least 1.
+            page: the most records that it reads at once, at least 1.
         """
         if page < 1:
             _raise_too_small("page", page, 1)
@@ -175,14 +175,14 @@ class LmcacheServer:
         """Store the complete chunks of a prompt.
 
         Args:
-            model: of the engine that stores.
-            tokens: from the first of the prompt on.
+            model: model of the engine that stores.
+            tokens: the tokens of the prompt from the first on.
             first: the first chunk that is stored.
-            salt: of the request; "" for none.
-            are_known: whether the server was told the tokens; a chunk whose tokens it does not know is not announced.
+            salt: salt of the request; "" for none.
+            are_known: whether the server receives the tokens; a chunk whose tokens it never received is not announced.
 
         Returns:
-            The chunks; one that was there is stored again.
+            The stored chunks; existing ones are stored again.
         """
         size = self.chunk_tokens
         digests = self.hasher.digests(tokens, size, 0, None)
@@ -201,17 +201,17 @@ class LmcacheServer:
         return chunks
 
     def __len__(self) -> int:
-        """How many chunks it has."""
+        """Return the number of chunks."""
         return len(self.held)
 
     def drop(self, count: int) -> list[int]:
-        """Evict the oldest chunks, which its log says. Returns their names."""
+        """Evict the oldest chunks, with a record in the log; return their names."""
         gone = [*self.held][:count]
         self.evict(gone)
         return [self.hasher.name(chunk.digest) for chunk in gone]
 
     def evict(self, chunks: Iterable[HeldChunk]) -> None:
-        """Drop chunks; of each model they are one record, and each name is in it once."""
+        """Drop chunks, with one record in the log for each model, which has each name once."""
         names: dict[str, dict[bytes, None]] = {}
         for chunk in chunks:
             self.held.pop(chunk, None)
@@ -220,16 +220,16 @@ class LmcacheServer:
             self._note(_Kind.REMOVED, model, [*digests])
 
     def lose_events(self) -> None:
-        """Lose what happened inside the server: its log has a mark of it."""
+        """Lose events inside the server: the log gets a record that marks the loss."""
         self._note(_Kind.LOST)
 
     def trim_log(self, keep: int = 0) -> None:
-        """Forget all but the last records of its log, as when it is full."""
+        """Drop all but the last `keep` records of the log, as if it were full."""
         while len(self._log) > keep:
             self._log.popleft()
 
     def restart(self) -> None:
-        """Restart: it has nothing, a log that begins again, and no streams."""
+        """Restart with no chunks and a new log; streams are closed."""
         self.held.clear()
         self._log.clear()
         self._restart()
@@ -253,7 +253,7 @@ class LmcacheServer:
         self._next_record += 1
 
     def _page(self, model: str, cursor: int, count: int) -> tuple[list[_Record], int, bool]:
-        """What the log has of a model after a record, where that ends, and whether something before it is lost."""
+        """Return a model's records after `cursor`, the new cursor, and whether records before these were lost."""
         last = self._next_record - 1
         first = self._log[0].number if self._log else last + 1
         is_lost = cursor + 1 < first
@@ -273,11 +273,11 @@ class LmcacheServer:
 
 
 class LmcacheReader:
-    """What one engine announces of a server. `LmcacheServer.attach` makes one.
+    """Makes the events that one engine publishes about a server; made by `LmcacheServer.attach`.
 
     Attributes:
-        model: the engine's.
-        announced: digests of the chunks that it has announced, and not taken back.
+        model: the engine's model.
+        announced: digests of the chunks whose Stored, but no Removed, was published.
     """
 
     def __init__(self, server: LmcacheServer, model: str, page: int) -> None:
@@ -288,11 +288,11 @@ class LmcacheReader:
         self.close()
 
     def close(self) -> None:
-        """The stream was closed: the next read begins with all that the log has."""
+        """Close the stream: the next read begins with the oldest record of the log."""
         self._cursor, self._is_new = 0, True
 
     def read(self) -> list[TierEvent]:
-        """Read all that there is; returns what the engine publishes."""
+        """Read all new records; return the events that the engine publishes."""
         events: list[TierEvent] = []
         if not self._server._log.maxlen:  # noqa: SLF001 - one family
             return events
@@ -320,7 +320,7 @@ class LmcacheReader:
         local = tuple(block_hashes(record.tokens, len(record.tokens)))
         parent = None if record.parent is None else name(record.parent)
         data = Stored(parent, tuple(map(name, record.digests)), local)
-        # Nothing else is said of it: no group, no kind, no adapter, no extra keys.
+        # The event has no other fields: no group, no kind, no adapter, no extra keys.
         extra = {"extra_keys": None, "group_idx": None, "kv_cache_spec_kind": None}
         return [TierEvent(data, StorageTier.HOST_PINNED, (tuple(record.tokens),), extra)]
 

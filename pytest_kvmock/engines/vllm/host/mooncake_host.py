@@ -1,4 +1,4 @@
-"""Mooncake's store as what is below an engine of vLLM: its connector in the place of a `NativeOffload`."""
+"""Mooncake's store below an engine of vLLM: its connector in place of a `NativeOffload`."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
 
 # Theory of operation
 #
-# Each job is one transfer a rank, one behind the other: so the ranks of an engine put at different times, and another
-# engine may put some of a block's objects between them. Then no engine announces it.
+# Each job is one transfer per rank, one after the other. The ranks of an engine therefore put at different times, and
+# another engine may put some of a block's objects in between. Then no engine announces the block.
 
 
 class MooncakeHost(StoreHost):
-    """The store as one engine has it.
+    """The store as the host of one engine.
 
     Args:
         objects: the store.
         manager: the block manager above it.
-        ranks: of tensor parallelism.
+        ranks: number of ranks of tensor parallelism.
         heads: KV heads of the model.
         save_decode: whether blocks of generated tokens are put too.
-        lookup_async: whether a look-up is answered a step later, with what the store had when it was asked.
+        lookup_async: whether a look-up is answered one step later, with the contents of the store at the question.
 
     Raises:
-        ValueError: the manager is of another kind than was recorded.
+        ValueError: this kind of manager was not recorded.
 
     Attributes:
-        connector: what plans and publishes.
+        connector: plans the jobs and makes the events.
     """
 
     tier = StorageTier.EXTERNAL
@@ -66,7 +66,7 @@ class MooncakeHost(StoreHost):
             free=self._free,
         )
         self._jobs: dict[int, tuple[SaveJob | LoadJob, MooncakeRank]] = {}
-        self._loading: dict[MooncakeRequest, tuple[int, int]] = {}  # ranks that have not loaded, and up to which token
+        self._loading: dict[MooncakeRequest, tuple[int, int]] = {}  # ranks that have not loaded, end of the load
         self._gone: tuple[Sequence[MooncakeRequest], Sequence[MooncakeRequest]] = (), ()
         self._lookup_async = lookup_async
         self._asked: dict[MooncakeRequest, int] = {}  # in this step
@@ -74,11 +74,11 @@ class MooncakeHost(StoreHost):
 
     @property
     def has_questions(self) -> bool:  # type: ignore[override]  # it is read alone
-        """Whether look-ups were asked that are answered with the next step."""
+        """Whether look-ups wait for their answers in the next step."""
         return bool(self._asked)
 
     def request(self, tokens: HashedTokens) -> MooncakeRequest:
-        """What the connector knows a request with these tokens as."""
+        """Make the connector's record of a request with these tokens."""
         return MooncakeRequest(tokens)
 
     def lookup(self, tokens: HashedTokens, start: int) -> int:
@@ -96,7 +96,7 @@ class MooncakeHost(StoreHost):
         return Hit(start, self.connector.match(request, start, found))
 
     def admitted(self, request: MooncakeRequest) -> None:
-        """A request has the blocks that it computes into."""
+        """Record that a request has blocks to compute into."""
         self.connector.allocated(request)
 
     def allocated(
@@ -106,16 +106,16 @@ class MooncakeHost(StoreHost):
         hit: Hit,  # noqa: ARG002 - the request has it
         named: object = None,  # noqa: ARG002 - as of a `NativeOffload`
     ) -> None:
-        """A request has blocks, and a hit is loaded into them."""
+        """Record that a request has blocks, and that a hit is loaded into them."""
         self.connector.allocated(request, [*blocks[0]])
 
     def plan(self, step: OffloadStep) -> OffloadPlan:
         """Plan the transfers of a step.
 
         Raises:
-            EngineDied: one of those that compute was preempted since the last step, by a reset.
+            EngineDied: a reset preempted a computing request since the last step.
         """
-        # New ones first, then those that were preempted, then those that run on: as vLLM hands them to its connector.
+        # New requests first, then resumed ones, then running ones: the order in which vLLM gives them to its connector.
         computing: list[StoreComputing] = sorted(
             step.computing,  # type: ignore[arg-type]  # they are this host's
             key=lambda each: (not each.is_admitted, each.is_resumed),
@@ -144,7 +144,7 @@ class MooncakeHost(StoreHost):
         return out
 
     def complete(self, jobs: Iterable[int]) -> list[MooncakeRequest]:
-        """Ranks have carried jobs out; returns the requests that all of them have loaded for."""
+        """Carry out jobs of ranks; return the requests whose loads all ranks have finished."""
         saved: list[int] = []
         loaded: list[MooncakeRequest] = []
         for number in jobs:
@@ -169,9 +169,9 @@ class MooncakeHost(StoreHost):
         return loaded
 
     def take_events(self) -> list[TierEvent]:
-        """Take the events since the last time: a Stored of each block that is put whole, and nothing else."""
+        """Take the events since the last call: only a Stored for each block that all ranks have put."""
         return self.connector.take_events()
 
     def empty(self) -> None:
-        """Empty the store, for all of its engines, without an event."""
+        """Empty the store for all its engines, without an event."""
         self.connector.reset()

@@ -1,7 +1,7 @@
-"""Mooncake's store below vLLM: the objects that engines share, and what the ranks of one engine put and load.
+"""Mooncake's store below vLLM: the objects that engines share, and the puts and loads of one engine's ranks.
 
-It does what the threads of `MooncakeStoreConnector` of vLLM 0.33.0 do, for one cache group. The store itself is made
-up, as Mooncake's client is a binary.
+It mocks the threads of `MooncakeStoreConnector` of vLLM 0.33.0, for one cache group. The store itself is invented,
+because Mooncake's client is a binary.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ if TYPE_CHECKING:
     from pytest_kvmock.engines.base.hashed import HashedTokens
 
 ObjectKey: TypeAlias = tuple[int, int]
-"""An object: the name of its block, and which share of the heads it has."""
+"""Key of an object: the name of its block, and the number of its share of the heads."""
 
 OK: Final = 0
 FAILED: Final = -1
 NO_ROOM: Final = -200
-"""Answers to a put; the last one is Mooncake's NO_AVAILABLE_HANDLE."""
+"""Answers to a put; the last is Mooncake's NO_AVAILABLE_HANDLE."""
 
 
 class MooncakeObjects:
-    """A store that engines of one layout share.
+    """A store that engines of the same layout share.
 
     Args:
-        capacity: objects that it has room for, at least 1; the oldest go. None: no limit.
-        fails: numbers of puts that fail, counted from 1 over all engines.
+        capacity: the most objects, at least 1; the oldest are dropped. None: no limit.
+        fails: numbers of the puts that fail, counted from 1 over all engines.
 
     Attributes:
-        objects: what is there, the oldest first.
-        is_full: it answers puts with "no room".
-        block_sizes: those of its engines.
+        objects: its objects, the oldest first.
+        is_full: the store answers puts with "no room".
+        block_sizes: the block sizes of its engines.
     """
 
     def __init__(self, capacity: int | None = None, fails: Iterable[int] = ()) -> None:
@@ -46,7 +46,7 @@ class MooncakeObjects:
         self._puts = 0
 
     def put(self, key: ObjectKey) -> int:
-        """Put one object; returns what the store answers."""
+        """Put one object; return the store's answer."""
         self._puts += 1
         if self.is_full:
             return NO_ROOM
@@ -58,33 +58,33 @@ class MooncakeObjects:
         return OK
 
     def __len__(self) -> int:
-        """How many objects there are."""
+        """Return the number of objects."""
         return len(self.objects)
 
     def drop(self, count: int) -> list[int]:
-        """Evict the oldest objects; engines are not told. Returns the names of their blocks."""
+        """Evict the oldest objects without notice to engines; return the names of their blocks."""
         gone = list(self.objects)[:count]
         for key in gone:
             del self.objects[key]
         return [name for name, _ in gone]
 
     def restart(self) -> None:
-        """Restart its master: it has nothing, and engines are not told."""
+        """Restart the master with no objects, without notice to engines."""
         self.objects.clear()
 
 
 @dataclass(eq=False, slots=True)
 class MooncakeRequest:
-    """One request as the connector knows it.
+    """The connector's record of one request.
 
     Attributes:
-        tokens: its tokens and their names; it grows as tokens are generated.
-        seen: tokens that the connector has seen computed.
-        saved: tokens that jobs were made for.
-        prompt_end: tokens that it began with, generated ones included where it was preempted.
-        token_ids: the tokens that were seen.
-        to_load: from which token to which it loads; None: nothing.
-        is_known: whether it has blocks, as far as the connector knows.
+        tokens: its tokens and their names; grows as tokens are generated.
+        seen: number of computed tokens that were reported to the connector.
+        saved: number of tokens that jobs were made for.
+        prompt_end: number of tokens at its admission, including generated ones if it was preempted.
+        token_ids: the reported tokens.
+        to_load: start and end of its load, in tokens; None if it loads nothing.
+        is_known: whether it has blocks in the connector's books.
     """
 
     tokens: HashedTokens
@@ -97,16 +97,16 @@ class MooncakeRequest:
 
 
 class SaveJob(NamedTuple):
-    """Blocks of a request that every rank is to put.
+    """Blocks of a request that every rank puts.
 
     Attributes:
         number: 0, 1, 2 ...
-        request: whose.
-        names: of its blocks, from the first on.
-        upto: tokens up to which they are put.
-        start: the first token that the job is for.
-        token_ids: those from there on.
-        blocks: the blocks of the device that it holds.
+        request: the request.
+        names: the names of the request's blocks, from the first on.
+        upto: token count up to which blocks are put.
+        start: the first token of the job.
+        token_ids: the tokens from `start` to `upto`.
+        blocks: the blocks of the device that the job holds.
     """
 
     number: int
@@ -119,14 +119,14 @@ class SaveJob(NamedTuple):
 
 
 class LoadJob(NamedTuple):
-    """Blocks of a request that every rank is to load.
+    """Blocks of a request that every rank loads.
 
     Attributes:
-        request: whose.
-        names: of its blocks, from the first on.
-        start: from which token.
-        end: to which.
-        blocks: all blocks of the device that it has.
+        request: the request.
+        names: the names of the request's blocks, from the first on.
+        start: the first token that is loaded.
+        end: the end of the load, in tokens.
+        blocks: all blocks of the device that the request has.
     """
 
     request: MooncakeRequest
@@ -141,13 +141,13 @@ PutEvent: TypeAlias = tuple[int, int | None, tuple[int, ...]]
 
 
 class MooncakeRank:
-    """The threads of one rank: what it puts of jobs, and loads.
+    """The threads of one rank, which put and load its objects.
 
     Args:
         objects: the store.
         number: the rank.
-        sharers: ranks that hold the same heads; each puts its part of the blocks.
-        block_size: tokens a block.
+        sharers: number of ranks that hold the same heads; each puts its part of the blocks.
+        block_size: tokens per block.
     """
 
     def __init__(self, objects: MooncakeObjects, number: int, sharers: int, block_size: int) -> None:
@@ -163,18 +163,18 @@ class MooncakeRank:
         self.events: list[PutEvent] = []
 
     def enter(self, job: SaveJob) -> None:
-        """A job may be carried out from now on."""
+        """Add a job, which may be carried out from now on."""
         self._live.setdefault(job.request, set()).add(job.number)
 
     def forget(self, request: MooncakeRequest) -> None:
-        """A request was preempted: none of its jobs puts anything any more."""
+        """Forget a preempted request: its jobs no longer put anything."""
         self._live.pop(request, None)
         self._saved.pop(request, None)
         self._retried.pop(request, None)
         self._skipped.discard(request)
 
     def end(self, request: MooncakeRequest) -> None:
-        """A request is over; it is forgotten once its jobs are done."""
+        """Record that a request is over; it is forgotten once its jobs are done."""
         self._ended.add(request)
         self._forget_ended(request)
 
@@ -184,7 +184,7 @@ class MooncakeRank:
             self.forget(request)
 
     def save(self, job: SaveJob) -> list[tuple[ObjectKey, int]]:
-        """Carry a job out; returns what was put, with the store's answers."""
+        """Carry out a job; return the objects that it put, with the store's answers."""
         request = job.request
         live = self._live.get(request)
         if live is None or job.number not in live:
@@ -230,6 +230,6 @@ class MooncakeRank:
                 self.events.append((name, job.names[place - 1] if place else None, tokens))
 
     def load(self, job: LoadJob) -> list[int]:
-        """Load; returns the blocks of the device whose object was not there."""
+        """Load a job's blocks; return the blocks of the device whose objects are missing."""
         places = range(job.start // self._size, job.end // self._size)
         return [job.blocks[place] for place in places if (job.names[place], self._share) not in self._objects.objects]

@@ -1,7 +1,7 @@
-"""What one engine has in Mooncake's store: what its connector plans, holds, loads and publishes.
+"""The connector of one engine to Mooncake's store: it plans, holds, loads and publishes blocks.
 
-It does what `MooncakeStoreConnector` of vLLM 0.33.0 does at the scheduler, for one cache group. When an answer comes,
-and when a rank carries a job out, is who drives it to say.
+It mocks the scheduler side of `MooncakeStoreConnector` of vLLM 0.33.0, for one cache group. The caller decides when an
+answer comes and when a rank carries out a job.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ if TYPE_CHECKING:
 
 # Theory of operation
 #
-# What a step computes of a prompt is a job: each rank puts its objects of the blocks from where its last job of that
-# request ended, as far as they are not in the store. What is there already is skipped, and no event is made. A job
-# holds all blocks of its request until each rank has reported it. Puts are counted by block over ranks and steps, and a
-# block is published once they cover all ranks; so two engines that put one block at once may both stay short of it.
+# The tokens of a prompt that a step computes are a job: each rank puts its objects of these blocks, starting where its
+# last job of that request ended. Objects that are in the store already are skipped, and cause no event. A job holds all
+# blocks of its request until each rank has reported it. Puts are counted per block over ranks and steps; a block is
+# published once its puts cover all ranks. Two engines that put the same block at once may therefore both fail to
+# publish it.
 #
-# A prompt is looked up from its first block on; what the store has beyond the device is loaded between steps. An object
-# that went meanwhile fails the load from there on.
+# A prompt is looked up from its first block on; blocks in the store beyond those of the device are loaded between
+# steps. If an object is dropped meanwhile, the load fails from there on.
 
 
 class ScheduledTokensOf(NamedTuple):
     """A request that computes tokens in a step.
 
     Attributes:
-        request: which.
-        computed: tokens that it had before.
-        tokens: how many it computes.
-        blocks: the blocks of the device that it has.
+        request: the request.
+        computed: number of tokens computed before the step.
+        tokens: number of tokens that the step computes.
+        blocks: its blocks of the device.
         is_admitted: whether it was admitted in this step.
     """
 
@@ -55,21 +56,21 @@ class ScheduledTokensOf(NamedTuple):
 
 
 class MooncakeOffload:
-    """What one engine has in Mooncake's store, and how it tells.
+    """The connector of one engine to Mooncake's store.
 
     Args:
         objects: the store.
-        block_size: tokens a block; with context parallelism the long one.
-        ranks: of tensor parallelism.
-        heads: KV heads of the model; where there are fewer than ranks, some hold the same.
-        dcp: ranks of decode context parallelism, with more than 1 of which no two ranks hold the same.
+        block_size: tokens per block; with context parallelism, of the block over all ranks.
+        ranks: number of ranks of tensor parallelism.
+        heads: KV heads of the model; if there are fewer heads than ranks, some ranks hold the same heads.
+        dcp: number of ranks of decode context parallelism; with more than 1, no two ranks hold the same data.
         save_decode: whether blocks of generated tokens are put too (vLLM: `save_decode_cache`).
-        hold: called with blocks of the device that a job reads.
-        free: called with them when it was reported.
+        hold: called with the blocks of the device that a job reads.
+        free: called with these blocks when all ranks have reported the job.
 
     Attributes:
-        objects: as above.
-        ranks: their threads.
+        objects: as given.
+        ranks: the threads of each rank.
     """
 
     def __init__(
@@ -91,13 +92,13 @@ class MooncakeOffload:
         self._save_decode = save_decode
         self._hold, self._free = hold, free
         self._next_job = 0
-        self._open: dict[int, tuple[SaveJob, int]] = {}  # and how many ranks have not reported it
+        self._open: dict[int, tuple[SaveJob, int]] = {}  # with the number of ranks that have not reported the job
         self._known: dict[MooncakeRequest, Sequence[int]] = {}
         self._counts: dict[PutEvent, int] = {}
 
     @property
     def is_idle(self) -> bool:
-        """Whether no job is under way."""
+        """Whether no job is in flight."""
         return not self._open
 
     def lookup(self, tokens: HashedTokens) -> int:
@@ -113,9 +114,9 @@ class MooncakeOffload:
         """Return the tokens that are loaded for a request beyond those of the device.
 
         Args:
-            request: which.
+            request: the request.
             local: tokens that the device has.
-            found: what the store has, as it was answered.
+            found: leading tokens that the store has, by the answered look-up.
         """
         if found <= local:
             return 0
@@ -123,7 +124,7 @@ class MooncakeOffload:
         return found - local
 
     def allocated(self, request: MooncakeRequest, blocks: Sequence[int] = ()) -> None:
-        """A request has blocks, and loads into them where any are given."""
+        """Record that a request has blocks; if blocks are given, it loads into them."""
         request.is_known = True
         self._known[request] = blocks
 
@@ -136,12 +137,12 @@ class MooncakeOffload:
         """Plan the jobs of a step, at its end.
 
         Args:
-            scheduled: what computes, those that were admitted first.
-            preempted: since the last step.
-            finished: since the last step.
+            scheduled: the computing requests, newly admitted ones first.
+            preempted: requests preempted since the last step.
+            finished: requests finished since the last step.
 
         Raises:
-            EngineDied: one of those that compute was preempted since the last step, and is forgotten now.
+            EngineDied: a computing request was preempted since the last step, and the connector forgot it.
         """
         for request in (*finished, *preempted):
             request.to_load, request.is_known = None, False
@@ -163,7 +164,7 @@ class MooncakeOffload:
         return saves, loads
 
     def end_step(self, preempted: Iterable[MooncakeRequest] = (), finished: Iterable[MooncakeRequest] = ()) -> None:
-        """The ranks learn who was preempted, and who is over."""
+        """Pass the preempted and finished requests on to the ranks."""
         for rank in self.ranks:
             for request in preempted:
                 rank.forget(request)
@@ -200,7 +201,7 @@ class MooncakeOffload:
         return job
 
     def reported(self, number: int, ranks: int) -> None:
-        """Ranks have reported a job in this step; when all have, its blocks are free, its last one first."""
+        """Count the ranks that reported a job in this step; when all have, free its blocks."""
         job, left = self._open[number]
         if left > ranks:
             self._open[number] = job, left - ranks
@@ -209,14 +210,14 @@ class MooncakeOffload:
             self._free(job.blocks)
 
     def reset(self) -> None:
-        """Empty the store, for all engines, without an event; what was half counted is dropped."""
+        """Empty the store for all engines, without an event, and drop incomplete counts."""
         self.objects.objects.clear()
         self._counts.clear()
         for request in self._known:
             request.to_load = None
 
     def take_events(self) -> list[TierEvent]:
-        """Take the events since the last time, to be published after those of the device: one a block."""
+        """Take the events since the last call, one per block, to be published after those of the device."""
         for rank in self.ranks:
             for event in rank.events:
                 self._counts[event] = self._counts.get(event, 0) + self._sharers

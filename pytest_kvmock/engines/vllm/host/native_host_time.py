@@ -1,6 +1,6 @@
-"""The virtual time of a vLLM worker with native offload, and the steps that it runs in it.
+"""The virtual time of a vLLM worker with native offload, and the steps that run in it.
 
-One subject: the steps of one worker, whatever stands below its device.
+One subject: the steps of one worker, with any tier below its device.
 """
 
 from __future__ import annotations
@@ -28,30 +28,29 @@ if TYPE_CHECKING:
 
 # Theory of operation
 #
-# Each chunk of a prefill, each decoded token and each load is a step: what it computed is stored, and begins to travel
-# with the next step. Between operations the engine steps on with nothing to compute, as long as anything is under way;
-# those steps take place where time passes. So what a request stored is on the host once the time has passed, and not
-# before.
+# Each chunk of a prefill, each decoded token and each load is a step. The blocks that a step computed are stored; their
+# transfer begins with the next step. Between operations the engine runs steps without computation while any transfer is
+# in flight; these steps happen as time passes. Stored chunks are therefore on the host only after that time has passed.
 
 
 class NativeParking:
-    """The requests of a scheduler that wait for what is loaded for them.
+    """The requests of a scheduler that wait for their loads.
 
     Args:
-        host_time: that of the worker.
-        driver: the worker's.
+        host_time: the time of the worker.
+        driver: the driver of the worker.
     """
 
     parks_preempted = True
     is_quiet = False
-    """Each pass may store, and find transfers done."""
+    """Each pass may store and find finished transfers."""
 
     def __init__(self, host_time: NativeHostTime, driver: OffloadNotes) -> None:
         self._host_time = host_time
         self._driver = driver
         self._parked: dict[OffloadRequest, ScheduledRequest] = {}
         self._come: list[ScheduledRequest] = []
-        self._landed: dict[ScheduledRequest, int] = {}  # how many tokens they found, until they are admitted
+        self._landed: dict[ScheduledRequest, int] = {}  # with the tokens that they found, until they are admitted
 
     @property
     def requests(self) -> Sequence[ScheduledRequest]:
@@ -60,12 +59,12 @@ class NativeParking:
 
     @property
     def has_come(self) -> bool:
-        """Whether a load has come for a request, which the next pass takes back."""
+        """Whether loads have finished for requests that the next pass takes back."""
         return bool(self._come)
 
     @property
     def deadline(self) -> float | None:
-        """When the next step has something to do, for the requests that wait too."""
+        """When the next step has work, also for the waiting requests."""
         host_time = self._host_time
         return host_time.now if host_time.has_answers else host_time.deadline()
 
@@ -75,13 +74,13 @@ class NativeParking:
         cached_tokens: int,  # noqa: ARG002 - it is looked up with the blocks
         now_ms: float,  # noqa: ARG002 - the host's time has it
     ) -> Literal["parked", "blocked", "deferred", "none"]:
-        """Load what the host has of a request that waits for its admission.
+        """Load the chunks that the host has of a request that waits for admission.
 
         Returns:
-            "parked"; "blocked" where it lacks room; "deferred" where it is passed over in this pass; "none" where
-            nothing comes.
+            "parked"; "blocked" if too few blocks are free; "deferred" if the request is skipped in this pass; "none"
+            if nothing is loaded.
         """
-        if request.computed_tokens or request in self._landed:  # it has come, or was missing
+        if request.computed_tokens or request in self._landed:  # its load has arrived or failed
             return "none"
         outcome = self._host_time.load(request.state)
         if isinstance(outcome, str):
@@ -90,14 +89,14 @@ class NativeParking:
         return "parked"
 
     def received(self, offload_request: OffloadRequest) -> bool:
-        """Take a load that was reported; False: it is none of a scheduler's."""
+        """Take a reported load; return False if it does not belong to a request of the scheduler."""
         request = self._parked.pop(offload_request, None)
         if request is not None:
             self._come.append(request)
         return request is not None
 
     def take_back(self) -> list[ScheduledRequest]:
-        """Take out the requests whose loads have come, in the order in which they did; they hold their blocks."""
+        """Take out the requests whose loads have arrived, in order of arrival; they hold their blocks."""
         come, self._come = self._come, []
         for request in come:
             request.computed_tokens = min(request.state.num_computed_tokens, len(request.state) - 1)
@@ -105,15 +104,15 @@ class NativeParking:
         return come
 
     def first(self) -> ScheduledRequest | None:
-        """The request that is admitted before all others: what was loaded for it has come, and it holds blocks.
+        """Return the request that is admitted before all others: its load has arrived, and it holds blocks.
 
-        vLLM's scheduler asks those that it had skipped before those that wait (`skipped_waiting`): else one that was
-        preempted meanwhile would wait for their blocks for ever.
+        vLLM's scheduler tries skipped requests before waiting ones (`skipped_waiting`). Otherwise a request that was
+        preempted meanwhile would wait for their blocks forever.
         """
         return next((each for each in self._landed if each.status in ("waiting", "preempted")), None)
 
     def land(self, request: ScheduledRequest) -> None:
-        """Cache what has come for a request, as its admission is reached."""
+        """Cache the loaded blocks of a request when its admission is reached."""
         state = request.state
         if request in self._landed and state in self._host_time.local:  # once
             held = self._host_time.local.pop(state)
@@ -122,11 +121,11 @@ class NativeParking:
             state.num_computed_tokens = request.computed_tokens
 
     def landed_tokens(self, request: ScheduledRequest) -> int:
-        """How many tokens of a request that is admitted now had come, or were on the device then."""
+        """Return the tokens that an admitted request got from its load or had on the device then; 0 without a load."""
         return self._landed.pop(request, 0)
 
     def give_up(self, request: ScheduledRequest) -> None:
-        """Forget a parked request; its blocks are free once what is loaded for it has come."""
+        """Forget a parked request; its blocks are freed once its load has arrived."""
         if request in self._come:
             self._come.remove(request)
             self._driver.free(request.state, done=True)
@@ -137,16 +136,16 @@ class NativeParking:
 
 
 class NativeHostTime(HostTime):
-    """The time of a worker over vLLM's block manager and its host, and what is under way in it.
+    """The time of a worker over vLLM's block manager and its host, and the transfers in flight.
 
     Args:
-        driver: the worker's.
+        driver: the driver of the worker.
         now: the time, in ms.
 
     Attributes:
-        manager: the worker's.
-        local: of requests that load, tokens that the device had of them.
-        parking: the requests of a scheduler that wait for what is loaded for them.
+        manager: the manager of the worker.
+        local: tokens that the device had of each loading request.
+        parking: the requests of a scheduler that wait for their loads.
     """
 
     def __init__(self, driver: OffloadNotes, now: float = 0.0) -> None:
@@ -158,19 +157,19 @@ class NativeHostTime(HostTime):
         self.parking: NativeParking = NativeParking(self, driver)
         self._loading: dict[OffloadRequest, Any] = {}
         self.local: dict[Any, int] = {}
-        self._left: set[Any] = set()  # of those: for requests that did not wait
-        # Tokens that came for requests that did not wait, by the names of their blocks.
+        self._left: set[Any] = set()  # loads of requests that did not wait
+        # Tokens that arrived for requests that did not wait, by the names of their blocks.
         self._came: dict[tuple[int, ...], int] = {}
         self._warned = False
         self._let_go = False
 
     @property
     def num_blocks(self) -> int | None:
-        """Blocks that the host has room for; None: a store is in its place."""
+        """Capacity of the host in blocks; None if a store takes its place."""
         return self._offload.num_blocks
 
     def deadline(self) -> float | None:
-        """When the next step has something to do; None: nothing is under way."""
+        """Return when the next step has work; None if nothing is in flight."""
         files = self._offload.files
         if self._driver.has_news or self._copies.waits_for_step or (files is not None and files.needs_step):
             return self._now
@@ -180,17 +179,17 @@ class NativeHostTime(HostTime):
 
     @property
     def has_answers(self) -> bool:
-        """Whether the next pass goes by more than this one did: a load came, or a file was found or missed."""
+        """Whether there is news for the next pass: a load arrived, or a file was found or is missing."""
         files = self._offload.files
         return self.parking.has_come or (files is not None and files.threads.has_answers)
 
     @property
     def may_do_more(self) -> bool:
-        """Whether the next pass goes by more than this one did: `has_answers`, or copies have let blocks go."""
+        """Whether the next pass may do more than this one: `has_answers`, or copies have released blocks."""
         return self.has_answers or self._let_go
 
     def step(self) -> None:
-        """Run one step: plan what has happened since the last one, carry it out, and publish what is reported."""
+        """Run one step: plan for the changes since the last one, carry the plan out, and publish the reports."""
         held: int = self._driver.held_by_copies()
         if self._offload.files is not None:
             self._offload.files.threads.now = self._now
@@ -220,34 +219,34 @@ class NativeHostTime(HostTime):
         while (deadline := self.deadline()) is not None and deadline <= now:
             self._now = max(deadline, self._now)
             self.step()
-        self._now = max(now, self._now)  # a step may have waited for what it flushed
+        self._now = max(now, self._now)  # a step may have waited for flushed transfers
 
     def pass_to(self, now: float) -> None:
-        """Move the time forward; each transfer that was queued starts in its turn."""
+        """Move the time forward; queued transfers start in turn."""
         self.tick(now)
 
     def forget(self) -> None:
-        """Forget what came back: the device was cleared."""
+        """Forget loads that have arrived, because the device was cleared."""
         self._came.clear()
 
     def cancel(self) -> None:
-        """Empty the host, without an event; what is under way comes for nothing."""
+        """Empty the host without an event; transfers in flight have no effect."""
         self._offload.reset()
 
     def unpublished(self, tier: StorageTier) -> Container[int]:  # noqa: ARG002 - all that is there was published
-        """Nothing: an emptied host is what events do not show."""
+        """Return nothing: all chunks were published. Events do not show that the host was emptied."""
         return ()
 
     def room(self) -> int:
-        """Count the blocks of the device that no request holds, those included that something is loaded into, or
-        copied from.
+        """Count the blocks of the device that no request holds, including targets of abandoned loads and sources of
+        copies.
         """
         count: Callable[[Any], int] = self._driver.count
         held: int = self._driver.held_by_copies()
         return self.manager.num_free_blocks + sum(map(count, self._left)) + held
 
     def cached(self, prompt: Prompt, tier: StorageTier) -> int:
-        """Count the tokens of a prompt that the host has, beyond those that the device has. Changes nothing."""
+        """Count the tokens of a prompt that the host has beyond those of the device. Changes nothing."""
         if tier != self._offload.tier:
             return 0
         state = self._driver.open(prompt, to_look=True)
@@ -256,16 +255,16 @@ class NativeHostTime(HostTime):
 
     @property
     def files(self) -> FileTier | None:
-        """The folder below the host; None: there is none."""
+        """The folder below the host; None if there is none."""
         return self._offload.files
 
     def chunks_of(self, prompt: Prompt | TokenIds, from_block: int = 0) -> list[ChunkKey]:
-        """The whole chunks of a prompt that end behind a block."""
+        """Return the complete chunks of a prompt that end behind block `from_block`."""
         names, size = self._driver.open(Prompt.of(prompt), to_look=True).tokens.names, self._offload.blocks_per_chunk
         return [(names[end - 1], 0) for end in range(size, len(names) + 1, size) if end > from_block]
 
     def in_files(self, prompt: Prompt | TokenIds) -> int:
-        """Count the tokens of a prompt that the folder has, beyond those of device and host. Changes nothing."""
+        """Count the tokens of a prompt that the folder has beyond those of device and host. Changes nothing."""
         assert self.files is not None
         asked, folder = Prompt.of(prompt), self.files.threads.store
         if asked.keys is not None and not self.files.serves(asked.keys.load_tiers):
@@ -279,25 +278,23 @@ class NativeHostTime(HostTime):
         return max(0, before // chunk * chunk + there * chunk - before)
 
     def start_pass(self, now: float) -> None:
-        """A pass of a scheduler starts, which is a step."""
+        """Start a pass of a scheduler, which is a step."""
         self._now = max(now, self._now)
         if self._offload.files is not None:
             self._offload.files.threads.now = self._now
 
     def end_pass(self) -> float:
-        """A pass has scheduled all that it does: plan what it stores. Returns for how many ms it waits for what is
-        flushed.
-        """
+        """Run the step of a pass that has scheduled everything; return the ms that it waits for flushed transfers."""
         start = self._now
         self.step()
         return self._now - start
 
     def load(self, state: Any) -> OffloadRequest | Literal["blocked", "deferred", "none"]:
-        """Load what the host has of a request without blocks.
+        """Load the chunks that the host has of a request without blocks.
 
         Returns:
-            The request, to which it will come with a step; or "blocked" where it lacks room, "deferred" where another
-            transfer has to be waited for, "none" where nothing comes.
+            The request, whose load arrives with a later step; or "blocked" if too few blocks are free, "deferred" if it
+            must wait for another transfer, "none" if nothing is loaded.
         """
         driver = self._driver
         hits, found = driver.found(state)
@@ -308,7 +305,7 @@ class NativeHostTime(HostTime):
             return "deferred"
         if local + hit.tokens <= found:
             return "none"
-        if local < found:  # a longer one from the host is taken in place of a part of a block
+        if local < found:  # a longer hit from the host replaces a hit that ends inside a block
             hits = driver.cut(hits, local)
         if not driver.fits(state, hits, local, hit.tokens):
             return "blocked"
@@ -319,7 +316,7 @@ class NativeHostTime(HostTime):
         return request
 
     def onboard(self, state: Any, *, wait: bool, resumed: bool) -> int:  # noqa: ARG002 - preempted ones load, too
-        """Load what the host has of a request without blocks; see `HostTime.onboard`."""
+        """Load the chunks that the host has of a request without blocks; see `HostTime.onboard`."""
         while True:
             came = self._came.pop(tuple(state.tokens.names), None)
             if came is not None:
@@ -343,10 +340,10 @@ class NativeHostTime(HostTime):
         return computed - local
 
     def admitted(self, state: Any) -> None:
-        """Nothing: what came back was counted as it came."""
+        """Do nothing: loaded tokens were counted on arrival."""
 
     def allocate(self, state: Any, upto: int, *, wait: bool) -> None:
-        """Take blocks for a request's first tokens, which are a step; see `HostTime.allocate`."""
+        """Take blocks for a request's first `upto` tokens, in one or more steps; see `HostTime.allocate`."""
         reached = -1
         while reached < upto:
             before = state.num_computed_tokens
@@ -357,7 +354,7 @@ class NativeHostTime(HostTime):
                 self.step()
 
     def generate(self, state: Any, tokens: Sequence[int]) -> None:
-        """Decode, one step a token; see `HostTime.generate`."""
+        """Decode, one step per token; see `HostTime.generate`."""
         if self._driver.powers.drafts is not None:
             self.generate_runs(state, [(token,) for token in tokens])
             return
@@ -375,9 +372,7 @@ class NativeHostTime(HostTime):
                 driver.generate_run(state, left)
 
     def _wait_for(self, state: Any, wait: bool, why: str) -> None:
-        """Wait; where it must not, what is loaded for the request is left to itself, and the request gives up its
-        place.
-        """
+        """Wait; if waiting is not allowed, abandon the load of the request, or end the request, and raise."""
         try:
             self._wait(wait, why)
         except WouldWait:
@@ -389,16 +384,14 @@ class NativeHostTime(HostTime):
             raise
 
     def leave(self, request: OffloadRequest) -> None:
-        """Leave a load to itself: what it brings is cached, and free, once it has come; its request has no blocks
-        any more.
-        """
+        """Abandon a load: its request loses its blocks, which are cached and freed when the load arrives."""
         state = self._loading[request]
         left = self._driver.leave(state)
         self._loading[request], self.local[left] = left, self.local.pop(state)
         self._left.add(left)
 
     def _wait(self, wait: bool, why: str) -> None:
-        """Let the time pass until the next step that has something to do."""
+        """Let time pass until the next step that has work."""
         if self.deadline() == self._now:  # a step that takes no time
             self.tick(self._now)
             return
@@ -410,10 +403,10 @@ class NativeHostTime(HostTime):
 
 
 class WorkerFolder:
-    """The folder below the host of a worker, as tests fill it and delete from it. Deleting publishes nothing.
+    """The folder below the host of a worker, for tests that fill it or delete from it. Deletions publish nothing.
 
     Args:
-        host_time: the worker's.
+        host_time: the time of the worker.
     """
 
     def __init__(self, host_time: NativeHostTime) -> None:
@@ -423,7 +416,7 @@ class WorkerFolder:
 
     @property
     def announces(self) -> bool:
-        """Whether its worker announces what it writes (vLLM: `enable_kv_events` of the tier)."""
+        """Whether its worker announces written chunks (vLLM: `enable_kv_events` of the tier)."""
         return self._files.publishes
 
     @announces.setter
@@ -432,11 +425,11 @@ class WorkerFolder:
 
     @property
     def blocks(self) -> set[int]:
-        """Names of the blocks that chunks in it end with, of whichever worker."""
+        """Names of the last blocks of its chunks, written by any worker."""
         return {name for name, _ in self._store.files}
 
     def fill(self, prompt: Prompt | TokenIds) -> None:
-        """Write the whole chunks of a prompt, as another worker would."""
+        """Write the complete chunks of a prompt, as another worker would."""
         self._store.write(self._host_time.chunks_of(prompt))
 
     def lose(self, prompt: Prompt | TokenIds, from_block: int = 0) -> None:
@@ -445,5 +438,5 @@ class WorkerFolder:
         self._store.lose(self._host_time.chunks_of(prompt, from_block))
 
     def reusable(self, prompt: Prompt | TokenIds) -> int:
-        """Tokens that a request with this prompt would read, beyond what device and host have. Changes nothing."""
+        """Count the tokens that a request would read beyond those of device and host. Changes nothing."""
         return self._host_time.in_files(prompt)

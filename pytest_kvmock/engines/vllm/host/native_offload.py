@@ -1,7 +1,7 @@
-"""vLLM's native offload: what its connector does between the scheduler, the host tier and the worker that copies.
+"""vLLM's native offload: its connector between the scheduler, the host tier and the copying worker.
 
-One subject: the transfers of a write-through host. It does what `OffloadingConnector` of vLLM 0.33.0 does with a
-`CPUOffloadingSpec`. Nothing here takes time: whoever copies the transfers reports them when they are done.
+One subject: the transfers of a write-through host. It mocks `OffloadingConnector` of vLLM 0.33.0 with a
+`CPUOffloadingSpec`. Nothing here takes time: the caller copies the transfers and reports them when they are done.
 """
 
 from __future__ import annotations
@@ -38,43 +38,43 @@ if TYPE_CHECKING:
 
 # Theory of operation
 #
-# The host is a write-through copy: what requests compute is stored at the end of each step, in whole chunks from the
-# start of the prompt, whatever the device keeps; what is loaded stays there. In each step a scheduler calls `match` for
-# each request that it would admit, `allocated` for each hit that it admits, and `plan` at its end; then `ended` for
-# what is over, and `complete` with the transfers that are reported. The chunks of a step that find no room are offered
-# again, with more of them, in the next one.
+# The host is a write-through copy. Computed tokens are stored at the end of each step, in whole chunks from the start
+# of the prompt, independent of what the device keeps; loaded chunks stay in the host. In each step a scheduler calls
+# `match` for each request that it would admit, `allocated` for each hit that it admits, and `plan` at the end of the
+# step; then `ended` for requests that are over, and `complete` with the reported transfers. If the chunks of a step
+# find no room, the next step offers them again, together with its own.
 #
-# Of a window only those chunks are stored that later prompts can resume from. States are stored apart, each once, when
-# the device names it; one that finds no room is lost.
+# Window groups store only the chunks that later prompts can resume from. States are stored separately, each once, when
+# the device names it; a state that finds no room is lost.
 
 _MOST_COUNTED: Final = 64_000
-"""Chunks whose offers are counted at most (vLLM: `max_tracker_size`)."""
+"""The most chunks whose offers are counted (vLLM: `max_tracker_size`)."""
 
 
 class NativeOffload:
-    """The host tier of one engine, and what is copied to it and from it.
+    """The host tier of one engine, and the transfers to and from it.
 
     Args:
-        num_chunks: chunks that the host has room for, at least 1.
+        num_chunks: capacity of the host in chunks, at least 1.
         groups: the cache groups of the engine that can be cached.
-        blocks_per_chunk: blocks of a chunk, at least 1.
-        hash_unit: tokens of a hash; None: a block of the first group.
-        fine_hits: whether the device's hits may end inside a block (`GroupGeometry.fine_hits`).
+        blocks_per_chunk: blocks per chunk, at least 1.
+        hash_unit: tokens per hash; None: a block of the first group.
+        fine_hits: whether hits of the device may end inside a block (`GroupGeometry.fine_hits`).
         retention: which blocks of windows the device keeps (`Retention`).
-        policy: what is evicted: "lru" or "arc".
-        prompt_only: whether only prompts are stored, and not what is generated.
-        store_threshold: how often a chunk must be offered before it is stored; below 2: at once.
-        max_load_tokens: as `OffloadRequest`, like the next one; of requests that have no limit of their own.
-        max_offload_tokens: as above.
-        within_step_tokens: tokens that are loaded within one step at most; longer hits are waited for.
-        self_describing: whether events say all that there is to say of a chunk.
-        files: the folder below the host; None: there is none.
-        rng: shuffles the events of one transfer, which have the order of a set in the original.
+        policy: eviction policy: "lru" or "arc".
+        prompt_only: whether only prompts are stored, without generated tokens.
+        store_threshold: number of offers after which a chunk is stored; below 2: at once.
+        max_load_tokens: default of `OffloadRequest.max_load_tokens`.
+        max_offload_tokens: default of `OffloadRequest.max_offload_tokens`.
+        within_step_tokens: the most tokens that are loaded within one step; requests wait for longer hits.
+        self_describing: whether events describe their chunks in full.
+        files: the folder below the host; None if there is none.
+        rng: shuffles the events of one transfer; their order in the original is that of a set.
 
     Attributes:
-        tier: the host's.
-        store: what is there.
-        blocks_per_chunk, files: as above.
+        tier: the tier of the host.
+        store: the chunks of the host.
+        blocks_per_chunk, files: as given.
         largest_offer: the most chunks that a request has offered at once.
     """
 
@@ -108,7 +108,7 @@ class NativeOffload:
         dense = {group.chunk for group in self._groups if group.window is None}
         self._alignment = None if len(dense) > 1 else max(dense or {group.chunk for group in self._groups})
         self._retention = retention
-        # Tables in which blocks are found that the request has let go of.
+        # Groups whose tables may contain blocks that the request has freed.
         self._windows = [place for place, each in enumerate(self._groups) if each.window and each.of.kind != STATE]
         self._prompt_only = prompt_only
         self._threshold = store_threshold
@@ -121,40 +121,37 @@ class NativeOffload:
         self._next_job = 0
         self._open: dict[int, OffloadTransfer] = {}
         self._loads: list[OffloadTransfer] = []  # of this step
-        self._fences: dict[int, set[int]] = {}  # by job, blocks of the device that it reads and others may get
+        self._fences: dict[int, set[int]] = {}  # by job: blocks of the device that it reads and that others may get
         self._live: dict[OffloadRequest, None] = {}
         self._over: dict[OffloadRequest, None] = {}
         self._to_flush: set[int] = set()
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is under way, and nothing that is over has to be planned for."""
+        """Whether no transfer is in flight and no ended request is left to plan for."""
         return not self._open and not self._over and (self.files is None or not self.files.pending)
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that the host has room for."""
+        """Capacity of the host in blocks."""
         return self.store.capacity * self.blocks_per_chunk
 
     def resident(self) -> list[ChunkKey]:
-        """The chunks that can be loaded."""
+        """Return the chunks that can be loaded."""
         return self.store.ready()
 
     @property
     def unmet_offer(self) -> tuple[int, int] | None:
-        """The most chunks that a request has offered at once, and those that there is room for, where these are fewer.
-
-        None: all had room.
-        """
+        """The most chunks that a request offered at once, and the smaller capacity; None if every offer could fit."""
         capacity = self.store.capacity
         return (self.largest_offer, capacity) if self.largest_offer > capacity else None
 
     def resident_names(self, group: int = 0) -> list[int]:
-        """Hashes of what can be loaded of a group, as its events name it; repeated where two of them do."""
+        """Return the hashes of a group's loadable chunks as its events name them, with repetitions."""
         return [name for key in self.store.ready() if key[1] == group for name in self._events.names_of(key)]
 
     def shuffle_with(self, rng: Random) -> None:
-        """Have another source of the order in which the chunks of one transfer are published."""
+        """Replace the source of the order in which the chunks of one transfer are published."""
         self._events.rng = rng
 
     def lookup(self, tokens: HashedTokens, start: int) -> int:
@@ -178,12 +175,12 @@ class NativeOffload:
         max_load_tokens: int | None = None,
         max_offload_tokens: int | None = None,
     ) -> OffloadRequest:
-        """Make a request known.
+        """Register a request.
 
         Args:
             tokens: its tokens and their names.
-            max_load_tokens: as `OffloadRequest`, like the next one.
-            max_offload_tokens: as above.
+            max_load_tokens: see `OffloadRequest`; None: the default of the host.
+            max_offload_tokens: see `OffloadRequest`; None: the default of the host.
         """
         load, offload = self._limits
         request = OffloadRequest(
@@ -197,14 +194,14 @@ class NativeOffload:
         return request
 
     def match(self, request: OffloadRequest, start: int) -> Hit | None:
-        """Look up what can be loaded for a request that has computed nothing.
+        """Look up the tokens that can be loaded for a request that has computed nothing.
 
         Args:
-            request: which.
+            request: the request.
             start: tokens that the device has of it.
 
         Returns:
-            None where that cannot be said yet: ask again in the next step.
+            The hit, perhaps empty; None if it is not known yet: ask again in the next step.
         """
         self._restart(request)
         if request.jobs:
@@ -227,10 +224,10 @@ class NativeOffload:
         """Load a hit for a request that was admitted.
 
         Args:
-            request: which.
-            blocks: all blocks that it has, by group of the engine.
-            hit: what `match` found in this step.
-            named: whether a block of the device has a name, as those have that need not be loaded.
+            request: the request.
+            blocks: all its blocks, by group of the engine.
+            hit: the hit that `match` found in this step.
+            named: returns whether a block of the device has a name, so that it need not be loaded.
         """
         if not hit.tokens:
             return
@@ -274,7 +271,7 @@ class NativeOffload:
         """Plan the transfers of a step, at its end.
 
         Args:
-            step: what the scheduler has decided.
+            step: the decisions of the scheduler.
         """
         plan = OffloadPlan(loads=self._loads, flush=self._to_flush)
         self._loads, self._to_flush, self._step_budget = [], set(), self._budget
@@ -297,7 +294,7 @@ class NativeOffload:
         over = [request for request in step.finished if request in self._over]
         for request in over:
             tokens, at_abort = request.tokens, request.computed
-            # The last token was sampled, and never computed.
+            # The last token was sampled but never computed.
             upto = max(tokens.num_prompt_tokens, tokens.num_tokens - 1) if at_abort is None else at_abort
             for job in self._offer(request, upto):
                 plan.stores.append(job)
@@ -316,11 +313,11 @@ class NativeOffload:
         return plan
 
     def ended(self, request: OffloadRequest, *, computed: int | None = None) -> None:
-        """A request is over, and its blocks are free, while they are still being copied.
+        """Record that a request is over; its blocks are free, although transfers may still read them.
 
         Args:
-            request: which; a later step has it among those that are finished.
-            computed: of one that was aborted, how many of its tokens were computed.
+            request: the request; a later step lists it in `finished`.
+            computed: if it was aborted, the number of its computed tokens.
         """
         if request not in self._live:
             return
@@ -331,13 +328,13 @@ class NativeOffload:
             self._fence(self._open[number], self._open[number].held)
 
     def complete(self, jobs: Iterable[int]) -> list[OffloadRequest]:
-        """Transfers are reported as done, in this order.
+        """Complete the transfers that are reported as done, in this order.
 
         Returns:
-            The requests whose loads have come, which they were waiting for.
+            The requests that waited for one of these loads.
 
         Raises:
-            OffloadStopError: a store has a block of a window twice; the engine ends by it.
+            OffloadStopError: a store contains a window's block twice, which ends the engine.
         """
         received: list[OffloadRequest] = []
         for number in jobs:
@@ -367,9 +364,9 @@ class NativeOffload:
         return received
 
     def reset(self) -> None:
-        """Empty the host, without an event; what is under way comes for nothing, and is flushed in the next step.
+        """Empty the host without an event; transfers in flight have no effect, and the next step flushes them.
 
-        What is read from files, and written, is waited for; the files stay.
+        Reads and writes of files are waited for; the files stay.
         """
         if self.files is not None:
             self._take_finished(self.files, drain=True)
@@ -389,22 +386,22 @@ class NativeOffload:
             self.files.forget_all_but(self._live)
 
     def number_adapters(self, lora_ids: LoraIds) -> None:
-        """Take the numbers that the engine has for adapters, which its events carry."""
+        """Set the engine's numbers of adapters, which events carry."""
         self._events.lora_ids = lora_ids
 
     def take_events(self) -> list[TierEvent]:
-        """Take the events since the last time, to be published after those of the device."""
+        """Take the events since the last call, to be published after those of the device."""
         return self._events.take()
 
     # ------------------------------------------------------------------------------------------------- details
 
     def _restart(self, request: OffloadRequest) -> None:
-        """All of a request is offered, and its blocks are found, from the first one on."""
+        """Reset a request: its chunks are offered, and its blocks collected, from the first on."""
         count = len(self._groups)
         request.blocks, request.offered = [[] for _ in range(count)], [0] * count
 
     def _extend_tables(self, step: OffloadStep, got: frozenset[int]) -> None:
-        """Note the blocks that requests have got; what windows have let go of, and others got, is lost to them."""
+        """Add the new blocks of requests to their tables; clear entries that windows freed and other requests got."""
         before: dict[OffloadRequest, list[int]] = {}
         for request, blocks, _, junction in step.computing:
             request.junction = junction
@@ -422,14 +419,14 @@ class NativeOffload:
             for place in self._windows:
                 table = request.blocks[place]
                 end = len(table) if ends is None else min(ends[place], len(table))
-                if self._prompt_only:  # of what is behind nothing is stored
+                if self._prompt_only:  # nothing behind the prompt is stored
                     end = min(end, request.tokens.num_prompt_tokens // self._groups[place].size)
                 for at in range(request.offered[place] * per_chunk, end):
                     if table[at] in got:
                         table[at] = 0
 
     def _view(self, request: OffloadRequest, start: int) -> HostView:
-        """What a look-up of a request with this many tokens sees: the host, and the folder below it."""
+        """Return the view for a look-up of a request behind `start` tokens: the host, and the folder below it."""
         events, files, group = self._events, self.files, self._groups[0]
         if files is None:
             return HostView(self.store.chunks.get, events.note_found, events.note_tail_found)
@@ -452,7 +449,7 @@ class NativeOffload:
         return HostView(find, note, note)
 
     def _may_come(self, files: FileTier, request: OffloadRequest, key: ChunkKey, end: int) -> bool:
-        """Whether a chunk that the host lacks is read from its file from now on, or has to be asked for again."""
+        """Return whether a chunk that the host lacks may come from its file: the read begins, or the answer is open."""
         is_there = files.lookup(key, request)
         if not is_there:
             return is_there is None
@@ -465,7 +462,7 @@ class NativeOffload:
         return True
 
     def _poll(self) -> None:
-        """Take what the folder's threads have done, once a step."""
+        """Take the finished work of the folder's threads, once per step."""
         if self.files is not None and not self._has_polled:
             self._has_polled = True
             self._take_finished(self.files)
@@ -485,13 +482,13 @@ class NativeOffload:
                 self.store.drop(key)
 
     def _forget(self, files: FileTier, request: OffloadRequest) -> None:
-        """Forget the answers of a request that is over, once all that it stores is on the host."""
+        """Forget the file answers of a request that is over, once all its stores are on the host."""
         is_planned = request not in self._live and request not in self._over
         if is_planned and not any(not self._open[number].is_load for number in request.jobs):
             files.forget(request)
 
     def _offerable(self, request: OffloadRequest, computed: int) -> int:
-        """How many tokens of a request may be stored where `computed` tokens are computed."""
+        """Return the number of tokens of a request that may be stored if `computed` tokens are computed."""
         tokens = request.tokens
         upto = min(computed, tokens.num_tokens)
         if request.max_offload_tokens is not None:
@@ -499,8 +496,9 @@ class NativeOffload:
         return min(upto, tokens.num_prompt_tokens) if self._prompt_only else upto
 
     def _storable(self, request: OffloadRequest, place: int, upto: int) -> int:
-        """How many chunks of a group may be stored where `upto` tokens may; the last chunk of drafts waits for its
-        end, as it may be rewritten.
+        """Return the number of chunks of a group that may be stored if `upto` tokens may.
+
+        The last chunk of a group with drafts waits for the request's end, because it may be rewritten.
         """
         group, tokens = self._groups[place], request.tokens
         chunks = upto // group.chunk
@@ -511,14 +509,13 @@ class NativeOffload:
     def _to_offer(
         self, request: OffloadRequest, place: int, last: int, prompt: int
     ) -> tuple[int, int, list[tuple[ChunkKey, int]]]:
-        """The chunks of a group that are looked at, the first one and behind the last; and those that are worth
-        storing, each with its end.
+        """Return the range of a group's chunks that are considered, and the chunks worth storing, each with its end.
 
         Args:
-            request: whose.
-            place: of which group.
-            last: the chunk behind the last that may be stored.
-            prompt: those of its prompt.
+            request: the request.
+            place: place of the group.
+            last: end of the chunks that may be stored.
+            prompt: tokens of its prompt that may be stored.
         """
         group, tokens, per_chunk = self._groups[place], request.tokens, self.blocks_per_chunk
         kind, first = group.of, request.offered[place]
@@ -571,13 +568,13 @@ class NativeOffload:
         return begin, last, offered
 
     def _offer(self, request: OffloadRequest, computed: int) -> list[OffloadTransfer]:
-        """Offer what a request has computed and has not offered yet; returns the transfer, if anything of it is new."""
+        """Offer the computed chunks that a request has not offered yet; return the transfer, if any chunk is new."""
         upto = self._offerable(request, computed)
         if not (request.is_over and self._retention is None):
             for group, first in zip(self._groups, request.offered, strict=True):
                 if upto >= (first + 1) * group.chunk:
                     break
-            else:  # as of most steps of most requests
+            else:  # most steps of most requests end here
                 return []
         lasts = [self._storable(request, place, upto) for place in range(len(self._groups))]
         prompt = self._offerable(request, request.tokens.num_prompt_tokens)
@@ -619,7 +616,7 @@ class NativeOffload:
         return [self._new_store(request, new, stored, (sizes, firsts), watched=watched, held=held)]
 
     def _admit(self, request: OffloadRequest, offered: Sequence[tuple[ChunkKey, int]]) -> Sequence[ChunkKey] | None:
-        """Offer chunks, each with its end, to the host; returns those that are new, None where it has no room."""
+        """Offer chunks, each with its end, to the host; return the new ones, None if there is no room."""
         self._poll()
         if self._threshold > 1:
             offered = [(key, end) for key, end in offered if self._count(key) >= self._threshold]
@@ -632,7 +629,7 @@ class NativeOffload:
         return room.new
 
     def _store_states(self, request: OffloadRequest, states: Sequence[StateHandOff]) -> list[OffloadTransfer]:
-        """Store states that the device has named, each by itself; what has no room is lost."""
+        """Store states that the device has named, each in its own transfer; states without room are lost."""
         jobs: list[OffloadTransfer] = []
         most = self._offerable(request, request.tokens.num_tokens)
         for number, block, tokens in states:
@@ -649,10 +646,10 @@ class NativeOffload:
     def _store_tail(
         self, request: OffloadRequest, states: Sequence[StateHandOff], computed: int
     ) -> list[OffloadTransfer]:
-        """Store the block that a prompt ends in, of all groups, as its states were copied.
+        """Store the block that a prompt ends in, for all groups, when its states were copied.
 
         Raises:
-            OffloadStopError: it lies behind what may be stored of the request; the engine ends by it.
+            OffloadStopError: the block lies behind the tokens that may be stored, which ends the engine.
         """
         lookup, tokens, prompt = self._lookup, request.tokens, request.tokens.num_prompt_tokens
         if lookup.margin and not request.has_loaded:
@@ -683,7 +680,7 @@ class NativeOffload:
         return [self._new_store(request, new, blocks, self._of_groups(places), watched=blocks)]
 
     def _of_groups(self, places: dict[int, int]) -> tuple[list[int], list[int]]:
-        """Sizes and first positions of a transfer of one block of some groups, by group."""
+        """Return `sizes` and `firsts` of a transfer with one block of each given group."""
         count = range(len(self._groups))
         return [int(group in places) for group in count], [places.get(group, 0) for group in count]
 
@@ -697,7 +694,7 @@ class NativeOffload:
         watched: Sequence[int],
         held: Sequence[int] = (),
     ) -> OffloadTransfer:
-        """Make the transfer of chunks that were admitted; the others are the fields of an `OffloadTransfer`."""
+        """Make the transfer of admitted chunks; for the other arguments see `OffloadTransfer`."""
         slots = [self.store.chunks[key].slot for key in chunks]
         job = OffloadTransfer(self._next_job, request, chunks, blocks, slots, *places, watched, held)
         self._open_job(job)
@@ -719,27 +716,29 @@ class NativeOffload:
         return count
 
     def _fence(self, job: OffloadTransfer, blocks: Sequence[int]) -> None:
-        """Have a transfer waited for as soon as another request gets one of these blocks."""
+        """Let a step wait for a transfer as soon as another request gets one of these blocks."""
         if blocks:
             self._fences.setdefault(job.number, set()).update(blocks)
 
 
 _ASKED_FOR: Final = Chunk(-1)
-"""What a look-up finds of a chunk that the folder below was asked for, and has not answered yet."""
+"""Stands for a chunk that the folder was asked for and has not answered yet."""
 
 
 def _note_nothing(tokens: HashedTokens, end: int, key: ChunkKey) -> None:
-    """A look-up that changes nothing notes nothing."""
+    """Note nothing, for look-ups that change nothing."""
 
 
 def offload_of(manager: Any, num_chunks: int, **options: Any) -> NativeOffload:
-    """Make the host below a manager of vLLM, which has a connector from then on, with what follows from its cache
-    groups.
+    """Make the host below a manager of vLLM, with the manager's cache groups; attaches a connector to the manager.
 
     Args:
-        manager: of one cache, or of cache groups.
-        num_chunks: chunks that the host has room for.
-        **options: the others of `NativeOffload`, but for the groups and their sizes.
+        manager: a manager with one cache or with cache groups.
+        num_chunks: capacity of the host in chunks.
+        **options: arguments of `NativeOffload`, except the groups and their sizes.
+
+    Raises:
+        ValueError: `files` below cache groups, or invalid chunks.
     """
     manager.attach_connector()  # it may change which hits drop a block
     geometry = getattr(manager, "geometry", None)
@@ -747,7 +746,7 @@ def offload_of(manager: Any, num_chunks: int, **options: Any) -> NativeOffload:
         raise ValueError("tiers: 'files' are below engines of one cache, as these alone were recorded with them")
     if geometry is None:
         return NativeOffload(num_chunks, [OffloadGroup(manager.block_size)], **options)
-    # The layers of a draft model stand in the one group that there is; of several, vLLM drops nothing where none is
+    # A single group contains the layers of the draft model; of several groups, vLLM drops nothing in those that are not
     # flagged.
     is_alone = len(geometry.groups) == 1
     groups = [
@@ -776,11 +775,11 @@ def offload_of(manager: Any, num_chunks: int, **options: Any) -> NativeOffload:
 
 
 def _check_chunks(groups: Sequence[OffloadGroup], num_chunks: int, blocks: int, retention: int | None) -> None:
-    """Let the chunks of a host below cache groups pass.
+    """Check the chunks of a host below cache groups.
 
     Raises:
-        ValueError: windows and states are retained at what is no whole chunk, with which vLLM does not start; or the
-            host has no room for a chunk of each group, which every hit needs.
+        ValueError: the retention is not a multiple of the chunks of windows and states, so that vLLM would not start;
+            or the host has no room for a chunk of each group, which every hit needs.
     """
     for group in groups:
         chunk = group.block_size * blocks

@@ -1,6 +1,4 @@
-"""Drives vLLM's block managers with a host below them, and notes what each step of the engine does for its
-connector.
-"""
+"""Drivers of vLLM's block managers with a host below them; they record each step of the engine for its connector."""
 
 from __future__ import annotations
 
@@ -27,15 +25,15 @@ if TYPE_CHECKING:
 
 
 class OffloadNotes(PoolDriver, ABC):
-    """The part of a driver that notes what `NativeHostTime` makes steps of; it stands before that of its manager.
+    """Driver mixin that records the operations from which `NativeHostTime` makes steps; it precedes the driver base.
 
     Args:
-        manager: vLLM's, with a host below it.
-        prefix_caching: as of its base; without it nothing is stored.
-        rng: as of its base, and of what has the order of a set in the original.
+        manager: a manager of vLLM with a host below it.
+        prefix_caching: as in the driver base; without it nothing is stored.
+        rng: as in the driver base; also replaces the orders that are those of a set in the original.
 
     Attributes:
-        offload: what keeps the host.
+        offload: the host.
     """
 
     offload: NativeOffload
@@ -56,62 +54,62 @@ class OffloadNotes(PoolDriver, ABC):
 
     @abstractmethod
     def found(self, request: Any) -> tuple[Any, int]:
-        """What the device has of a request without blocks, and tokens of that."""
+        """Return the hits of a request without blocks on the device, and their tokens."""
 
     @abstractmethod
     def fits(self, request: Any, hits: Any, local: int, tokens: int) -> bool:
-        """Whether there are blocks for all of a request and what is loaded for it, without those that others need.
+        """Return whether there are blocks for a whole request and its load beyond those that other requests need.
 
         Args:
-            request: which; it has no blocks.
-            hits: what was found on the device.
-            local: tokens of that.
-            tokens: those that are loaded behind them.
+            request: the request, without blocks.
+            hits: its hits on the device.
+            local: tokens of the hits.
+            tokens: tokens that are loaded behind the hits.
         """
 
     @abstractmethod
     def place(self, request: Any, hits: Any, tokens: int) -> None:
-        """Take what was found, and blocks for the next `tokens` tokens, which are loaded into them."""
+        """Take the hits, and blocks into which the next `tokens` tokens are loaded."""
 
     @abstractmethod
     def detach(self, request: Any) -> Any:
-        """Move the blocks of a request to another one like it, which is returned."""
+        """Move the blocks of a request to a new request with the same tokens; return that."""
 
     def whole(self, local: int) -> int:
-        """Of tokens that the device has, those in whole blocks, which a load may follow."""
+        """Return the tokens of a device hit that a load may follow: those in whole blocks."""
         return local
 
     def cut(self, hits: Any, local: int) -> Any:  # noqa: ARG002 - for those whose hits may end inside a block
-        """What was found, up to `local` tokens in whole blocks."""
+        """Cut hits down to `local` tokens, a whole number of blocks."""
         return hits
 
     def named(self, block: int) -> object:  # noqa: ARG002 - for those that have some of what is behind a hit
-        """Whether a block has a name, so that it need not be loaded."""
+        """Return whether a block has a name, so that it need not be loaded."""
         return False
 
     def before_end(self, request: Any) -> None:
-        """Do what the manager does before the connector is told that a request is over."""
+        """Do the manager's part before the connector is notified that a request is over."""
 
     # ------------------------------------------------------------------------------------------ for the host's time
 
     def known(self, request: Any) -> OffloadRequest:
-        """What the connector knows a request as."""
+        """Return the connector's record of a request."""
         found = self._known.get(request)
         if found is None:
             found = self._known[request] = self.offload.request(request.tokens)
         return found
 
     def found_below(self, request: Any) -> int:
-        """Tokens of a request that the host has, beyond those that the device has. Changes nothing."""
+        """Count the tokens of a request that the host has beyond those of the device. Changes nothing."""
         return self.offload.lookup(request.tokens, self.whole(self.found(request)[1]))
 
     def loads(self, request: Any) -> None:
-        """A request got blocks for what it loads."""
+        """Record that a request got blocks for its load."""
         self._got.update(*self.tables(request))
         self._prefills.add(request)
 
     def leave(self, request: Any) -> Any:
-        """Have another one know what a request has loaded for it, and its blocks; it is returned."""
+        """Move the load of a request and its blocks to a new request; return that."""
         left = self.detach(request)
         self._known[left] = self._known.pop(request)
         self._prefills.remove(request)
@@ -119,26 +117,26 @@ class OffloadNotes(PoolDriver, ABC):
         return left
 
     def count(self, request: Any) -> int:
-        """Blocks that a request holds."""
+        """Count the blocks that a request holds."""
         return sum(1 for blocks in self.tables(request) for block in blocks if block)
 
     def held_by_copies(self) -> int:
-        """Blocks of the device that are held for copies alone: those of a native offload are free meanwhile."""
+        """Count the blocks of the device that only copies hold: none, as a native offload holds no blocks."""
         return 0
 
     def take_step(self) -> OffloadStep:
-        """Take what has happened since the last step."""
+        """Take the record since the last step."""
         step = OffloadStep(list(self._computing.values()), self._preempted, self._finished, self._got)
         self._computing, self._preempted, self._finished, self._got = {}, [], [], set()
         return step
 
     @property
     def has_news(self) -> bool:
-        """Whether something has happened that a step has to be planned for."""
+        """Whether something was recorded that a step must be planned for."""
         return bool(self._computing or self._preempted or self._finished)
 
     def end(self, request: Any, *, aborted: bool) -> None:
-        """A request is over."""
+        """End a request at the connector."""
         known = self._known.pop(request, None)
         self._prefills.discard(request)
         if known is not None:
@@ -149,7 +147,7 @@ class OffloadNotes(PoolDriver, ABC):
     # ------------------------------------------------------------------------------------------ as its base has it
 
     def allocate(self, request: Any, upto: int) -> int:
-        """Allocate for the first `upto` tokens, and count them as computed; all of them, or none."""
+        """Allocate for the first `upto` tokens and count them as computed; all of them, or none."""
         held, before = [len(blocks) for blocks in self.tables(request)], request.num_computed_tokens
         reached = super().allocate(request, upto)
         if request.num_computed_tokens > before:
@@ -160,14 +158,14 @@ class OffloadNotes(PoolDriver, ABC):
         return reached
 
     def step_inside(self, request: Any, upto: int) -> bool:
-        """Count the tokens up to one as computed, if that takes, fills and frees no block."""
+        """Count the first `upto` tokens as computed if that takes, fills and frees no block."""
         inside = super().step_inside(request, upto)
         if inside:
             self._computed(request)
         return inside
 
     def generate_quietly(self, request: Any, tokens: Sequence[int]) -> None:
-        """Compute the last token and append one, as often as there are tokens."""
+        """Compute the last token and append the next, for each of these tokens."""
         super().generate_quietly(request, tokens)
         self._computed(request)
 
@@ -192,23 +190,23 @@ class OffloadNotes(PoolDriver, ABC):
 
 
 class OffloadDriver(OffloadNotes, BlockPoolDriver):
-    """Turns requests into lookups, allocations and frees, of which the host's time makes steps.
+    """Turns requests into lookups, allocations and frees, from which the host's time makes steps.
 
     Args:
-        manager: vLLM's, with a host below it.
-        prefix_caching: as of a `BlockPoolDriver`; without it nothing is stored.
-        rng: as of a `BlockPoolDriver`.
+        manager: a `BlockPoolManager` with a host below it.
+        prefix_caching: as in `BlockPoolDriver`; without it nothing is stored.
+        rng: as in `BlockPoolDriver`.
     """
 
     manager: BlockPoolManager
 
     def found(self, request: PoolRequest) -> tuple[list[int], int]:
-        """Return the cached blocks of a request without any, and their tokens."""
+        """Return the cached blocks of a request without blocks, and their tokens."""
         hits = self.manager.get_computed_blocks(request)
         return hits, len(hits) * self.manager.block_size
 
     def fits(self, request: PoolRequest, hits: Sequence[int], local: int, tokens: int) -> bool:
-        """Return whether there are blocks for a request and what is loaded, without those that others need."""
+        """Return whether there are blocks for a request and its load beyond those that other requests need."""
         missing, free = self.manager.missing_blocks, self.manager.num_free_blocks
         reserved = sum(max(0, missing(each, len(each), ())) for each in self._prefills)
         return missing(request, len(request), hits) <= free and (
@@ -216,11 +214,11 @@ class OffloadDriver(OffloadNotes, BlockPoolDriver):
         )
 
     def place(self, request: PoolRequest, hits: Sequence[int], tokens: int) -> None:
-        """Take what was found, and blocks behind it that are cached once they are loaded."""
+        """Take the hits, and blocks behind them that are cached once they are loaded."""
         self.manager.allocate_slots(request, tokens, hits, delay_cache_blocks=True)
 
     def detach(self, request: PoolRequest) -> PoolRequest:
-        """Move the blocks of a request to another one with its tokens, and return that."""
+        """Move the blocks of a request to a new request with its tokens; return that."""
         left = type(request)(request.tokens)
         left.block_ids, left.num_computed_tokens = request.block_ids, request.num_computed_tokens
         left.num_cached_blocks = request.num_cached_blocks
@@ -230,20 +228,20 @@ class OffloadDriver(OffloadNotes, BlockPoolDriver):
     # ------------------------------------------------------------------------------------------ as its base has it
 
     def admit(self, request: PoolRequest, upto: int, plan: PromptPlan | None = None) -> None:  # noqa: ARG002 - a worker has no plan
-        """Allocate for the first `upto` tokens that are not computed."""
+        """Allocate for the first `upto` tokens."""
         self.allocate(request, upto)
 
 
 class HybridOffloadDriver(OffloadNotes, HybridPoolDriver):
-    """Turns requests into lookups, allocations and frees of several cache groups, of which the host's time makes steps.
+    """Turns requests into lookups, allocations and frees of cache groups, from which the host's time makes steps.
 
     Args:
-        manager: vLLM's, with a host below it.
-        prefix_caching: as of a `HybridPoolDriver`; without it nothing is stored.
-        rng: as of a `HybridPoolDriver`.
+        manager: a `VllmHybridManager` with a host below it.
+        prefix_caching: as in `HybridPoolDriver`; without it nothing is stored.
+        rng: as in `HybridPoolDriver`.
 
     Raises:
-        ValueError: groups of states without prefix caching.
+        ValueError: there are state groups, but no prefix caching.
     """
 
     manager: VllmHybridManager
@@ -257,26 +255,26 @@ class HybridOffloadDriver(OffloadNotes, HybridPoolDriver):
             )
         super().__init__(manager, prefix_caching, rng)
         draft = self.manager.speculative
-        # What a step with drafts takes beyond a request's tokens: `_request_remaining_blocks` of vLLM's scheduler.
+        # Tokens that a step with drafts takes beyond a request's: `_request_remaining_blocks` of vLLM's scheduler.
         self._ahead = 0 if draft is None else 1 + draft.tokens + draft.slots
         self._step_blocks = sum(-(-self._ahead // each.block_size) for each in groups if each.kind != STATE)
 
     def lookup(self, request: GroupRequest) -> int:
-        """Tokens that a request begins with: all that was loaded for it, also where the device names none of it."""
+        """Return the tokens that a request begins with, including loaded tokens that the device has not named."""
         found = super().lookup(request)
         return max(found, request.num_computed_tokens) if request.holds_blocks else found
 
     def found(self, request: GroupRequest) -> tuple[ComputedBlocks, int]:
-        """Return what all groups have cached of a request without blocks, and its tokens."""
+        """Return the common hit of all groups for a request without blocks, and its tokens."""
         hits = self.manager.get_computed_blocks(request)
         return hits, hits.num_tokens
 
     def whole(self, local: int) -> int:
-        """Return of tokens that the device has those in whole blocks of all groups."""
+        """Return the tokens of a device hit that fill whole blocks of all groups."""
         return local - local % self.manager.geometry.scheduler_block_size
 
     def cut(self, hits: ComputedBlocks, local: int) -> ComputedBlocks:
-        """Return what was found, up to `local` tokens in whole blocks."""
+        """Cut hits down to `local` tokens, a whole number of blocks."""
         return self.manager.cut_hits(hits, local)
 
     def named(self, block: int) -> object:
@@ -284,7 +282,7 @@ class HybridOffloadDriver(OffloadNotes, HybridPoolDriver):
         return self.manager.pool.names(block)
 
     def fits(self, request: GroupRequest, hits: ComputedBlocks, local: int, tokens: int) -> bool:
-        """Return whether there are blocks for a request and what is loaded, without those that others need."""
+        """Return whether there are blocks for a request and its load beyond those that other requests need."""
         missing, free = self.manager.missing_blocks, self.manager.num_free_blocks
         if missing(request, len(request), hits, for_admission=True, num_external_tokens=tokens) > free:
             return False
@@ -295,13 +293,13 @@ class HybridOffloadDriver(OffloadNotes, HybridPoolDriver):
         return fits
 
     def place(self, request: GroupRequest, hits: ComputedBlocks, tokens: int) -> None:
-        """Take what was found, and blocks of each group behind it that are cached once they are loaded."""
+        """Take the hits, and blocks of each group behind them that are cached once they are loaded."""
         self.manager.allocate_slots(
             request, 0, hits, num_lookahead_tokens=0, num_external_tokens=tokens, delay_cache_blocks=True
         )
 
     def detach(self, request: GroupRequest) -> GroupRequest:
-        """Move the blocks of all groups to another request with its tokens, and return that."""
+        """Move the blocks of all groups to a new request with the same tokens; return that."""
         left = self.manager.another(request)
         left.tables, request.tables = request.tables, left.tables
         left.num_computed_tokens, request.num_computed_tokens = request.num_computed_tokens, 0
@@ -309,18 +307,18 @@ class HybridOffloadDriver(OffloadNotes, HybridPoolDriver):
         return left
 
     def before_end(self, request: GroupRequest) -> None:
-        """Free what lies behind the windows, as the manager does before the connector learns of the end."""
+        """Free the blocks behind the windows, as the manager does before it notifies the connector of the end."""
         if request.holds_blocks:
             self.manager.free_behind_windows(request)
 
     def end_pass(self) -> None:
-        """A step ends: what was copied in it is let go of, and what it cached may be hit."""
+        """End a step: release the blocks copied in it; blocks that it cached may be hit from now on."""
         self._in_pass = False
         self._got.update(copy for _, copy in self.manager.end_step())
         self.manager.new_step_starts()
 
     def take_step(self) -> OffloadStep:
-        """Take the step that was noted; an operation of a worker is one, which ends here."""
+        """Take the recorded step; an operation of a worker is a step, which ends here."""
         named = self.manager.take_states()
         if not self._in_pass:
             self.end_pass()
@@ -331,9 +329,7 @@ class HybridOffloadDriver(OffloadNotes, HybridPoolDriver):
     # ------------------------------------------------------------------------------------------ as its base has it
 
     def allocate(self, request: GroupRequest, upto: int) -> int:
-        """Allocate for the first `upto` tokens, and count them as computed: all of them, or as many as a step has,
-        or none.
-        """
+        """Allocate for the first `upto` tokens, or as many as a step takes, and count them as computed; or for none."""
         if not self._in_pass:
             manager = self.manager
             hits = None if request.holds_blocks else manager.get_computed_blocks(request)
@@ -342,30 +338,30 @@ class HybridOffloadDriver(OffloadNotes, HybridPoolDriver):
                 return upto
             if upto > start and (hits is not None or start < len(request) - 1):
                 tokens = manager.chunk_tokens(request, min(upto - start, manager.max_num_batched_tokens), hits)
-                if not tokens:  # it comes with the next chunk
+                if not tokens:  # computed with the next chunk
                     return upto
                 upto = start + tokens
         return super().allocate(request, upto)
 
 
 class DraftOffloadDriver(HybridOffloadDriver, DraftPoolDriver):
-    """Turns requests into lookups and steps with drafts, of which the host's time makes steps.
+    """Turns requests into lookups and operations with drafts, from which the host's time makes steps.
 
     Args:
-        manager: vLLM's, with a draft model and a host below it.
-        prefix_caching: as of a `DraftPoolDriver`; without it nothing is stored.
-        rng: as of a `DraftPoolDriver`.
+        manager: a `VllmHybridManager` with a draft model and a host below it.
+        prefix_caching: as in `DraftPoolDriver`; without it nothing is stored.
+        rng: as in `DraftPoolDriver`.
     """
 
     def owed(self, request: GroupRequest, run: Sequence[int]) -> Sequence[int]:
-        """Answer what a prefill owes with the first token of a run; returns the others."""
+        """Answer an open prefill step with the first token of a run; return the remaining tokens."""
         if not request.num_in_flight_tokens:
             return run
         self.generate_run(request, run[:1])
         return run[1:]
 
     def free(self, request: GroupRequest, *, done: bool) -> None:
-        """Free all blocks; what is owed is stale."""
+        """Free all blocks; tokens in flight become stale."""
         if request.num_in_flight_tokens:
             request.drafts.answered()
             request.num_in_flight_tokens = 0

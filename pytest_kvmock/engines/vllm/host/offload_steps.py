@@ -1,4 +1,4 @@
-"""What a scheduler, vLLM's native offload and the worker that copies pass to each other in a step."""
+"""The values that a scheduler, vLLM's native offload and the copying worker exchange in a step."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 class OffloadStopError(KvMockError, RuntimeError):
-    """The connector has ended the engine, as it ends vLLM's: with it all of its requests are lost."""
+    """The connector has ended the engine, as it ends vLLM's; all requests of the engine are lost."""
 
 
 class Hit(NamedTuple):
-    """What the host has of a request, beyond what the device has.
+    """The tokens of a request that the host has beyond those of the device.
 
     Attributes:
         start: tokens that the device has.
-        tokens: tokens after these that can be loaded.
+        tokens: tokens behind these that can be loaded.
         within_step: whether they are loaded within the step; else the request waits for them.
     """
 
@@ -34,24 +34,24 @@ class Hit(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class OffloadRequest:
-    """One request as the connector knows it. `NativeOffload.request` makes one.
+    """The connector's record of one request, made by `NativeOffload.request`.
 
     Attributes:
-        tokens: its tokens and their names; it grows as tokens are generated.
-        max_load_tokens: the most that is loaded for it; None: no limit.
-        max_offload_tokens: how many of its tokens are stored at most; None: all.
-        user: what it did with chunks.
-        blocks: by group that is stored, those that it was given until it last computed; what its windows let go of
-            stays here, until another request gets it.
-        offered: by group that is stored, how many chunks, from the first, need not be offered.
-        confirmed: by group that is stored, where the chunks end that its last look-up found.
-        tail: tokens that its last hit ends at inside a block; 0: it ends with one.
-        junction: as its engine's (`GroupRequest.junction`), when it last computed.
+        tokens: its tokens and their names; grows as tokens are generated.
+        max_load_tokens: the most tokens that are loaded for it; None: no limit.
+        max_offload_tokens: the most of its tokens that are stored; None: all.
+        user: its use of chunks.
+        blocks: per stored group, the blocks that it was given up to its last computation; blocks that its windows
+            freed stay here until another request gets them.
+        offered: per stored group, the number of leading chunks that need not be offered.
+        confirmed: per stored group, the number of leading chunks that its last look-up found ready.
+        tail: token count at which its last hit ends inside a block; 0 if it ends with a block.
+        junction: `GroupRequest.junction` when it last computed.
         has_loaded: whether anything was loaded for it.
-        is_over: whether it generates no more.
-        computed: of one that was aborted, how many of its tokens were computed.
-        jobs: numbers of its transfers that are under way.
-        load_tiers: which tiers below the host it may load from (vLLM: `kv_load_tiers`); None: all.
+        is_over: whether it has stopped generating.
+        computed: if it was aborted, the number of its computed tokens.
+        jobs: numbers of its transfers in flight.
+        load_tiers: the tiers below the host that it may load from (vLLM: `kv_load_tiers`); None: all.
     """
 
     tokens: HashedTokens
@@ -76,17 +76,17 @@ class OffloadTransfer:
 
     Attributes:
         number: 0, 1, 2 ... over both directions.
-        request: whose.
+        request: the request.
         chunks: their names, in order.
         blocks: the blocks of the device, in order.
-        slots: where they are in the host, in order.
-        sizes: how many of the blocks are of each group that is stored.
-        firsts: for each group that is stored, the position of the first block in the request's table.
-        watched: of a store, blocks that others may get while the request runs, as its windows let go of them.
-        held: the others, which others may get once it is over.
+        slots: their slots in the host, in order.
+        sizes: number of the blocks in each stored group.
+        firsts: for each stored group, the position of the first block in the request's table.
+        watched: for a store: blocks that other requests may get while this one runs, because its windows free them.
+        held: for a store: the other blocks, which other requests may get once this one is over.
         is_load: whether it goes to the device.
         within_step: whether it is a load that the step waits for.
-        is_dropped: the host was emptied meanwhile; it is reported all the same.
+        is_dropped: the host was emptied meanwhile; the transfer is still reported.
     """
 
     number: int
@@ -107,10 +107,10 @@ class Computing(NamedTuple):
     """A request that computes tokens in a step.
 
     Attributes:
-        request: which.
-        blocks: all blocks that it has, by group; not copied.
-        upto: how many of its tokens are computed with this step.
-        junction: as `OffloadRequest`.
+        request: the request.
+        blocks: all its blocks, by group; not copied.
+        upto: number of its tokens that are computed after this step.
+        junction: as in `OffloadRequest`.
     """
 
     request: OffloadRequest
@@ -120,12 +120,12 @@ class Computing(NamedTuple):
 
 
 class StateHandOff(NamedTuple):
-    """A state that the device has named, and that stays as it is for this step alone.
+    """A state that the device has named, and that is unchanged only during this step.
 
     Attributes:
-        group: whose.
-        block: where it is.
-        tokens: those of its request that it is the state after.
+        group: its group.
+        block: its block.
+        tokens: number of tokens of its request that it covers.
     """
 
     group: int
@@ -135,14 +135,14 @@ class StateHandOff(NamedTuple):
 
 @dataclass(slots=True)
 class OffloadStep:
-    """What a scheduler has decided.
+    """The decisions of a scheduler for a step.
 
     Attributes:
         computing: the requests that compute, in order.
-        preempted: those that were preempted since the last step.
-        finished: those that are over since the last step.
-        blocks: blocks that requests got: all of those that were admitted, and the new ones of others.
-        states: what was named of groups of states since the last step, by request.
+        preempted: requests preempted since the last step.
+        finished: requests that ended since the last step.
+        blocks: blocks that requests got: all blocks of admitted requests, and the new blocks of others.
+        states: states that were named since the last step, by request.
     """
 
     computing: Sequence[Computing] = ()
@@ -154,12 +154,12 @@ class OffloadStep:
 
 @dataclass(slots=True)
 class OffloadPlan:
-    """What the worker has to do.
+    """The work of the worker in a step.
 
     Attributes:
         loads: transfers to the device, which begin now.
         stores: transfers to the host, which begin with the next step, or now if they are flushed.
-        flush: numbers of transfers that must be done before anything is computed.
+        flush: numbers of the transfers that must finish before the step computes anything.
     """
 
     loads: list[OffloadTransfer] = field(default_factory=list)

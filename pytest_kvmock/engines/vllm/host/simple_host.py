@@ -1,4 +1,4 @@
-"""vLLM's `SimpleCPUOffloadConnector` as the host of a worker: its pool in the place of a `NativeOffload`."""
+"""vLLM's `SimpleCPUOffloadConnector` as the host of a worker: its pool in place of a `NativeOffload`."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 
 class EndlessOffloadError(KvMockError, RuntimeError):
-    """An idle engine of vLLM copies for ever: its lazy pool has fewer blocks than the device caches."""
+    """An idle engine of vLLM copies forever: its lazy pool has fewer blocks than the device caches."""
 
 
 class SimpleComputing(NamedTuple):
-    """A request that computes tokens in a step, as a `Computing`.
+    """A request that computes tokens in a step, in place of a `Computing`.
 
     Attributes:
-        request: which.
-        before: how many of its tokens the steps before have computed.
+        request: the request.
+        before: number of its tokens computed by earlier steps.
     """
 
     request: SimpleRequest
@@ -37,20 +37,20 @@ class SimpleComputing(NamedTuple):
 
 
 class SimpleHost:
-    """The pool below one engine, asked as a `NativeOffload` is: with one number for each transfer, in both directions.
+    """The pool below one engine, with the interface of a `NativeOffload`: transfers of both directions share numbers.
 
     Args:
         num_blocks: usable blocks of the pool.
         device: the block manager above it.
-        lazy: as of a `SimpleOffload`.
-        disk: as of a `SimpleOffload`.
+        lazy: as in `SimpleOffload`.
+        disk: as in `SimpleOffload`.
 
     Attributes:
-        pool: what keeps the blocks.
-        num_blocks: as above.
-        tier: where they are.
-        blocks_per_chunk: 1; each block has events of its own.
-        files: None: no folder is below it.
+        pool: the pool.
+        num_blocks: as given.
+        tier: the tier of the pool.
+        blocks_per_chunk: 1; each block has separate events.
+        files: None; there is no folder below it.
     """
 
     blocks_per_chunk = 1
@@ -60,62 +60,62 @@ class SimpleHost:
         self.pool = SimpleOffload(num_blocks, device, lazy=lazy, disk=disk)
         self.num_blocks = num_blocks
         self.tier = self.pool.tier
-        # What is under way by its number: a store's number of its own, or the requests of a load.
+        # Transfers in flight by number: the pool's number of a store, or the requests of a load.
         self._stores: dict[int, int] = {}
         self._loads: dict[int, Sequence[SimpleRequest]] = {}
         self._next = 0
-        # A copy of each block of the device, and for each the steps in which it is planned, begins and is done.
+        # A copy of each block of the device, with the steps in which the copy is planned, begins and is done.
         self._most_idle = 4 * device.num_blocks + num_blocks
         self._idle_steps = 0
 
     # ---------------------------------------------------------------------------------- what a manager needs of it
 
     def number_adapters(self, lora_ids: LoraIds) -> None:
-        """Take the numbers that the engine has for adapters, which its events carry."""
+        """Set the engine's numbers of adapters, which events carry."""
         self.pool.lora_ids = lora_ids
 
     def take_events(self) -> list[TierEvent]:
-        """Take the events since the last time, but for the Cleared of the pool.
+        """Take the events since the last call, without the Cleared of the pool.
 
-        It names no medium, so that nothing in a stream tells it from the device's.
+        It names no medium, so a stream cannot distinguish it from the Cleared of the device.
         """
         return [event for event in self.pool.take_events() if not isinstance(event.data, Cleared)]
 
     def resident_names(self, group: int = 0) -> list[int]:
-        """Hashes of what the pool has of a group, repeated for copies."""
+        """Return the hashes of a group's blocks in the pool, repeated for copies."""
         return [block_hash for number, block_hash in self.pool.resident() if number == group]
 
     # --------------------------------------------------------------------------------- what the host's time needs
 
     def shuffle_with(self, rng: Random) -> None:
-        """Nothing: what it publishes has an order."""
+        """Do nothing: its events have a defined order."""
 
     @property
     def unmet_offer(self) -> tuple[int, int] | None:
-        """None: what does not fit is offered again."""
+        """None: blocks that do not fit are offered again."""
         return None
 
     def lookup(self, state: GroupRequest, start: int) -> int:
-        """Count the tokens of a request that are there after `start` tokens on the device. Changes nothing."""
+        """Count the tokens of a request that the pool has after `start` tokens on the device. Changes nothing."""
         return self.pool.count(state, start)
 
     def match(self, request: SimpleRequest, start: int) -> Hit:
-        """Look for what follows the tokens that the device has, and pin it."""
+        """Look up the tokens that follow those of the device, and pin their blocks."""
         return Hit(start, self.pool.match(request, start))
 
     def allocated(self, request: SimpleRequest, blocks: object, hit: Hit, named: object = None) -> None:  # noqa: ARG002 - the request has its blocks
-        """Load a hit for a request that was admitted, or offer it, where the hit is empty."""
+        """Load a hit for an admitted request; the request is offered from now on, also with an empty hit."""
         self.pool.allocated(request, hit.start + hit.tokens, hit.tokens)
 
     def ended(self, request: SimpleRequest, *, computed: int | None = None) -> None:
-        """A request is over, before its blocks are free."""
+        """End a request, before its blocks are freed."""
         self.pool.ended(request, request.state.num_computed_tokens if computed is None else computed)
 
     def plan(self, step: OffloadStep) -> OffloadPlan:
         """Plan the transfers of a step.
 
         Raises:
-            EndlessOffloadError: nothing has been computed for more steps than there are blocks to copy.
+            EndlessOffloadError: nothing was computed for more steps than the copies of all blocks need.
         """
         preempted: list[Any] = list(step.preempted)  # they are this host's
         computing: list[Any] = list(step.computing)
@@ -145,26 +145,27 @@ class SimpleHost:
         return OffloadTransfer(number, request, (), copies.device, copies.slots, (), (), is_load=is_load)
 
     def complete(self, jobs: Iterable[int]) -> list[SimpleRequest]:
-        """Transfers are reported as done; returns the requests whose loads are."""
+        """Complete the transfers that are reported as done; return the requests whose loads are done."""
         numbers = list(jobs)
         received = [request for number in numbers for request in self._loads.pop(number, ())]
         self.pool.complete(received, [self._stores.pop(number) for number in numbers if number in self._stores])
         return received
 
     def reset(self) -> None:
-        """Empty the pool; while a copy is under way nothing is dropped."""
+        """Empty the pool; while a copy is in flight, nothing is dropped."""
         self.pool.reset()
 
 
 class SimpleOffloadDriver(HybridOffloadDriver):
-    """Turns requests into lookups, allocations and frees, below which there is a pool of blocks.
+    """Turns requests into lookups, allocations and frees, over a pool of blocks.
 
-    A block is offered with the step after the one that computed it: so it is noted what was computed before.
+    A block is offered with the step after the one that computed it, so the driver records the tokens that were computed
+    before each step.
 
     Args:
-        manager: vLLM's, with a `SimpleHost` below it.
-        prefix_caching: as of its base; without it nothing is stored.
-        rng: as of its base.
+        manager: a `VllmHybridManager` with a `SimpleHost` below it.
+        prefix_caching: as in the base; without it nothing is stored.
+        rng: as in the base.
     """
 
     offload: Any
@@ -174,35 +175,35 @@ class SimpleOffloadDriver(HybridOffloadDriver):
         self._before: dict[Any, int] = {}
 
     def known(self, request: GroupRequest) -> Any:
-        """What the connector knows a request as."""
+        """Return the connector's record of a request."""
         found: Any = self._known.get(request)
         if found is None:
             found = self._known[request] = self.offload.pool.request(request)
         return found
 
     def found_below(self, request: GroupRequest) -> int:
-        """Tokens of a request that the pool has, beyond those that the device has. Changes nothing."""
+        """Count the tokens of a request that the pool has beyond those of the device. Changes nothing."""
         found: int = self.offload.lookup(request, self.lookup(request))
         return found
 
     def held_by_copies(self) -> int:
-        """Blocks of the device that are held for stores alone, and free once these are done."""
+        """Count the blocks of the device that only stores hold; they are free once the stores are done."""
         held: int = self.offload.pool.num_held_alone
         return held
 
     def leave(self, request: GroupRequest) -> Any:
-        """Have another one know what a request has loaded for it, and its blocks."""
+        """Move the load of a request and its blocks to a new request; return that."""
         left = super().leave(request)
         self.known(left).state = left
         return left
 
     def take_step(self) -> OffloadStep:
-        """Take what has happened since the last step."""
+        """Take the record since the last step."""
         self._before.clear()
         return super().take_step()
 
     def allocate(self, request: GroupRequest, upto: int) -> int:
-        """Allocate for the first `upto` tokens, and count them as computed; all of them, or none."""
+        """Allocate for the first `upto` tokens and count them as computed; all of them, or none."""
         is_new = not request.holds_blocks
         before = self.lookup(request) if is_new else request.num_computed_tokens
         self._before.setdefault(request, before)
@@ -212,7 +213,7 @@ class SimpleOffloadDriver(HybridOffloadDriver):
         return reached
 
     def step_inside(self, request: GroupRequest, upto: int) -> bool:
-        """Count the tokens up to one as computed, if that takes, fills and frees no block."""
+        """Count the first `upto` tokens as computed if that takes, fills and frees no block."""
         self._before.setdefault(request, request.num_computed_tokens)
         return super().step_inside(request, upto)
 

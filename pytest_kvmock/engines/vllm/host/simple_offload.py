@@ -1,4 +1,4 @@
-"""vLLM's `SimpleCPUOffloadConnector`: a second block pool below the device, which blocks are copied to one by one.
+"""vLLM's `SimpleCPUOffloadConnector`: a second block pool below the device; blocks are copied to it one by one.
 
 One subject: the life of a block in that pool, from the offer to the load.
 """
@@ -25,34 +25,30 @@ if TYPE_CHECKING:
 
 # Theory of operation
 #
-# The pool below has the device's groups, block sizes and rules (vLLM: `SimpleCPUOffloadScheduler`
-# has a coordinator of its own). It is
-# asked for what follows the device's hit, and what it has stays pinned from the question to the answer.
+# The pool has the device's groups, block sizes and rules (vLLM: `SimpleCPUOffloadScheduler` has its own coordinator).
+# It is looked up for the tokens behind the device's hit; found blocks stay pinned until the request is allocated.
 #
-# Eager: a block is offered in the first step in which its request computes after the one that
-# computed it; what is left is offered as the
-# request ends. Lazy: each step walks the device's queue from where the last walk stopped, and
-# copies what will be evicted next.
+# Eager: a block is offered in the first step of its request after the step that computed it; the remaining blocks are
+# offered when the request ends. Lazy: each step walks the device's queue from where the last walk stopped, and copies
+# the blocks that will be evicted next.
 #
-# Blocks that are copied are held on both sides. As a copy is done, they are freed one by one,
-# head first, unlike a request's: so the
-# device evicts heads before tails, and what stands behind such a hole is worth nothing.
-
-# A lazy pool that is smaller than what the device caches never rests: what was copied goes to the
-# end of the queue, where
-# the walk finds it again, and by then its copy was evicted.
+# Blocks that are copied are held on both sides. When a copy is done, they are freed one by one, head first, unlike the
+# blocks of a request. The device therefore evicts heads before tails, and blocks behind such a hole are useless.
+#
+# A lazy pool that is smaller than the device's cache never stops copying: copied blocks go to the end of the queue,
+# where the walk finds them again, and by then their copies were evicted.
 
 LOCALITY: Final = {"locality": "LOCAL"}
 
 
 class CopiedBlock(NamedTuple):
-    """A block on its way to the pool.
+    """A block that is being copied to the pool.
 
     Attributes:
         name: its group and its hash.
         device: its block of the device.
         slot: its block of the pool.
-        event: what is published when it is there.
+        event: the event that is published when the copy is done.
     """
 
     name: tuple[int, int]
@@ -66,10 +62,10 @@ class BlockCopies:
     """One transfer of a step, for all its requests.
 
     Attributes:
-        number: 0, 1, 2 ... of its direction.
+        number: 0, 1, 2 ... in its direction.
         device: blocks of the device, in order.
         slots: blocks of the pool, in order.
-        requests: of a load, those that wait for it.
+        requests: for a load, the requests that wait for it.
     """
 
     number: int
@@ -80,15 +76,15 @@ class BlockCopies:
 
 @dataclass(eq=False, slots=True)
 class SimpleRequest:
-    """One request as the connector knows it. `SimpleOffload.request` makes one.
+    """The connector's record of one request, made by `SimpleOffload.request`.
 
     Attributes:
-        state: the request as the block manager knows it.
-        hit: what the pool has of it, which is pinned until blocks are allocated; None: nothing.
-        blocks: by group, the blocks that it was given, those included that have fallen behind a window since.
-        stored: by group, how many of these need not be offered; None: it is not offered at all.
-        loading: blocks of the device and of the pool that its load holds; None: it has none.
-        load: the number of that load; None: it has not begun.
+        state: the request of the block manager.
+        hit: its hit in the pool, pinned until blocks are allocated; None if there is none.
+        blocks: by group, the blocks that it was given, including blocks that have fallen behind a window since.
+        stored: by group, the number of leading blocks that need not be offered; None: the request is not offered.
+        loading: blocks of the device and of the pool that its load holds; None if it has no load.
+        load: the number of that load; None if it has not begun.
     """
 
     state: GroupRequest
@@ -103,8 +99,8 @@ class ComputingRequest(NamedTuple):
     """A request that computes tokens in a step.
 
     Attributes:
-        request: which.
-        computed: how many of its tokens the steps before have computed, less those whose output is not known yet.
+        request: the request.
+        computed: number of its tokens computed by earlier steps, less those whose output is not known yet.
     """
 
     request: SimpleRequest
@@ -113,12 +109,12 @@ class ComputingRequest(NamedTuple):
 
 @dataclass(slots=True)
 class SimplePlan:
-    """What the worker has to do in a step.
+    """The work of the worker in a step.
 
     Attributes:
-        load: the transfer to the device; None: there is none.
-        store: the transfer to the pool; None: there is none.
-        flush: whether all that is under way must be done before anything is computed.
+        load: the transfer to the device; None if there is none.
+        store: the transfer to the pool; None if there is none.
+        flush: whether all transfers in flight must finish before the step computes anything.
     """
 
     load: BlockCopies | None = None
@@ -127,7 +123,7 @@ class SimplePlan:
 
 
 class _Rest:
-    """The tokens of a request behind those that the device has, as a coordinator looks them up."""
+    """The tokens of a request behind those of the device, in the form that a coordinator looks up."""
 
     __slots__ = ("block_size", "computes_last_token", "names", "num_tokens", "skip_reading_prefix_cache")
 
@@ -141,21 +137,21 @@ class _Rest:
 
     @property
     def tokens(self) -> _Rest:
-        """Itself: of a request a lookup needs no more than its tokens."""
+        """Itself: a lookup needs only the tokens of a request."""
         return self
 
 
 class SimpleOffload:
-    """The pool of one engine, and what is on its way to it and back.
+    """The pool of one engine, and the copies in flight in both directions.
 
     Args:
         num_blocks: usable blocks, at least 1 (vLLM's `num_cpu_blocks` less the null block).
         device: the block manager above it.
-        lazy: whether what is evicted next is copied (`lazy_offload`), and not what was computed last.
-        disk: whether the pool is a file (`kv_offload_backend: disk`), which events then say.
+        lazy: whether it copies the blocks that are evicted next (`lazy_offload`) instead of those computed last.
+        disk: whether the pool is a file (`kv_offload_backend: disk`), as events then say.
 
     Raises:
-        ValueError: an argument is not what it must be.
+        ValueError: an argument is invalid.
     """
 
     def __init__(self, num_blocks: int, device: VllmHybridManager, *, lazy: bool = False, disk: bool = False) -> None:
@@ -174,50 +170,50 @@ class SimpleOffload:
         self._under_way: set[int] = set()  # blocks of the device that are being stored, by number
         self._left: list[CopiedBlock] = []  # of requests that have ended, for the next step
         self._stores: dict[int, list[CopiedBlock]] = {}
-        self._dropped: dict[int, list[CopiedBlock]] = {}  # under way as the pool was reset
+        self._dropped: dict[int, list[CopiedBlock]] = {}  # stores in flight when the pool was reset
         self._to_load: list[SimpleRequest] = []
         self._loading: list[SimpleRequest] = []
         self._dropped_loads: list[SimpleRequest] = []
         self._numbers = {"load": 0, "store": 0}
         self._events: list[TierEvent] = []
-        self._pinned: dict[SimpleRequest, None] = {}  # those of which it has something that is not loaded yet
-        self._requests: list[SimpleRequest] = []  # those that are offered
+        self._pinned: dict[SimpleRequest, None] = {}  # requests with a hit that is not loaded yet
+        self._requests: list[SimpleRequest] = []  # requests that are offered
 
     # ------------------------------------------------------------------------------------------------- queries
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks of the pool that nothing holds, cached or not."""
+        """Number of free blocks of the pool, cached or not."""
         return len(self._pool.free)
 
     @property
     def num_held_alone(self) -> int:
-        """Blocks of the device that stores hold and nothing else."""
+        """Number of blocks of the device that only stores hold."""
         stores = (self._left, *self._stores.values(), *self._dropped.values())
         holds = Counter(each.device for blocks in stores for each in blocks)
         return sum(self._device.refs[block] == times for block, times in holds.items())
 
     @property
     def is_idle(self) -> bool:
-        """Whether no store is under way, so that an engine without requests need not step."""
+        """Whether no store is in flight, so that an engine without requests need not step."""
         return not (self._left or self._stores or self._dropped)
 
     def resident(self) -> list[tuple[int, int]]:
-        """Names of what the pool has, (group, hash), copies repeated."""
+        """Return the names of the blocks in the pool, (group, hash), copies repeated."""
         return [name for block in range(1, self._num_blocks + 1) for name in self._pool.names(block)]
 
     # ------------------------------------------------------------------------------------------------ requests
 
     def request(self, state: GroupRequest) -> SimpleRequest:
-        """A request of this engine, before it is looked up."""
+        """Make the record of a request, before it is looked up."""
         return SimpleRequest(state)
 
     def match(self, request: SimpleRequest, start: int) -> int:
-        """Look for what follows the tokens that the device has, and pin what is found; returns its tokens.
+        """Look up the tokens that follow those of the device, and pin their blocks; return the number of tokens.
 
         Args:
-            request: whose.
-            start: how many tokens the device has.
+            request: the request.
+            start: number of tokens that the device has.
         """
         self._unpin(request)
         hit = self._found(request.state, start)
@@ -235,7 +231,7 @@ class SimpleOffload:
         return self._coordinator.lookup(rest)  # type: ignore[arg-type]  # it has what a lookup asks for
 
     def count(self, state: GroupRequest, start: int) -> int:
-        """Tokens of a request that are there, behind those that the device has. Changes nothing."""
+        """Count the tokens of a request that the pool has behind those of the device. Changes nothing."""
         found = self._found(state, start)
         return 0 if found is None else found.num_tokens
 
@@ -246,12 +242,12 @@ class SimpleOffload:
             del self._pinned[request]
 
     def allocated(self, request: SimpleRequest, upto: int, external: int) -> None:
-        """A request got blocks: it is offered from now on, and what was found begins to load with the next plan.
+        """Record that a request got blocks: it is offered from now on, and its hit is loaded with the next plan.
 
         Args:
-            request: which.
-            upto: tokens that the device has and the pool brings, together.
-            external: those that the pool brings; 0: it brings none.
+            request: the request.
+            upto: tokens of the device's hit and of the load together.
+            external: tokens that the pool loads; 0 if none.
         """
         groups = self._geometry.groups
         if not self.lazy and request.stored is None:
@@ -263,7 +259,7 @@ class SimpleOffload:
         device: list[int] = []
         slots: list[int] = []
         for group, table, found in zip(groups, request.state.tables, request.hit.blocks, strict=True):
-            first = -(-upto // group.block_size) - len(found)  # what comes stands at the end of what is computed
+            first = -(-upto // group.block_size) - len(found)  # loaded blocks are the last ones of `upto` tokens
             for place, slot in enumerate(found, first):
                 if slot != NULL:
                     device.append(table.blocks[place])
@@ -275,11 +271,11 @@ class SimpleOffload:
         self._to_load.append(request)
 
     def ended(self, request: SimpleRequest, computed: int) -> None:
-        """A request is over, before its blocks are freed: what is left of it is stored with the next step.
+        """End a request before its blocks are freed; its remaining blocks are stored with the next step.
 
         Args:
-            request: which.
-            computed: how many of its tokens are computed.
+            request: the request.
+            computed: number of its computed tokens.
         """
         self._unpin(request)
         if request in self._to_load:
@@ -291,7 +287,7 @@ class SimpleOffload:
             self._requests.remove(request)
 
     def preempted(self, request: SimpleRequest) -> None:
-        """A request lost its blocks: all that it computes again is offered again."""
+        """Record that a request lost its blocks: all tokens that it computes again are offered again."""
         if request.stored is not None:
             request.blocks, request.stored = [[] for _ in request.stored], [0] * len(request.stored)
 
@@ -302,7 +298,7 @@ class SimpleOffload:
 
         Args:
             computing: the requests that compute, in the order of vLLM's scheduler output: new, resumed, running.
-            flush: whether a request was preempted, so that no copy may be under way.
+            flush: whether a request was preempted, so that no copy may stay in flight.
         """
         plan = SimplePlan(flush=flush)
         if self.lazy:
@@ -340,7 +336,7 @@ class SimpleOffload:
         return number
 
     def _offer(self, request: SimpleRequest, computed: int) -> list[CopiedBlock]:
-        """Begin to store what of it is computed, hashed, and neither there nor under way; as much as fits."""
+        """Begin to store the computed and hashed blocks that are neither in the pool nor in flight, as many as fit."""
         offered: list[tuple[tuple[int, int], int, TierEvent]] = []
         if request.stored is None or not self._pool.free:
             return []
@@ -368,7 +364,7 @@ class SimpleOffload:
 
     @property
     def _walk(self) -> int:
-        """Places of the device's queue that a lazy step walks at most.
+        """The most places of the device's queue that a lazy step walks.
 
         vLLM: _estimate_lazy_target_blocks, with a reserve as large as the target.
         """
@@ -379,7 +375,7 @@ class SimpleOffload:
         )
 
     def _walked(self) -> list[CopiedBlock]:
-        """Begin to store what the device evicts next, from where the last walk stopped."""
+        """Begin to store the blocks that the device evicts next, from where the last walk stopped."""
         free = self._device.free
         if self._cursor is not None and self._cursor not in free:
             self._cursor = None
@@ -404,7 +400,7 @@ class SimpleOffload:
         ]
 
     def complete(self, received: Iterable[SimpleRequest], done: Iterable[int]) -> None:
-        """Loads and stores were reported as done, in these orders."""
+        """Complete the loads and stores that are reported as done, in these orders."""
         for request in received:
             if request in self._loading:
                 self._loading.remove(request)
@@ -435,9 +431,9 @@ class SimpleOffload:
             self._device.release(device)
 
     def reset(self) -> bool:
-        """Drop all that the pool has, and publish a Cleared; False, and nothing is dropped, while a copy is under way.
+        """Empty the pool and publish a Cleared; while a copy is in flight, drop nothing and return False.
 
-        What is under way comes for nothing.
+        Copies in flight have no effect.
         """
         self._dropped.update(self._stores)
         self._stores.clear()
@@ -464,7 +460,7 @@ class SimpleOffload:
     # ------------------------------------------------------------------------------------------------- events
 
     def take_events(self) -> list[TierEvent]:
-        """What was published since the last time; it stands behind the device's in a batch."""
+        """Take the events since the last call; in a batch they follow those of the device."""
         events, self._events = self._events, []
         return events
 
@@ -479,7 +475,7 @@ class SimpleOffload:
         return group_extra(group, spec.kind, spec.window, {**LOCALITY, **more})
 
     def _described(self, state: GroupRequest, name: tuple[int, int], place: int) -> TierEvent:
-        """The Stored of one block, with all that there is to say but the session."""
+        """Return the Stored of one block, with all fields except the session."""
         tokens: HashedTokens = state.tokens
         group, block_hash = name
         size, unit, keys = self._geometry.groups[group].block_size, tokens.block_size, tokens.keys
@@ -499,7 +495,7 @@ class SimpleOffload:
         return TierEvent(Stored(parent, (block_hash,), tuple(local)), self.tier, rows, self._extra(group, more))
 
     def _place_of(self, name: tuple[int, int]) -> TierEvent:
-        """What a lazy copy publishes: neither tokens nor a parent, but the size of the block."""
+        """Return the event of a lazy copy: no tokens and no parent, but the size of the block."""
         group, block_hash = name
         spec = self._geometry.groups[group]
         more = {"block_size": spec.block_size, "kv_cache_spec_kind": spec.kind}

@@ -1,4 +1,4 @@
-"""A store that engines share, below one engine of vLLM: what takes the place of its host, and what it does in time."""
+"""A store that engines share, below one engine of vLLM: it takes the place of the host and of its time."""
 
 from __future__ import annotations
 
@@ -25,23 +25,24 @@ if TYPE_CHECKING:
 
 # Theory of operation
 #
-# It is asked as a `NativeOffload` is: a look-up at admission, a plan at the end of each step, and the transfers that
-# are done. But it holds the blocks of the device that a transfer reads, nothing in it is the engine's own, and what has
-# gone from it is noticed only as it is loaded: then the request computes from there on.
+# A store has the interface of a `NativeOffload`: a look-up at admission, a plan at the end of each step, and the
+# completed transfers. There are three differences. It holds the blocks of the device that a transfer reads. Its
+# contents do not belong to one engine. A missing block is noticed only when it is loaded; the request then computes
+# from there on.
 
 
 class WaitsForEverError(KvMockError, RuntimeError):
-    """A request of vLLM waits for a load that no step begins, with its blocks; no reset succeeds from now on."""
+    """A request of vLLM holds its blocks and waits for a load that no step begins; no reset succeeds from now on."""
 
 
 class StoreComputing(NamedTuple):
     """A request that computes tokens in a step.
 
     Attributes:
-        request: which, as the connector knows it.
-        blocks: the blocks that it has; not copied.
-        before: how many of its tokens the steps before have computed, or found.
-        upto: how many are computed with this step.
+        request: the connector's record of the request.
+        blocks: its blocks; not copied.
+        before: number of its tokens that earlier steps have computed or found.
+        upto: number of its tokens computed after this step.
         is_admitted: whether it was admitted in this step.
         is_resumed: whether it was preempted since it last computed.
     """
@@ -55,20 +56,20 @@ class StoreComputing(NamedTuple):
 
 
 class StoreHost(ABC):
-    """What one engine has in a store that it shares; it stands where a `NativeOffload` does.
+    """A shared store as the host of one engine, in place of a `NativeOffload`.
 
     Args:
         manager: the block manager above it.
 
     Raises:
-        ValueError: that is of another kind than was recorded over such a store.
+        ValueError: this kind of manager was not recorded over a store.
 
     Attributes:
-        tier: that of its blocks in events.
-        blocks_per_chunk: blocks that have one name there.
-        files: None, as the next two: it has no folder, no size of its own, and offers again what had no room.
-        num_blocks: as above.
-        unmet_offer: as above.
+        tier: the tier of its blocks in events.
+        blocks_per_chunk: number of blocks that share a name there.
+        files: None: it has no folder.
+        num_blocks: None: it has no size of its own.
+        unmet_offer: None: chunks without room are offered again.
     """
 
     tier: StorageTier
@@ -77,7 +78,7 @@ class StoreHost(ABC):
     num_blocks = None
     unmet_offer = None
     has_questions = False
-    """Whether look-ups were asked that are answered with the next step."""
+    """Whether look-ups wait for their answers in the next step."""
 
     def __init__(self, manager: KvManager) -> None:
         if not isinstance(manager, BlockPoolManager):
@@ -88,13 +89,13 @@ class StoreHost(ABC):
         self._manager = manager
         self._pins: Counter[int] = Counter()
         self._next = 0
-        self._states: dict[Any, PoolRequest] = {}  # of the requests that load
+        self._states: dict[Any, PoolRequest] = {}  # of loading requests
 
     # ------------------------------------------------------------------------------------------- what a store does
 
     @abstractmethod
     def request(self, tokens: HashedTokens) -> Any:
-        """What the connector knows a request with these tokens as."""
+        """Make the connector's record of a request with these tokens."""
 
     @abstractmethod
     def lookup(self, tokens: HashedTokens, start: int) -> int:
@@ -102,60 +103,61 @@ class StoreHost(ABC):
 
     @abstractmethod
     def match(self, request: Any, start: int) -> Hit | None:
-        """Look up a request that would be admitted, of which the device has `start` tokens; None: ask again in the
-        next step.
+        """Look up a request that would be admitted, behind `start` tokens on the device.
+
+        Return None if it must be asked again in the next step.
         """
 
     @abstractmethod
     def admitted(self, request: Any) -> None:
-        """A request has the blocks that it computes into."""
+        """Record that a request has blocks to compute into."""
 
     @abstractmethod
     def allocated(self, request: Any, blocks: Sequence[Sequence[int]], hit: Hit, named: object = None) -> None:
-        """A request has blocks, and a hit is loaded into them."""
+        """Record that a request has blocks, and that a hit is loaded into them."""
 
     @abstractmethod
     def plan(self, step: OffloadStep) -> OffloadPlan:
         """Plan the transfers of a step.
 
         Raises:
-            EngineDied: the original's engine ends by it.
+            EngineDied: the original engine would end.
         """
 
     @abstractmethod
     def complete(self, jobs: Iterable[int]) -> list[Any]:
-        """Transfers are done; returns the requests all of whose loads are."""
+        """Complete transfers; return the requests whose loads are all done."""
 
     @abstractmethod
     def take_events(self) -> Sequence[TierEvent]:
-        """Take the events since the last time, to be published after those of the device."""
+        """Take the events since the last call, to be published after those of the device."""
 
     @abstractmethod
     def empty(self) -> None:
-        """Empty the store, for all of its engines, without an event."""
+        """Empty the store for all its engines, without an event."""
 
     def reset(self) -> None:  # noqa: B027 - what is under way ends with the engine
-        """The engine goes away; the store keeps what it has."""
+        """Do nothing when the engine goes away: the store keeps its contents."""
 
     # ------------------------------------------------------------------------------------------ what is nothing here
 
     def number_adapters(self, lora_ids: LoraIds) -> None:  # noqa: B027 - as the next two
-        """Nothing: its events name no adapter."""
+        """Do nothing: its events name no adapter."""
 
     def shuffle_with(self, rng: Random) -> None:  # noqa: B027 - as the next one
-        """Nothing: what it publishes has an order."""
+        """Do nothing: its events have a defined order."""
 
     def ended(self, request: Any, *, computed: int | None = None) -> None:  # noqa: B027 - nothing to do
-        """Nothing: it is told with the step."""
+        """Do nothing: the step reports ended requests."""
 
     def resident_names(self, group: int = 0) -> list[int]:  # noqa: ARG002 - one group
-        """Nothing: what the store has is no engine's own."""
+        """Return nothing: the contents of the store do not belong to one engine."""
         return []
 
     # ----------------------------------------------------------------------------------------------- for subclasses
 
     def loads(self, request: Any, state: PoolRequest) -> None:
-        """The request of its driver that loads."""
+        """Record the driver's request for a request that loads."""
         self._states[request] = state
 
     def _hold(self, blocks: list[int]) -> None:
@@ -168,27 +170,28 @@ class StoreHost(ABC):
 
     @property
     def num_held_alone(self) -> int:
-        """Blocks of the device that transfers hold and nothing else."""
+        """Number of blocks of the device that only transfers hold."""
         return self._manager.count_held_by(+self._pins)
 
     def _transfer(self, request: Any, blocks: int, *, is_load: bool = False) -> OffloadTransfer:
-        """One of `blocks` blocks, with a number of its own."""
+        """Make a transfer of `blocks` blocks with a new number."""
         number, self._next = self._next, self._next + 1
         return OffloadTransfer(number, request, (), range(blocks), (), (), (), is_load=is_load)
 
     def _loaded(self, request: Any, upto: int) -> None:
-        """All that comes for a request has come, up to this token."""
+        """Record that the load of a request has arrived, up to `upto` tokens."""
         state = self._states.pop(request)
         state.num_computed_tokens = min(state.num_computed_tokens, upto)
 
 
 class StoreDriver(OffloadDriver):
-    """Turns requests into lookups, allocations and frees over a store, and notes what was computed before each step.
+    """Turns requests into lookups, allocations and frees over a store, and records the tokens computed before each
+    step.
 
     Args:
-        manager: vLLM's, with a `StoreHost` below it.
-        prefix_caching: as of its base; without it nothing is stored.
-        rng: as of its base.
+        manager: a `BlockPoolManager` with a `StoreHost` below it.
+        prefix_caching: as in the base; without it nothing is stored.
+        rng: as in the base.
     """
 
     offload: Any
@@ -196,43 +199,43 @@ class StoreDriver(OffloadDriver):
     def __init__(self, manager: KvManager, prefix_caching: bool, rng: Random) -> None:
         super().__init__(manager, prefix_caching, rng)
         self._before: dict[Any, int] = {}
-        self._began: set[Any] = set()  # those that have computed since they were admitted
+        self._began: set[Any] = set()  # requests that have computed since their admission
         self._admitted: set[Any] = set()  # in this step
         self._resumed: set[Any] = set()
         self._by_reset: list[Any] = []
 
     def held_by_copies(self) -> int:
-        """Blocks of the device that are held for puts alone, and free once these are done."""
+        """Count the blocks of the device that only puts hold; they are free once the puts are done."""
         held: int = self.offload.num_held_alone
         return held
 
     def found_below(self, request: PoolRequest) -> int:
-        """Tokens of a request that the store has, beyond those that the device has. Changes nothing."""
+        """Count the tokens of a request that the store has beyond those of the device. Changes nothing."""
         found: int = self.offload.lookup(request.tokens, self.lookup(request))
         return found
 
     def loads(self, request: PoolRequest) -> None:
-        """A request got blocks for what it loads."""
+        """Record that a request got blocks for its load."""
         super().loads(request)
         self.offload.loads(self.known(request), request)
 
     def leave(self, request: PoolRequest) -> Any:
-        """Have another one know what a request has loaded for it, and its blocks."""
+        """Move the load of a request and its blocks to a new request; return that."""
         left = super().leave(request)
         self.offload.loads(self.known(left), left)
         return left
 
     def was_reset(self) -> None:
-        """What is preempted by now was so by a reset: no step stands between that and what comes next."""
+        """Record that a reset caused the preemptions so far: no step separates them from the next operation."""
         self._by_reset = list(self._preempted)
 
     def needs_step(self, request: PoolRequest) -> bool:
-        """Whether a request was preempted in a step that the connector has not been told of."""
+        """Return whether a step, not a reset, preempted a request and was not reported to the connector yet."""
         known = self._known.get(request)
         return known in self._preempted and known not in self._by_reset
 
     def take_step(self) -> OffloadStep:
-        """Take what has happened since the last step."""
+        """Take the record since the last step."""
         step = super().take_step()
         self._began |= self._admitted
         self._resumed -= self._admitted
@@ -240,23 +243,23 @@ class StoreDriver(OffloadDriver):
         return step
 
     def allocate(self, request: PoolRequest, upto: int) -> int:
-        """Allocate for the first `upto` tokens, and count them as computed; all of them, or none."""
+        """Allocate for the first `upto` tokens and count them as computed; all of them, or none."""
         before = request.num_computed_tokens if request.block_ids else self.lookup(request)
         self._before.setdefault(request, before)
         return super().allocate(request, upto)
 
     def step_inside(self, request: PoolRequest, upto: int) -> bool:
-        """Count the tokens up to one as computed, if that takes, fills and frees no block."""
+        """Count the first `upto` tokens as computed if that takes, fills and frees no block."""
         self._before.setdefault(request, request.num_computed_tokens)
         return super().step_inside(request, upto)
 
     def generate_quietly(self, request: PoolRequest, tokens: Sequence[int]) -> None:
-        """Compute the last token and append one, as often as there are tokens."""
+        """Compute the last token and append the next, for each of these tokens."""
         self._before.setdefault(request, request.num_computed_tokens)
         super().generate_quietly(request, tokens)
 
     def free(self, request: PoolRequest, *, done: bool) -> None:
-        """Free all blocks; those that are put are held until that is done."""
+        """Free all blocks; blocks in a put stay held until it is done."""
         self._began.discard(request)
         self._admitted.discard(request)
         if done:
@@ -286,7 +289,7 @@ class StoreHostTime(NativeHostTime):
     """The time of a worker over vLLM's block manager and a store.
 
     Attributes:
-        is_dead: whether the engine has ended by what it was asked for.
+        is_dead: whether an operation has ended the engine.
     """
 
     _offload: Any
@@ -295,7 +298,7 @@ class StoreHostTime(NativeHostTime):
         """Run one step; see `NativeHostTime.step`.
 
         Raises:
-            EngineDied: the original's engine ends by it.
+            EngineDied: the original engine would end.
         """
         try:
             super().step()
@@ -304,24 +307,25 @@ class StoreHostTime(NativeHostTime):
             raise
 
     def deadline(self) -> float | None:
-        """When the next step has something to do; None: nothing is under way."""
+        """Return when the next step has work; None if nothing is in flight."""
         return self._now if self._offload.has_questions else super().deadline()
 
     def was_reset(self) -> None:
-        """Requests were preempted by a reset: the step that admits one again is the one that the connector learns it
-        with, and the original ends by that.
+        """Record that a reset preempted requests.
+
+        The step that admits one of them again is the step that notifies the connector, which ends the original engine.
         """
         self._driver.was_reset()
 
     def empty_below(self) -> None:
-        """Empty the store, for all of its engines, without an event (vLLM: `reset_external`)."""
+        """Empty the store for all its engines, without an event (vLLM: `reset_external`)."""
         self._offload.empty()
 
     def onboard(self, state: Any, *, wait: bool, resumed: bool) -> int:
-        """Load what the store has of a request without blocks; see `HostTime.onboard`.
+        """Load the blocks that the store has of a request without blocks; see `HostTime.onboard`.
 
         Raises:
-            WaitsForEverError: the load is never begun.
+            WaitsForEverError: the load never begins.
         """
         if self._driver.needs_step(state):
             self.step()
@@ -329,7 +333,7 @@ class StoreHostTime(NativeHostTime):
 
     def _pass(self, now: float) -> None:
         super()._pass(now)
-        self.manager.publish_below()  # what the store has to tell, where no step is due
+        self.manager.publish_below()  # events of the store when no step is due
 
     def _wait(self, wait: bool, why: str) -> None:
         if self.deadline() is None:
@@ -341,11 +345,11 @@ class StoreHostTime(NativeHostTime):
 
 
 class StoreBelow(NamedTuple):
-    """What is given to makers of managers in the place of `Tiers`: puts a store below each.
+    """Puts a store below managers; makers of managers take it in place of `Tiers`.
 
     Attributes:
-        kind: of the store.
-        put_below: called with a manager.
+        kind: the kind of store.
+        put_below: called with each manager.
     """
 
     kind: str

@@ -1,6 +1,4 @@
-"""The time that transfers of vLLM's native offload, and copies of SGLang's HiCache, take: each direction one after
-the other.
-"""
+"""The time of transfers in vLLM's native offload and of copies in SGLang's HiCache, sequential in each direction."""
 
 from __future__ import annotations
 
@@ -12,24 +10,24 @@ from pytest_kvmock.engines.vllm.host.offload_steps import OffloadPlan, OffloadTr
 
 # Theory of operation
 #
-# A load begins with its step. A store begins with the next one, so as not to delay this one's sampling, or with this
-# one if it is flushed. A step finds what is done by its time, and waits for what is flushed: that lets time pass. Where
-# two batches are in flight, the next step is scheduled before that is known, and reports it.
+# A load begins with its step. A store begins with the next step, so that it does not delay sampling, or with this step
+# if it is flushed. A step finds the transfers that are done by its time; it waits for flushed transfers, which lets
+# time pass. With two batches in flight, the next step is scheduled before the results are known, and reports them.
 
 
 class HasNumber(Protocol):
-    """What has a number."""
+    """A job with a number."""
 
     @property
     def number(self) -> int:
-        """It."""
+        """The number of the job."""
 
 
 Job = TypeVar("Job", bound=HasNumber)
 
 
 class Direction(Generic[Job]):
-    """Transfers in one direction, the first of which is under way.
+    """The queue of transfers in one direction; the first is in flight.
 
     Args:
         gbps: bandwidth in GB/s; 0 is infinite.
@@ -40,17 +38,17 @@ class Direction(Generic[Job]):
         self._queue: deque[tuple[Job, int]] = deque()
 
     def enter(self, job: Job, num_bytes: int, now: float) -> None:
-        """Put one behind the others."""
+        """Queue a transfer behind the others."""
         self._queue.append((job, num_bytes))
         if len(self._queue) == 1:
             self._link.start(now, num_bytes)
 
     def deadline(self) -> float | None:
-        """When the next one is done; None: there is none."""
+        """Return when the next transfer is done; None if there is none."""
         return self._link.earliest()
 
     def finish(self, now: float) -> list[Job]:
-        """Take out what is done by a time; each begins when the one before it is done."""
+        """Take out the transfers that are done by `now`; each begins when the previous one is done."""
         done: list[Job] = []
         while (earliest := self._link.earliest()) is not None and earliest <= now:
             self._link.advance(earliest)
@@ -60,7 +58,7 @@ class Direction(Generic[Job]):
         return done
 
     def last_of(self, numbers: set[int], now: float) -> float:
-        """When all of some transfers are done, with what is before them; the time, where none of them is here."""
+        """Return when all of these transfers, and those queued before them, are done; `now` if none is queued here."""
         end = now
         copy, at = Link(self._link.gbps), self._link.earliest()
         for place, (job, num_bytes) in enumerate(self._queue):
@@ -75,41 +73,41 @@ class Direction(Generic[Job]):
 
 
 class TimedCopies:
-    """The transfers of one worker that are under way, or about to begin.
+    """The transfers of one worker that are in flight or about to begin.
 
     Args:
         gbps: bandwidth of the link to the host and of the link back, in GB/s; 0 is infinite.
-        block_bytes: bytes of a block.
-        reports_late: whether a step reports what the one before it has found done.
+        block_bytes: bytes per block.
+        reports_late: whether a step reports the transfers that the previous step found done.
     """
 
     def __init__(self, gbps: float, block_bytes: int, *, reports_late: bool = False) -> None:
         self._block_bytes = block_bytes
         self._reports_late = reports_late
-        self._found: list[int] = []  # and not reported yet
+        self._found: list[int] = []  # done, and not reported yet
         self._to_host: Direction[OffloadTransfer] = Direction(gbps)
         self._to_device: Direction[OffloadTransfer] = Direction(gbps)
         self._not_begun: list[OffloadTransfer] = []
 
     @property
     def waits_for_step(self) -> bool:
-        """Whether something begins, or is reported, with the next step."""
+        """Whether transfers begin or are reported with the next step."""
         return bool(self._not_begun or self._found)
 
     def deadline(self) -> float | None:
-        """When the next transfer is done, of those that have begun; None: none has."""
+        """Return when the next transfer that has begun is done; None if none has."""
         both = (self._to_host.deadline(), self._to_device.deadline())
         return min((each for each in both if each is not None), default=None)
 
     def step(self, plan: OffloadPlan, now: float) -> tuple[float, list[int]]:
-        """Carry out what was planned for a step.
+        """Carry out the plan of a step.
 
         Args:
-            plan: what.
+            plan: the plan.
             now: when the step begins, in ms.
 
         Returns:
-            When all that the step waits for is done, and the numbers of the transfers that it reports, in order.
+            When all transfers that the step waits for are done, and the numbers of the reported transfers, in order.
         """
         flushed = [job for job in plan.stores if job.number in plan.flush]
         for job in (*self._not_begun, *flushed):

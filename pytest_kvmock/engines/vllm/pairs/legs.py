@@ -93,7 +93,7 @@ class Leg:
         return f"<Leg {self.name}, {self.status}>"
 
     def asks(self, field: str) -> bool:
-        """Whether this field of its parameters is true."""
+        """Return whether this field of its parameters is true."""
         return self.params is not None and bool(self.params.get(field))
 
     @property

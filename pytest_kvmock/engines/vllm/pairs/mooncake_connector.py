@@ -37,7 +37,7 @@ class PairOffer:
         blocks: the offered blocks, by group.
         is_ready: whether the blocks are offered.
         expires_s: time at which the engine gives it up, in seconds.
-        sending: number of its transfers under way.
+        sending: number of its transfers in flight.
     """
 
     __slots__ = ("blocks", "expires_s", "is_ready", "name", "sending", "sent", "transfer_id")
@@ -79,7 +79,7 @@ class MooncakeConnector:
 
     Attributes:
         engine_id: as given.
-        needs: fields without which a decode leg waits for ever.
+        needs: fields without which a decode leg waits forever.
         needs_delivery: whether a preempted request drops the token in flight.
         offers: the entries, by transfer id.
         ran_out: legs whose blocks were not fetched within the time-out.
@@ -112,7 +112,7 @@ class MooncakeConnector:
             )
 
     def external(self, leg: Leg, local: int) -> int:
-        """Number of tokens of a leg that come from the other engine, after the `local` ones.
+        """Return the number of tokens of a leg that come from the other engine, after the `local` ones.
 
         Raises:
             EngineDied: a decode leg is at a prefill engine.

@@ -7,8 +7,8 @@ Theory of operation. A prefill leg that ends with "length" or "stop" keeps its b
 them. A decode leg with these parameters reads the part of its prompt that is not cached, into blocks without names. Its
 engine notifies the other one when the read is done, or at once if it needs nothing; while the leg is open it sends
 heartbeats. Blocks that are neither read nor renewed are freed when their lease ends. The scheduler's half collects
-tasks between two steps, and the worker's half gets them with each step (`plan`). So reads, leases and heartbeats begin
-within a step.
+tasks between two steps, and the worker's half gets them with each step (`plan`). Reads, leases and heartbeats therefore
+begin within a step.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class NixlConnector:
 
     Attributes:
         engine_id: as given.
-        needs: fields without which a decode leg waits for ever.
+        needs: fields without which a decode leg waits forever.
         needs_delivery: whether a preempted request drops the token in flight, as freed blocks may not be handed over.
         leases: by leg, the time until which its blocks are kept, in seconds.
         address: the fields of hand-overs that name its side channel.
@@ -113,7 +113,7 @@ class NixlConnector:
         self._beats_of[leg.name] = engine, request
 
     def external(self, leg: Leg, local: int) -> int:
-        """Number of tokens of a leg that come from the other engine, after the `local` ones."""
+        """Return the number of tokens of a leg that come from the other engine, after the `local` ones."""
         params = leg.params
         if params is None:
             return 0
@@ -199,7 +199,7 @@ class NixlConnector:
         }
 
     def _clipped(self, tables: Sequence[Sequence[int]]) -> list[list[int]]:
-        """The blocks to hand over, by group; for a window group, the last ones."""
+        """Return the blocks to hand over, by group; for a window group, only the last ones."""
         return [list(blocks[-most:] if most else blocks) for blocks, most in zip(tables, self._windows, strict=True)]
 
     def _stop_beating(self, name: str) -> None:

@@ -1,6 +1,4 @@
-"""What a scheduler needs of an engine of a P/D pair: the requests that wait for a load, in the form in which a host has
-them.
-"""
+"""The host time that a scheduler needs for an engine of a P/D pair, with the requests that wait for a load."""
 
 from __future__ import annotations
 
@@ -40,12 +38,14 @@ class PairParking:
         return not any(leg.status == "received" for leg in self._parked)
 
     def first(self) -> Any:
-        """The request to admit before all that hold no blocks, preempted ones included; None if there is none."""
+        """Return the request to admit before all requests without blocks, preempted ones included; None if there is
+        none.
+        """
         while self._ahead:
             request, leg = next(iter(self._ahead.items()))
             if leg.finish is None:
                 return request
-            del self._ahead[request]  # it was called off
+            del self._ahead[request]  # it was aborted
         return None
 
     def request_of(self, leg: Leg) -> Any:
@@ -60,7 +60,8 @@ class PairParking:
     ) -> Literal["parked", "blocked", "none"]:
         """Give a request blocks for the part of its prompt that another engine has.
 
-        "blocked": there is no room in addition to what other requests still need.
+        Return "blocked" if there is no room in addition to the blocks that other requests still need, "none" if it
+        loads nothing.
         """
         port = self._port
         leg = port.leg(request.state)
@@ -95,7 +96,7 @@ class PairParking:
             request.computed_tokens = request.state.num_computed_tokens
 
     def landed_tokens(self, request: Any) -> int:
-        """Number of tokens that a request, which is admitted now, did not compute."""
+        """Return the number of tokens that a request, which is admitted now, did not compute."""
         leg = self._ahead.pop(request, None)
         if leg is None:
             return 0
@@ -125,7 +126,7 @@ class PairTime:
 
     sees_each_step = False
     may_do_more = False
-    """What comes is reported with the step of its port, after a pass."""
+    """Arrived loads are reported with the step of the port, after a pass."""
 
     def __init__(self, port: PairPort, running: Callable[[], Sequence[Any]]) -> None:
         self._port = port

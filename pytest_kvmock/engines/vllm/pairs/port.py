@@ -70,7 +70,7 @@ class PairPort:
         loads: the transfers that it waits for, by leg.
         answers: the hand-overs of ended legs, by leg.
         stale_reads: legs that read blocks which were no longer kept.
-        unmet: transfers that timed out here as the engine that was asked never had their prefill leg; with its name.
+        unmet: transfers that timed out here because the sending engine never had their prefill leg; with its name.
         freed_early: legs whose blocks were free when a transfer into them ended.
         on_begin: called when a transfer to it begins; None: not called.
         death: the error that ended the engine; None while it is alive.
@@ -78,7 +78,7 @@ class PairPort:
         bootstrap_addr: with Mooncake, address of its bootstrap server.
         has_clock: whether its time is that of its owner, not of its passes.
         is_lost: whether its engine was emptied, so that nothing can be read there.
-        is_named: whether it was given a name of its own.
+        is_named: whether its name was changed.
         ranks: the ports of all ranks of its worker, in order.
     """
 
@@ -108,7 +108,7 @@ class PairPort:
         self.told: list[tuple[str, str]] = []
         self.unmet: list[tuple[str, str]] = []
         self.freed_early: list[str] = []
-        self._came: set[str] = set()  # of Mooncake, transfers of its prefill legs
+        self._came: set[str] = set()  # with Mooncake, transfers of its prefill legs
         self.on_begin: Begun | None = None
         self.death: EngineDied | None = None
         self.ranks: Sequence[PairPort] = (self,)
@@ -129,8 +129,8 @@ class PairPort:
     def join_ranks(ports: Sequence[PairPort]) -> None:
         """Let ports be the ranks of one worker, in their order.
 
-        Each is an engine of its own, whose side channel's port is that of the first one and its rank. Others find all
-        of them by one, as Mooncake's bootstrap server names them.
+        Each rank is a separate engine; the port of its side channel is the first engine's port plus its rank. Other
+        engines find all ranks through any of them, as with Mooncake's bootstrap server, which names them all.
         """
         if tuple(ports) == ports[0].ranks:
             return
@@ -141,7 +141,7 @@ class PairPort:
             port.rename(f"{name}_dp{rank}", own)
 
     def leg(self, state: Any) -> Leg | None:
-        """The leg of a driver's request; None for an ordinary request."""
+        """Return the leg of a driver's request; None for an ordinary request."""
         return self._of.get(state)
 
     def open(self, state: Any, hand_over: Mapping[str, Any], prompt_tokens: int, name: str = "") -> Leg:
@@ -167,7 +167,7 @@ class PairPort:
     def new_hand_over(self) -> HandOver:
         """Return the parameters that a router makes for both legs of one hand-over (Mooncake).
 
-        They are those of the decode leg, which has all fields.
+        They are the parameters of the decode leg, which has all fields.
         """
         return HandOver(
             {
@@ -186,8 +186,8 @@ class PairPort:
         return HandOver(fields, self.role.hand_over, self)
 
     def prefill_leg(self, hand_over: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return the parameters of a prefill leg as proxies send them; with Mooncake, with the transfer id of the
-        decode leg.
+        """Return the parameters of a prefill leg as proxies send them; with Mooncake they have the decode leg's
+        transfer id.
         """
         params: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
         if not self.role.reads:
@@ -363,7 +363,7 @@ class PairPort:
         self.connector.transfer_ended(transfer, ok=ok)
 
     def _holds(self, transfer: PairTransfer) -> bool:
-        """Whether a leg still has the blocks that a transfer fills."""
+        """Return whether a leg still has the blocks that a transfer fills."""
         leg = self.side.legs.get(transfer.name)
         held = {block for group in (() if leg is None else self.driver.tables(leg.state)) for block in group}
         return held.issuperset(block for group in transfer.local for block in group)
@@ -395,7 +395,7 @@ class PairPort:
     # --------------------------------------------------------------------------------------------------------- queries
 
     def lacking(self, leg: Leg) -> list[str]:
-        """The fields that the parameters of a decode leg lack, so that it waits for ever; none: it does not."""
+        """Return the missing parameters that make a decode leg wait forever; empty if it does not."""
         if leg.status != "loading" or leg.name in self.loads:
             return []
         return [name for name in self.connector.needs if (leg.params or {}).get(name) is None]
@@ -417,7 +417,7 @@ class PairPort:
         return tuple(out)
 
     def lease_until_s(self, name: str) -> float | None:
-        """Time at which the lease of a leg ends; None if it has none."""
+        """Return the time at which the lease of a leg ends; None if it has none."""
         connector = self.connector
         if isinstance(connector, NixlConnector):
             return connector.leases.get(name)

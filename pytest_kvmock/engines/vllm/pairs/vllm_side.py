@@ -1,4 +1,4 @@
-"""What vLLM's scheduler does for KV that comes from another engine, or is kept for one.
+"""The part of vLLM's scheduler for KV that comes from another engine, or is kept for one.
 
 It decides which leg holds blocks, which waits, and when blocks are named.
 
@@ -6,13 +6,13 @@ One subject: the part of `v1/core/sched/scheduler.py` of 0.33.0 for connectors. 
 step belong to the driver.
 
 Theory of operation. A leg that loads gets blocks for its whole prompt at its admission, and then waits with them
-outside of the running requests; the blocks have no names. A later step reports the end of the transfer. The leg stays
-so until the scheduler next reaches it, before all legs that wait without blocks. Then its blocks are named and
-published, and all tokens but its last count as computed. So received blocks are not published while all places are
-taken, a step preempts, or a step has no tokens left.
+outside of the running requests; the blocks have no names. A later step reports the end of the transfer. The leg keeps
+waiting until the scheduler next reaches it, before all legs that wait without blocks. Then its blocks are named and
+published, and all its tokens except the last count as computed. Received blocks are therefore not published while all
+places are taken, a step preempts, or a step has no tokens left.
 
-A load holds its blocks for the whole transfer. So it is admitted only if it fits in addition to the blocks that other
-unfinished prompts still need. The first leg that does not fit blocks all after it.
+A load holds its blocks for the whole transfer. It is therefore admitted only if it fits in addition to the blocks that
+other unfinished prompts still need. The first leg that does not fit blocks all legs after it.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 
 
 class PairDriver(Protocol):
-    """The interface that it needs of a block manager's driver."""
+    """The interface that `VllmSide` needs of a block manager's driver."""
 
     manager: Any
 
     def lookup(self, request: Any) -> int:
-        """Number of cached tokens of a request."""
+        """Return the number of cached tokens of a request."""
 
     def room(self) -> int:
-        """Number of blocks in the free queue."""
+        """Return the number of blocks in the free queue."""
 
     def tables(self, request: Any, tokens: int | None = None) -> tuple[list[int], ...]:
-        """The blocks that a request holds, by group."""
+        """Return the blocks that a request holds, by group."""
 
     def blocks_to_hold(self, request: Any, upto: int, *, external: int = 0, hits: bool = True) -> int:
         """Count the blocks that a request needs from the free queue."""
@@ -51,7 +51,7 @@ class PairDriver(Protocol):
 
 
 class Connector(Protocol):
-    """The interface that it needs of a connector's scheduler half."""
+    """The interface that `VllmSide` needs of a connector's scheduler half."""
 
     @property
     def needs_delivery(self) -> bool:
@@ -61,7 +61,7 @@ class Connector(Protocol):
         """Note the arrival of a leg."""
 
     def external(self, leg: Leg, local: int) -> int:
-        """Number of tokens of a leg that come from another engine."""
+        """Return the number of tokens of a leg that come from another engine."""
 
     def allocated(self, leg: Leg, external: int, nameless: Tables) -> None:
         """Note that a leg has blocks."""
@@ -77,10 +77,10 @@ class WaitingLegs(Protocol):
     """The legs that wait without blocks, in order."""
 
     def __len__(self) -> int:
-        """Number of waiting legs."""
+        """Return the number of waiting legs."""
 
     def __getitem__(self, place: int, /) -> Leg:
-        """The leg at a position; only the first is used."""
+        """Return the leg at a position; only the first is used."""
 
     def popleft(self) -> Leg:
         """Take out the first leg, which was admitted."""
@@ -192,7 +192,7 @@ class VllmSide:
             prefills: running requests with unfinished prompts, in addition to the legs.
 
         Returns:
-            False, and nothing changed, if there is no room in addition to what others still need.
+            False, and nothing changed, if there is no room in addition to the blocks that others still need.
         """
         driver, state, upto = self._driver, leg.state, leg.local_tokens + leg.external_tokens
         others = (*(each.state for each in self._prefills), *prefills)
@@ -206,8 +206,9 @@ class VllmSide:
         return True
 
     def take_up(self, leg: Leg) -> None:
-        """Name the received blocks of a leg, which runs next; tokens that a failed load did not bring are computed
-        here.
+        """Name the received blocks of a leg, which runs next.
+
+        Tokens that a failed load did not bring are computed here.
         """
         state, driver = leg.state, self._driver
         computed = state.num_computed_tokens
@@ -246,8 +247,9 @@ class VllmSide:
             leg.stale = leg.in_flight
 
     def end(self, leg: Leg, finish: Finish, now_s: float, *, at_first_token: bool = False) -> dict[str, Any] | None:
-        """End a leg; return the parameters of its answer. `at_first_token`: whether the answer comes with its first
-        token.
+        """End a leg; return the parameters of its answer.
+
+        `at_first_token` tells whether the answer comes with its first token.
         """
         state, driver, was = leg.state, self._driver, leg.status
         leg.finish, leg.status = finish, "over"
