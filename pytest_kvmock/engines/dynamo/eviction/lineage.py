@@ -187,7 +187,7 @@ class LineagePolicy(EvictionPolicy):
         rivals[rivals.index(slot)], node.slot = node.slot, slot
 
     def _link(self, node: _Node, parent: _Node) -> None:
-        """Make a place the child of another; an old parent (of a block with the same place) still counts it as a child."""
+        """Make a place the child of another. The old parent still counts it, if a block of the same place gave it one."""
         if node.parent is not None:
             self._left_behind.add((node.parent, node.key))
         node.parent = parent
