@@ -240,8 +240,8 @@ class MockEngineArgs:
       `reasoning`, a duplicate key, and a port above 65535 are also errors.
     - Numbers must be finite.
     - `sglang.schedule_policy` must exist (the original reads any other value as "fifo").
-      `sglang.schedule_conservativeness` and `clip_max_new_tokens` must be at least 0, the other numbers of `sglang` at
-      least 1. `reasoning.thinking_ratio` must be from 0 to 1.
+      `sglang.schedule_conservativeness` must be at least 0, the other numbers of `sglang`, except
+      `clip_max_new_tokens`, at least 1. `reasoning.thinking_ratio` must be from 0 to 1.
     - An unreadable profile is an error in JSON, too; Dynamo's JSON takes the polynomial model instead.
 
     Raises:
@@ -561,7 +561,7 @@ class MockEngineArgs:
 
     @property
     def needs_kv_publisher(self) -> bool:
-        """Whether the engine publishes events: only with prefix caching, and not as a decode worker outside of pairs."""
+        """Whether the engine publishes events: with prefix caching, and not as a decode worker (except in pairs)."""
         return self.enable_prefix_caching and (self.worker_type != "decode" or self.pair_role is not None)
 
     def handoff_ms(self, prompt_tokens: int, fresh_tokens: int | None = None) -> float:

@@ -61,7 +61,7 @@ class Calendar:
         self._ends: list[float] = []
         self._first = 0  # number of the pass of the first end
         self._since: dict[ScheduledRequest, int] = {}
-        # (pass, number of the sleep, request); an entry of a request that woke early may wake its next sleep early.
+        # (pass, number of the sleep, request); a stale entry of a request that woke early may end its next sleep early.
         self._due: list[tuple[int, int, ScheduledRequest]] = []
         self._slept = 0
         self._lengths = 0  # sum over the sleepers: each length less the number of passes when it fell asleep

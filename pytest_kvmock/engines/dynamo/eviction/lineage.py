@@ -187,7 +187,7 @@ class LineagePolicy(EvictionPolicy):
         rivals[rivals.index(slot)], node.slot = node.slot, slot
 
     def _link(self, node: _Node, parent: _Node) -> None:
-        """Make a place the child of another. The old parent still counts it, if a block of the same place gave it one."""
+        """Make a place the child of another. An old parent, of another block with this place, still counts it."""
         if node.parent is not None:
             self._left_behind.add((node.parent, node.key))
         node.parent = parent

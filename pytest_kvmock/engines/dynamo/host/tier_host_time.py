@@ -68,7 +68,7 @@ class Parked:
 
     @property
     def is_open(self) -> bool:
-        """Whether slots are reserved for the blocks: until `resume`, `give_up`, or the manager cancels its transfers."""
+        """Whether slots are reserved for the blocks: until `resume`, `give_up`, or a cancellation by the manager."""
         return self._scheduled.is_open
 
     @property
@@ -336,7 +336,7 @@ class TierHostTime(HostTime):
         return engine.lookup(plhs[self._driver.lookup(request) // size :]) * size
 
     def onboard(self, state: Any, *, wait: bool, resumed: bool) -> int:
-        """Load back the blocks of a new request from the host; as in Dynamo's scheduler, nothing for a preempted one."""
+        """Load back the blocks of a new request from the host; as in Dynamo's scheduler, none for a preempted one."""
         if resumed:
             return 0
         plhs = tuple(state.positional_lineage_hashes)
