@@ -278,11 +278,11 @@ class Scheduler(ABC):
         return []
 
     def settle(self, passes: Sequence[ForwardPass], *, is_idle: bool) -> None:  # noqa: B027 - most have nothing to settle
-        """Settle what follows from the passes of all ranks of its worker together.
+        """Update the state that depends on the passes of all ranks of its worker.
 
         Args:
-            passes: those that were run.
-            is_idle: whether none of the ranks has a request now.
+            passes: the passes that were run.
+            is_idle: whether no rank has a request now.
         """
 
     @abstractmethod

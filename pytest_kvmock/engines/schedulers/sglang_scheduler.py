@@ -372,7 +372,7 @@ def _given(value: float | None) -> Any:
 
 
 def _beginning(tokens: Any, count: int) -> Any:
-    """Return the beginning of a request: its first tokens, or, if unknown, the names of its first pages and a length."""
+    """Return the beginning of a request: its first tokens, or, if unknown, its first pages' names and a length."""
     if tokens.tokens is not None:
         return tuple(tokens.tokens[:count])
     return tuple(tokens.names[: count // tokens.block_size]), min(count, len(tokens))
