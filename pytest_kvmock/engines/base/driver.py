@@ -189,7 +189,7 @@ class Driver(Protocol):
         """
 
     def lookup(self, request: Any) -> int:
-        """Count the leading tokens of a request, with its output, that are cached now. Changes nothing, even recency."""
+        """Count the leading tokens of a request, output included, that are cached. Changes nothing, recency included."""
 
     def need(self, request: Any, upto: int, tokens: Sequence[int] = ()) -> int:
         """Count the blocks that a request needs and no request holds; compare it with `room`.
@@ -433,7 +433,7 @@ class CountingDriver(CapacityDriver, Protocol):
         """
 
     def blocks_to_completion(self, request: Any, tokens: int) -> list[int]:
-        """Count the blocks of each window that a request needs until it has `tokens` tokens; hits are not subtracted."""
+        """Count the blocks of each window that a request needs for `tokens` tokens in all; hits are not subtracted."""
 
     def blocks_of_step(self, request: Any) -> list[int]:
         """Count the blocks of each window that the next step of a request takes; hits are not subtracted."""
