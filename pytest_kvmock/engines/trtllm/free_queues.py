@@ -45,7 +45,7 @@ class FreeQueues:
         block.duration, block.expires = duration, None
 
     def release(self, block: CacheBlock) -> None:
-        """Put a block at the end of the queue of its level and priority; a priority with a duration expires after it."""
+        """Put a block at the end of the queue of its level and priority; after its duration, the priority expires."""
         block.is_free = True
         self._queues[block.level].setdefault(block.priority, OrderedDict())[block.id] = block
         self.free[block.level] += 1

@@ -105,7 +105,7 @@ class ReuseScope:
 
     @classmethod
     def of_prompt(cls, keys: object, lora_ids: LoraIds, *, to_look: bool = False) -> Self:
-        """Return the scope of a request with these `PromptKeys`, or None.
+        """Return the scope of a request with these `PromptKeys`.
 
         Adapters are numbered in the order of their first use; a look-up does not count as a use.
         """
