@@ -89,7 +89,7 @@ class ChildMap(Generic[BlockT]):
         return [self._blocks[key] for key in self._walk()]
 
     def alike(self, key: BlockKey) -> list[tuple[int, BlockT]]:
-        """Return the number of common tokens, and the child, for each child with a key's adapter, salt and first token."""
+        """Return each child with a key's adapter, salt and first token, after the number of their common tokens."""
         return [(_common(key.tokens, each.tokens), self._blocks[each]) for each in self._by_first.get(_first(key), ())]
 
 

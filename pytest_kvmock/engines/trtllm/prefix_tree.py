@@ -139,7 +139,7 @@ class PrefixTree:
         return found
 
     def add(self, parent: TreeBlock, tokens: tuple[int, ...], hasher: V1Hasher | V2Hasher) -> TreeBlock:
-        """Add a block that no child covers behind another block; it takes the pages of shorter siblings, which leave."""
+        """Add a block that no child covers behind another; it takes the pages of shorter siblings, which leave."""
         before = None if parent.position < 0 else parent.digest
         digest = hasher.digests(tokens, self.block_size, parent.position + 1, before)[0]
         block = TreeBlock(tokens, digest, hasher.name(digest), parent, len(self.groups))

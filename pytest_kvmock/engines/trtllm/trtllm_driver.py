@@ -47,7 +47,7 @@ class TrtllmDriver(IterationDriver[V1Manager]):
         return replace(super().powers, scarce=self.scarce)
 
     def need(self, request: V1Request, upto: int, tokens: Sequence[int] = ()) -> int:
-        """Count the blocks of all its tokens and of these steps, without blocks that it has, and hits that others hold."""
+        """Count the blocks of all its tokens and of these steps, except blocks it has, and hits that others hold."""
         manager, size = self.manager, self.manager.block_size
         first = 0 if request in manager.requests else manager.blocks_needed(request)
         held = request.length or len(request)

@@ -1,4 +1,4 @@
-"""Drives TensorRT-LLM's V2 cache like its engine: prompts are stored chunk by chunk as computed, output is not stored."""
+"""Drives TensorRT-LLM's V2 cache like its engine: prompts are stored chunk by chunk, output is not stored."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TrtllmV2Driver(IterationDriver[V2Manager]):
     def need(self, request: V2Request, upto: int, tokens: Sequence[int] = ()) -> int:
         """Count the pages that it needs and no request has, the maximum over pools.
 
-        More than all pages if it cannot be resumed.
+        More than are free if it may not be resumed.
         """
         length = max(request.capacity, upto + max(len(tokens) - 1, 0))
         return self.manager.pages_needed(request, length)
