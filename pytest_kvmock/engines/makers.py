@@ -203,9 +203,10 @@ PARTS: Final = (
 
 
 def sglang(*, tiers: Any = None, unified: bool = False, **options: Any) -> KvManager:
-    """Make a `RadixCacheManager`, a `HybridCacheManager` for a window, states or drafts, or a `HiCacheManager` for tiers.
+    """Make a `RadixCacheManager`, or a `HybridCacheManager` for a window, states or drafts.
 
-    With `unified`, as in engines of a P/D pair, it is a `HybridCacheManager` for every model.
+    With tiers it is a `HiCacheManager`. With `unified`, as in engines of a P/D pair, it is a `HybridCacheManager` for
+    every model.
     """
     is_plain = tiers is None and not unified and not any(name in options for name in (*PARTS, "speculative"))
     if options.get("dcp", 1) != 1 and not is_plain:

@@ -42,7 +42,7 @@ class HandedOver(Served):
 
 
 class LegRequest(Request):
-    """A request whose prompt is the prefill leg of another engine; it may have to wait for it."""
+    """A decode leg: another engine's prefill leg computes its prompt, for which it may have to wait."""
 
     _port: Any
     _leg: Any = None

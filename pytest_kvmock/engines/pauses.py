@@ -148,7 +148,9 @@ class Pausing:
         return self._paused
 
     def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        """Pause until `wake_up`, like vLLM's `/sleep`; from level 1 on the cache is reset (`reset`).
+        """Pause until `wake_up`, like vLLM's `/sleep`; from level 1 on the cache is reset.
+
+        Events show this only with the next step; see `reset`.
 
         Raises:
             ValueError: the level is not an integer of at least 0; or see `pause`.

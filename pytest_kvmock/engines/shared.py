@@ -129,7 +129,7 @@ def _attach(spec: StoreSpec, store: Any, manager: Any) -> None:
 
 
 def _copies(spec: StoreSpec, manager: Any, ranks: int = 1) -> Any:
-    """Return the copies whose durations are those of transfers, each by one rank."""
+    """Return the durations of transfers, in which each rank moves its part of a block."""
     from pytest_kvmock.engines.vllm.host.timed_copies import TimedCopies
 
     return TimedCopies(spec["gbps"], spec["bytes_per_token"] * manager.block_size // ranks)

@@ -669,7 +669,7 @@ class KvWorker(Pausing):
         return cleared
 
     def cancel_transfers(self) -> None:
-        """Cancel all transfers between tiers, and empty the further tiers without an event. The device keeps its blocks."""
+        """Cancel all transfers between tiers, and empty the further tiers without an event; the device stays unchanged."""
         if self._host_time is not None:
             self._host_time.cancel()
 
@@ -715,7 +715,7 @@ class KvWorker(Pausing):
     # ---------------------------------------------------------------------------------------- for an engine
 
     def attach(self, engine: Engine, *, publishes: bool = True) -> SchedulerDriver:
-        """Let an engine use this worker: it schedules requests on the manager, and starts over when the worker restarts.
+        """Let an engine use this worker: it schedules requests on its manager, and starts over after a restart.
 
         Args:
             engine: the engine.
