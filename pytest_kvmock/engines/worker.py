@@ -669,7 +669,7 @@ class KvWorker(Pausing):
         return cleared
 
     def cancel_transfers(self) -> None:
-        """Cancel all transfers between tiers, and empty the further tiers without an event; the device stays unchanged."""
+        """Cancel all transfers between tiers, and empty the further tiers without an event. The device is unchanged."""
         if self._host_time is not None:
             self._host_time.cancel()
 
