@@ -277,7 +277,7 @@ class Tiers:
 
     @property
     def below(self) -> StorageTier:
-        """The tier for which it stands."""
+        """The tier that these settings describe: the host, or a disk."""
         return StorageTier.DISK if self.disk else StorageTier.HOST_PINNED
 
     @property

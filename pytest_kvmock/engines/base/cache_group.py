@@ -138,7 +138,7 @@ def groups_text(groups: Iterable[CacheGroup]) -> str:
 
 
 def checked_groups(groups: object) -> tuple[CacheGroup, ...]:
-    """Check and return the groups of an engine, of which at least one can be cached.
+    """Check and return the groups of an engine; at least one must be cacheable.
 
     Raises:
         ValueError: they are invalid.

@@ -216,7 +216,7 @@ class CachedSlots:
 
         for name, plh, local, tokens in move_checks.iter_blocks(move, used.served):
             if plh is None:
-                # A partial block has no references to count, and moves neither anchor nor parent.
+                # A partial block has no references to count, and changes neither anchor nor parent.
                 if name not in partials:
                     empty = self._allocate(1, used)
                     if not empty:

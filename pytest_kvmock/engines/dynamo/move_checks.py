@@ -63,7 +63,7 @@ def check_list(value: object, what: str) -> None:
 
 
 def are_plhs(plhs: Sequence[int]) -> bool:
-    """Return whether these are lineage hashes: 128 bits, of which the two highest are not both set."""
+    """Return whether these are lineage hashes: 128 bits, without both highest bits set."""
     try:
         # One pass in C detects negative values, values that are too large, and non-integers.
         bits = reduce(or_, plhs, 0)

@@ -214,7 +214,7 @@ class MockEngineArgs:
         semantics: the scheduler to model. A release of Dynamo: "1.2.1" or "1.6.1" for vllm, "1.6.1" for sglang and
             trtllm. For sglang also "mixed": the scheduler on SGLang's own cache, whose passes compute prompts and
             output. For trtllm also "guaranteed_no_evict" or "max_utilization": policies of TensorRT-LLM's own
-            scheduler, on its own caches. None: that of the engine's backend (`BackendSpec.semantics`), or else "1.2.1"
+            scheduler, on its own caches. None: the default of the backend (`BackendSpec.semantics`), or else "1.2.1"
             for vllm, "mixed" for sglang, "1.6.1" for trtllm. Our addition, not in the JSON.
         performance_model: a `PerformanceModel`, or a pair of callables or milliseconds for `CallableModel`; None: see
             `planner_profile_data`. Our addition.

@@ -237,7 +237,7 @@ class PrefillFirstScheduler(SglangScheduler):
         for request in goes_on if fits else ():
             self._generate_one(done, request)
         self._accepted = accepted
-        for request in sorted(first, key=lambda each: each.max_output_tokens > 0):  # those without output first
+        for request in sorted(first, key=lambda each: each.max_output_tokens > 0):  # requests without output first
             if request.generated_tokens >= request.max_output_tokens:
                 self._finish(done, request)
 

@@ -1,4 +1,4 @@
-"""The common base of TensorRT-LLM's managers: it publishes the events of an iteration as those of this package."""
+"""The common base of TensorRT-LLM's managers: it turns the events of an iteration into events of this package."""
 
 from __future__ import annotations
 

@@ -108,7 +108,8 @@ class TrtllmDriver(IterationDriver[V1Manager]):
     def blocks_of_step(self, request: V1Request) -> list[int]:
         """Count the blocks of a request's next step, for each window.
 
-        Without blocks it needs those of all its tokens, a prompt in progress needs none, any other those of one token.
+        A request without blocks needs the blocks of all its tokens, a prompt in progress none, and any other request
+        those of one more token.
         """
         manager = self.manager
         if request not in manager.requests:

@@ -247,7 +247,7 @@ class TierHostTime(HostTime):
 
     @property
     def now(self) -> float:
-        """The time, in ms: that of its last tick, or the manager's if only this was moved further."""
+        """The time, in ms: that of its last tick, or the manager's time if this is later."""
         return max(self._now, self.manager.offload_now)
 
     @property
