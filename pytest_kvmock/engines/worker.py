@@ -188,8 +188,8 @@ class Request:
             SlotsLost: with tiers, a step needs a block that will never be free. The tokens before it were generated,
                 and the request keeps running.
             RequestError: the request is not running.
-            ValueError: a token, or the count, is out of range; or `accepted` exceeds the drafts of a step, or does not
-                add up to `tokens`.
+            ValueError: a token, or the count, is out of range; or a number in `accepted` exceeds the drafts of a step,
+                or they do not add up to `tokens`.
         """
         given = None if accepted is None else tuple(accepted)
         self._record(Decode, tuple(tokens) if isinstance(tokens, list) else tokens, None, given)

@@ -126,7 +126,10 @@ def _run(move: Use, anchor: Block | None, run: Sequence[int], first: int) -> tup
 
 
 def check_lengths(move: Use, num_full: int) -> None:
-    """Raise a MoveError unless each list of a Use is absent or has one entry for each full block."""
+    """Raise a MoveError unless each list of a Use is absent or has one entry for each full block.
+
+    Local hashes and token ids may have one more, for a partial last block.
+    """
     blocks = move.blocks
     also = num_full + bool(blocks and isinstance(blocks[-1], UUID))  # for a last partial block
     if move.plhs and len(move.plhs) != num_full:

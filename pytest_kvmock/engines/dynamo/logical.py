@@ -360,8 +360,8 @@ class LogicalManager(LineageShortForms, ManagerBase):
     def register_swapped_in(self, blocks: Sequence[BlockDetails], parent: int | None, scheduled: Scheduled) -> int:
         """Cache the blocks that a swap-in brought, inactive, and publish them as stored on the device.
 
-        If the device has a block by now, the block's slot is freed, and the next blocks are stored below the block. The
-        `parent` of a block in `blocks` is ignored: its parent is the block before it.
+        If the device has a block by now, its reserved slot is freed, and the next blocks are stored below the block.
+        The `parent` of a block in `blocks` is ignored: its parent is the block before it.
 
         Args:
             blocks: the blocks, in order.

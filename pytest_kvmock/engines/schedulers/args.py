@@ -199,8 +199,8 @@ class MockEngineArgs:
         max_model_len: maximum tokens of a request, prompt and output together, at least 1; None: unlimited. 1.6.1 only.
         prefill_decode_interval: number of passes without admission after a pass that computed a part of a prompt, at
             least 0. sglang in 1.6.1 only.
-        prefill_schedule_interval: with several ranks, one in this many passes computes prompts while other ranks
-            decode; at least 1. vllm in 1.6.1 only.
+        prefill_schedule_interval: with several ranks, while requests decode, only one in this many passes computes
+            prompts; at least 1. vllm in 1.6.1 only.
         kv_transfer_timing_mode: what a prefill engine sends: "full_prompt", or "destination_missing" for the part that
             the decode engine has not cached. 1.6.1 only.
         aic_nextn: drafts a step of a draft model, 1 to 5, or None. A decode pass gives a request the accepted drafts

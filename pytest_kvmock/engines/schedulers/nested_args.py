@@ -75,15 +75,15 @@ def read_group(cls: type[_G], name: str, given: object) -> _G | None:
 
 @dataclass(frozen=True, slots=True)
 class SglangArgs:
-    """The arguments of SGLang's scheduler. None means the scheduler's default, the last value in each entry.
+    """The arguments of SGLang's scheduler. None means the scheduler's default, given in parentheses.
 
     Attributes:
-        schedule_policy: "lpm": longest cached prefix first; "fifo" or "fcfs" (the same): in order of arrival; "fifo".
+        schedule_policy: "lpm": longest cached prefix first; "fifo" or "fcfs" (the same): in order of arrival ("fifo").
         page_size: tokens a page, at least 1: another name of `block_size`.
-        max_prefill_tokens: maximum number of tokens that are admitted in one pass, at least 1; 16384.
-        chunked_prefill_size: tokens of a prefill chunk, at least 1, a multiple of the page size; 8192.
-        clip_max_new_tokens: maximum output tokens of a request for which admission reserves room, at least 0; 4096.
-        schedule_conservativeness: the part of this room that is reserved, as a factor, finite and at least 0; 1.0.
+        max_prefill_tokens: maximum number of tokens that are admitted in one pass, at least 1 (16384).
+        chunked_prefill_size: tokens of a prefill chunk, at least 1, a multiple of the page size (8192).
+        clip_max_new_tokens: maximum output tokens of a request for which admission reserves room, at least 0 (4096).
+        schedule_conservativeness: the part of this room that is reserved, as a factor, finite and at least 0 (1.0).
 
     Raises:
         ValueError: a field is out of range. The message names the field, the given value and the allowed values.

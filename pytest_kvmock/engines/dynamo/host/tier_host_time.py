@@ -92,7 +92,7 @@ class Parking:
     """The swap-ins under way from the host to one manager, in the order of their start, with their requests.
 
     Requests of a scheduler are parked, and come back to it (`take_back`). A worker's own requests wait while its time
-    passes (`TierHostTime`). They are not listed here, because another request may use the blocks when they arrive.
+    passes (`TierHostTime`). They are not recorded here, because the blocks may serve another request when they arrive.
 
     Args:
         driver: the manager's driver; its recorder marks the events of a swap-in as made for a request.
