@@ -18,8 +18,8 @@ from xxhash import xxh3_64_intdigest
 # original never uses the other counters either.
 #
 # Hash i is the XXH3-64 of the key's 16 bytes, little endian, with the secret of seed i. For this length a secret is
-# only a mask that is XORed with the input, and seed 0 has the default secret. So the key is XORed with the difference of
-# the masks of seeds i and 0, and the plain XXH3-64 of the result is hash i.
+# only a mask that is XORed with the input, and seed 0 has the default secret. So the key is XORed with the difference
+# of the masks of seeds i and 0, and the plain XXH3-64 of the result is hash i.
 
 _U64: Final = 2**64 - 1
 _U32: Final = 2**32 - 1
