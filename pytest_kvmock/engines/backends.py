@@ -233,7 +233,7 @@ class BackendSpec:
         """Return a backend of Dynamo's newer manager with your own eviction policy.
 
         Args:
-            name: see `BackendSpec`, as for the fields below.
+            name: name of the backend.
             policy: makes the policy of one manager; called with the capacity in blocks.
             models: the modelled program and version.
             prefix_closed: False for a policy that may evict a block before its children.

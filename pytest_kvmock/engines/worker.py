@@ -551,8 +551,8 @@ class KvWorker(Pausing):
         Args:
             prompt: the prompt.
             output_tokens: number of tokens that it generates.
-            hand_over: True to keep its blocks for a decode engine, and return the parameters for this engine; for
-                "vllm-mooncake" also the parameters of `new_hand_over`.
+            hand_over: True to keep its blocks for a decode engine, and return the parameters for that engine. With
+                "vllm-mooncake", the parameters of `new_hand_over` do the same.
 
         Raises:
             OutOfBlocks: it does not fit. The prompt's blocks are freed again; they may be cached by then.

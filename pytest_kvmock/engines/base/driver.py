@@ -189,7 +189,7 @@ class Driver(Protocol):
         """
 
     def lookup(self, request: Any) -> int:
-        """Count the leading tokens of a request, output included, that are cached. Changes nothing, even recency."""
+        """Count the leading cached tokens of a request, output included. Changes nothing, not even recency."""
 
     def need(self, request: Any, upto: int, tokens: Sequence[int] = ()) -> int:
         """Count the blocks that a request needs and no request holds; compare it with `room`.

@@ -43,7 +43,7 @@ class EventRecorder:
         holds: as given.
         held: the held events and rows of events, in order.
         for_requests: whether all events belong to requests, so their hashes are the engine's (`RouterEvent.chained`).
-            If not, only events do that are published while the recorder is entered as a context manager
+            If not, this holds only for events that are published while the recorder is entered as a context manager
             (`MoveDriver`).
         extra_of: returns the extra data of a Stored whose manager does not give it; None if there is none.
     """

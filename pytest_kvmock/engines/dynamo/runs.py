@@ -1,4 +1,4 @@
-"""Cached blocks in runs: the quick form of `lineage` and `lru`, for managers that only make schedulers' moves.
+"""Cached blocks in runs: the quick form of `lineage` and `lru`, for managers that only get moves of schedulers.
 
 One subject: a structure, and the moves on it.
 """

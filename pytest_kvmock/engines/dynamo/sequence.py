@@ -303,7 +303,7 @@ class ActiveSequence:
         self.generated_tokens += len(tokens)
 
     def _promote_last(self) -> Promote:
-        """Return the Promote of the block that the token just pushed follows; give this block its hashes."""
+        """Return the Promote of the full block before the token just pushed; give this block its hashes."""
         partial = self.unique_blocks.pop()
         assert isinstance(partial, UUID)
         index = len(self.unique_blocks)

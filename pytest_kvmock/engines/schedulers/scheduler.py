@@ -204,7 +204,10 @@ class Scheduler(ABC):
         self._accepted = accepted
 
     def _admitted(self, request: ScheduledRequest, now_ms: float, reused_tokens: int) -> None:
-        """Record an admission with `reused_tokens` cached tokens; the first one also records unusable hybrid hits."""
+        """Record an admission with `reused_tokens` cached tokens.
+
+        The first one also records the hits that a hybrid model cannot use.
+        """
         if request.admitted_ms is None and self._powers.short is not None:
             request.lacking = self._powers.short(request.state)
         request.admit(now_ms, reused_tokens)

@@ -41,9 +41,9 @@ class Release:
         dynamo: the release of Dynamo whose performance model and router belong to it.
         rejects_prompts: a prompt that is larger than all blocks is rejected when its turn comes.
         takes_tiers: it was recorded with tiers below the device.
-        reserves_destination: the decode engine of a handoff reserves blocks for a prompt before the transfer. Handed
-            over requests wait in the order in which their blocks were requested, and a prompt that can never fit ends
-            its session.
+        reserves_destination: the decode engine of a handoff reserves blocks for a prompt before the transfer. Requests
+            wait there in the order in which their blocks were requested, and a prompt that can never fit ends its
+            session.
         destination_first: the blocks are reserved before the prompt is computed, however many requests run.
         sessions_keep_place: in a closed loop a session counts as open until its last request is done.
         arrivals_between_passes: a closed loop on one engine checks the clock after each pass, not before.

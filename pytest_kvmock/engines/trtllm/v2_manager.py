@@ -202,10 +202,7 @@ class V2Manager(IterationManager):
         request.suspend()
 
     def resize_context(self, request: V2Request, tokens: int, *, first_chunk: bool = True) -> bool:
-        """Make room for the first tokens of a prompt.
-
-        Return False if there is none; if it was the first chunk, the request is then suspended.
-        """
+        """Make room for the first tokens of a prompt; return False, and suspend a first chunk, if there is none."""
         fits = request.resize(max(request.capacity, tokens), request.history)
         if not fits and first_chunk:
             request.suspend()

@@ -388,9 +388,7 @@ class TierHostTime(HostTime):
             # If the host already had all evicted blocks, their slots are free again at once.
             if manager.num_active_blocks < manager.num_blocks:
                 return
-            assert (
-                self.lost_text is not None
-            )  # the caller has checked that no request holds the blocks that it waits for
+            assert self.lost_text is not None  # no request holds the needed blocks, as checked by the caller
             raise SlotsLost(self.lost_text)
         if not wait:
             raise WouldWait(self.now, deadline, why)
