@@ -1,4 +1,4 @@
-"""Drives TensorRT-LLM's V1 cache like its engine: blocks for a whole prompt, stored after its prefill and at the end."""
+"""Drives TensorRT-LLM's V1 cache like its engine: blocks for a whole prompt, stored after prefill and at the end."""
 
 from __future__ import annotations
 
